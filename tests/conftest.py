@@ -1,0 +1,52 @@
+"""Test configuration: several CPU devices, strict promotion, runtime type checks on the package."""
+
+import os
+
+# Both are read once, when JAX starts its backend. Four devices share the cores; each process
+# keeps to one compute thread so that parallel test workers do not fight over them.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_cpu_multi_thread_eigen=false",
+    ]
+).strip()
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import jax
+import pytest
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+# Before the first import of quaxlike: every annotation of the package is checked when called.
+install_import_hook("quaxlike", "beartype.beartype")
+
+jax.config.update("jax_enable_x64", False)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The first example of a property compiles, so that a deadline per example says nothing.
+settings.register_profile("quaxlike", deadline=None, max_examples=25, derandomize=True)
+settings.load_profile("quaxlike")
+
+
+@pytest.fixture
+def check_leaks():
+    """Fails a test in which a tracer outlives its transform."""
+    with jax.checking_leaks():
+        yield
+
+
+@pytest.fixture
+def default_promotion():
+    """JAX's default promotion rules, for code that is not ours (diffrax, user programs)."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """64-bit types on, for oracles in double precision."""
+    with jax.enable_x64(True):
+        yield
