@@ -1,0 +1,6 @@
+"""For authors of operations: a JAX primitive from one function."""
+
+from .define import DefinedPrimitive as DefinedPrimitive
+from .define import define_primitive as define_primitive
+from .slots import MissingRuleError as MissingRuleError
+from .slots import Slot as Slot

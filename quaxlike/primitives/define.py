@@ -1,0 +1,384 @@
+"""A JAX primitive from one function."""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core.primitives as jax_primitives
+import jax.tree_util as jtu
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from . import derive
+from .batch import batch
+from .forms import Batch, Flat, Form, Jvp, Transpose, Vjp
+from .layout import Rules
+from .slots import Slot
+
+_lock = threading.RLock()
+_defined: dict[str, str] = {}
+
+_Impls = Mapping[str | None, Callable[..., Any]]
+_Static = tuple[str | None, tuple[tuple[str, Hashable], ...]]
+
+
+class DefinedPrimitive(Primitive):
+    """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
+
+    It is an ordinary `jax.extend.core.Primitive`: equations carry it and rules can be registered
+    for it. What differentiation and batching make of it are primitives too, so that they can be
+    recognised in a jaxpr and given rules of their own: `jvp_p` (tangents of its results), `vjp_p`
+    (cotangents of its operands), `transpose_p` (itself, transposed in operands it is linear in) and
+    `batch_p` (itself, mapped over an axis). Each of them has the same four in turn. The parameters
+    of a derived primitive are those of its root and `forms`, a tuple whose last entry says how its
+    operands and results relate to its parent's; it always has multiple results.
+
+    **Attributes:**
+
+    - `root`: the primitive this one was derived from; itself for one that was defined.
+    - `parent`: the primitive this one is a form of; None for one that was defined.
+    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None for one that was defined.
+    - `impl_fn`: the function the root was defined from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        impls: _Impls,
+        *,
+        multiple_results: bool,
+        rules: Rules,
+        parent: "DefinedPrimitive | None" = None,
+        form: type[Form] | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.multiple_results = multiple_results
+        self.rules = rules
+        self.parent = parent
+        self.form = None if form is None else form.__name__.lower()
+        self._impls = impls
+        self._slots: dict[str, Slot] = {}
+        self._forms: dict[type[Form], DefinedPrimitive] = {}
+        # JAX memoises what it traces by function object and static arguments: hence these, and not
+        # closures over the parameters, are traced.
+        self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
+        self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
+        self._trace_tangents = jax.make_jaxpr(
+            self._tangents, static_argnums=(0, 1), return_shape=True
+        )
+        self._results_tree = functools.lru_cache(maxsize=None)(self._find_results_tree)
+
+        self.def_impl(functools.partial(xla.apply_primitive, self))
+        self.def_effectful_abstract_eval(self._abstract_eval)
+        ad.primitive_jvps[self] = functools.partial(derive.jvp, self)
+        ad.primitive_transposes[self] = functools.partial(derive.transpose, self)
+        batching.fancy_primitive_batchers[self] = functools.partial(batch, self)
+        for platform in impls:
+            lowered = functools.partial(self._evaluate_on, platform)
+            rule = mlir.lower_fun(lowered, multiple_results=multiple_results)
+            mlir.register_lowering(self, rule, platform=platform)
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        """Binds the primitive.
+
+        **Arguments:**
+
+        - `args`: the operands: arrays, or pytrees of arrays.
+        - `params`: static parameters; hashable.
+
+        **Returns:** what the function that the primitive was defined from returns.
+
+        **Raises:** `TypeError` for an operand that is not an array, and for a parameter that is an
+        array or cannot be hashed.
+        """
+        for name, value in params.items():
+            self._check_param(name, value)
+        paths_and_leaves, in_tree = jtu.tree_flatten_with_path(args)
+        leaves = [leaf for _, leaf in paths_and_leaves]
+        avals = tuple(self._aval_of(path, leaf) for path, leaf in paths_and_leaves)
+        if self.parent is None and in_tree != _flat_tree(len(args)):
+            params["in_tree"] = in_tree
+        out = self.bind(*leaves, **params)
+        if not self.multiple_results:
+            return out
+        return jtu.tree_unflatten(self.results_tree(avals, params), out)
+
+    @property
+    def root(self) -> "DefinedPrimitive":
+        return self if self.parent is None else self.parent.root
+
+    @property
+    def impl_fn(self) -> Callable[..., Any]:
+        return self.root._impls[None]
+
+    @property
+    def jvp_p(self) -> "DefinedPrimitive":
+        return self._derived(Jvp)
+
+    @property
+    def vjp_p(self) -> "DefinedPrimitive":
+        return self._derived(Vjp)
+
+    @property
+    def transpose_p(self) -> "DefinedPrimitive":
+        return self._derived(Transpose)
+
+    @property
+    def batch_p(self) -> "DefinedPrimitive":
+        return self._derived(Batch)
+
+    def slot(self, name: str) -> Slot:
+        """The place for the rule called `name`.
+
+        Put one there by `p.slot("cost").register(rule)`, call it by `p.slot("cost")(...)`.
+
+        **Arguments:**
+
+        - `name`: any name; slots are made as they are asked for.
+
+        **Returns:** the [`Slot`][quaxlike.primitives.Slot].
+        """
+        with _lock:
+            return self._slots.setdefault(name, Slot(self.name, name))
+
+    def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
+        """What the primitive computes, on flat operands of the types `avals`."""
+        return self._trace((None, _sorted_items(params)), *avals)
+
+    def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
+        """The structure of what the primitive returns for flat operands of the types `avals`."""
+        return self._results_tree(tuple(avals), _sorted_items(params))
+
+    def nonzero_tangents(
+        self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
+    ) -> tuple[bool, ...]:
+        """Which results' tangents can differ from zero if those of the `nonzero` operands do."""
+        tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
+        _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
+        return tuple(tangent is not None for tangent in out)
+
+    def _evaluate_flat(self, static: _Static, *operands: Any) -> list[Any]:
+        platform, params = static
+        return self._flat(platform, dict(params))(*operands)
+
+    def _evaluate_tree(self, static: _Static, *operands: Any) -> Any:
+        platform, params = static
+        return self._call(platform, dict(params))(*operands)
+
+    def _tangents(
+        self, static: _Static, nonzero: Sequence[bool], primals: list[Any], tangents: list[Any]
+    ) -> list[Any]:
+        platform, params = static
+        fn = self._flat(platform, dict(params))
+        return derive.symbolic_tangents(fn, nonzero, primals, tangents)
+
+    def _derived(self, form: type[Form]) -> "DefinedPrimitive":
+        with _lock:
+            if form not in self._forms:
+                # Another backend's kernel can be mapped over an axis, not differentiated.
+                impls: _Impls = self._impls if form is Batch else {None: self._impls[None]}
+                self._forms[form] = DefinedPrimitive(
+                    f"{self.name}.{form.__name__.lower()}",
+                    impls,
+                    multiple_results=True,
+                    rules=Rules(),
+                    parent=self,
+                    form=form,
+                )
+            return self._forms[form]
+
+    def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
+        """The function of flat operands that the primitive computes, with a list of results."""
+        if self.parent is not None:
+            *below, form = params.pop("forms")
+            if below:
+                params["forms"] = tuple(below)
+            return functools.partial(form.evaluate, self.parent._flat(platform, params))
+        fn = self._call(platform, params)
+        return lambda *operands: jtu.tree_leaves(fn(*operands))
+
+    def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
+        """The same with the tree of its results."""
+        if self.parent is not None:
+            return self._flat(platform, params)
+        in_tree = params.pop("in_tree", None)
+        impl = self._impls[platform]
+
+        def fn(*operands: Any) -> Any:
+            args = operands if in_tree is None else jtu.tree_unflatten(in_tree, operands)
+            out = impl(*args, **params)
+            if not self.multiple_results and not jtu.all_leaves([out]):
+                raise TypeError(
+                    f"primitive {self.name!r} has one result, but {_where(impl)} returned "
+                    f"{jtu.tree_structure(out)}; define it with `multiple_results=True`"
+                )
+            return out
+
+        return fn
+
+    def _evaluate_on(self, platform: str | None, *operands: Any, **params: Any) -> Any:
+        out = self._evaluate_flat((platform, _sorted_items(params)), *operands)
+        if platform is not None:
+            expected: Any = self.jaxpr([jax.typeof(x) for x in operands], params).out_avals
+            found: Any = [jax.typeof(x) for x in out]
+            if [(a.shape, a.dtype) for a in expected] != [(a.shape, a.dtype) for a in found]:
+                raise TypeError(
+                    f"the {platform} implementation of primitive {self.name!r} "
+                    f"({_where(self._impls[platform])}) returned {_short(found)}, where its "
+                    f"default implementation returns {_short(expected)}"
+                )
+        return out if self.multiple_results else out[0]
+
+    def _abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, Any]:
+        jaxpr = self.jaxpr(avals, params)
+        out = jaxpr.out_avals if self.multiple_results else jaxpr.out_avals[0]
+        return out, jaxpr.effects
+
+    def _find_results_tree(self, avals: tuple[Any, ...], params: Any) -> Any:
+        return jtu.tree_structure(self._trace_tree((None, params), *avals)[1])
+
+    def _aval_of(self, path: Any, leaf: Any) -> Any:
+        try:
+            return jax.typeof(leaf)
+        except TypeError as error:
+            index, *inside = path
+            raise TypeError(
+                f"operand {index.idx} of primitive {self.name!r} holds {leaf!r}"
+                f"{' at ' + jtu.keystr(tuple(inside)) if inside else ''}, which is not an array; "
+                "pass what is static as a keyword argument"
+            ) from error
+
+    def _check_param(self, name: str, value: Any) -> None:
+        if isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(
+                f"parameter {name!r} of primitive {self.name!r} is an array of type "
+                f"{jax.typeof(value).str_short()}; keyword arguments are static, pass it by "
+                "position"
+            )
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(
+                f"parameter {name!r} of primitive {self.name!r} is static and must be hashable, "
+                f"got {value!r}"
+            ) from error
+
+
+def define_primitive(
+    name: str,
+    impl: Callable[..., Any],
+    *,
+    multiple_results: bool = False,
+    cpu: Callable[..., Any] | None = None,
+    gpu: Callable[..., Any] | None = None,
+    tpu: Callable[..., Any] | None = None,
+    jvp: Callable[..., Any] | None = None,
+    vjp: Callable[..., Any] | None = None,
+    vjp_with_results: bool = False,
+    transpose: Callable[..., Any] | None = None,
+    batching: Callable[..., Any] | None = None,
+) -> DefinedPrimitive:
+    """Makes a JAX primitive of a function, with everything that JAX asks of a primitive derived.
+
+    The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: an equation of it,
+    or of a primitive derived from it, is in the jaxpr, for interpreters such as
+    [`quaxify`][quaxlike.quaxify] to dispatch on. It is taken apart when it is lowered.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.primitives import define_primitive
+
+        def _scaled_tanh(x, *, scale):
+            return scale * jnp.tanh(x)
+
+        scaled_tanh_p = define_primitive("scaled_tanh", _scaled_tanh)
+        jax.grad(lambda x: scaled_tanh_p(x, scale=2.0))(0.5)
+        ```
+
+    A hand-written rule replaces the derived one. Rules are traced through, not hidden in a derived
+    primitive, so that a rule may be written with the primitive itself. Where a rule meets or
+    gives a tree of tangents, cotangents or dims, `None` in the place of a leaf or of a whole
+    operand is a zero (or, for dims, "not mapped"). A rule that returns `NotImplemented` leaves
+    the case at hand to the derivation.
+
+    **Arguments:**
+
+    - `name`: the primitive's name, an identifier that no primitive has yet.
+    - `impl`: a pure function of arrays (or pytrees of them) by position and static parameters by
+        keyword. Derivatives are derived from this function.
+    - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
+    - `cpu`, `gpu`, `tpu`: other functions that compute the same, for one platform each; chosen when
+        the primitive is lowered.
+    - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. The arguments are tuples
+        as long as the operands; the primitive itself gives the primal result.
+    - `vjp`: `vjp(cotangent, *operands, **params) -> (cotangent of each operand, ...)`. Forward-mode
+        differentiation is derived nevertheless.
+    - `vjp_with_results`: whether `vjp` is to be called with the primal result as well,
+        `vjp(cotangent, result, *operands, **params)`.
+    - `transpose`: for a primitive that is linear in some of its operands,
+        `transpose(cotangent, *operands, **params) -> (cotangent, ...)`; operands (leaves) that
+        cotangents are wanted for are `jax.interpreters.ad.UndefinedPrimal`s.
+    - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
+        The axis of the result may be anywhere.
+
+    **Returns:** the primitive; call it with the arguments of `impl`.
+
+    **Raises:** `ValueError` for a name that is not an identifier or is taken.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"the name of a primitive must be an identifier, got {name!r}")
+    parameters = inspect.signature(impl).parameters
+    for reserved in ("in_tree", "forms"):
+        if reserved in parameters:
+            raise ValueError(
+                f"primitive {name!r}: {_where(impl)} has a parameter {reserved!r}, which "
+                "define_primitive uses; give it another name"
+            )
+    with _lock:
+        if name in _builtin_names():
+            raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
+        if name in _defined:
+            raise ValueError(
+                f"a primitive called {name!r} was already defined from {_defined[name]}"
+            )
+        _defined[name] = _where(impl)
+    platforms: dict[str | None, Callable[..., Any] | None]
+    platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}
+    return DefinedPrimitive(
+        name,
+        {platform: fn for platform, fn in platforms.items() if fn is not None},
+        multiple_results=multiple_results,
+        rules=Rules(jvp, vjp, vjp_with_results, transpose, batching),
+    )
+
+
+@functools.cache
+def _builtin_names() -> frozenset[str]:
+    builtin = vars(jax_primitives).values()
+    return frozenset(p.name for p in builtin if isinstance(p, Primitive))
+
+
+@functools.cache
+def _flat_tree(num_leaves: int) -> Any:
+    return jtu.tree_structure((0,) * num_leaves)
+
+
+def _sorted_items(params: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    return tuple(sorted(params.items()))
+
+
+def _short(avals: Sequence[Any]) -> str:
+    return "(" + ", ".join(aval.str_short() for aval in avals) + ")"
+
+
+def _where(fn: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    name = getattr(fn, "__qualname__", repr(fn))
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

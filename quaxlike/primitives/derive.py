@@ -1,0 +1,313 @@
+"""How a defined primitive is differentiated and transposed: by its hand-written rule, or by a form.
+
+Batching is kept outermost: the derivative of a batched primitive is the batched derivative of its
+parent, so that a hand-written derivative holds under `vmap` in either order.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import TraceTag, mapped_aval, set_current_trace, take_current_trace
+from jax.interpreters import ad
+
+from .forms import Flat, Jvp, Transpose, Vjp, merge, split
+from .layout import (
+    Params,
+    flatten_like,
+    is_zero,
+    operand_leaves,
+    unflatten,
+    with_form,
+    without_form,
+    without_tree,
+    zero_tangent,
+)
+
+if TYPE_CHECKING:
+    from .define import DefinedPrimitive
+
+
+def jvp(
+    p: "DefinedPrimitive", primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    out = p.bind(*primals, **params)
+    results = out if p.multiple_results else [out]
+    tangents_out = _tangents(p, primals, results, tangents, params)
+    return out, (tangents_out if p.multiple_results else tangents_out[0])
+
+
+def transpose(p: "DefinedPrimitive", cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+    cotangents = cotangent if p.multiple_results else [cotangent]
+    return _cotangents(p, cotangents, operands, params)
+
+
+def symbolic_tangents(
+    fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
+) -> list[Any]:
+    """The tangents of `fn`'s results, None for those that are zero whatever the operands are."""
+    with take_current_trace() as parent:
+        trace = ad.JVPTrace(parent, TraceTag())
+        live, held = split(nonzero, primals)
+        live = [ad.JVPTracer(trace, x, t) for x, t in zip(live, tangents, strict=True)]
+        with set_current_trace(trace):
+            results = fn(*merge(nonzero, live, held))
+        tangents_out = [trace.to_primal_tangent_pair(x)[1] for x in results]
+    return [None if is_zero(t) else t for t in tangents_out]
+
+
+# -------------------------------------------------------------------------------------------------
+# Forward mode
+# -------------------------------------------------------------------------------------------------
+
+
+def _tangents(
+    p: "DefinedPrimitive",
+    primals: Sequence[Any],
+    results: Sequence[Any],
+    tangents: Sequence[Any],
+    params: Params,
+) -> list[Any]:
+    """The tangents of the results, symbolic zeros where they are zero."""
+    nonzero = tuple(not is_zero(t) for t in tangents)
+    zeros = [zero_tangent(x) for x in results]
+    if not any(nonzero):
+        return zeros
+    if p.form == "batch":
+        return _batched_tangents(p, primals, results, tangents, params)
+    if p.rules.jvp is not None:
+        by_hand = _jvp_by_hand(p, primals, tangents, zeros, params)
+        if by_hand is not None:
+            return by_hand
+    outputs = p.nonzero_tangents(nonzero, [jax.typeof(x) for x in primals], params)
+    if not any(outputs):
+        return zeros
+    kept = results if p.rules.vjp_with_results else []
+    form = Jvp(nonzero, outputs, p.rules.vjp_with_results)
+    live, _ = split(nonzero, tangents)
+    out = p.jvp_p.bind(*primals, *kept, *live, **with_form(params, form))
+    return merge(outputs, out, split(outputs, zeros)[1])
+
+
+def _batched_tangents(
+    p: "DefinedPrimitive",
+    primals: Sequence[Any],
+    results: Sequence[Any],
+    tangents: Sequence[Any],
+    params: Params,
+) -> list[Any]:
+    form, below = without_form(params)
+    assert p.parent is not None
+    parent = p.parent
+    nonzero = [not is_zero(t) for t in tangents]
+    outputs: list[bool] = []
+
+    def per_example(primals: list[Any], results: list[Any], live: list[Any]) -> list[Any]:
+        zeros = [zero_tangent(x) for x, nz in zip(primals, nonzero, strict=True) if not nz]
+        out = _tangents(parent, primals, results, merge(nonzero, live, zeros), below)
+        outputs[:] = [not is_zero(t) for t in out]
+        return split(outputs, out)[0]
+
+    dims = list(form.dims)
+    vmapped = form.vmap(per_example, (dims, [0] * len(results), split(nonzero, dims)[0]))
+    live = vmapped(list(primals), list(results), split(nonzero, tangents)[0])
+    zeros = [zero_tangent(x) for x in results]
+    return merge(outputs, live, split(outputs, zeros)[1])
+
+
+def _jvp_by_hand(
+    p: "DefinedPrimitive",
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    zeros: Sequence[Any],
+    params: Params,
+) -> list[Any] | None:
+    assert p.rules.jvp is not None
+    in_tree, static = without_tree(params)
+    tangents = [None if is_zero(t) else t for t in tangents]
+    out = p.rules.jvp(unflatten(in_tree, primals), unflatten(in_tree, tangents), **static)
+    if out is NotImplemented:
+        return None
+    leaves = flatten_like(
+        p.results_tree(map(jax.typeof, primals), params), out, f"the jvp rule of {p.name!r}"
+    )
+    return [zero if t is None else t for t, zero in zip(leaves, zeros, strict=True)]
+
+
+# -------------------------------------------------------------------------------------------------
+# Reverse mode
+# -------------------------------------------------------------------------------------------------
+
+
+def _cotangents(
+    p: "DefinedPrimitive", cotangents: Sequence[Any], operands: Sequence[Any], params: Params
+) -> list[Any]:
+    """The cotangents of the undefined operands, None for the others and for zeros."""
+    undefined = tuple(ad.is_undefined_primal(x) for x in operands)
+    nonzero = tuple(not is_zero(ct) for ct in cotangents)
+    if not any(nonzero):
+        return [None] * len(operands)
+    live, _ = split(nonzero, cotangents)
+    parent = p.parent
+    if parent is not None and p.form == "batch":
+        return _batched_cotangents(p, cotangents, operands, params)
+    if parent is not None and p.form == "jvp":
+        return _transpose_jvp(parent, live, nonzero, operands, params)
+    if parent is not None and p.form == "vjp":
+        return _transpose_vjp(parent, live, nonzero, operands, params)
+    if parent is not None and p.form == "transpose":
+        return _transpose_transpose(parent, cotangents, operands, params)
+    if p.rules.transpose is not None:
+        by_hand = _transpose_by_hand(p, cotangents, operands, params)
+        if by_hand is not None:
+            return by_hand
+    linear = tuple(x.aval if u else None for x, u in zip(operands, undefined, strict=True))
+    held = split(undefined, operands)[1]
+    out = p.transpose_p.bind(*held, *live, **with_form(params, Transpose(linear, nonzero)))
+    return merge(undefined, out, [None] * len(held))
+
+
+def _transpose_jvp(
+    parent: "DefinedPrimitive",
+    live: list[Any],
+    nonzero: tuple[bool, ...],
+    operands: Sequence[Any],
+    params: Params,
+) -> list[Any]:
+    form, below = without_form(params)
+    primals, results, tangents = form.groups(operands)
+    _require_defined(parent, [*primals, *results])
+    wanted = [ad.is_undefined_primal(t) for t in tangents]
+    # `nonzero` speaks of the tangents that the form produces, `cotangents` of all of the parent's
+    # results.
+    cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
+    out = None
+    if parent.rules.vjp is not None:
+        zeros = [None] * cotangents.count(False)
+        full = merge(cotangents, live, zeros)
+        out = _vjp_by_hand(parent, full, primals, results, below)
+    if out is None:
+        mask = tuple(merge(form.nonzero, wanted, [False] * form.nonzero.count(False)))
+        form_out = Vjp(mask, cotangents)
+        found = parent.vjp_p.bind(*primals, *live, **with_form(below, form_out))
+        out = merge(mask, found, [None] * mask.count(False))
+    of_tangents = split(form.nonzero, out)[0]
+    of_tangents = [ct if w else None for ct, w in zip(of_tangents, wanted, strict=True)]
+    return [None] * (len(primals) + len(results)) + of_tangents
+
+
+def _transpose_vjp(
+    parent: "DefinedPrimitive",
+    live: list[Any],
+    nonzero: tuple[bool, ...],
+    operands: Sequence[Any],
+    params: Params,
+) -> list[Any]:
+    form, below = without_form(params)
+    primals, cotangents = operands[: len(form.nonzero)], operands[len(form.nonzero) :]
+    _require_defined(parent, primals)
+    wanted = [ad.is_undefined_primal(ct) for ct in cotangents]
+    mask = tuple(merge(form.nonzero, nonzero, [False] * form.nonzero.count(False)))
+    outputs = tuple(merge(form.cotangents, wanted, [False] * form.cotangents.count(False)))
+    out = parent.jvp_p.bind(*primals, *live, **with_form(below, Jvp(mask, outputs)))
+    return [None] * len(primals) + merge(wanted, out, [None] * wanted.count(False))
+
+
+def _transpose_transpose(
+    parent: "DefinedPrimitive",
+    cotangents: Sequence[Any],
+    operands: Sequence[Any],
+    params: Params,
+) -> list[Any]:
+    form, below = without_form(params)
+    num_held = form.mask.count(False)
+    held, linear = operands[:num_held], operands[num_held:]
+    _require_defined(parent, held)
+    wanted = [ad.is_undefined_primal(x) for x in linear]
+    full = [ad.instantiate_zeros(ct) for ct in cotangents]
+    out = parent.bind(*merge(form.mask, full, held), **below)
+    results = out if parent.multiple_results else [out]
+    of_linear = split(form.cotangents, results)[0]
+    return [None] * num_held + [ct if w else None for ct, w in zip(of_linear, wanted, strict=True)]
+
+
+def _batched_cotangents(
+    p: "DefinedPrimitive", cotangents: Sequence[Any], operands: Sequence[Any], params: Params
+) -> list[Any]:
+    form, below = without_form(params)
+    assert p.parent is not None
+    parent = p.parent
+    undefined = [ad.is_undefined_primal(x) for x in operands]
+    nonzero = [not is_zero(ct) for ct in cotangents]
+    outputs: list[bool] = []
+
+    def of_example(operand: Any, dim: int | None) -> ad.UndefinedPrimal:
+        aval = operand.aval
+        return ad.UndefinedPrimal(aval if dim is None else mapped_aval(form.size, dim, aval))
+
+    unknown = [
+        of_example(x, d) for x, d, u in zip(operands, form.dims, undefined, strict=True) if u
+    ]
+    zeros = [
+        ad.Zero(mapped_aval(form.size, 0, ct.aval))
+        for ct, nz in zip(cotangents, nonzero, strict=True)
+        if not nz
+    ]
+
+    def per_example(held: list[Any], live: list[Any]) -> list[Any]:
+        ops = merge(undefined, unknown, held)
+        out = _cotangents(parent, merge(nonzero, live, zeros), ops, below)
+        outputs[:] = [ct is not None and not is_zero(ct) for ct in out]
+        return split(outputs, out)[0]
+
+    held_dims = split(undefined, form.dims)[1]
+    live, _ = split(nonzero, cotangents)
+    out = form.vmap(per_example, (held_dims, [0] * len(live)))(split(undefined, operands)[1], live)
+    dims, others = split(outputs, form.dims)
+    # An operand that every example shares gathers the cotangents of all.
+    placed = [
+        ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)
+    ]
+    return merge(outputs, placed, [None] * len(others))
+
+
+def _vjp_by_hand(
+    p: "DefinedPrimitive",
+    cotangents: Sequence[Any],
+    primals: Sequence[Any],
+    results: Sequence[Any],
+    params: Params,
+) -> list[Any] | None:
+    assert p.rules.vjp is not None
+    in_tree, static = without_tree(params)
+    out_tree = p.results_tree(map(jax.typeof, primals), params)
+    kept = [jtu.tree_unflatten(out_tree, results)] if p.rules.vjp_with_results else []
+    cotangent = jtu.tree_unflatten(out_tree, cotangents)
+    out = p.rules.vjp(cotangent, *kept, *unflatten(in_tree, primals), **static)
+    if out is NotImplemented:
+        return None
+    return operand_leaves(p, "vjp", in_tree, len(primals), out)
+
+
+def _transpose_by_hand(
+    p: "DefinedPrimitive", cotangents: Sequence[Any], operands: Sequence[Any], params: Params
+) -> list[Any] | None:
+    assert p.rules.transpose is not None
+    in_tree, static = without_tree(params)
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
+    live = [None if is_zero(ct) else ct for ct in cotangents]
+    cotangent = jtu.tree_unflatten(p.results_tree(avals, params), live)
+    out = p.rules.transpose(cotangent, *unflatten(in_tree, operands), **static)
+    if out is NotImplemented:
+        return None
+    return operand_leaves(p, "transpose", in_tree, len(operands), out)
+
+
+def _require_defined(p: "DefinedPrimitive", operands: Sequence[Any]) -> None:
+    if any(map(ad.is_undefined_primal, operands)):
+        raise TypeError(
+            f"cannot transpose a derivative of primitive {p.name!r} in the point at which it was "
+            "taken: it is not linear in that"
+        )

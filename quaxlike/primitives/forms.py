@@ -1,0 +1,125 @@
+"""The derived forms of a primitive, and what each computes, given what its parent computes.
+
+A form is the static parameter of a derived primitive. It says how the derived primitive's operands
+and results relate to its parent's, and evaluates one from the other.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.core import ShapedArray
+
+_T = TypeVar("_T")
+
+Flat = Callable[..., list[Any]]
+"""A function of flat operands with a list of flat results."""
+
+
+def merge(mask: Sequence[bool], chosen: Sequence[_T], others: Sequence[_T]) -> list[_T]:
+    """The inverse of `split`: the chosen where the mask is true, the others elsewhere."""
+    chosen_, others_ = iter(chosen), iter(others)
+    return [next(chosen_) if m else next(others_) for m in mask]
+
+
+def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]]:
+    """The items where the mask is true, and the others."""
+    chosen = [x for m, x in zip(mask, items, strict=True) if m]
+    others = [x for m, x in zip(mask, items, strict=True) if not m]
+    return chosen, others
+
+
+@dataclasses.dataclass(frozen=True)
+class Jvp:
+    """Tangents of the parent's results. Operands: primals, [results], tangents."""
+
+    nonzero: tuple[bool, ...]
+    """For each operand of the parent, whether it has a tangent here."""
+    outputs: tuple[bool, ...]
+    """For each result of the parent, whether its tangent is produced here."""
+    with_results: bool = False
+    """Whether the parent's results are operands here, kept for a hand-written `vjp`."""
+
+    def groups(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """The operands as primals, results and tangents."""
+        n = len(self.nonzero)
+        m = n + len(self.outputs) * self.with_results
+        return list(operands[:n]), list(operands[n:m]), list(operands[m:])
+
+    def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
+        primals, _, tangents = self.groups(operands)
+        live, held = split(self.nonzero, primals)
+
+        def of_live(*live: Any) -> list[Any]:
+            return split(self.outputs, parent(*merge(self.nonzero, live, held)))[0]
+
+        return jax.jvp(of_live, tuple(live), tuple(tangents))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Vjp:
+    """Cotangents of the parent's operands. Operands: primals, cotangents."""
+
+    nonzero: tuple[bool, ...]
+    """For each operand of the parent, whether its cotangent is produced here."""
+    cotangents: tuple[bool, ...]
+    """For each result of the parent, whether it has a cotangent here."""
+
+    def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
+        primals, cotangents = operands[: len(self.nonzero)], operands[len(self.nonzero) :]
+        live, held = split(self.nonzero, primals)
+
+        def of_live(*live: Any) -> list[Any]:
+            return split(self.cotangents, parent(*merge(self.nonzero, live, held)))[0]
+
+        return list(jax.vjp(of_live, *live)[1](list(cotangents)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+    """The parent transposed in the operands it is linear in. Operands: the others, cotangents."""
+
+    linear: tuple[ShapedArray | None, ...]
+    """For each operand of the parent, its type where the cotangent is produced here."""
+    cotangents: tuple[bool, ...]
+    """For each result of the parent, whether it has a cotangent here."""
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        return tuple(aval is not None for aval in self.linear)
+
+    def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
+        num_held = self.mask.count(False)
+        held, cotangents = operands[:num_held], operands[num_held:]
+
+        def of_linear(*linear: Any) -> list[Any]:
+            return split(self.cotangents, parent(*merge(self.mask, linear, held)))[0]
+
+        avals = [aval for aval in self.linear if aval is not None]
+        return list(jax.linear_transpose(of_linear, *avals)(list(cotangents)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The parent mapped over an axis of its operands; every result has the axis in front."""
+
+    dims: tuple[int | None, ...]
+    size: Any
+    axis_name: Hashable = None
+    spmd_axis_name: Hashable = None
+
+    def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+        return jax.vmap(
+            fn,
+            in_axes,
+            axis_size=self.size,
+            axis_name=self.axis_name,
+            spmd_axis_name=self.spmd_axis_name,
+        )
+
+    def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
+        return self.vmap(lambda operands: parent(*operands), [list(self.dims)])(list(operands))
+
+
+Form = Jvp | Vjp | Transpose | Batch
