@@ -1,6 +1,9 @@
-"""Every Python block of the README and of the documentation runs, page by page."""
+"""Every Python block of the README, of the documentation and of the docstrings runs."""
 
+import ast
+import importlib
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -8,35 +11,63 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+_MODULES = sorted((_ROOT / "quaxlike").rglob("*.py"))
 # An indented fence is a block inside a list, a tab or an admonition.
 _BLOCK = re.compile(
     r"^(?P<indent>[ ]*)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
 )
 
 
-def _blocks(page: Path) -> list[tuple[int, str]]:
-    """The blocks of a page, each with the number of lines in front of its code."""
-    text = page.read_text(encoding="utf-8")
-    blocks: list[tuple[int, str]] = []
-    for match in _BLOCK.finditer(text):
-        indent = match["indent"]
-        code = "\n".join(line.removeprefix(indent) for line in match["code"].splitlines())
-        blocks.append((text.count("\n", 0, match.start("code")), code))
-    return blocks
+def _blocks(text: str) -> list[tuple[int, str]]:
+    """The blocks of a text, each with the number of lines in front of its code."""
+    return [
+        (text.count("\n", 0, match.start("code")), textwrap.dedent(match["code"]))
+        for match in _BLOCK.finditer(text)
+    ]
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
+def _examples(module: Path) -> list[tuple[int, str]]:
+    """The blocks in the docstrings of a module, likewise."""
+    examples: list[tuple[int, str]] = []
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            docstring = node.body[0]
+            assert isinstance(docstring, ast.Expr)
+            text = ast.literal_eval(docstring.value)
+            examples += [(docstring.lineno - 1 + line, code) for line, code in _blocks(text)]
+    return examples
+
+
+def _run(path: Path, line: int, code: str, namespace: dict[str, object]) -> None:
+    # Readers run these under JAX's defaults.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        # Blank lines in front make a traceback point into the file.
+        exec(compile("\n" * line + code, str(path), "exec"), namespace)
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(_ROOT))
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
-    # Readers run these under JAX's defaults.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for line, code in _blocks(page):
-            # Blank lines in front make a traceback point into the page.
-            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    for line, code in _blocks(page.read_text(encoding="utf-8")):
+        _run(page, line, code, namespace)
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
+@pytest.mark.parametrize("module", [m for m in _MODULES if _examples(m)], ids=_name)
+def test_docstrings(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An example sees the globals of its module, as doctest has it."""
+    monkeypatch.chdir(tmp_path)
+    dotted = ".".join(module.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for line, code in _examples(module):
+        _run(module, line, code, dict(vars(importlib.import_module(dotted))))
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_every_fence_is_closed(page: Path):
     fences = re.findall(r"^[ ]*```", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(fences) % 2 == 0

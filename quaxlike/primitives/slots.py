@@ -16,11 +16,16 @@ class Slot:
     !!! example
 
         ```python
-        @scale_p.slot("cost").register
-        def _(x, factor):
+        import jax.numpy as jnp
+        from quaxlike.primitives import define_primitive
+
+        half_p = define_primitive("half", lambda x: x / 2)
+
+        @half_p.slot("cost").register
+        def _(x):
             return x.size
 
-        scale_p.slot("cost")(x, 2.0)
+        half_p.slot("cost")(jnp.ones(3))  # 3
         ```
     """
 
