@@ -1,3 +1,38 @@
 """New kinds of arrays for any JAX program."""
 
 from ._version import __version__ as __version__
+from .core import higher_order as _higher_order  # noqa: F401 (registers what it defines)
+from .core.coverage import check_ambiguities as check_ambiguities
+from .core.coverage import rules_for as rules_for
+from .core.policy import (
+    MaterialisationError as MaterialisationError,
+)
+from .core.policy import (
+    MaterialisationWarning as MaterialisationWarning,
+)
+from .core.policy import (
+    on_materialise as on_materialise,
+)
+from .core.quaxify import quaxify as quaxify
+from .core.quaxify import value_of as value_of
+from .core.rules import (
+    AmbiguousRuleError as AmbiguousRuleError,
+)
+from .core.rules import (
+    RuleSet as RuleSet,
+)
+from .core.rules import (
+    register as register,
+)
+from .core.values import (
+    ArrayValue as ArrayValue,
+)
+from .core.values import (
+    Value as Value,
+)
+from .core.values import (
+    is_value as is_value,
+)
+from .core.values import (
+    materialise as materialise,
+)

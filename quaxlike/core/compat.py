@@ -1,0 +1,192 @@
+"""Everything that depends on JAX's private modules or on its version.
+
+Nothing else in the package touches `jax._src` or branches on a version. What is public on every
+supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where it is used.
+"""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend as jex
+import jax.extend.core as jexc
+import jax.extend.linear_util as lu
+from jax._src import config, core, dtypes, sharding_impls, source_info_util, traceback_util
+from jax._src.interpreters import ad, batching, mlir, partial_eval
+
+try:  # from JAX 0.11
+    from jax._src import flattree
+except ImportError:
+    flattree = None
+
+# A sharding that was not given to jit; there is no public name for it.
+UNSPECIFIED = sharding_impls.UNSPECIFIED
+
+# Hides our frames where JAX hides its own (`jax_traceback_filtering`), and keeps them out of what JAX
+# takes for the user's source lines.
+api_boundary = traceback_util.api_boundary
+_PACKAGE = pathlib.Path(__file__).parents[1]
+for _room in ("core", "arrays", "kernels", "primitives"):
+    traceback_util.register_exclusion(f"{_PACKAGE / _room}{os.sep}")
+    jex.source_info_util.register_exclusion(f"{_PACKAGE / _room}{os.sep}")
+
+
+# -------------------------------------------------------------------------------------------------
+# Traces
+# -------------------------------------------------------------------------------------------------
+
+
+def is_eval_trace(trace: jax.core.Trace) -> bool:
+    """Whether `trace` computes concrete values, that is: whether no transform is below it."""
+    return type(trace) is core.EvalTrace
+
+
+def current_trace() -> jax.core.Trace:
+    return core.trace_ctx.trace
+
+
+def set_trace(trace: jax.core.Trace | None) -> None:
+    """Makes `trace` current; without the context manager of `jax.extend.core`, which costs a microsecond."""
+    core.trace_ctx.set_trace(trace)
+
+
+def bind_with_trace(
+    primitive: jexc.Primitive,
+    trace: jax.core.Trace,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+) -> Any:
+    """Binds `primitive` on `trace`, past the search for the current one."""
+    return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
+
+
+def trace_context() -> Hashable:
+    """All of JAX's settings that change what a function is traced to (mesh, x64, axis names, ...)."""
+    return config.trace_context()
+
+
+def register_late_values(
+    cls: type, canonicalise: Callable[[Any], Any], aval: Callable[[Any], jax.core.AbstractValue]
+) -> None:
+    """Lets instances of `cls` stand as operands of primitives: `canonicalise` makes a JAX type of them."""
+    core.pytype_aval_mappings[cls] = aval
+    if hasattr(dtypes, "register_canonicalize_value_handler"):
+        dtypes.register_canonicalize_value_handler(cls, canonicalise)
+    else:
+        dtypes.canonicalize_value_handlers[cls] = canonicalise
+
+
+# -------------------------------------------------------------------------------------------------
+# Jaxprs
+# -------------------------------------------------------------------------------------------------
+
+
+def trace_to_jaxpr(
+    fun: Callable[..., Sequence[Any]],
+    avals: Sequence[jax.core.AbstractValue],
+    debug_info: jexc.DebugInfo,
+) -> tuple[Any, list[Any]]:
+    """Traces `fun`, of flat arguments and flat results.
+
+    **Returns:**
+
+    A jaxpr without constants, and the constants, which are its first inputs.
+    """
+    # The names of arguments and results are left unknown: their number changes here, and JAX checks it.
+    wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
+    return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
+
+
+def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
+    """Closes a jaxpr over values for its first inputs (see `trace_to_jaxpr`)."""
+    if hasattr(jaxpr, "with_consts"):
+        return jaxpr.with_consts(list(consts)) if consts else jaxpr
+    n = len(consts)
+    opened = jaxpr.replace(constvars=jaxpr.invars[:n], invars=jaxpr.invars[n:])
+    return jexc.ClosedJaxpr(opened, list(consts))
+
+
+def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
+    return getattr(jaxpr, "jaxpr", jaxpr).debug_info
+
+
+def in_avals(jaxpr: jexc.ClosedJaxpr) -> list[Any]:
+    return list(jaxpr.in_avals)
+
+
+# -------------------------------------------------------------------------------------------------
+# Parameters of primitives whose form changed
+# -------------------------------------------------------------------------------------------------
+
+
+def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
+    """Of a scan: how many operands are constants, and how many are carried."""
+    if "ft_in" in params:  # from JAX 0.11
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def scan_params(
+    params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int, ys: int
+) -> dict[str, Any]:
+    """The parameters of a scan with another body and other numbers of operands and results."""
+    if flattree is not None:
+        return params | {
+            "jaxpr": jaxpr,
+            "ft_in": flattree.pack(tuple(map(flattree.nones, (consts, carry, xs)))),
+            "ft_out": flattree.pack(tuple(map(flattree.nones, (carry, ys)))),
+        }
+    linear = {"linear": (False,) * (consts + carry + xs)} if "linear" in params else {}
+    return params | {"jaxpr": jaxpr, "num_consts": consts, "num_carry": carry} | linear
+
+
+def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
+    """Whether a jit leaves no equation behind (`inline` became an enumeration in JAX 0.11)."""
+    inline = params["inline"]
+    if isinstance(inline, bool):
+        return inline
+    return inline.name == "JAX_EARLY" or (eager and inline.name == "JAX_LATE")
+
+
+# The flat backward function of a custom_vjp returns its cotangents alone, or (from JAX 0.11) also logs.
+BWD_RETURNS_LOGS = flattree is not None
+
+
+# -------------------------------------------------------------------------------------------------
+# Names, source lines, avals
+# -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def named_primitives() -> dict[str, jexc.Primitive]:
+    """Every primitive that has rules in JAX's tables, by name."""
+    tables = (mlir._lowerings, ad.primitive_jvps, batching.fancy_primitive_batchers)
+    found = {p.name: p for table in tables for p in list(table) if isinstance(p, jexc.Primitive)}
+    for attribute, primitive in vars(jexc.primitives).items():
+        if isinstance(primitive, jexc.Primitive):
+            found[attribute.removesuffix("_p")] = found[primitive.name] = primitive
+    return found
+
+
+def user_source_line() -> str:
+    """The line of the caller's own code that is being executed, as `file:line (function)`."""
+    return source_info_util.summarize(source_info_util.current())
+
+
+def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
+    """`aval` on the mesh of the leaves, and varying over the axes that any of them varies over."""
+    placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
+    if not placed or not isinstance(aval, jax.core.ShapedArray):
+        return aval
+    alike = [a.sharding for a in placed if a.shape == aval.shape]
+    mesh = placed[0].sharding.mesh
+    sharding = alike[0] if alike else jax.NamedSharding(mesh, jax.P(*[None] * len(aval.shape)))
+    varying = frozenset().union(*(a.manual_axis_type.varying for a in placed))
+    mat = placed[0].manual_axis_type.update(varying=varying)
+    return aval.update(sharding=sharding, manual_axis_type=mat)

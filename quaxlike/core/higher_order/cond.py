@@ -1,0 +1,31 @@
+"""`lax.cond` and `lax.switch`: every branch on Values, and their results unified."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jexc
+
+from ..policy import dense
+from ..slots import flatten, unflatten, unify
+from ..subjaxpr import subjaxpr, with_leading_inputs
+from ..trace import QuaxTrace, builtin
+
+
+@builtin("cond")
+def _cond(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    index = dense(operands[0], "cond", operands)
+    leaves, slots = flatten(operands[1:])
+    branches = params["branches"]
+    flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]
+    if len({flat.out for flat in flats}) > 1:
+        targets = [
+            functools.reduce(lambda a, b, i=i: unify(a, b, f"Result {i} of the branches of cond"), outs)
+            for i, outs in enumerate(zip(*(flat.out for flat in flats), strict=True))
+        ]
+        flats = [subjaxpr(trace, branch, slots, targets=targets, what="cond") for branch in branches]
+    flats, consts = with_leading_inputs(flats, len(leaves))
+    params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
+    return unflatten(flats[0].out, primitive.bind(index, *consts, *leaves, **params))

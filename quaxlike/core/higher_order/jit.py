@@ -1,0 +1,54 @@
+"""`jax.jit` inside a quaxified function: the same jit, of the leaves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+
+from .. import compat
+from ..slots import Slot, flatten, leaf_specs, spread, unflatten
+from ..subjaxpr import evaluate, subjaxpr
+from ..trace import QuaxTrace, builtin
+
+
+@builtin("jit", "pjit")
+def _jit(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    jaxpr = params["jaxpr"]
+    if compat.is_inlined_jit(params, eager=compat.is_eval_trace(trace.parent_trace)):
+        return evaluate(trace, jaxpr, operands)
+    leaves, slots = flatten(operands)
+    flat = subjaxpr(trace, jaxpr, slots, what=f"jit of {params['name']}")
+    n = len(flat.consts)
+    unspecified = (compat.UNSPECIFIED,) * n
+    params = params | {
+        "jaxpr": flat.jaxpr,
+        "in_shardings": unspecified + leaf_shardings(params["in_shardings"], slots),
+        "in_layouts": (None,) * n + leaf_layouts(params["in_layouts"], slots),
+        "donated_invars": (False,) * n + spread(params["donated_invars"], slots),
+        "out_shardings": leaf_shardings(params["out_shardings"], flat.out),
+        "out_layouts": leaf_layouts(params["out_layouts"], flat.out),
+    }
+    return unflatten(flat.out, primitive.bind(*flat.consts, *leaves, **params))
+
+
+def leaf_shardings(shardings: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
+    """For each leaf, the sharding that follows from the one given for the logical array."""
+    out: list[Any] = []
+    for sharding, slot in zip(shardings, slots, strict=True):
+        if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:
+            out += [sharding.update(spec=spec) for spec in leaf_specs(slot, sharding.spec)]
+        else:
+            out += [sharding] * len(slot)
+    return tuple(out)
+
+
+def leaf_layouts(layouts: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
+    """A device-local layout orders the axes of the logical array, so only leaves of its rank can take it."""
+    return tuple(
+        layout if len(getattr(aval, "shape", ())) == slot.aval.ndim else None
+        for layout, slot in zip(layouts, slots, strict=True)
+        for aval in slot.avals
+    )

@@ -1,0 +1,132 @@
+"""`lax.scan` (so also `lax.map`, and `fori_loop` with a known count): rows of Values, where their type can
+cut them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+
+from .. import compat
+from ..policy import dense
+from ..slots import Slot, flatten, split, unflatten
+from ..subjaxpr import Flat, subjaxpr
+from ..trace import QuaxTrace, builtin
+from ..values import aval_of, is_value
+from .while_loop import carry_fixed_point
+
+
+@builtin("scan")
+def _scan(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    n_consts, n_carry = compat.scan_arity(params)
+    consts, init, xs = split(operands, n_consts, n_carry)
+    xs = [_cuttable(x, operands) for x in xs]
+    const_leaves, const_slots = flatten(consts)
+    x_leaves, x_slots, shared = _rows(xs)
+    length = params["length"]
+
+    def body_for(carry: Sequence[Slot], targets: Sequence[Slot | None] | None) -> Flat:
+        n_carried = sum(map(len, carry))
+        order = _order(len(const_leaves), n_carried, shared)
+        slots = (*const_slots, *carry, *x_slots)
+
+        def body(targets: Sequence[Slot | None] | None) -> Flat:
+            return subjaxpr(trace, params["jaxpr"], slots, targets=targets, order=order, what="scan")
+
+        flat = body(targets)
+        ys = [slot if _stacks(slot, length) else slot.dense() for slot in flat.out[len(carry) :]]
+        if ys == list(flat.out[len(carry) :]):
+            return flat
+        return (
+            body([*(targets or [None] * len(ys))[: len(carry)], *ys])
+            if targets
+            else body([*([None] * len(carry)), *ys])
+        )
+
+    init, carry, body = carry_fixed_point(init, body_for, "scan")
+    carry_leaves, _ = flatten(init)
+    y_slots = body.out[len(carry) :]
+    before = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if is_shared]
+    rows = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if not is_shared]
+    leading = [*body.consts, *const_leaves, *before]
+    params = compat.scan_params(
+        params, body.jaxpr, len(leading), len(carry_leaves), len(rows), sum(map(len, y_slots))
+    )
+    out = primitive.bind(*leading, *carry_leaves, *rows, **params)
+    return unflatten((*carry, *y_slots), out)
+
+
+def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
+    """`x`, materialised if it is a Value whose rows its type cannot cut."""
+    if is_value(x) and x.leading_axis() is NotImplemented:
+        return dense(x, "scan", operands)
+    return x
+
+
+def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
+    """The leaves of what is scanned over, rows first; the slot of one row; which leaves all rows share."""
+    leaves: list[Any] = []
+    slots: list[Slot] = []
+    shared: list[bool] = []
+    for x in xs:
+        parts, (slot,) = flatten([x])
+        axes = list(x.leading_axis()) if is_value(x) else [0]
+        if len(axes) != len(parts):
+            raise ValueError(
+                f"{type(x).__name__}.leading_axis() must name one axis (or None) for each of its "
+                f"{len(parts)} array leaves; found {axes}."
+            )
+        parts = [p if a is None else jnp.moveaxis(p, a, 0) for p, a in zip(parts, axes, strict=True)]
+        row = slot.with_avals(
+            jax.typeof(p) if a is None else row_aval(jax.typeof(p)) for p, a in zip(parts, axes, strict=True)
+        )
+        if is_value(x) and row.aval.shape != aval_of(x).shape[1:]:
+            raise ValueError(
+                f"{type(x).__name__}.leading_axis() gives {axes} for leaves of shapes "
+                f"{[a.shape for a in slot.avals]}, but that makes rows of shape {row.aval.shape} where "
+                f"the array of shape {aval_of(x).shape} has rows of shape {aval_of(x).shape[1:]}."
+            )
+        leaves += parts
+        slots.append(row)
+        shared += [a is None for a in axes]
+    return leaves, slots, shared
+
+
+def row_aval(aval: Any) -> Any:
+    """The aval of one row of an array of this aval."""
+    return jexc.mapped_aval(aval.shape[0], 0, aval)
+
+
+def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
+    """Leaves that all rows share are constants of the loop: where each leaf then stands."""
+    if not any(shared):
+        return None
+    n_shared = sum(shared)
+    at_shared, at_row = n_consts, n_consts + n_shared + n_carried
+    order = [*range(n_consts), *range(n_consts + n_shared, n_consts + n_shared + n_carried)]
+    for is_shared in shared:
+        if is_shared:
+            order.append(at_shared)
+            at_shared += 1
+        else:
+            order.append(at_row)
+            at_row += 1
+    return order
+
+
+def _stacks(slot: Slot, length: int) -> bool:
+    """Whether stacking the leaves of these Values gives the Value of the stacked arrays."""
+    if slot.treedef is None:
+        return True
+    stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
+    try:
+        axes = stacked.like.leading_axis()
+        shape, dtype = stacked.aval.shape, stacked.aval.dtype
+    except Exception:  # a type whose shapes do not fit is one that does not stack
+        return False
+    if axes is not NotImplemented and any(axis != 0 for axis in axes):
+        return False
+    return shape == (length, *slot.aval.shape) and dtype == slot.aval.dtype

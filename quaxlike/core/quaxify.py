@@ -1,0 +1,140 @@
+"""`quaxify`: runs a function with Values where arrays stood."""
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import equinox as eqx
+import jax.extend.core as jexc
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .rules import GLOBAL, RuleSet, mark_in_use, resolver
+from .trace import QuaxTrace, ValueTracer, innermost
+from .values import Value, is_value
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
+    "quaxlike_rules", default=(GLOBAL,)
+)
+
+
+@jtu.register_pytree_with_keys_class
+class _Quaxified(Generic[_P, _T]):
+    """A quaxified function. A pytree over the function, which may hold Values."""
+
+    __slots__ = ("__dict__", "__weakref__", "_filter_spec", "_fn", "_rules")
+
+    def __init__(self, fn: Callable[_P, _T], filter_spec: PyTree, rules: RuleSet | None) -> None:
+        self._fn = fn
+        self._filter_spec = filter_spec
+        self._rules = rules
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        layers = active = _layers.get()
+        if self._rules is not None and self._rules not in layers:
+            layers = (self._rules, *layers)
+        mark_in_use()
+        with jexc.take_current_trace() as parent:
+            trace = QuaxTrace(parent, jexc.TraceTag(), resolver(layers))
+            fn, args, kwargs = _select(trace, self._filter_spec, (self._fn, args, kwargs))
+            token = None if layers is active else _layers.set(layers)
+            try:
+                with jexc.set_current_trace(trace):
+                    out = fn(*args, **kwargs)
+            finally:
+                if token is not None:
+                    _layers.reset(token)
+            return trace.unwrap_tree(out)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else jtu.Partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"quaxify({self._fn!r})"
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jtu.GetAttrKey("_fn"), self._fn)], (self._filter_spec, self._rules)
+
+    def tree_flatten(self) -> Any:
+        return [self._fn], (self._filter_spec, self._rules)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any, Any]":
+        return cls(children[0], *aux)
+
+
+def quaxify(
+    fn: Callable[_P, _T], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
+) -> Callable[_P, _T]:
+    """Wraps a function, so that Values may be passed where it expects arrays.
+
+    Every primitive that meets a Value is dispatched, by the types of all its operands, to the rule
+    registered for it; without a rule the Value is materialised, as [`quaxlike.on_materialise`][] says.
+    Plain arrays take no part: they reach the primitive as they are.
+
+    **Arguments:**
+
+    - `fn`: any callable: a function, a method, an Equinox module, a transformed function.
+    - `filter_spec`: which Values of `(fn, args, kwargs)` are dispatched on: a bool, a function on
+        leaves (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in
+        `eqx.partition`. The others pass untouched, so that a nested `quaxify` can pick them up.
+        Default: all of them.
+    - `rules`: a [`quaxlike.RuleSet`][] to ask before the global rules. A `quaxify` inside inherits it.
+
+    **Returns:**
+
+    A function with the signature of `fn`, that returns Values where the computation gave Values.
+
+    **Raises:**
+
+    `ValueError` if `filter_spec` is not a prefix of `(fn, args, kwargs)`.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        w = ql.LoraArray(jnp.ones((4, 3)), a=jnp.ones((1, 3)), b=jnp.ones((4, 1)))
+        ql.quaxify(jnp.matmul)(w, jnp.arange(3.0))
+        ```
+    """
+    if not callable(fn):
+        raise TypeError(f"quaxify takes a callable; found {fn!r}.")
+    return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
+
+
+def _select(trace: QuaxTrace, filter_spec: PyTree, tree: Any) -> Any:
+    """`tree`, of (fn, args, kwargs), with a tracer in place of each selected Value."""
+
+    def box(leaf: Any) -> Any:
+        return ValueTracer(trace, leaf) if is_value(leaf) else leaf
+
+    if filter_spec is True:
+        return jtu.tree_map(box, tree, is_leaf=is_value)
+    try:
+        dynamic, static = eqx.partition(tree, filter_spec, is_leaf=is_value)
+    except ValueError as error:
+        raise ValueError(
+            f"filter_spec of quaxify must be a bool, a function on leaves, or a prefix of "
+            f"(fn, args, kwargs); found {filter_spec!r} for {jtu.tree_structure(tree, is_leaf=is_value)}."
+        ) from error
+    return eqx.combine(jtu.tree_map(box, dynamic, is_leaf=is_value), static, is_leaf=is_value)
+
+
+def value_of(x: Any) -> Any:
+    """The Value behind an operand seen inside a quaxified function; anything else as it is.
+
+    The arrays inside the Value belong to the level outside of the `quaxify`; use it to look
+    (at static fields, for instance), or to compute in a way that no primitive expresses.
+    """
+    if isinstance(x, ValueTracer):
+        return x.value
+    return x
+
+
+__all__ = ["Value", "innermost", "quaxify", "value_of"]

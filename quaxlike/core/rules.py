@@ -1,0 +1,329 @@
+"""Which rule a primitive follows when it meets Values: `register`, `RuleSet`, resolution by type."""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import threading
+import typing
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.extend.core as jexc
+import plum
+from jaxtyping import AbstractArray
+
+from . import compat
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """One registered rule: for which operand types it stands, and where it was written."""
+
+    primitive: jexc.Primitive
+    function: Callable[..., Any]
+    signature: plum.Signature
+    takes_primitive: bool
+    keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
+
+    @property
+    def source(self) -> str:
+        """Where the rule was written, as `file:line`."""
+        code = inspect.unwrap(self.function).__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+
+    def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        if self.keywords is not None:
+            # JAX adds parameters in every release. One that the rule does not know and that is not
+            # in use (None) is left out, so that the rule goes on working.
+            params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
+            unknown = params.keys() - self.keywords
+            if unknown:
+                raise TypeError(
+                    f"The rule for `{primitive}` at {self.source} does not take the parameter(s) "
+                    f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
+                )
+        if self.takes_primitive:
+            return self.function(primitive, *operands, **params)
+        return self.function(*operands, **params)
+
+    def __repr__(self) -> str:
+        types = ", ".join(map(_type_name, self.signature.types))
+        if self.signature.has_varargs:
+            types += f", *{_type_name(self.signature.varargs)}"
+        return f"{self.primitive}({types}) at {self.source}"
+
+
+class AmbiguousRuleError(TypeError):
+    """Several rules match the types of the operands, and none is more specific than the others."""
+
+
+class RuleSet:
+    """A private set of rules, layered over the global one.
+
+    Give it to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are asked first; a
+    `quaxify` inside the quaxified function inherits it.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+
+        mine = ql.RuleSet()
+
+        @ql.register("sin", rules=mine)
+        def _(x: ql.LoraArray, **params):
+            ...
+
+        ql.quaxify(lambda x: x, rules=mine)
+        ```
+    """
+
+    def __init__(self) -> None:
+        self._rules: dict[jexc.Primitive, tuple[Rule, ...]] = {}
+
+    def __iter__(self) -> Iterable[Rule]:
+        return itertools.chain.from_iterable(list(self._rules.values()))
+
+    def items(self) -> list[tuple[jexc.Primitive, tuple[Rule, ...]]]:
+        return list(self._rules.items())
+
+    def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
+        return self._rules.get(primitive, ())
+
+    def add(self, rule: Rule) -> None:
+        kept = [r for r in self[rule.primitive] if r.signature != rule.signature]
+        for replaced in set(self[rule.primitive]) - set(kept):
+            if replaced.function.__module__ != rule.function.__module__:
+                warnings.warn(f"{rule} replaces {replaced}.", stacklevel=4)
+        self._rules[rule.primitive] = (*kept, rule)
+
+
+GLOBAL = RuleSet()
+
+
+# -------------------------------------------------------------------------------------------------
+# Registration
+# -------------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_epoch = 0
+
+# The epoch, as a setting that JAX keeps in the keys of its own caches: a rule that is registered
+# after `jax.jit(quaxify(f))` was traced makes it trace again. It is set only once something was
+# quaxified, since it invalidates every jitted function of the process.
+_jit_epoch = jax.make_user_context(0)
+_in_use = False
+
+
+def epoch() -> int:
+    """The number of registrations so far; caches that depend on rules are keyed on it."""
+    return _epoch
+
+
+def mark_in_use() -> None:
+    global _in_use
+    _in_use = True
+
+
+def register(
+    primitive: jexc.Primitive | str | Sequence[jexc.Primitive | str],
+    /,
+    *,
+    precedence: int = 0,
+    rules: RuleSet | None = None,
+) -> Callable[[_Fn], _Fn]:
+    """Registers a rule: what a primitive does when it meets operands of the annotated types.
+
+    The types of *all* positional parameters select the rule. Plain operands (arrays, NumPy arrays,
+    Python scalars) count as `jax.Array`, so annotate them `jax.Array` or `ArrayLike`.
+
+    **Arguments:**
+
+    - `primitive`: a JAX primitive, its name (`"dot_general"`, `"jit"`, ...), or several of them.
+    - `precedence`: decides between rules of which none is more specific. Default 0.
+    - `rules`: the [`quaxlike.RuleSet`][] to register in. Default: the global one.
+
+    **Returns:**
+
+    A decorator that returns the rule unchanged. The rule takes the operands by position and the
+    primitive's parameters by keyword, and returns an array or a Value (a sequence of them if the
+    primitive has multiple results), or `NotImplemented`: then the next matching rule is asked. If its
+    first parameter is annotated `jax.extend.core.Primitive` it is also given the primitive.
+
+    **Raises:**
+
+    `ValueError` for a name that no primitive has, with near misses.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        class Negated(ql.ArrayValue):
+            array: jax.Array
+
+            def materialise(self):
+                return -self.array
+
+        @ql.register("neg")
+        def _(x: Negated, **params):
+            return x.array
+
+        ql.quaxify(jnp.negative)(Negated(jnp.arange(3)))
+        ```
+    """
+    several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
+    primitives = [
+        _as_primitive(p) for p in (cast(list[Any], primitive) if several else [cast(Any, primitive)])
+    ]
+
+    def decorator(function: _Fn) -> _Fn:
+        global _epoch
+        signature, takes_primitive, keywords = _inspect(function, precedence)
+        with _lock:
+            for p in primitives:
+                (GLOBAL if rules is None else rules).add(
+                    Rule(p, function, signature, takes_primitive, keywords)
+                )
+            _epoch += 1
+            resolver.cache_clear()
+            if _in_use:
+                _jit_epoch.set_global(_epoch)
+        return function
+
+    return decorator
+
+
+def _as_primitive(primitive: jexc.Primitive | str) -> jexc.Primitive:
+    if not isinstance(primitive, str):
+        return primitive
+    name = primitive.removesuffix("_p")
+    known = compat.named_primitives()
+    if name not in known:  # defined since?
+        compat.named_primitives.cache_clear()
+        known = compat.named_primitives()
+    try:
+        return known[name]
+    except KeyError:
+        near = difflib.get_close_matches(primitive, known, n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"No JAX primitive is called {primitive!r}.{hint}") from None
+
+
+def _inspect(
+    function: Callable[..., Any], precedence: int
+) -> tuple[plum.Signature, bool, frozenset[str] | None]:
+    types: list[Any] = []
+    varargs: Any = plum.Signature().varargs
+    keywords: set[str] | None = set()
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError as error:
+        raise TypeError(
+            f"The annotations of the rule {function} cannot be evaluated: {error}. They select the "
+            "rule, so their names must be importable at run time."
+        ) from error
+    takes_primitive = False
+    for i, p in enumerate(inspect.signature(function).parameters.values()):
+        hint = _plain_hint(hints.get(p.name, Any))
+        if p.kind is p.VAR_KEYWORD:
+            keywords = None
+        elif p.kind is p.KEYWORD_ONLY:
+            if keywords is not None:
+                keywords.add(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            varargs = hint
+        elif i == 0 and isinstance(hint, type) and issubclass(hint, jexc.Primitive):
+            takes_primitive = True
+        elif p.default is p.empty:
+            types.append(hint)
+        elif keywords is not None:  # has a default: a parameter of the primitive, not an operand
+            keywords.add(p.name)
+    signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
+    return signature, takes_primitive, None if keywords is None else frozenset(keywords)
+
+
+def _plain_hint(hint: Any) -> Any:
+    """Dispatch is by class: `Float[Array, "m n"]` selects what `Array` selects."""
+    while isinstance(hint, type) and issubclass(hint, AbstractArray):
+        hint = hint.array_type
+    return plum.resolve_type_hint(hint)
+
+
+# -------------------------------------------------------------------------------------------------
+# Resolution
+# -------------------------------------------------------------------------------------------------
+
+
+class Resolver:
+    """The rules of a stack of rule sets, in the order in which they are asked, cached by types."""
+
+    def __init__(self, layers: tuple[RuleSet, ...]) -> None:
+        self.layers = layers
+        self.cache: dict[Any, tuple[Callable[..., Any], ...]] = {}
+        self._made_at = _epoch
+
+    def candidates(self, key: tuple[Any, ...]) -> tuple[Callable[..., Any], ...]:
+        """The rules for `key`, a primitive and then for each operand the class of a Value or None for
+        anything else. Best first; they are asked in turn while they return `NotImplemented`."""
+        primitive, *types = key
+        operands = plum.Signature(*(jax.Array if t is None else t for t in types))
+        found: list[Callable[..., Any]] = []
+        for layer in self.layers:
+            found += in_order(primitive, operands, [r for r in layer[primitive] if operands <= r.signature])
+        with _lock:
+            if self._made_at == _epoch:  # else `register` came between
+                self.cache[key] = tuple(found)
+        return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
+    return Resolver(layers)
+
+
+def in_order(
+    primitive: jexc.Primitive, operands: plum.Signature, matching: list[Rule]
+) -> list[Callable[..., Any]]:
+    order: list[Callable[..., Any]] = []
+    while matching:
+        best = [r for r in matching if not any(more_specific(q, r) for q in matching)]
+        highest = max(r.signature.precedence for r in best)
+        best = [r for r in best if r.signature.precedence == highest]
+        if len(best) > 1:
+            return [*order, Ambiguity(primitive, operands, best)]
+        order += best
+        matching = [r for r in matching if r is not best[0]]
+    return order
+
+
+def more_specific(a: Rule, b: Rule) -> bool:
+    return a.signature <= b.signature and not b.signature <= a.signature
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ambiguity:
+    """Stands where the order of rules is undecided; asking it is the error."""
+
+    primitive: jexc.Primitive
+    operands: plum.Signature
+    rules: list[Rule]
+
+    def __call__(self, *_: Any) -> Any:
+        listed = "\n".join(f"  {rule}" for rule in self.rules)
+        types = ", ".join(map(_type_name, self.operands.types))
+        raise AmbiguousRuleError(
+            f"`{self.primitive}` of ({types}) is ambiguous: none of these rules is more specific "
+            f"than the others.\n{listed}\nRegister a rule for exactly these types, give one of them "
+            "a `precedence`, or fix the order with nested `quaxify(..., filter_spec=...)`."
+        )
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

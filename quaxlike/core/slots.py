@@ -1,0 +1,211 @@
+"""Values as flat arrays: how operands and results of a primitive that carries code are laid out.
+
+A *slot* describes one logical operand or result: the structure of a Value and the avals of its leaves,
+or no structure and one aval for a plain array. Slots are hashable, and say nothing about the data.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .policy import dense
+from .values import Value, as_shapes, aval_of, is_value
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    treedef: Any  # of a Value; None for a plain array
+    avals: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return len(self.avals)
+
+    @property
+    def cls(self) -> Any:
+        """The class of Value in this slot; None for a plain array."""
+        return None if self.treedef is None else type(self.like)
+
+    @functools.cached_property
+    def like(self) -> Any:
+        """The Value of this slot, with shapes for leaves."""
+        if self.treedef is None:
+            return self.avals[0]
+        return as_shapes(jtu.tree_unflatten(self.treedef, self.avals))
+
+    @functools.cached_property
+    def aval(self) -> Any:
+        """The logical aval."""
+        return self.avals[0] if self.treedef is None else aval_of(self.like)
+
+    def with_avals(self, avals: Iterable[Any]) -> "Slot":
+        return Slot(self.treedef, tuple(avals))
+
+    def strong(self) -> "Slot":
+        """The same slot without weak types."""
+        return self.with_avals([strong(a) for a in self.avals])
+
+    def dense(self) -> "Slot":
+        """The slot of the materialised array."""
+        return self if self.treedef is None else Slot(None, (self.aval,))
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        return leaves[0] if self.treedef is None else jtu.tree_unflatten(self.treedef, leaves)
+
+    def __str__(self) -> str:
+        if self.treedef is None:
+            return f"a plain array {self.avals[0].str_short()}"
+        return f"{self.like}"
+
+
+def strong(aval: Any) -> Any:
+    return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
+
+
+def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
+    """The leaves of all operands in a row, and the slot of each operand."""
+    leaves: list[Any] = []
+    slots: list[Slot] = []
+    for x in operands:
+        if is_value(x):
+            parts, treedef = jtu.tree_flatten(x)
+            slots.append(Slot(treedef, tuple(_leaf_aval(x, part) for part in parts)))
+            leaves += parts
+        else:
+            slots.append(Slot(None, (jax.typeof(x),)))
+            leaves.append(x)
+    return leaves, tuple(slots)
+
+
+def _leaf_aval(value: Value, leaf: Any) -> Any:
+    try:
+        return jax.typeof(leaf)
+    except TypeError:
+        raise TypeError(
+            f"{type(value).__name__} holds {leaf!r} where an array is expected. Declare fields that are "
+            "not arrays with `eqx.field(static=True)`."
+        ) from None
+
+
+def unflatten(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
+    out, at = [], 0
+    for slot in slots:
+        out.append(slot.unflatten(leaves[at : at + len(slot)]))
+        at += len(slot)
+    return out
+
+
+def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+    """`items` cut into pieces of the given sizes, and the rest."""
+    out, at = [], 0
+    for size in sizes:
+        out.append(items[at : at + size])
+        at += size
+    return [*out, items[at:]]
+
+
+def spread(per_slot: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
+    """One item per logical operand, repeated for each of its leaves."""
+    return tuple(x for x, slot in zip(per_slot, slots, strict=True) for _ in slot.avals)
+
+
+def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:
+    """For each leaf of the slot, the partition spec that follows from the logical array's."""
+    if slot.treedef is None or len(slot) == 0:
+        return (spec,) * len(slot)
+    specs = slot.like.shard_spec(spec)
+    if specs is not NotImplemented:
+        specs = tuple(specs)
+        if len(specs) != len(slot):
+            raise ValueError(
+                f"{slot.cls.__name__}.shard_spec({spec}) must return one spec for each of its "
+                f"{len(slot)} array leaves; found {len(specs)}."
+            )
+        return specs
+    if all(part is None for part in spec) or all(a.shape == slot.aval.shape for a in slot.avals):
+        return (spec,) * len(slot)
+    raise ValueError(
+        f"Cannot tell how {spec}, a spec for the array of shape {slot.aval.shape} that a "
+        f"{slot.cls.__name__} stands for, shards its leaves of shapes "
+        f"{[a.shape for a in slot.avals]}. Define `{slot.cls.__name__}.shard_spec(spec)`."
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Making one side look like the other
+# -------------------------------------------------------------------------------------------------
+
+
+class StructureError(TypeError):
+    """Branches, or a loop carry before and after an iteration, hold Values that cannot be unified."""
+
+
+def unify(a: Slot, b: Slot, where: str) -> Slot:
+    """The slot that both sides can be brought to with `conform`."""
+    if a == b:
+        return a
+    if a.strong() == b.strong():
+        return a.strong()
+    if a.treedef is None and b.treedef is None:
+        return a  # left to JAX, which has a message for it
+    value, plain = (a, b) if b.treedef is None else (b, a)
+    if plain.treedef is not None:
+        raise StructureError(
+            f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. Make their "
+            "static fields and the shapes of their leaves agree, or apply `quaxlike.materialise` to both."
+        )
+    return value.strong() if _lifts(plain.aval, value) else value.dense().strong()
+
+
+def _lifts(aval: Any, slot: Slot) -> bool:
+    def lifted(array: Any) -> Any:
+        nonlocal lifts
+        out = _promote(array, slot)
+        lifts = out is not NotImplemented
+        return out if lifts else None
+
+    lifts = False
+    jax.eval_shape(lifted, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return lifts
+
+
+def _promote(array: Any, slot: Slot) -> Any:
+    cls = slot.cls
+    out = cls.promote(array, slot.like)
+    if out is not NotImplemented:
+        (found,) = flatten([out])[1]
+        if found.treedef != slot.treedef or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
+            raise StructureError(
+                f"{cls.__name__}.promote(array, like) must return a value with the static fields and leaf "
+                f"shapes of `like`; expected {slot}, found {found}."
+            )
+    return out
+
+
+def conform(x: Any, slot: Slot, what: str) -> Any:
+    """`x` brought to the form of `slot`: lifted, materialised (under the policy), or given its dtypes."""
+    (found,) = flatten([x])[1]
+    if found == slot:
+        return x
+    if slot.treedef is None:
+        x = dense(x, what)
+    elif found.treedef is None:
+        x = _promote(x, slot)
+    leaves, (found,) = flatten([x])
+    if found.treedef != slot.treedef:
+        raise StructureError(f"{what} expected {slot}, found {found}.")
+    leaves = [
+        leaf if have == want else _with_dtype_of(leaf, want)
+        for leaf, have, want in zip(leaves, found.avals, slot.avals, strict=True)
+    ]
+    return slot.unflatten(leaves)
+
+
+def _with_dtype_of(leaf: Any, aval: Any) -> Any:
+    if getattr(jax.typeof(leaf), "weak_type", False) and not getattr(aval, "weak_type", False):
+        return jax.lax.convert_element_type(leaf, aval.dtype)
+    return jnp.asarray(leaf)

@@ -1,0 +1,266 @@
+"""The tracer that stands for a Value, and the trace that dispatches primitives on Values."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from . import compat, values
+from .policy import MaterialisationError, dense, note_dispatch
+from .rules import Resolver
+from .values import Value, aval_of, is_value
+
+
+class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument]
+    """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
+
+    __slots__ = ("_aval", "tag", "value")
+
+    def __init__(self, trace: "QuaxTrace", value: Value) -> None:
+        self._trace = trace
+        self.tag = trace.tag
+        self.value = value
+        self._aval = None
+
+    @property
+    def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._aval is None:  # many intermediates are never asked
+            self._aval = aval_of(self.value)
+        return self._aval
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.value, name)
+
+    def _short_repr(self) -> str:
+        return f"ValueTracer<{type(self.value).__name__}[{self.aval}]>"
+
+    # Python asks for a concrete value: the Value's, if its arrays are concrete. (Not through
+    # `to_concrete_value`: JAX calls that of its own accord, and it would materialise.)
+
+    def __bool__(self) -> bool:
+        return bool(self._concrete("bool"))
+
+    def __int__(self) -> int:
+        return int(self._concrete("int"))
+
+    def __float__(self) -> float:
+        return float(self._concrete("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self._concrete("complex"))
+
+    def __index__(self) -> int:
+        return self._concrete("index").__index__()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._concrete("array").__array__(*args, **kwargs)
+
+    def item(self, *args: Any) -> Any:
+        return self._concrete("item").item(*args)
+
+    def tolist(self) -> Any:
+        return self._concrete("tolist").tolist()
+
+    def _concrete(self, what: str) -> Any:
+        with jexc.set_current_trace(self._trace.parent_trace):
+            return dense(self.value, what)
+
+
+class QuaxTrace(jax.core.Trace):
+    """One level of `quaxify`: unwraps Values, finds the rule, wraps what the rule returns.
+
+    All traces of a level share its `tag`: functions handed to custom derivatives and to shard_map
+    close over tracers of the level, and run under a second trace of it.
+    """
+
+    def __init__(self, parent_trace: jax.core.Trace, tag: jexc.TraceTag, resolver: Resolver) -> None:
+        super().__init__()
+        self.parent_trace = parent_trace
+        self.tag = tag
+        self.resolver = resolver
+        self.requires_low = False
+
+    # What a primitive meets
+
+    def process_primitive(
+        self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], /
+    ) -> Any:
+        tag = self.tag
+        unwrapped = list(operands)
+        key: list[Any] = [primitive]
+        plain = True
+        for i, x in enumerate(unwrapped):
+            if type(x) is ValueTracer and x.tag is tag:
+                unwrapped[i] = value = x.value
+                key.append(type(value))
+                plain = False
+            else:
+                key.append(None)
+        if plain:
+            return compat.bind_with_trace(primitive, self.parent_trace, operands, params)
+        before = compat.current_trace()
+        compat.set_trace(self.parent_trace)
+        try:
+            out = self._dispatch(tuple(key), unwrapped, params)
+        finally:
+            compat.set_trace(before)
+        if primitive.multiple_results:
+            return [self.wrap(x) for x in out]
+        return self.wrap(out)
+
+    def _dispatch(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
+        primitive = key[0]
+        rules = self.resolver.cache.get(key)
+        if rules is None:
+            rules = self.resolver.candidates(key)
+        for rule in rules:
+            out = rule(primitive, operands, params)
+            if out is not NotImplemented:
+                note_dispatch(primitive, operands, rule)
+                return out
+        builtin = BUILTIN.get(primitive.name)
+        if builtin is not None:
+            return builtin(self, primitive, operands, params)
+        return by_default(primitive, operands, params)
+
+    # What arrives through methods of its own, because it carries functions
+
+    def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore
+        return BUILTIN["custom_jvp_call"](self, primitive, fun, jvp, operands, **params)
+
+    def process_custom_vjp_call(self, primitive, fun, fwd, bwd, operands, /, **params):  # pyright: ignore
+        return BUILTIN["custom_vjp_call"](self, primitive, fun, fwd, bwd, operands, **params)
+
+    def process_shard_map(self, primitive, fun, operands, /, **params):  # pyright: ignore
+        return BUILTIN["shard_map"](self, primitive, fun, operands, **params)
+
+    def process_call(self, primitive, fun, operands, params):  # pyright: ignore
+        with jexc.set_current_trace(self):
+            return fun.call_wrapped(*operands)
+
+    def stage_value(self, val: Any) -> Any:
+        return val if self.unwrap(val) is not val else self.parent_trace.stage_value(val)
+
+    # Between tracers and Values
+
+    def wrap(self, x: Any) -> Any:
+        """What a rule returned, as something that JAX code can go on with."""
+        kind = _kinds.get(type(x))
+        if kind is None:
+            kind = _kinds.setdefault(type(x), _kind_of(x))
+        if kind == "array":
+            return x
+        if kind == "value":
+            return ValueTracer(self, x)
+        with jexc.set_current_trace(self.parent_trace):
+            return jnp.asarray(x)
+
+    def box(self, x: Any) -> Any:
+        """A Value as a tracer of this level; anything else (a symbolic zero, say) as it is."""
+        return ValueTracer(self, x) if is_value(x) else x
+
+    def unwrap(self, x: Any) -> Any:
+        """The Value behind a tracer of this level; anything else as it is."""
+        return x.value if type(x) is ValueTracer and x.tag is self.tag else x
+
+    def unwrap_tree(self, tree: Any) -> Any:
+        """`tree` with the Value in place of each tracer of this level, those inside Values included."""
+        return jtu.tree_map(self.unwrap, tree)
+
+
+_kinds: dict[type, str] = {}
+
+
+def _kind_of(x: Any) -> str:
+    if is_value(x):
+        return "value"
+    return "array" if isinstance(x, jax.Array) else "other"
+
+
+# What the interpreter itself does with a primitive, unless a rule says otherwise: primitives that
+# carry code, and structural ones. Filled by `higher_order`, keyed by the primitive's name, since not
+# all of them have a public name that could be imported.
+BUILTIN: dict[str, Callable[..., Any]] = {}
+
+
+def builtin(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            BUILTIN[name] = rule
+        return rule
+
+    return decorator
+
+
+def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """What happens without a rule: the one overridden `default` among the operands, else materialise."""
+    overriding = {type(v).default: type(v) for v in operands if is_value(v)}
+    overriding.pop(Value.default, None)
+    if len(overriding) > 1:
+        names = ", ".join(sorted(cls.__name__ for cls in overriding.values()))
+        raise TypeError(
+            f"No rule for `{primitive}` matches, and its operands {names} each have a `default` of "
+            "their own. Register a rule for this combination of types."
+        )
+    for default in overriding:
+        out = default(primitive, operands, params)
+        note_dispatch(primitive, operands, default)
+        return out
+    plain = [dense(x, primitive.name, operands) for x in operands]
+    return primitive.bind(*plain, **primitive.get_bind_params(params))
+
+
+# -------------------------------------------------------------------------------------------------
+# Late Values: closed over, built in the body, or used inside a rule
+# -------------------------------------------------------------------------------------------------
+
+
+def innermost(trace: Any) -> QuaxTrace | None:
+    """The quaxify level that code running under `trace` is in, if any."""
+    while trace is not None and type(trace) is not QuaxTrace:
+        trace = getattr(trace, "parent_trace", None)
+    return trace
+
+
+class _Adopt:
+    """Turns a Value that is used as an operand without having been passed in into a tracer."""
+
+    def available(self) -> bool:
+        return innermost(compat.current_trace()) is not None
+
+    def __call__(self, value: Value) -> Any:
+        level = innermost(compat.current_trace())
+        if level is None:
+            raise TypeError(
+                f"A {type(value).__name__} was given to a JAX primitive outside `quaxlike.quaxify`. "
+                "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the "
+                "parts), or use `quaxlike.materialise` to make it a dense array."
+            )
+        if _lives_below(level, value):
+            return ValueTracer(level, level.unwrap_tree(value))
+        # Its arrays are traced by a transform above this level, which would be left out.
+        return dense(value, f"a Value built inside a transform (under {compat.current_trace()!r})")
+
+
+def _lives_below(level: QuaxTrace, value: Value) -> bool:
+    tracers = [x for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]
+    below, trace = [level.tag], level.parent_trace
+    while trace is not None:
+        below += [trace, getattr(trace, "tag", trace)]
+        trace = getattr(trace, "parent_trace", None)
+    at = [(x._trace, getattr(x._trace, "tag", None)) for x in tracers]  # pyright: ignore[reportPrivateUsage]
+    return all(any(y is z for y in pair for z in below) for pair in at)
+
+
+_adopt = _Adopt()
+values.adopters.append(_adopt)
+compat.register_late_values(Value, _adopt, aval_of)
+
+__all__ = ["BUILTIN", "MaterialisationError", "QuaxTrace", "ValueTracer", "builtin", "by_default"]

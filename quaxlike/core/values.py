@@ -1,0 +1,216 @@
+"""What a new kind of array is: `Value` and `ArrayValue`."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.tree_util as jtu
+from jaxtyping import ArrayLike, PyTree
+
+from . import compat
+
+
+class Value(eqx.Module):
+    """Anything that may stand where a JAX array stood, inside a function wrapped in `quaxify`.
+
+    Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays.
+    A `Value` is an Equinox module: array fields are its leaves, and whatever decides shape, dtype or
+    dispatch is a static, hashable field.
+
+    Everything below `materialise` is optional; each hook says in its docstring what its absence means.
+    """
+
+    on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
+    """What happens where no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
+
+    linear: ClassVar[bool] = False
+    """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then."""
+
+    @abc.abstractmethod
+    def aval(self) -> jax.core.AbstractValue:
+        """The JAX type that this value has towards the code that uses it."""
+
+    @abc.abstractmethod
+    def materialise(self) -> Any:
+        """The dense array that this value stands for. May raise, to refuse."""
+
+    @staticmethod
+    def default(
+        primitive: jexc.Primitive,
+        values: Sequence["ArrayLike | Value"],
+        params: dict[str, Any],
+    ) -> "ArrayLike | Value | Sequence[ArrayLike | Value]":
+        """What happens when no rule matches; overridden by types that treat all primitives alike.
+
+        Without an override among the operands every Value is materialised, under the policy; with
+        exactly one, it is called; with several different ones a `TypeError` names the types.
+
+        **Arguments:**
+
+        - `primitive`: the JAX primitive that was bound.
+        - `values`: its operands, Values unwrapped.
+        - `params`: its parameters.
+
+        **Returns:**
+
+        What a rule returns: one result, or a sequence if `primitive.multiple_results`.
+        """
+        raise NotImplementedError  # never called: dispatch compares by identity
+
+    @classmethod
+    def promote(cls, array: Any, like: "Value") -> "Value":
+        """A plain `array` as this type, to match `like`: where one branch of a `cond`, or a loop carry,
+        is a Value and the other side is not. Reads statics and shapes of `like` only.
+
+        Without it the Value side is materialised under the policy.
+        """
+        return NotImplemented
+
+    def leading_axis(self) -> Sequence[int | None]:
+        """For each array leaf, which of its axes is the logical leading axis; None if the leaf is shared
+        by all rows. Lets `lax.scan` and `lax.map` run over rows.
+
+        Without it (`NotImplemented`) a scanned-over Value is materialised under the policy.
+        """
+        return NotImplemented
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
+        """For each array leaf, the partition spec that follows from `spec`, the one of the logical array.
+
+        Without it leaves of the logical shape take `spec` itself and an empty `spec` replicates all
+        leaves; anything else is an error that names this hook.
+        """
+        return NotImplemented
+
+
+class ArrayValue(Value):
+    """A new kind of array.
+
+    Write the fields and `materialise`, then rules with [`quaxlike.register`][].
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        class Scaled(ql.ArrayValue):
+            array: jax.Array
+            scale: jax.Array  # a scalar
+
+            def materialise(self):
+                return self.array * self.scale
+
+        @ql.register("mul")
+        def _(x: Scaled, y: jax.Array):
+            return Scaled(x.array, x.scale * y) if y.ndim == 0 else NotImplemented
+
+        ql.quaxify(lambda x: x * 2.0)(Scaled(jnp.ones(3), jnp.array(4.0)))  # a Scaled
+        ```
+    """
+
+    def aval(self) -> jax.core.ShapedArray:
+        """Shape and dtype of the array that this value stands for; inferred from `materialise` if not
+        overridden."""
+        with jax.core.eval_context():
+            out = jax.eval_shape(type(self).materialise, as_shapes(self))
+        return jax.core.ShapedArray(out.shape, out.dtype, weak_type=getattr(out, "weak_type", False))
+
+    @abc.abstractmethod
+    def materialise(self) -> jax.Array:
+        """The dense array that this value stands for. May raise, to refuse."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return aval_of(self).shape
+
+    @property
+    def dtype(self) -> Any:
+        return aval_of(self).dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(aval_of(self).shape)
+
+    @property
+    def size(self) -> int:
+        return aval_of(self).size
+
+    @property
+    def __jax_array__(self) -> Any:
+        # A property, so that it is None where no quaxify is under way and the usual lookups
+        # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
+        if not adopters or not adopters[0].available():
+            return None
+        return lambda: adopters[0](self)
+
+
+# The one way up from here: trace.py puts in it what turns a late Value into a tracer.
+adopters: list[Any] = []
+
+
+def is_value(x: Any) -> bool:
+    """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`."""
+    return isinstance(x, Value)
+
+
+def materialise(tree: PyTree) -> PyTree:
+    """Every Value in `tree` as the dense array it stands for, nested ones included.
+
+    Works inside and outside quaxified functions. It is what the caller asked for, so no policy applies.
+    """
+
+    def dense(leaf: Any) -> Any:
+        while isinstance(leaf, Value):
+            leaf = type(leaf).materialise(leaf)
+        return leaf
+
+    return jtu.tree_map(dense, tree, is_leaf=is_value)
+
+
+def as_shapes(value: Value) -> Value:
+    """`value` with every array leaf replaced by its shape and dtype."""
+
+    def shape(leaf: Any) -> Any:
+        aval = jax.typeof(leaf) if _is_array(leaf) else leaf
+        if not isinstance(aval, jax.core.ShapedArray):
+            return leaf
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    return jtu.tree_map(shape, value)
+
+
+def _is_array(leaf: Any) -> bool:
+    return eqx.is_array_like(leaf) or isinstance(leaf, Value)
+
+
+_avals: dict[Any, jax.core.AbstractValue] = {}
+
+
+def aval_of(value: Value) -> Any:
+    """`value.aval()`, memoised on the structure and the avals of the leaves, and placed on their mesh."""
+    leaves, treedef = jtu.tree_flatten(value)
+    try:
+        leaf_avals = tuple([jax.typeof(leaf) for leaf in leaves])
+        key = (treedef, leaf_avals)
+        aval = _avals.get(key)
+    except TypeError:  # leaves without a JAX type (shapes, None, ...) or unhashable statics
+        return _make_aval(value, ())
+    if aval is None:
+        aval = _avals[key] = _make_aval(value, leaf_avals)
+    return aval
+
+
+def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
+    aval = type(value).aval(value)
+    if isinstance(aval, jax.ShapeDtypeStruct):
+        aval = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
+    if not isinstance(aval, jax.core.AbstractValue):
+        raise TypeError(
+            f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "
+            f"found {aval!r}."
+        )
+    return compat.place_aval_like(aval, leaf_avals)
