@@ -1,7 +1,7 @@
 """New kinds of arrays for any JAX program."""
 
 from ._version import __version__ as __version__
-from .core import higher_order as _higher_order  # noqa: F401 (registers what it defines)
+from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core.coverage import check_ambiguities as check_ambiguities
 from .core.coverage import rules_for as rules_for
 from .core.policy import (

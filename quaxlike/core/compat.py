@@ -4,6 +4,8 @@ Nothing else in the package touches `jax._src` or branches on a version. What is
 supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where it is used.
 """
 
+# pyright: reportPrivateUsage=false
+
 import functools
 import os
 import pathlib
@@ -45,7 +47,7 @@ def is_eval_trace(trace: jax.core.Trace) -> bool:
     return type(trace) is core.EvalTrace
 
 
-def current_trace() -> jax.core.Trace:
+def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 

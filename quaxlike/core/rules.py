@@ -8,7 +8,7 @@ import itertools
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -87,7 +87,7 @@ class RuleSet:
     def __init__(self) -> None:
         self._rules: dict[jexc.Primitive, tuple[Rule, ...]] = {}
 
-    def __iter__(self) -> Iterable[Rule]:
+    def __iter__(self) -> Iterator[Rule]:
         return itertools.chain.from_iterable(list(self._rules.values()))
 
     def items(self) -> list[tuple[jexc.Primitive, tuple[Rule, ...]]]:
