@@ -1,0 +1,22 @@
+"""Cutting arrays into blocks."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+NESTED_BLOCK = 256
+"""Scales that share a scale in double quantisation."""
+
+_SMALLEST, _LARGEST = 32, 4096
+
+
+def check_block_size(block_size: int) -> None:
+    """Raises `ValueError` unless `block_size` is a power of two from 32 to 4096."""
+    if not (_SMALLEST <= block_size <= _LARGEST and block_size & (block_size - 1) == 0):
+        raise ValueError(
+            f"block_size must be a power of two from {_SMALLEST} to {_LARGEST}, got {block_size}."
+        )
+
+
+def pad_to_blocks(flat: Shaped[Array, " n"], block_size: int) -> Shaped[Array, "blocks block"]:
+    """Rows of `block_size` elements, the last one filled up with zeros."""
+    return jnp.pad(flat, (0, -flat.size % block_size)).reshape(-1, block_size)

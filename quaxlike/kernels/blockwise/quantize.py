@@ -1,0 +1,126 @@
+"""Arrays to codes and block scales, bit for bit as bitsandbytes does it, on any JAX backend."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Float32, Int8, UInt8
+
+from .blocks import NESTED_BLOCK, check_block_size, pad_to_blocks
+from .codebooks import FloatArray, dynamic_bounds, nearest_bounds
+
+# bitsandbytes' floor of an absmax. A subnormal, which XLA may flush in arithmetic but not in
+# integers: it is only ever handled as bits.
+_TINY = np.float32(1e-38)
+
+
+def quantize_codebook(
+    x: Float[ArrayLike, "..."], codebook: FloatArray, block_size: int
+) -> tuple[UInt8[Array, " bytes"], Float32[Array, " blocks"]]:
+    """Quantises an array to 4-bit codes of `codebook`, scaled to each block's largest magnitude.
+
+    The array is flattened row-major and cut into blocks; the last one may be partial. Two codes
+    share a byte, the first in the high nibble; an odd count is filled up with the code of zero.
+    Subnormal values count as zero, as everywhere in XLA.
+
+    **Arguments:**
+
+    - `x`: the array, any shape, any floating dtype; computed in float32.
+    - `codebook`: 16 float32 values in [-1, 1].
+    - `block_size`: a power of two from 32 to 4096.
+
+    **Returns:** the packed codes, `ceil(x.size / 2)` bytes, and the scales, one for each block.
+    """
+    check_block_size(block_size)
+    flat = jnp.asarray(x).reshape(-1).astype(jnp.float32)
+    whole = flat.size - flat.size % block_size
+    blocks = flat[:whole].reshape(-1, block_size)
+    absmax = _absmax(blocks)
+    normed = (blocks * _reciprocal(absmax)[:, None]).reshape(-1)
+    if whole < flat.size:
+        # The partial block is divided, not multiplied by the reciprocal, and its scale is floored.
+        tail = flat[whole:]
+        tail_absmax = _floor(_absmax(tail[None]))
+        absmax = jnp.concatenate([absmax, tail_absmax])
+        divisor = jnp.where(tail_absmax < np.finfo(np.float32).tiny, jnp.float32(1), tail_absmax)
+        normed = jnp.concatenate([normed, tail / divisor])
+    if flat.size % 2:
+        normed = jnp.append(normed, jnp.float32(0))
+    codes = _nearest(normed, codebook)
+    return codes[::2] << 4 | codes[1::2], absmax
+
+
+def quantize_scales(
+    absmax: Float32[ArrayLike, " blocks"], offset: Float32[ArrayLike, ""] | None = None
+) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
+    """Quantises block scales in turn ("double quantisation"): 8 bits each instead of 32.
+
+    The offset is subtracted; blocks of 256 are scaled to their largest magnitude and stored as
+    codes of the signed dynamic 8-bit map, found as bitsandbytes finds them on a CPU.
+
+    **Arguments:**
+
+    - `absmax`: the scales to quantise.
+    - `offset`: what is subtracted; their mean if None.
+
+    **Returns:** the codes, the scales' own block scales, and the offset.
+    """
+    absmax = jnp.asarray(absmax)
+    offset = jnp.mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
+    centred = absmax - offset
+    blocks = pad_to_blocks(centred, NESTED_BLOCK)
+    nested = _absmax(blocks)
+    normed = jnp.clip(blocks * _reciprocal(nested)[:, None], -1, 1)
+    codes = jnp.searchsorted(dynamic_bounds(), normed, side="right").astype(jnp.uint8)
+    codes = jnp.where(nested[:, None] == 0, jnp.uint8(0), codes)
+    return codes.reshape(-1)[: absmax.size], nested, offset
+
+
+def quantize_int(
+    x: Float[ArrayLike, "... n"], largest: int, block_size: int | None
+) -> tuple[Int8[Array, "... n"], Float32[Array, "... blocks"]]:
+    """Quantises to integers in [-largest, largest] with scales along the last axis.
+
+    **Arguments:**
+
+    - `x`: the array, any floating dtype; computed in float32.
+    - `largest`: the integer that a block's largest magnitude maps to: 127 for int8.
+    - `block_size`: elements that share a scale, the last block of a row may be partial; None for
+        one scale a row.
+
+    **Returns:** the integers, and the scales `absmax / largest`: value = integer · scale.
+    """
+    x = jnp.asarray(x).astype(jnp.float32)
+    n = x.shape[-1]
+    block_size = max(n, 1) if block_size is None else block_size
+    rows = x.reshape(-1, n)
+    blocks = jax.vmap(lambda row: pad_to_blocks(row, block_size))(rows)
+    absmax = _absmax(blocks)
+    scale = absmax / np.float32(largest)
+    integers = jnp.round(blocks * jnp.where(absmax > 0, largest / absmax, 0)[..., None])
+    integers = jnp.clip(integers, -largest, largest).astype(jnp.int8)
+    integers = integers.reshape(rows.shape[0], -1)[:, :n].reshape(x.shape)
+    return integers, scale.reshape(*x.shape[:-1], -1)
+
+
+def _absmax(blocks: Float32[Array, "... n"]) -> Float32[Array, "..."]:
+    """The largest magnitude, NaN if there is one."""
+    return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+
+
+def _reciprocal(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """1 / absmax, and 1e38 for what is too small to divide by."""
+    tiny = absmax < np.finfo(np.float32).tiny
+    return jnp.where(tiny, np.float32(1e38), 1 / jnp.where(tiny, np.float32(1), absmax))
+
+
+def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    return jnp.where(absmax < np.finfo(np.float32).tiny, _TINY, absmax)
+
+
+def _nearest(v: Float32[Array, " n"], codebook: FloatArray) -> UInt8[Array, " n"]:
+    """Codes of the nearest entries: a sum of comparisons, which XLA fuses into one pass."""
+    bounds, order = nearest_bounds(tuple(codebook.tolist()))
+    codes = jnp.full(v.shape, order[0])
+    for bound, step in zip(bounds, np.diff(order), strict=True):  # uint8: steps wrap around
+        codes += jnp.where(v > bound, step, np.uint8(0))
+    return codes

@@ -1,0 +1,140 @@
+"""The matmul with 4-bit weights in plain JAX: runs everywhere, and is what kernels are held to.
+
+Weights are decoded a few rows at a time, so that a tile stays in the cache and no dense copy of the
+weight ever exists (XLA on a CPU does not fuse decoding into a dot). A byte is looked up in two
+256-entry tables, one for each of its codes. The two values are neighbours within a row, and
+interleaving them would cost as much as the lookup: the even and the odd columns are multiplied
+apart instead.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float, Float32, UInt8
+
+# Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: amortises the
+# passes over activations and accumulator when these outweigh the tile.
+_TILE_FEW, _TILE_MANY = 2**18, 2**20
+_FEW_ROWS_OF_X = 32
+
+
+def matmul_reference(
+    x: Float[Array, "*batch contracted"],
+    packed: UInt8[Array, " bytes"],
+    absmax: Float32[Array, " blocks"],
+    codebook: Float32[ArrayLike, "16"],
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    transpose: bool = False,
+    weight_dtype: DTypeLike = jnp.float32,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch free"]:
+    """`x @ W.T` for a weight `W` of shape `(N, K)` stored as 4-bit codes; `x @ W` if transposed.
+
+    Weights are decoded exactly, as `dequantize_codebook` does; products are accumulated in float32,
+    or in the dtype of `x` if that is wider.
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`; any floating dtype.
+    - `packed`: the codes of `W`, flattened row-major, two to a byte, high nibble first.
+    - `absmax`: the scale of each block of `block_size` consecutive codes; blocks may cross rows.
+    - `codebook`: the 16 values that codes stand for.
+    - `shape`: `(N, K)`.
+    - `block_size`: an even number.
+    - `transpose`: contracts over `N` instead of `K`.
+    - `weight_dtype`: what decoded weights are rounded to before they are multiplied.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+    """
+    n, k = shape
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    batch = x.shape[:-1]
+    x = x.reshape(math.prod(batch), x.shape[-1])
+    x = x if jnp.finfo(x.dtype).bits > 32 else x.astype(jnp.float32)
+    packed, absmax = packed.reshape(-1), absmax.reshape(-1)
+    code = jnp.arange(256)
+    tables = [jnp.asarray(codebook)[c] for c in (code >> 4, code & 15)]
+    weight = jnp.finfo(weight_dtype)
+
+    def look_up(pairs: Array, scale: Array) -> list[Array]:
+        values = [table[pairs] * scale for table in tables]
+        if weight.bits < 32:  # not a pair of casts: XLA would elide it
+            values = [lax.reduce_precision(v, weight.nexp, weight.nmant) for v in values]
+        return [v.astype(x.dtype) for v in values]
+
+    def paired(start: Array | int, rows: int) -> list[Array]:
+        """Rows of `W` as its even and its odd columns, each (rows, K / 2)."""
+        pairs = lax.dynamic_slice_in_dim(packed.reshape(n, k // 2), start, rows)
+        span = math.gcd(k, block_size)  # the longest run that divides rows and blocks alike
+        runs = start * (k // span) + jnp.arange(rows * (k // span))
+        scale = absmax[runs // (block_size // span)].reshape(rows, k // span)
+        scale = jnp.repeat(scale, span // 2, axis=1)
+        return look_up(pairs, scale)
+
+    def unaligned(start: Array | int, rows: int) -> list[Array]:
+        """Rows of `W` where rows begin in the middle of bytes; `start` is even."""
+        first, count = start * k // 2, (rows * k + 1) // 2
+        pairs = lax.dynamic_slice_in_dim(packed, first, count)
+        scale = absmax[(first + jnp.arange(count)) // (block_size // 2)]
+        values = jnp.stack(look_up(pairs, scale), axis=-1)
+        return [values.reshape(-1)[: rows * k].reshape(rows, k)]
+
+    decode, stride = (paired, 2) if k % 2 == 0 else (unaligned, 1)
+    multiply = _contract_rows if transpose else _contract_columns
+    y = multiply(x, decode, n, k, stride)
+    return y.reshape(*batch, y.shape[-1]).astype(out_dtype)
+
+
+_Decode = Callable[[Array | int, int], list[Array]]
+
+
+def _contract_columns(
+    x: Float[Array, "m k"], decode: _Decode, n: int, k: int, stride: int
+) -> Float[Array, "m n"]:
+    columns = [x[:, i::stride] for i in range(stride)]
+
+    def rows_of_y(start: Array | int, rows: int) -> Array:
+        parts = zip(columns, decode(start, rows), strict=True)
+        return functools.reduce(jnp.add, (_dot(c, w, ((1,), (1,))) for c, w in parts))
+
+    tiles, rows = _tiling(x.shape[0], n, k)
+    _, y = lax.scan(lambda _, i: (None, rows_of_y(i * rows, rows)), None, jnp.arange(tiles))
+    y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], tiles * rows)
+    if tiles * rows < n:
+        y = jnp.concatenate([y, rows_of_y(tiles * rows, n - tiles * rows)], axis=1)
+    return y
+
+
+def _contract_rows(
+    x: Float[Array, "m n"], decode: _Decode, n: int, k: int, stride: int
+) -> Float[Array, "m k"]:
+    def add(acc: list[Array], start: Array | int, rows: int) -> list[Array]:
+        part = lax.dynamic_slice_in_dim(x, start, rows, axis=1)
+        tile = decode(start, rows)
+        return [a + _dot(part, w, ((1,), (0,))) for a, w in zip(acc, tile, strict=True)]
+
+    tiles, rows = _tiling(x.shape[0], n, k)
+    acc = [jnp.zeros((x.shape[0], k // stride), x.dtype) for _ in range(stride)]
+    acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
+    if tiles * rows < n:
+        acc = add(acc, tiles * rows, n - tiles * rows)
+    return jnp.stack(acc, axis=-1).reshape(x.shape[0], k)
+
+
+def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
+    return lax.dot_general(x, w, (contract, ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _tiling(m: int, n: int, k: int) -> tuple[int, int]:
+    """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
+    weights = _TILE_FEW if m <= _FEW_ROWS_OF_X else _TILE_MANY
+    tiles = -(-n // max(2, weights // max(k, 1)))
+    rows = n // max(tiles, 1) // 2 * 2
+    return (tiles, rows) if rows else (0, 1)
