@@ -4,6 +4,7 @@ from ._version import __version__ as __version__
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core.coverage import check_ambiguities as check_ambiguities
 from .core.coverage import rules_for as rules_for
+from .core.operators import ArrayOperators as ArrayOperators
 from .core.policy import (
     MaterialisationError as MaterialisationError,
 )

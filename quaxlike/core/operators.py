@@ -1,0 +1,231 @@
+"""`ArrayOperators`: a Value computes like a `jax.Array`, outside of `quaxify` as well."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+
+from .quaxify import quaxify
+from .values import adopters, is_value
+
+
+def _run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    """`fn(value, ...)` under the level of `quaxify` that is under way, or under one of its own."""
+    if adopters[0].available():
+        return fn(adopters[0](value), *args, **kwargs)
+    return quaxify(fn)(value, *args, **kwargs)
+
+
+def _unary(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any) -> Any:
+        return _run(fn, self, *args)
+
+    return method
+
+
+def _binary(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        return _run(fn, self, other) if _is_operand(other) else NotImplemented
+
+    return method
+
+
+def _reflected(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def swapped(x: Any, y: Any) -> Any:
+        return fn(y, x)
+
+    return _binary(swapped)
+
+
+def _is_operand(x: Any) -> bool:
+    return is_value(x) or eqx.is_array_like(x)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(x, name)(*args, **kwargs)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(call, self, *args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"As [jax.Array.{name}](https://docs.jax.dev/en/latest/jax.numpy.html)."
+    return method
+
+
+def _attribute(name: str) -> property:
+    return property(lambda self: _run(operator.attrgetter(name), self))
+
+
+class ArrayOperators:
+    """The operators, methods and indexing of `jax.Array`, each run through [`quaxlike.quaxify`][].
+
+    A mixin for array types; name it *before* [`quaxlike.ArrayValue`][], so that its `==` is the
+    elementwise one. As for `jax.Array`, such values cannot be hashed.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        class Doubled(ql.ArrayOperators, ql.ArrayValue):
+            array: jax.Array
+
+            def materialise(self):
+                return 2 * self.array
+
+        x = Doubled(jnp.arange(3.0))
+        y = jnp.ones(3) @ x + x.sum() - x[1]
+        ```
+    """
+
+    # NumPy arrays leave `array + value` to us.
+    __array_priority__ = 100
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__eq__ is eqx.Module.__eq__:
+            raise TypeError(
+                f"{cls.__name__} must name ArrayOperators before ArrayValue among its bases: "
+                f"`class {cls.__name__}(ArrayOperators, ArrayValue)`."
+            )
+
+    __add__ = _binary(operator.add)
+    __radd__ = _reflected(operator.add)
+    __sub__ = _binary(operator.sub)
+    __rsub__ = _reflected(operator.sub)
+    __mul__ = _binary(operator.mul)
+    __rmul__ = _reflected(operator.mul)
+    __truediv__ = _binary(operator.truediv)
+    __rtruediv__ = _reflected(operator.truediv)
+    __floordiv__ = _binary(operator.floordiv)
+    __rfloordiv__ = _reflected(operator.floordiv)
+    __mod__ = _binary(operator.mod)
+    __rmod__ = _reflected(operator.mod)
+    __divmod__ = _binary(divmod)
+    __rdivmod__ = _reflected(divmod)
+    __pow__ = _binary(operator.pow)
+    __rpow__ = _reflected(operator.pow)
+    __matmul__ = _binary(operator.matmul)
+    __rmatmul__ = _reflected(operator.matmul)
+    __and__ = _binary(operator.and_)
+    __rand__ = _reflected(operator.and_)
+    __or__ = _binary(operator.or_)
+    __ror__ = _reflected(operator.or_)
+    __xor__ = _binary(operator.xor)
+    __rxor__ = _reflected(operator.xor)
+    __lshift__ = _binary(operator.lshift)
+    __rlshift__ = _reflected(operator.lshift)
+    __rshift__ = _binary(operator.rshift)
+    __rrshift__ = _reflected(operator.rshift)
+
+    __eq__ = _binary(operator.eq)
+    __ne__ = _binary(operator.ne)
+    __lt__ = _binary(operator.lt)
+    __le__ = _binary(operator.le)
+    __gt__ = _binary(operator.gt)
+    __ge__ = _binary(operator.ge)
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    __neg__ = _unary(operator.neg)
+    __pos__ = _unary(operator.pos)
+    __abs__ = _unary(operator.abs)
+    __invert__ = _unary(operator.invert)
+    __round__ = _unary(round)
+
+    # What Python needs the numbers for: the value is materialised, under the policy.
+    __bool__ = _unary(bool)
+    __int__ = _unary(int)
+    __float__ = _unary(float)
+    __complex__ = _unary(complex)
+    __index__ = _unary(operator.index)
+    __array__ = _method("__array__")
+    item = _method("item")
+    tolist = _method("tolist")
+
+    __getitem__ = _unary(operator.getitem)
+
+    def __len__(self) -> int:
+        shape = self.shape  # pyright: ignore[reportAttributeAccessIssue]
+        if not shape:
+            raise TypeError(f"A {type(self).__name__} of shape () has no len().")
+        return shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __contains__(self, item: Any) -> bool:
+        return bool((self == item).any())
+
+    @property
+    def at(self) -> "_At":
+        """As `jax.Array.at`: `x.at[index].set(y)` and its siblings."""
+        return _At(self)
+
+    T = _attribute("T")
+    mT = _attribute("mT")
+    real = _attribute("real")
+    imag = _attribute("imag")
+
+    all = _method("all")
+    any = _method("any")
+    argmax = _method("argmax")
+    argmin = _method("argmin")
+    argsort = _method("argsort")
+    astype = _method("astype")
+    clip = _method("clip")
+    conj = _method("conj")
+    conjugate = _method("conjugate")
+    copy = _method("copy")
+    cumprod = _method("cumprod")
+    cumsum = _method("cumsum")
+    diagonal = _method("diagonal")
+    dot = _method("dot")
+    flatten = _method("flatten")
+    max = _method("max")
+    mean = _method("mean")
+    min = _method("min")
+    nonzero = _method("nonzero")
+    prod = _method("prod")
+    ptp = _method("ptp")
+    ravel = _method("ravel")
+    repeat = _method("repeat")
+    reshape = _method("reshape")
+    round = _method("round")
+    searchsorted = _method("searchsorted")
+    sort = _method("sort")
+    squeeze = _method("squeeze")
+    std = _method("std")
+    sum = _method("sum")
+    swapaxes = _method("swapaxes")
+    take = _method("take")
+    trace = _method("trace")
+    transpose = _method("transpose")
+    var = _method("var")
+    view = _method("view")
+
+
+class _At:
+    """`value.at`, and once indexed `value.at[index]`."""
+
+    __slots__ = ("_index", "_value")
+
+    def __init__(self, value: Any, *index: Any) -> None:
+        self._value = value
+        self._index = index  # () or (index,)
+
+    def __getitem__(self, index: Any) -> "_At":
+        return _At(self._value, index)
+
+    def __repr__(self) -> str:
+        return f"{self._value!r}.at" + "".join(f"[{i!r}]" for i in self._index)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or not self._index:
+            raise AttributeError(f"Index first: `x.at[index].{name}(...)`.")
+
+        def call(x: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(x.at[index], name)(*args, **kwargs)
+
+        return lambda *args, **kwargs: _run(call, self._value, *self._index, *args, **kwargs)

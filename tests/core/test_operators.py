@@ -1,0 +1,215 @@
+"""A Value with `ArrayOperators` computes like the array that it stands for."""
+
+import operator
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+
+class Doubled(ql.ArrayOperators, ql.ArrayValue):
+    """Keeps its type through `neg` and `add` of two of its kind; everything else materialises."""
+
+    array: jax.Array
+
+    def materialise(self) -> jax.Array:
+        return self.array + self.array
+
+
+@ql.register("neg")
+def _(x: Doubled, **params):
+    return Doubled(-x.array)
+
+
+@ql.register("add")
+def _(x: Doubled, y: Doubled, **params):
+    return Doubled(x.array + y.array)
+
+
+ARITHMETIC = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    operator.pow,
+    operator.matmul,
+    divmod,
+]
+COMPARISONS = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
+BITWISE = [operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift]
+
+FLOATS = Doubled(jnp.array([0.5, 1.0, 2.0]))
+INTEGERS = Doubled(jnp.array([1, 2, 3]))
+MATRIX = Doubled(jnp.arange(6.0).reshape(2, 3))
+
+
+def same(x, y):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(ql.materialise(a), b), x, y, is_leaf=ql.is_value)
+
+
+@pytest.mark.parametrize("op", [*ARITHMETIC, *COMPARISONS])
+@pytest.mark.parametrize("other", [jnp.array([3.0, 1.0, 2.0]), np.array([3.0, 1.0, 2.0], np.float32)])
+def test_binary_on_both_sides(op, other):
+    dense = FLOATS.materialise()
+    same(op(FLOATS, other), op(dense, other))
+    same(op(other, FLOATS), op(other, dense))
+    same(op(FLOATS, FLOATS), op(dense, dense))
+
+
+@pytest.mark.parametrize("op", [op for op in (*ARITHMETIC, *COMPARISONS) if op is not operator.matmul])
+@pytest.mark.parametrize("scalar", [2, 1.5, np.float32(0.5)])
+def test_scalars_on_both_sides(op, scalar):
+    dense = FLOATS.materialise()
+    same(op(FLOATS, scalar), op(dense, scalar))
+    same(op(scalar, FLOATS), op(scalar, dense))
+
+
+@pytest.mark.parametrize("op", BITWISE)
+def test_bitwise(op):
+    dense = INTEGERS.materialise()
+    same(op(INTEGERS, 1), op(dense, 1))
+    same(op(5, INTEGERS), op(5, dense))
+
+
+@pytest.mark.parametrize("op", [operator.neg, operator.pos, abs, round])
+def test_unary(op):
+    same(op(FLOATS), op(FLOATS.materialise()))
+
+
+def test_the_type_is_kept_where_it_has_rules():
+    assert type(-FLOATS) is Doubled
+    assert type(FLOATS + FLOATS) is Doubled
+    assert type(jax.jit(lambda x: -(x + x))(FLOATS)) is Doubled
+
+
+def test_inside_quaxify_a_late_value_joins_the_level_under_way():
+    closed_over = FLOATS
+    out = ql.quaxify(lambda x: closed_over + x)(FLOATS)
+    assert type(out) is Doubled
+    same(out, 2 * FLOATS.materialise())
+
+
+METHODS = {
+    "all": (),
+    "any": (),
+    "argmax": (1,),
+    "argmin": (1,),
+    "argsort": (),
+    "astype": (jnp.int32,),
+    "clip": (1.0, 5.0),
+    "conj": (),
+    "conjugate": (),
+    "copy": (),
+    "cumprod": (1,),
+    "cumsum": (1,),
+    "diagonal": (),
+    "dot": (jnp.ones((3, 2)),),
+    "flatten": (),
+    "max": (0,),
+    "mean": (0,),
+    "min": (0,),
+    "nonzero": (),
+    "prod": (0,),
+    "ptp": (0,),
+    "ravel": (),
+    "repeat": (2,),
+    "reshape": (3, 2),
+    "round": (1,),
+    "sort": (),
+    "squeeze": (),
+    "std": (0,),
+    "sum": (1,),
+    "swapaxes": (0, 1),
+    "take": (jnp.array([0, 2]), 1),
+    "trace": (),
+    "transpose": (1, 0),
+    "var": (0,),
+    "view": (jnp.int32,),
+    "tolist": (),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods(name):
+    out = getattr(MATRIX, name)(*METHODS[name])
+    same(out, getattr(MATRIX.materialise(), name)(*METHODS[name]))
+
+
+def test_searchsorted():
+    same(FLOATS.searchsorted(2.0), FLOATS.materialise().searchsorted(2.0))
+
+
+@pytest.mark.parametrize("name", ["T", "mT", "real", "imag"])
+def test_attributes(name):
+    same(getattr(MATRIX, name), getattr(MATRIX.materialise(), name))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [0, -1, slice(None, None, 2), (0, slice(1, None)), (..., None), jnp.array([1, 0]), (jnp.array(1), 2)],
+)
+def test_indexing(index):
+    same(MATRIX[index], MATRIX.materialise()[index])
+
+
+@pytest.mark.parametrize("method", ["set", "add", "subtract", "multiply", "divide", "power", "min", "max"])
+def test_at(method):
+    dense = MATRIX.materialise()
+    same(getattr(MATRIX.at[0, 1:], method)(3.0), getattr(dense.at[0, 1:], method)(3.0))
+
+
+def test_at_get_and_apply():
+    dense = MATRIX.materialise()
+    same(MATRIX.at[5, 0].get(mode="fill", fill_value=7.0), dense.at[5, 0].get(mode="fill", fill_value=7.0))
+    same(MATRIX.at[1].apply(jnp.sin), dense.at[1].apply(jnp.sin))
+    with pytest.raises(AttributeError, match=r"Index first: `x.at\[index\].set"):
+        MATRIX.at.set(1.0)
+
+
+def test_what_python_asks_for():
+    one = Doubled(jnp.array(1))
+    assert bool(one) is True
+    assert (int(one), float(one), complex(one), operator.index(one), one.item()) == (2, 2.0, 2 + 0j, 2, 2)
+    assert len(MATRIX) == 2
+    assert [row.shape for row in MATRIX] == [(3,), (3,)]
+    assert 4.0 in FLOATS
+    assert 5.0 not in FLOATS
+    np.testing.assert_array_equal(np.asarray(MATRIX), MATRIX.materialise())
+    with pytest.raises(TypeError, match="of shape \\(\\) has no len"):
+        len(one)
+
+
+def test_what_is_no_array_is_left_to_python():
+    assert (FLOATS == None) is False  # noqa: E711
+    with pytest.raises(TypeError, match="unsupported operand"):
+        FLOATS + "text"
+
+
+def test_like_arrays_such_values_have_no_hash():
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(FLOATS)
+
+
+def test_materialising_for_python_follows_the_policy():
+    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="bool"):
+        bool(Doubled(jnp.array(1)))
+
+
+def test_the_mixin_comes_first():
+    with pytest.raises(TypeError, match="must name ArrayOperators before ArrayValue"):
+
+        class Wrong(ql.ArrayValue, ql.ArrayOperators):
+            array: jax.Array
+
+            def materialise(self):
+                return self.array
+
+
+def test_it_prints_as_a_module():
+    assert eqx.tree_pformat(FLOATS) == "Doubled(array=f32[3])"
