@@ -34,9 +34,7 @@ def _same_bits(actual, expected):
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case["case"])
 def test_nf4_is_bit_exact(case, transform):
     x, block_size = _stored(case, "x"), case["blocksize"]
-    packed, absmax = transform(lambda x: blockwise.quantize_codebook(x, blockwise.NF4, block_size))(
-        x
-    )
+    packed, absmax = transform(lambda x: blockwise.quantize_codebook(x, blockwise.NF4, block_size))(x)
     _same_bits(packed, _stored(case, "packed")[:, 0])
     _same_bits(absmax, _stored(case, "absmax_before_nesting" if case["nested"] else "absmax"))
     dequantize = transform(
@@ -102,9 +100,9 @@ def test_codes_are_nearest_and_vmap_agrees(n, block_size, name, seed):
     codebook = getattr(blockwise, name)
     x = np.random.default_rng(seed).standard_normal((2, n)).astype(np.float32)
     packed, absmax = jax.vmap(lambda x: blockwise.quantize_codebook(x, codebook, block_size))(x)
-    dense = jax.vmap(
-        lambda p, a: blockwise.dequantize_codebook(p, a, codebook, n=n, block_size=block_size)
-    )(packed, absmax)
+    dense = jax.vmap(lambda p, a: blockwise.dequantize_codebook(p, a, codebook, n=n, block_size=block_size))(
+        packed, absmax
+    )
     scale = np.repeat(np.asarray(absmax, np.float64), block_size, axis=1)[:, :n]
     candidates = scale[..., None] * codebook.astype(np.float64)
     best = np.abs(candidates - x[..., None]).min(-1)

@@ -106,9 +106,7 @@ def dynamic_bounds() -> FloatArray:
     """
     bins = 65536
     midpoints = np.float32(0.5) * (dynamic_map()[:-1] + dynamic_map()[1:])
-    centres = np.float32(-1) + np.float32(2) * np.arange(bins, dtype=np.float32) / np.float32(
-        bins - 1
-    )
+    centres = np.float32(-1) + np.float32(2) * np.arange(bins, dtype=np.float32) / np.float32(bins - 1)
     # The first bin whose code is at least c, for c = 1 … 255.
     first_bins = np.searchsorted(centres, midpoints, side="right")
 

@@ -1,0 +1,14 @@
+"""Fused operations on the bytes of quantised, adapted and sparse weights, as JAX primitives."""
+
+from .backends import Backend as Backend
+from .backends import Choice as Choice
+from .backends import KernelFallbackWarning as KernelFallbackWarning
+from .backends import backend as backend
+from .backends import chosen_backend as chosen_backend
+from .block_sparse_matmul import block_sparse_matmul as block_sparse_matmul
+from .block_sparse_matmul import block_sparse_matmul_p as block_sparse_matmul_p
+from .block_sparse_matmul import transposed_index as transposed_index
+from .lora_matmul import lora_matmul as lora_matmul
+from .lora_matmul import lora_matmul_p as lora_matmul_p
+from .nf4_matmul import nf4_matmul as nf4_matmul
+from .nf4_matmul import nf4_matmul_p as nf4_matmul_p

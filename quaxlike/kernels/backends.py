@@ -1,0 +1,147 @@
+"""Which implementation of an operation runs: a function of platform, shapes and dtypes alone."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+
+from quaxlike.primitives import DefinedPrimitive, define_primitive
+
+Backend = Literal["reference", "gpu", "tpu"]
+
+# Part of JAX's trace context: what was traced under one choice is not reused under another.
+_forced = jax.make_user_context(default_value=None)
+
+_NATIVE: dict[str, Backend] = {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
+
+
+class KernelFallbackWarning(UserWarning):
+    """A backend that was asked for does not take the operation at hand; another one runs it."""
+
+
+class Choice(NamedTuple):
+    """The backend that runs an operation.
+
+    **Attributes:**
+
+    - `backend`: `"reference"`, `"gpu"` or `"tpu"`.
+    - `reason`: how it runs there, and why not on another one.
+    - `run`: the function of the operation's operands and parameters that computes it.
+    """
+
+    backend: Backend
+    reason: str
+    run: Callable[..., jax.Array]
+
+
+@contextlib.contextmanager
+def backend(name: str | None) -> Iterator[None]:
+    """Within this context every kernel runs on the backend `name`, wherever that takes its shapes.
+
+    A backend of another platform is interpreted where that is possible: `"tpu"` on a CPU runs the
+    TPU kernels in Pallas' interpret mode, slowly. Where the backend does not take an operation the
+    next best one runs, and a `KernelFallbackWarning` says so.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        from quaxlike import kernels
+        from quaxlike.kernels.blockwise import NF4, quantize_codebook
+
+        packed, absmax = quantize_codebook(jnp.ones((8, 64)), NF4, block_size=64)
+        with kernels.backend("reference"):
+            y = kernels.nf4_matmul(
+                jnp.ones((2, 64)), packed, absmax, NF4, shape=(8, 64), block_size=64
+            )
+        ```
+
+    **Arguments:**
+
+    - `name`: `"reference"`, `"gpu"`, `"tpu"`, or None for the platform's own.
+
+    **Raises:** `ValueError` for another name.
+    """
+    if name is not None and name not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)} or None, got {name!r}")
+    with _forced(name):
+        yield
+
+
+def forced_backend() -> Backend | None:
+    """The backend that the innermost `backend` context asks for."""
+    return _forced.value
+
+
+def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, **params: Any) -> Choice:
+    """Which backend runs a kernel primitive on given operands, and why.
+
+    **Arguments:**
+
+    - `primitive`: `nf4_matmul_p`, `lora_matmul_p` or `block_sparse_matmul_p`.
+    - `operands`: arrays, or anything with a shape and a dtype: the inputs of an equation.
+    - `platform`: `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`; the default device's if None.
+    - `params`: the parameters of the equation.
+
+    **Returns:** the [`Choice`][quaxlike.kernels.Choice].
+    """
+    platform = jax.default_backend() if platform is None else platform
+    return primitive.slot("backend")(platform, *operands, **params)
+
+
+def kernel_primitive(
+    name: str,
+    choose: Callable[..., Choice],
+    reference: Callable[..., jax.Array],
+    **rules: Any,
+) -> DefinedPrimitive:
+    """A primitive that runs, on each platform, on the backend that `choose` picks there.
+
+    **Arguments:**
+
+    - `choose`: `choose(platform, *operands, backend, **params) -> Choice`.
+    - `reference`: computes the operation anywhere; what its other derivatives are derived from.
+    - `rules`: hand-written rules, for `define_primitive`.
+    """
+
+    def impl(*operands: Any, backend: Backend | None, **params: Any) -> jax.Array:
+        del backend
+        return reference(*operands, **params)
+
+    def run_on(platform: str, *operands: Any, **params: Any) -> jax.Array:
+        choice = choose(platform, *operands, **params)
+        asked = wanted(platform, params.pop("backend"))
+        if choice.backend != asked:
+            _tell_once(name, asked, choice)
+        return choice.run(*operands, **params)
+
+    on = {platform: functools.partial(run_on, platform) for platform in ("cpu", "gpu", "tpu")}
+    primitive = define_primitive(name, impl, **on, **rules)
+    primitive.slot("backend").register(choose)
+    return primitive
+
+
+def wanted(platform: str, forced: Backend | None) -> Backend:
+    """The backend to try first on a platform."""
+    return forced or _NATIVE.get(platform, "reference")
+
+
+def reference_choice(
+    platform: str, forced: Backend | None, run: Callable[..., jax.Array], refusal: str | None = None
+) -> Choice:
+    """The reference, with the reason why nothing better takes the operation."""
+    if refusal is None:
+        refusal = "forced" if forced else f"there is no kernel for platform {platform!r}"
+    return Choice("reference", refusal, run)
+
+
+@functools.cache
+def _tell_once(name: str, asked: Backend, choice: Choice) -> None:
+    warnings.warn(
+        f"{name} runs on the {choice.backend} backend instead of the {asked} backend: {choice.reason}",
+        KernelFallbackWarning,
+        stacklevel=2,
+    )

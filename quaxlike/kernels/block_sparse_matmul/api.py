@@ -1,0 +1,146 @@
+"""The block-sparse matmul as a primitive that knows its derivatives and picks its backend."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float, Int32
+
+from quaxlike.kernels.backends import (
+    Backend,
+    Choice,
+    forced_backend,
+    kernel_primitive,
+    reference_choice,
+)
+from quaxlike.kernels.multilinear import map_rows, sum_tangents
+
+from .reference import matmul_reference, sampled_reference
+
+
+def block_sparse_matmul(
+    x: Float[Array, "*batch contracted"],
+    blocks: Float[Array, "..."],
+    col_idx: Int32[ArrayLike, "..."],
+    transposed_idx: Int32[ArrayLike, "columns slots"],
+    *,
+    transpose: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch free"]:
+    """`x @ W.T` for a weight `W` of which some square blocks are stored; `x @ W` if transposed.
+
+    `W` has shape `(N, K)` and is zero outside its blocks, which are stored by block rows
+    (block-ELL): each block row has slots for as many as the fullest. Products are accumulated in
+    float32, in time proportional to the slots. Differentiable in `x` and in the stored blocks.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import numpy as np
+        from quaxlike.kernels import block_sparse_matmul, transposed_index
+
+        # (256, 192), in block rows of one, one, two and no blocks.
+        col_idx = np.array([[0, 3], [2, 3], [0, 1], [3, 3]], np.int32)
+        blocks = jnp.ones((4, 2, 64, 64))
+        x = jnp.ones((8, 192))
+        y = block_sparse_matmul(x, blocks, col_idx, transposed_index(col_idx, 3))
+        ```
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
+    - `blocks`: `(N / b, slots, b, b)`; `blocks[n, j]` holds rows `n·b …` and columns
+        `col_idx[n, j]·b …` of `W`.
+    - `col_idx`: block column of each block, in `[0, K / b)`; `K / b` for a slot without a block.
+    - `transposed_idx`: numbers of the blocks of each block column, by
+        [`transposed_index`][quaxlike.kernels.transposed_index].
+    - `transpose`: contracts over `N` instead of `K`.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+
+    **Raises:** `ValueError` where the operands do not fit each other.
+    """
+    col_idx, transposed_idx = jnp.asarray(col_idx), jnp.asarray(transposed_idx)
+    _check(x, blocks, col_idx, transposed_idx, transpose)
+    return block_sparse_matmul_p(
+        x,
+        blocks,
+        col_idx,
+        transposed_idx,
+        transpose=transpose,
+        out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
+        backend=forced_backend(),
+    )
+
+
+def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bool) -> None:
+    if blocks.ndim != 4 or blocks.shape[2] != blocks.shape[3]:
+        raise ValueError(
+            f"block_sparse_matmul: blocks must have shape (N / b, slots, b, b), got {blocks.shape}"
+        )
+    if col_idx.shape != blocks.shape[:2]:
+        raise ValueError(
+            f"block_sparse_matmul: col_idx must have the shape {blocks.shape[:2]} of the first two "
+            f"axes of blocks, got {col_idx.shape}"
+        )
+    rows, _, b, _ = blocks.shape
+    n, k = rows * b, transposed_idx.shape[0] * b
+    contracted = n if transpose else k
+    if x.ndim == 0 or x.shape[-1] != contracted:
+        raise ValueError(
+            f"block_sparse_matmul: the last axis of x must be {'N' if transpose else 'K'} = "
+            f"{contracted} of the weight's shape {(n, k)}{' (transposed)' if transpose else ''}, "
+            f"got x of shape {x.shape}"
+        )
+
+
+def _choose(platform: str, x: Any, *weight: Any, backend: Backend | None = None, **params: Any) -> Choice:
+    return reference_choice(platform, backend, matmul_reference)
+
+
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    # Bilinear in x and blocks; the indices are integers.
+    return sum_tangents(block_sparse_matmul_p, primals, tangents, params)
+
+
+def _transpose(
+    ct: Any,
+    x: Any,
+    blocks: Any,
+    col_idx: Any,
+    transposed_idx: Any,
+    *,
+    transpose: bool,
+    **params: Any,
+) -> Any:
+    if ad.is_undefined_primal(x):
+        params["out_dtype"] = np.dtype(x.aval.dtype)
+        ct_x = block_sparse_matmul_p(ct, blocks, col_idx, transposed_idx, transpose=not transpose, **params)
+        return ct_x, None, None, None
+    by_rows, by_columns = (x, ct) if transpose else (ct, x)
+    ct_blocks = sampled_reference(
+        by_rows,
+        by_columns,
+        col_idx,
+        block_size=blocks.aval.shape[-1],
+        out_dtype=np.dtype(blocks.aval.dtype),
+    )
+    return None, ct_blocks, None, None
+
+
+def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
+    return map_rows(block_sparse_matmul_p, size, operands, dims, params, rows=(0,))
+
+
+block_sparse_matmul_p = kernel_primitive(
+    "block_sparse_matmul",
+    _choose,
+    matmul_reference,
+    jvp=_jvp,
+    transpose=_transpose,
+    batching=_batching,
+)

@@ -1,0 +1,107 @@
+"""The block-sparse matmul in plain JAX: a scan over the block rows of the weight.
+
+Nothing dense is made of the weight, and no operand is gathered: each step multiplies stored blocks
+by slices of the activations, which are laid out by blocks of features. Padding meets a block of
+zeros one past the last.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from quaxlike.kernels.multilinear import accumulator_dtype
+
+
+def matmul_reference(
+    x: Float[Array, "*batch contracted"],
+    blocks: Float[Array, "rows slots b b"],
+    col_idx: Int32[Array, "rows slots"],
+    transposed_idx: Int32[Array, "columns slots_transposed"],
+    *,
+    transpose: bool,
+    out_dtype: np.dtype,
+) -> Float[Array, "*batch free"]:
+    """`x @ W.T`, or `x @ W` if `transpose`, accumulated in float32 or wider."""
+    multiply = _scatter if transpose else _gather
+    y = multiply(_by_blocks(x, blocks.shape[-1]), blocks, col_idx, transposed_idx.shape[0])
+    return _by_rows(y, x.shape[:-1]).astype(out_dtype)
+
+
+def sampled_reference(
+    y: Float[Array, "*batch out"],
+    x: Float[Array, "*batch in"],
+    col_idx: Int32[Array, "rows slots"],
+    *,
+    block_size: int,
+    out_dtype: np.dtype,
+) -> Float[Array, "rows slots b b"]:
+    """The blocks at `col_idx` of `y.T @ x`: the cotangent of the stored blocks."""
+    y, x = _by_blocks(y, block_size), _with_zeros(_by_blocks(x, block_size))
+
+    def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
+        y_row, columns = of_row
+        block = lambda column: _dot(y_row, _at(x, column), ((0,), (0,)))
+        return None, lax.map(block, columns)
+
+    return lax.scan(row, None, (y, col_idx))[1].astype(out_dtype)
+
+
+def _gather(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
+    x = _with_zeros(x)
+    zeros = jnp.zeros((x.shape[1], blocks.shape[2]), accumulator_dtype(x.dtype))
+
+    def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
+        def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+            w, column = block
+            return acc + _dot(_at(x, column), w, ((1,), (1,))), None
+
+        return None, lax.scan(add, zeros, of_row)[0]
+
+    return lax.scan(row, None, (blocks, col_idx))[1]
+
+
+def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
+    acc = jnp.zeros((columns + 1, x.shape[1], blocks.shape[3]), accumulator_dtype(x.dtype))
+
+    def row(acc: Array, of_row: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        x_row, row_blocks, columns = of_row
+
+        def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+            w, column = block
+            return acc.at[column].add(_dot(x_row, w, ((1,), (0,)))), None
+
+        return lax.scan(add, acc, (row_blocks, columns))[0], None
+
+    return lax.scan(row, acc, (x, blocks, col_idx))[0][:-1]
+
+
+def _by_blocks(x: Array, b: int) -> Array:
+    """(..., features) to (features / b, rows, b)."""
+    rows = math.prod(x.shape[:-1])
+    return jnp.moveaxis(x.reshape(rows, x.shape[-1] // b, b), 1, 0)
+
+
+def _by_rows(y: Array, lead: tuple[int, ...]) -> Array:
+    """The inverse of `_by_blocks`."""
+    return jnp.moveaxis(y, 0, 1).reshape(*lead, y.shape[0] * y.shape[2])
+
+
+def _with_zeros(x: Array) -> Array:
+    return jnp.concatenate([x, jnp.zeros_like(x, shape=(1, *x.shape[1:]))])
+
+
+def _at(x: Array, index: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    return lax.dot_general(
+        x.astype(dtype),
+        w.astype(dtype),
+        (contract, ((), ())),
+        preferred_element_type=accumulator_dtype(x.dtype),
+    )

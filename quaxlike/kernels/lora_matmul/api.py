@@ -1,0 +1,182 @@
+"""The matmul with 4-bit weights and low-rank adapters as a primitive that picks its backend."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Float32, Int, UInt8
+
+from quaxlike.kernels.backends import (
+    Backend,
+    Choice,
+    forced_backend,
+    kernel_primitive,
+    reference_choice,
+    wanted,
+)
+from quaxlike.kernels.multilinear import map_rows
+from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
+
+from . import gpu
+from .reference import lora_matmul_reference, low_rank
+
+
+def lora_matmul(
+    x: Float[Array, "*batch features"],
+    packed: UInt8[Array, " bytes"],
+    absmax: Float32[Array, " blocks"],
+    codebook: ArrayLike,
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    scaling: float | Float[Array, ""] = 1.0,
+    adapter_index: Int[Array, "..."] | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch out"]:
+    """`x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and adapters `a`, `b`.
+
+    The low-rank term is added where the product with `W` is accumulated, in float32: it costs a few
+    more columns of `W`, and no pass over the result. Differentiable in everything but the codes.
+
+    With several adapters each row of `x` takes the one that `adapter_index` names; all rows are
+    computed together, whatever the mixture.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.kernels import lora_matmul
+        from quaxlike.kernels.blockwise import NF4, quantize_codebook
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        packed, absmax = quantize_codebook(w, NF4, block_size=64)
+        a, b = jnp.ones((3, 8, 128)), jnp.zeros((3, 32, 8))  # three adapters of rank 8
+        y = lora_matmul(
+            jnp.ones((4, 128)), packed, absmax, NF4, a, b,
+            shape=w.shape, block_size=64, scaling=2.0, adapter_index=jnp.array([0, 2, 2, 1]),
+        )
+        ```
+
+    **Arguments:**
+
+    - `x`: `(..., in)`.
+    - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight, of shape `(out, in)`, as in
+        [`nf4_matmul`][quaxlike.kernels.nf4_matmul].
+    - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Computed with in the dtype
+        of `x`.
+    - `b`: `(out, rank)`, or `(adapters, out, rank)`.
+    - `scaling`: factor of the low-rank term.
+    - `adapter_index`: the adapter of each row, of the leading shape of `x`; rows whose index is
+        negative take none.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., out)`.
+
+    **Raises:** `ValueError` where the operands do not fit each other.
+    """
+    codebook = jnp.asarray(codebook, jnp.float32)
+    check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
+    check_x("lora_matmul", x, shape, transpose=False)
+    _check_adapters(x, a, b, shape, adapter_index)
+    a, b = a.astype(x.dtype), b.astype(x.dtype)
+    if adapter_index is None:
+        t = low_rank(x, a, np.dtype(x.dtype))
+    else:
+        t, b = _select(x, a, b, adapter_index)
+    return lora_matmul_p(
+        x,
+        packed,
+        absmax,
+        codebook,
+        t * jnp.asarray(scaling, x.dtype),
+        b,
+        shape=shape,
+        block_size=block_size,
+        out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
+        backend=forced_backend(),
+    )
+
+
+def _select(x: Array, a: Array, b: Array, index: Array) -> tuple[Array, Array]:
+    """All adapters as one of the summed rank; its columns are zero in rows of another adapter."""
+    adapters, rank, k = a.shape
+    t = low_rank(x, a.reshape(adapters * rank, k), np.dtype(x.dtype))
+    own = jax.nn.one_hot(index, adapters, dtype=x.dtype)
+    t = t.reshape(*index.shape, adapters, rank) * own[..., None]
+    return t.reshape(*index.shape, adapters * rank), jnp.moveaxis(b, 0, 1).reshape(-1, adapters * rank)
+
+
+def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) -> None:
+    n, k = shape
+    ndim = 2 if index is None else 3
+    if a.ndim != ndim or b.ndim != ndim:
+        raise ValueError(
+            f"lora_matmul: a and b must have {ndim} axes "
+            f"{'without' if index is None else 'with'} adapter_index, got shapes {a.shape}, "
+            f"{b.shape}"
+        )
+    expected = (*a.shape[:-2], n, a.shape[-2])
+    if a.shape[-1] != k or b.shape != expected:
+        raise ValueError(
+            f"lora_matmul: for a weight of shape {shape}, a must be (..., rank, {k}) and b "
+            f"(..., {n}, rank), got shapes {a.shape}, {b.shape}"
+        )
+    if index is not None and index.shape != x.shape[:-1]:
+        raise ValueError(
+            f"lora_matmul: adapter_index must have the leading shape {x.shape[:-1]} of x, got {index.shape}"
+        )
+
+
+def _choose(platform: str, x: Any, *operands: Any, backend: Backend | None = None, **params: Any) -> Choice:
+    if wanted(platform, backend) == "gpu":
+        return gpu.choose(platform, x, *operands, **params)
+    return reference_choice(platform, backend, lora_matmul_reference)
+
+
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    _, packed, absmax, codebook, t, b = primals
+    x_dot, _, absmax_dot, codebook_dot, t_dot, b_dot = tangents
+    if absmax_dot is not None or codebook_dot is not None:
+        return NotImplemented
+    terms = []
+    if x_dot is not None and t_dot is not None:
+        terms.append(lora_matmul_p(x_dot, packed, absmax, codebook, t_dot, b, **params))
+    elif x_dot is not None:
+        terms.append(nf4_matmul_p(x_dot, packed, absmax, codebook, transpose=False, **params))
+    elif t_dot is not None:
+        terms.append(low_rank(t_dot, b, params["out_dtype"]))
+    if b_dot is not None:
+        terms.append(low_rank(t, b_dot, params["out_dtype"]))
+    return sum(terms[1:], start=terms[0]) if terms else None
+
+
+def _transpose(
+    ct: Any, x: Any, packed: Any, absmax: Any, codebook: Any, t: Any, b: Any, **params: Any
+) -> Any:
+    # In x and t together; products with a tangent of b are made by the library.
+    if any(map(ad.is_undefined_primal, (absmax, codebook, b))) or not ad.is_undefined_primal(x):
+        return NotImplemented
+    ct_t = low_rank(ct.astype(b.dtype), b.T, t.aval.dtype)
+    params["out_dtype"] = np.dtype(x.aval.dtype)
+    ct_x = nf4_matmul_p(ct, packed, absmax, codebook, transpose=True, **params)
+    return ct_x, None, None, None, ct_t, None
+
+
+def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
+    return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, 4))
+
+
+lora_matmul_p = kernel_primitive(
+    "lora_matmul",
+    _choose,
+    lora_matmul_reference,
+    jvp=_jvp,
+    transpose=_transpose,
+    batching=_batching,
+)

@@ -1,0 +1,34 @@
+"""The matmul with 4-bit weights and a low-rank term in plain JAX."""
+
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, UInt8
+
+from quaxlike.kernels.multilinear import accumulator_dtype
+from quaxlike.kernels.nf4_matmul.reference import matmul_reference
+
+
+def lora_matmul_reference(
+    x: Float[Array, "*batch contracted"],
+    packed: UInt8[Array, " bytes"],
+    absmax: Float32[Array, " blocks"],
+    codebook: Float32[Array, "16"],
+    t: Float[Array, "*batch rank"],
+    b: Float[Array, "free rank"],
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    out_dtype: np.dtype,
+) -> Float[Array, "*batch free"]:
+    """`x @ W.T + t @ b.T`, rounded once."""
+    accumulator = accumulator_dtype(x.dtype)
+    y = matmul_reference(
+        x, packed, absmax, codebook, shape=shape, block_size=block_size, out_dtype=accumulator
+    )
+    return (y + low_rank(t, b, accumulator)).astype(out_dtype)
+
+
+def low_rank(t: Array, b: Array, dtype: np.dtype) -> Array:
+    """`t @ b.T`, accumulated in `dtype`."""
+    contract = ((t.ndim - 1,), (1,))
+    return lax.dot_general(t, b, (contract, ((), ())), preferred_element_type=dtype)

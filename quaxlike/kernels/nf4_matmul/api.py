@@ -1,0 +1,152 @@
+"""The matmul with 4-bit weights as a primitive that knows its derivatives and picks its backend."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Float32, UInt8
+
+from quaxlike.kernels.backends import (
+    Backend,
+    Choice,
+    forced_backend,
+    kernel_primitive,
+    reference_choice,
+    wanted,
+)
+from quaxlike.kernels.multilinear import map_rows, sum_tangents
+
+from . import gpu
+from .reference import matmul_reference
+
+
+def nf4_matmul(
+    x: Float[Array, "... contracted"],
+    packed: UInt8[Array, " bytes"],
+    absmax: Float32[Array, " blocks"],
+    codebook: ArrayLike,
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    transpose: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "... free"]:
+    """`x @ W.T` for a weight `W` stored as 4-bit codes with block scales; `x @ W` if transposed.
+
+    The codes are those of bitsandbytes and are read as they are stored, by every backend, and no
+    dense copy of `W` is made. Products are accumulated in float32. Differentiable in `x`,
+    `absmax` and `codebook`; the gradient of `x` is the transposed contraction on the same bytes.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.kernels import nf4_matmul
+        from quaxlike.kernels.blockwise import NF4, quantize_codebook
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        packed, absmax = quantize_codebook(w, NF4, block_size=64)
+        y = nf4_matmul(jnp.ones((4, 128)), packed, absmax, NF4, shape=w.shape, block_size=64)
+        ```
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
+    - `packed`: the codes of `W`, flattened row-major, two to a byte, high nibble first:
+        `(N·K + 1) // 2` bytes.
+    - `absmax`: float32 scale of each block of `block_size` consecutive codes; blocks may cross
+        rows.
+    - `codebook`: the 16 values that codes stand for.
+    - `shape`: `(N, K)`.
+    - `block_size`: an even number.
+    - `transpose`: contracts over `N` instead of `K`.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+
+    **Raises:** `ValueError` where the operands do not fit `shape` and `block_size`.
+    """
+    codebook = jnp.asarray(codebook, jnp.float32)
+    check_weight("nf4_matmul", packed, absmax, codebook, shape, block_size)
+    check_x("nf4_matmul", x, shape, transpose)
+    return nf4_matmul_p(
+        x,
+        packed,
+        absmax,
+        codebook,
+        shape=shape,
+        block_size=block_size,
+        transpose=transpose,
+        out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
+        backend=forced_backend(),
+    )
+
+
+def check_weight(
+    op: str, packed: Any, absmax: Any, codebook: Any, shape: tuple[int, int], block_size: int
+) -> None:
+    """Raises `ValueError` unless codes and scales are those of a weight of this shape."""
+    size = math.prod(shape)
+    if block_size <= 0 or block_size % 2:
+        raise ValueError(f"{op}: block_size must be a positive even number, got {block_size}")
+    expected = {
+        "packed": (packed, ((size + 1) // 2,)),
+        "absmax": (absmax, (-(-size // block_size),)),
+        "codebook": (codebook, (16,)),
+    }
+    for name, (array, want) in expected.items():
+        if array.shape != want:
+            raise ValueError(
+                f"{op}: {name} of a weight of shape {shape} in blocks of {block_size} must have "
+                f"shape {want}, got {array.shape}"
+            )
+
+
+def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
+    """Raises `ValueError` unless the last axis of `x` is the one that is contracted."""
+    contracted = shape[0] if transpose else shape[1]
+    if x.ndim == 0 or x.shape[-1] != contracted:
+        raise ValueError(
+            f"{op}: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the "
+            f"weight's shape {shape}{' (transposed)' if transpose else ''}, got x of shape "
+            f"{x.shape}"
+        )
+
+
+def _choose(platform: str, x: Any, *weight: Any, backend: Backend | None = None, **params: Any) -> Choice:
+    if wanted(platform, backend) == "gpu":
+        return gpu.choose(platform, x, **params)
+    return reference_choice(platform, backend, matmul_reference)
+
+
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    # Linear in x, in absmax and in codebook, one at a time; the codes are integers.
+    return sum_tangents(nf4_matmul_p, primals, tangents, params)
+
+
+def _transpose(
+    ct: Any, x: Any, packed: Any, absmax: Any, codebook: Any, *, transpose: bool, **params: Any
+) -> Any:
+    if not ad.is_undefined_primal(x):
+        return NotImplemented
+    params["out_dtype"] = np.dtype(x.aval.dtype)
+    ct_x = nf4_matmul_p(ct, packed, absmax, codebook, transpose=not transpose, **params)
+    return ct_x, None, None, None
+
+
+def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
+    return map_rows(nf4_matmul_p, size, operands, dims, params, rows=(0,))
+
+
+nf4_matmul_p = kernel_primitive(
+    "nf4_matmul",
+    _choose,
+    matmul_reference,
+    jvp=_jvp,
+    transpose=_transpose,
+    batching=_batching,
+)

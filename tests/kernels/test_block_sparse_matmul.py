@@ -1,0 +1,145 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from quaxlike import kernels
+from quaxlike.kernels import block_sparse_matmul, transposed_index
+from quaxlike.kernels.block_sparse_matmul import column_index
+from tests.primitives.jaxprs import equations, names
+
+from .weights import block_sparse, densify, relative_error
+
+BACKENDS = ["reference"]
+TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
+
+MASKS = {
+    "mixed": np.array([[1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0]], bool),
+    "one block": np.array([[0, 1]], bool),
+    "dense": np.ones((2, 2), bool),
+    "empty": np.zeros((2, 3), bool),
+}
+
+
+def _x(w, lead, transpose=False, dtype="float32"):
+    features = w.dense.shape[not transpose]
+    return jax.random.normal(jax.random.key(5), (*lead, features), dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestOnEachBackend:
+    @pytest.fixture(autouse=True)
+    def _on_backend(self, backend):
+        with kernels.backend(backend):
+            yield
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize(
+        ("b", "lead", "dtype"),
+        [(64, (), "float32"), (64, (3, 5), "bfloat16"), (128, (130,), "bfloat16")],
+    )
+    def test_equals_the_dense_product(self, backend, b, lead, dtype, mask, transpose):
+        w = block_sparse(MASKS[mask], b, dtype)
+        x = _x(w, lead, transpose, dtype)
+        y = jax.jit(functools.partial(block_sparse_matmul, transpose=transpose))(x, *w)
+        assert y.dtype == x.dtype
+        expected = np.float64(x) @ (w.dense if transpose else w.dense.T)
+        assert relative_error(y, expected) < TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    def test_gradients_on_stored_blocks(self, backend, transpose):
+        w = block_sparse(MASKS["mixed"], 64)
+        x = _x(w, (5,), transpose)
+        fused = lambda x, blocks: block_sparse_matmul(x, blocks, *w[1:], transpose=transpose)
+
+        def product(x, blocks):
+            dense = densify(w, blocks)
+            return x @ (dense if transpose else dense.T)
+
+        of = lambda fn: jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1))
+        assert names(of(fused), x, w.blocks).count("block_sparse_matmul") == 2
+        pairs = zip(of(fused)(x, w.blocks), of(product)(x, w.blocks), strict=True)
+        assert max(relative_error(*pair) for pair in pairs) < 1e-5
+
+
+def test_second_derivatives():
+    w = block_sparse(MASKS["mixed"], 8)
+    x = _x(w, (5,))
+    fused = lambda x, blocks: jnp.sum(jnp.sin(block_sparse_matmul(x, blocks, *w[1:])))
+    product = lambda x, blocks: jnp.sum(jnp.sin(x @ densify(w, blocks).T))
+    for i in range(2):
+        hvp = lambda fn: jax.jvp(jax.grad(fn, i), (x, w.blocks), (jnp.cos(x), jnp.cos(w.blocks)))[1]
+        assert relative_error(hvp(fused), hvp(product)) < 1e-5
+
+
+def test_vmap_over_rows_is_one_matmul():
+    w = block_sparse(MASKS["mixed"], 8)
+    x = _x(w, (2, 5))
+    fn = jax.vmap(lambda x: block_sparse_matmul(x, *w))
+    assert names(fn, x) == ["block_sparse_matmul"]
+    assert relative_error(fn(x), np.float64(x) @ w.dense.T) < 1e-6
+
+
+def test_vmap_over_weights():
+    experts = [block_sparse(MASKS["mixed"], 8, seed=i) for i in range(3)]
+    blocks = jnp.stack([w.blocks for w in experts])
+    x = _x(experts[0], (5,))
+    fn = jax.vmap(lambda blocks: block_sparse_matmul(x, blocks, *experts[0][1:]))
+    assert "block_sparse_matmul" in names(fn, blocks)
+    expected = np.stack([np.float64(x) @ w.dense.T for w in experts])
+    assert relative_error(fn(blocks), expected) < 1e-6
+
+
+def test_nothing_dense_is_made_of_the_weight():
+    rng = np.random.default_rng(0)
+    w = block_sparse(rng.random((16, 16)) < 0.1, 64)
+    x = _x(w, (32,))
+    step = jax.value_and_grad(lambda x, b: jnp.sum(block_sparse_matmul(x, b, *w[1:])), (0, 1))
+    dense = 16 * 16 * 64 * 64
+    compiled = jax.jit(step).lower(x, w.blocks).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < dense * 4 / 4
+    results = [v.aval.size for eqn in equations(jax.make_jaxpr(step)(x, w.blocks)) for v in eqn.outvars]
+    assert max(results) == w.blocks.size
+
+
+@given(
+    st.tuples(st.integers(1, 7), st.integers(0, 5), st.integers(1, 6)).flatmap(
+        lambda s: st.tuples(arrays(np.int32, s[:2], elements=st.integers(0, s[2])), st.just(s[2]))
+    )
+)
+def test_the_index_inverts_exactly(pattern):
+    col_idx, columns = pattern
+    transposed = transposed_index(col_idx, columns)
+    np.testing.assert_array_equal(column_index(transposed, *col_idx.shape), col_idx)
+    counts = np.bincount(col_idx.ravel(), minlength=columns + 1)[:columns]
+    assert transposed.shape == (columns, counts.max(initial=0))
+    np.testing.assert_array_equal((transposed < col_idx.size).sum(1), counts)
+
+
+def test_an_index_out_of_bounds():
+    with pytest.raises(ValueError, match=r"must lie in \[0, 3\], got values in \[-1, 2\]"):
+        transposed_index(np.array([[-1, 2]]), 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            {"x": jnp.ones((2, 7))},
+            r"last axis of x must be K = 24 of the weight's shape \(32, 24\)",
+        ),
+        ({"transpose": True}, r"last axis of x must be N = 32"),
+        ({"blocks": jnp.ones((4, 3, 8, 9))}, r"blocks must have shape \(N / b, slots, b, b\)"),
+        ({"blocks": jnp.ones((4, 2, 8, 8))}, r"col_idx must have the shape \(4, 2\)"),
+    ],
+)
+def test_operands_that_do_not_fit(change, match):
+    w = block_sparse(MASKS["mixed"], 8)
+    with pytest.raises(ValueError, match=match):
+        block_sparse_matmul(**({"x": jnp.ones((2, 24))} | w._asdict() | change))

@@ -1,0 +1,150 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quaxlike import kernels
+from quaxlike.kernels import lora_matmul
+from tests.primitives.jaxprs import names
+
+from .weights import quantised, relative_error
+
+BACKENDS = ["reference", "gpu"]
+TOLERANCE = {"float32": 1e-6, "bfloat16": 8e-3}
+N, K, RANK = 96, 192, 8
+
+
+def _adapters(count=None, dtype="float32"):
+    lead = () if count is None else (count,)
+    a, b = jax.random.split(jax.random.key(7))
+    return (
+        jax.random.normal(a, (*lead, RANK, K), dtype) / np.sqrt(K).astype(dtype),
+        jax.random.normal(b, (*lead, N, RANK), dtype),
+    )
+
+
+def _x(lead, dtype="float32"):
+    return jax.random.normal(jax.random.key(3), (*lead, K), dtype)
+
+
+def _expected(x, w, a, b, scaling=1.0, index=None):
+    x, a, b = (np.float64(z) for z in (x, a, b))
+    base = x @ w.dense.T
+    if index is None:
+        return base + scaling * (x @ a.T) @ b.T
+    rows = x.reshape(-1, K)
+    term = [
+        np.zeros(N) if i < 0 else b[i] @ (a[i] @ row) for i, row in zip(np.ravel(index), rows, strict=True)
+    ]
+    return base + scaling * np.reshape(term, base.shape)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestOnEachBackend:
+    @pytest.fixture(autouse=True)
+    def _on_backend(self, backend):
+        with kernels.backend(backend):
+            yield
+
+    @pytest.mark.parametrize(("lead", "dtype"), [((), "float32"), ((3, 5), "bfloat16"), ((130,), "float32")])
+    def test_equals_the_dense_product(self, backend, lead, dtype):
+        w, x = quantised((N, K)), _x(lead, dtype)
+        a, b = _adapters(dtype=dtype)
+        y = jax.jit(functools.partial(lora_matmul, scaling=2.0, **w.params))(x, *w.operands, a, b)
+        assert y.dtype == x.dtype
+        assert relative_error(y, _expected(x, w, a, b, 2.0)) < TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    def test_an_adapter_for_each_row(self, backend, dtype):
+        w, x = quantised((N, K)), _x((2, 4), dtype)
+        a, b = _adapters(3, dtype)
+        index = jnp.array([[0, 2, 1, 1], [-1, 2, 0, -1]])
+        y = lora_matmul(
+            x, *w.operands, a, b, scaling=0.5, adapter_index=index, out_dtype="float32", **w.params
+        )
+        assert relative_error(y, _expected(x, w, a, b, 0.5, index)) < TOLERANCE[dtype]
+
+    def test_adapters_are_cast_to_the_activations(self, backend):
+        w, x = quantised((N, K)), _x((4,), "bfloat16")
+        a, b = _adapters()
+        y = lora_matmul(x, *w.operands, a, b, **w.params)
+        assert y.dtype == jnp.bfloat16
+        assert relative_error(y, _expected(x, w, a, b)) < TOLERANCE["bfloat16"]
+
+    def test_gradients(self, backend):
+        w, x = quantised((N, K)), _x((5,))
+        a, b = _adapters()
+        dense = w.dense.astype(np.float32)
+        fused = lambda x, a, b, s: lora_matmul(x, *w.operands, a, b, scaling=s, **w.params)
+        product = lambda x, a, b, s: x @ dense.T + s * (x @ a.T) @ b.T
+        of = lambda fn: jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2, 3))
+        arguments = x, a, b, jnp.float32(1.5)
+        found = names(of(fused), *arguments)
+        assert (found.count("lora_matmul"), found.count("nf4_matmul")) == (1, 1)
+        pairs = zip(jax.jit(of(fused))(*arguments), of(product)(*arguments), strict=True)
+        assert max(relative_error(*pair) for pair in pairs) < 1e-5
+
+
+def test_forward_mode_and_second_derivatives():
+    w, x = quantised((N, K)), _x((5,))
+    a, b = _adapters()
+    dense = w.dense.astype(np.float32)
+    fused = lambda x, a, b: jnp.sum(jnp.sin(lora_matmul(x, *w.operands, a, b, **w.params)))
+    product = lambda x, a, b: jnp.sum(jnp.sin(x @ dense.T + (x @ a.T) @ b.T))
+    tangents = x + 1, a - 1, b * 2
+    for i in range(3):
+        hvp = lambda fn: jax.jvp(jax.grad(fn, i), (x, a, b), tangents)[1]
+        assert relative_error(hvp(fused), hvp(product)) < 1e-5
+
+
+def test_frozen_base_costs_no_gradient_of_x():
+    w, x = quantised((N, K)), _x((5,))
+    a, b = _adapters()
+    fn = lambda b: jnp.sum(lora_matmul(x, *w.operands, a, b, **w.params))
+    assert names(jax.grad(fn), b).count("lora_matmul") == 1
+    assert "nf4_matmul" not in names(jax.grad(fn), b)
+
+
+def test_vmap_over_adapters_and_over_rows():
+    w, x = quantised((N, K)), _x((3, 5))
+    a, b = _adapters(3)
+    fn = lambda x, a, b: lora_matmul(x, *w.operands, a, b, **w.params)
+    y = jax.vmap(fn)(x, a, b)
+    expected = np.stack([_expected(*args) for args in zip(x, [w] * 3, a, b, strict=True)])
+    assert relative_error(y, expected) < 1e-6
+    rows = jax.vmap(fn, in_axes=(0, None, None))
+    assert names(rows, x, a[0], b[0]).count("lora_matmul") == 1
+    assert relative_error(rows(x, a[0], b[0]), _expected(x, w, a[0], b[0])) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"a": jnp.ones((RANK, 7))}, r"a must be \(\.\.\., rank, 192\) .* got shapes \(8, 7\)"),
+        ({"b": jnp.ones((N, 5))}, r"b \(\.\.\., 96, rank\), got shapes"),
+        ({"adapter_index": jnp.zeros(2, int)}, r"must have 3 axes with adapter_index"),
+        ({"a": jnp.ones((2, RANK, K))}, r"must have 2 axes without adapter_index"),
+        ({"x": jnp.ones((2, 7))}, r"lora_matmul: the last axis of x must be K = 192"),
+    ],
+)
+def test_operands_that_do_not_fit(change, match):
+    w = quantised((N, K))
+    names = ("packed", "absmax", "codebook")
+    arguments = {"x": jnp.ones((2, K))} | dict(zip(names, w.operands, strict=True)) | w.params
+    arguments |= dict(zip("ab", _adapters(), strict=True))
+    with pytest.raises(ValueError, match=match):
+        lora_matmul(**(arguments | change))
+
+
+def test_an_index_for_rows_that_are_not_there():
+    w = quantised((N, K))
+    with pytest.raises(ValueError, match=r"leading shape \(2,\) of x, got \(3,\)"):
+        lora_matmul(
+            jnp.ones((2, K)),
+            *w.operands,
+            *_adapters(3),
+            adapter_index=jnp.zeros(3, int),
+            **w.params,
+        )

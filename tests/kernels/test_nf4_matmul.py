@@ -1,0 +1,202 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quaxlike import kernels
+from quaxlike.kernels import blockwise, nf4_matmul, nf4_matmul_p
+from tests.primitives.jaxprs import names
+
+from .weights import quantised, relative_error
+
+BACKENDS = ["reference", "gpu"]
+# Rounding of the inputs is no error of the operation: the oracle sees rounded activations. Weights
+# are rounded to the dtype of the activations.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
+
+
+def _x(w, lead, transpose=False, dtype="float32"):
+    key = jax.random.key(len(lead) + sum(lead))
+    return jax.random.normal(key, (*lead, w.dense.shape[not transpose]), dtype)
+
+
+def _expected(x, w, transpose=False):
+    return np.float64(x) @ (w.dense if transpose else w.dense.T)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestOnEachBackend:
+    @pytest.fixture(autouse=True)
+    def _on_backend(self, backend):
+        with kernels.backend(backend):
+            yield
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize(
+        ("shape", "lead", "dtype"),
+        [
+            ((256, 512), (), "float32"),
+            ((256, 512), (1,), "bfloat16"),
+            ((96, 192), (3, 5), "bfloat16"),
+            ((96, 192), (16,), "float16"),
+            ((256, 512), (130,), "float32"),
+            ((96, 192), (130,), "bfloat16"),
+        ],
+    )
+    def test_equals_the_dense_product(self, backend, shape, lead, transpose, dtype):
+        w = quantised(shape)
+        x = _x(w, lead, transpose, dtype)
+        y = jax.jit(functools.partial(nf4_matmul, transpose=transpose, **w.params))(x, *w.operands)
+        assert y.dtype == x.dtype
+        assert relative_error(y, _expected(x, w, transpose)) < TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("codebook", ["FP4", "INT4"])
+    def test_any_codebook(self, backend, codebook):
+        w = quantised((64, 128), codebook=codebook)
+        x = _x(w, (4,))
+        assert relative_error(nf4_matmul(x, *w.operands, **w.params), _expected(x, w)) < 1e-6
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize(
+        ("shape", "block_size"), [((33, 35), 64), ((7, 96), 64), ((12, 64), 32), ((40, 100), 4096)]
+    )
+    def test_blocks_that_cross_rows(self, backend, shape, block_size, transpose):
+        w = quantised(shape, block_size)
+        x = _x(w, (4,), transpose)
+        y = nf4_matmul(x, *w.operands, transpose=transpose, **w.params)
+        assert relative_error(y, _expected(x, w, transpose)) < 1e-6
+
+    def test_the_result_can_be_wider_than_the_activations(self, backend):
+        w = quantised((256, 512))
+        x = _x(w, (4,), dtype="bfloat16")
+        y = nf4_matmul(x, *w.operands, out_dtype=jnp.float32, **w.params)
+        assert y.dtype == jnp.float32
+        assert relative_error(y, _expected(x, w)) < TOLERANCE["bfloat16"]
+
+    def test_gradient_of_x_is_the_transposed_contraction(self, backend):
+        w = quantised((96, 128))
+        x = _x(w, (3,))
+        loss = lambda x: jnp.sum(nf4_matmul(x, *w.operands, **w.params) ** 2)
+        assert names(jax.grad(loss), x).count("nf4_matmul") == 2
+        expected = 2 * _expected(x, w) @ w.dense
+        assert relative_error(jax.jit(jax.grad(loss))(x), expected) < 1e-6
+
+
+@pytest.mark.parametrize("operand", ["absmax", "codebook"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_scales_and_codebook_can_be_trained(operand, transpose):
+    w = quantised((48, 64))
+    packed, absmax, codebook = w.operands
+    x = _x(w, (3,), transpose)
+    position = {"absmax": 1, "codebook": 2}[operand]
+
+    def dense(*operands):
+        flat = blockwise.dequantize_codebook(*operands, n=w.dense.size, block_size=64)
+        return flat.reshape(w.dense.shape)
+
+    product = lambda x, *operands: x @ (dense(*operands) if transpose else dense(*operands).T)
+    fused = functools.partial(nf4_matmul, transpose=transpose, **w.params)
+    operands = packed, absmax, jnp.asarray(codebook)
+    of = lambda fn: jax.grad(lambda *ops: jnp.sum(jnp.sin(fn(x, *ops))), position)(*operands)
+    assert relative_error(of(fused), of(product)) < 1e-5
+
+
+def test_second_derivatives():
+    w = quantised((48, 64))
+    x, v = _x(w, (64,))[:2]
+    loss = lambda fn: lambda x: jnp.sum(jnp.sin(fn(x)))
+    fused = loss(lambda x: nf4_matmul(x, *w.operands, **w.params))
+    dense = loss(lambda x: x @ w.dense.T.astype(np.float32))
+    hvp = lambda fn: jax.jvp(jax.grad(fn), (x,), (v,))[1]
+    assert relative_error(hvp(fused), hvp(dense)) < 1e-5
+    assert names(lambda: hvp(fused)).count("nf4_matmul") == 4
+
+
+def test_vmap_over_x_is_one_matmul():
+    w = quantised((48, 64))
+    x = _x(w, (5, 3))
+    fn = jax.vmap(lambda x: nf4_matmul(x, *w.operands, **w.params), in_axes=1, out_axes=2)
+    assert names(fn, x) == ["transpose", "nf4_matmul", "transpose"]
+    assert relative_error(fn(x), np.moveaxis(_expected(np.moveaxis(x, 1, 0), w), 0, 2)) < 1e-6
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_vmap_over_weights(axis):
+    layers = [quantised((48, 64), seed=i) for i in range(3)]
+    packed, absmax = (jnp.stack([w.operands[i] for w in layers]) for i in range(2))
+    x = _x(layers[0], (3, 2))
+    fn = lambda x, packed, absmax: nf4_matmul(x, packed, absmax, blockwise.NF4, **layers[0].params)
+    mapped = jax.vmap(fn, in_axes=(axis, 0, 0))
+    assert "nf4_matmul" in names(mapped, x, packed, absmax)
+    rows = [x] * 3 if axis is None else x
+    expected = np.stack([_expected(r, w) for r, w in zip(rows, layers, strict=True)])
+    assert relative_error(mapped(x, packed, absmax), expected) < 1e-6
+    grad = jax.grad(lambda x: jnp.sum(jnp.sin(mapped(x, packed, absmax))))(x)
+    dense = jnp.stack([w.dense.astype(np.float32) for w in layers])
+    product = jax.vmap(lambda x, w: x @ w.T, in_axes=(axis, 0))
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(product(x, dense))))(x)
+    assert relative_error(grad, expected) < 1e-5
+
+
+def test_double_precision_is_kept(x64):
+    w = quantised((48, 64))
+    x = _x(w, (3,), dtype="float64")
+    for backend in BACKENDS:
+        with kernels.backend(backend):
+            y = nf4_matmul(x, *w.operands, **w.params)
+        assert y.dtype == jnp.float64
+        assert relative_error(y, _expected(x, w)) < 1e-14
+
+
+def test_no_dense_copy_between_forward_and_backward():
+    w = quantised((2048, 2048))
+    x = _x(w, (16,))
+    layer = lambda x: nf4_matmul(jnp.tanh(x), *w.operands, **w.params)
+    step = jax.jit(jax.grad(lambda x: jnp.sum(layer(layer(x)))))
+    temporary = step.lower(x).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < w.dense.size * 4 / 2
+
+
+def test_chunks_of_rows_end_where_blocks_do(monkeypatch):
+    from quaxlike.kernels.nf4_matmul import gpu
+
+    monkeypatch.setattr(gpu, "_CHUNK_WEIGHTS", 1000)
+    w = quantised((67, 96), 64)
+    for transpose in (False, True):
+        x = _x(w, (4,), transpose)
+        with kernels.backend("gpu"):
+            y = nf4_matmul(x, *w.operands, transpose=transpose, **w.params)
+        assert relative_error(y, _expected(x, w, transpose)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"x": jnp.ones((2, 63))}, r"last axis of x must be K = 64 .* got x of shape \(2, 63\)"),
+        ({"transpose": True}, r"last axis of x must be N = 48"),
+        ({"packed": jnp.zeros(7, jnp.uint8)}, r"packed .* must have shape \(1536,\), got \(7,\)"),
+        ({"absmax": jnp.ones(7)}, r"absmax .* must have shape \(48,\), got \(7,\)"),
+        ({"codebook": jnp.ones(8)}, r"codebook .* must have shape \(16,\), got \(8,\)"),
+        ({"block_size": 63}, r"block_size must be a positive even number, got 63"),
+    ],
+)
+def test_operands_that_do_not_fit(change, match):
+    w = quantised((48, 64))
+    names = ("packed", "absmax", "codebook")
+    arguments = {"x": jnp.ones((2, 64))} | dict(zip(names, w.operands, strict=True)) | w.params
+    with pytest.raises(ValueError, match=match):
+        nf4_matmul(**(arguments | change))
+
+
+def test_chosen_backend_tells_what_runs():
+    w = quantised((48, 64))
+    eqn = jax.make_jaxpr(lambda x: nf4_matmul(x, *w.operands, **w.params))(jnp.ones((2, 64))).eqns[0]
+    on = lambda platform: kernels.chosen_backend(
+        eqn.primitive, *(v.aval for v in eqn.invars), platform=platform, **eqn.params
+    )
+    assert eqn.primitive is nf4_matmul_p
+    assert on("cpu").backend == "reference"
+    assert "no kernel for platform 'cpu'" in on("cpu").reason
+    assert on("cuda").backend == "gpu"

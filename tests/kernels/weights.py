@@ -1,0 +1,68 @@
+"""Quantised and block-sparse weights with their dense values, for the tests of the kernels."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quaxlike.kernels import blockwise, transposed_index
+
+
+class Quantised(NamedTuple):
+    """Operands and parameters of a 4-bit weight, and its value in float64."""
+
+    operands: tuple[jax.Array, jax.Array, np.ndarray]
+    params: dict
+    dense: np.ndarray
+
+
+@functools.cache
+def quantised(shape, block_size=64, codebook="NF4", seed=0) -> Quantised:
+    """A random weight, quantised by the codebook of that name."""
+    codebook = getattr(blockwise, codebook)
+    w = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    packed, absmax = blockwise.quantize_codebook(jnp.asarray(w), codebook, block_size=block_size)
+    flat = blockwise.dequantize_codebook(packed, absmax, codebook, n=w.size, block_size=block_size)
+    params = {"shape": shape, "block_size": block_size}
+    return Quantised((packed, absmax, codebook), params, np.float64(flat).reshape(shape))
+
+
+class BlockSparse(NamedTuple):
+    """Operands of a block-sparse weight, and its value in float64."""
+
+    blocks: jax.Array
+    col_idx: np.ndarray
+    transposed_idx: np.ndarray
+
+    @property
+    def dense(self) -> np.ndarray:
+        return np.asarray(densify(self, self.blocks), np.float64)
+
+
+def block_sparse(mask, b, dtype=jnp.float32, seed=0) -> BlockSparse:
+    """A random block in each place where the mask, of block rows by block columns, holds."""
+    rows, columns = mask.shape
+    slots = int(mask.sum(1).max(initial=0))
+    col_idx = np.full((rows, slots), columns, np.int32)
+    for row, present in zip(col_idx, mask, strict=True):
+        row[: present.sum()] = np.flatnonzero(present)
+    rng = np.random.default_rng(seed)
+    blocks = jnp.asarray(rng.standard_normal((rows, slots, b, b)), dtype)
+    return BlockSparse(blocks, col_idx, transposed_index(col_idx, columns))
+
+
+def densify(w: BlockSparse, blocks) -> jax.Array:
+    """The weight with these blocks, differentiably."""
+    rows, _, b, _ = blocks.shape
+    columns = len(w.transposed_idx)
+    full = jnp.zeros((rows, columns + 1, b, b), blocks.dtype)
+    full = full.at[np.arange(rows)[:, None], w.col_idx].add(blocks)[:, :columns]
+    return jnp.moveaxis(full, 2, 1).reshape(rows * b, columns * b)
+
+
+def relative_error(y, expected) -> float:
+    y, expected = np.float64(y), np.float64(expected)
+    assert y.shape == expected.shape
+    return float(np.linalg.norm(y - expected) / max(np.linalg.norm(expected), 1e-30))
