@@ -88,7 +88,8 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
             continue
         signature = plum.Signature(*operands)
         order = in_order(a.primitive, signature, [r for r in registered if signature <= r.signature])
-        if any(isinstance(r, Ambiguity) and a in r.rules and b in r.rules for r in order):
+        first = order[0]  # what comes after is asked only where a better match declines
+        if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
             return True
     return False
 

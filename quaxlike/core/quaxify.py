@@ -65,7 +65,9 @@ class _Quaxified(Generic[_P, _T]):
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any, Any]":
-        return cls(children[0], *aux)
+        out = object.__new__(cls)  # `children` may be anything, such as the bools of a filter_spec
+        out._fn, (out._filter_spec, out._rules) = children[0], aux
+        return functools.update_wrapper(out, out._fn, updated=())
 
 
 def quaxify(

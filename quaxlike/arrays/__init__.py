@@ -1,0 +1,1 @@
+"""Array types, one module each; importing one registers rules for its own type only."""

@@ -1,0 +1,146 @@
+"""`OneHotVector`: one value at one index, zero elsewhere."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.operators import ArrayOperators
+from ...core.rules import register
+from ...core.values import ArrayValue
+from ...primitives.classes import ZERO_PRESERVING
+
+
+class OneHotVector(ArrayOperators, ArrayValue):
+    """A vector that holds `value` at `index`, and zero elsewhere.
+
+    Leading axes of `value` and `index` stack vectors, as `jax.vmap` does.
+
+    **Arguments:**
+
+    - `value`: what the vector holds; shape `()`, or `(*batch,)` for a stack of vectors.
+    - `index`: where, an integer; the same shape as `value`. Out of bounds there is nothing to hold it.
+    - `length`: the length of the vector.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.sparse import OneHotVector
+
+        x = OneHotVector(5.0, 2, length=4)
+        jnp.ones((3, 4)) @ x  # looks up one column
+        ```
+    """
+
+    value: jax.Array = eqx.field(converter=jnp.asarray)
+    index: jax.Array = eqx.field(converter=jnp.asarray)
+    length: int = eqx.field(static=True)
+
+    linear = True
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray((*self.value.shape, self.length), self.value.dtype)
+
+    def materialise(self) -> jax.Array:
+        def dense(value: jax.Array, index: jax.Array) -> jax.Array:
+            return jnp.zeros(self.length, value.dtype).at[index].set(value)
+
+        for _ in self.value.shape:
+            dense = jax.vmap(dense)
+        return dense(self.value, self.index)
+
+    def leading_axis(self) -> Any:
+        return (0, 0) if self.value.ndim else NotImplemented
+
+
+def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
+    return OneHotVector(value, x.index, x.length)
+
+
+def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
+    """Contracts the last axis of `y` with the vector."""
+    picked = y.at[..., x.index].get(mode="fill", fill_value=0)
+    return picked * x.value.astype(y.dtype)
+
+
+def _contract(x: OneHotVector, y: jax.Array, dims: Any, x_first: bool) -> Any:
+    """dot_general of a vector with an array; `dims` is ((x, y contracting), (x, y batch))."""
+    (x_contract, y_contract), (x_batch, y_batch) = dims
+    if list(x_contract) != [x.value.ndim]:
+        return NotImplemented  # nothing, or an axis that stacks vectors, is contracted
+    y_free = [i for i in range(y.ndim) if i not in (*y_contract, *y_batch)]
+    x_free = [i for i in range(x.value.ndim) if i not in x_batch]
+    # y: (*batch, *y_free, length); x: (*batch, *x_free)
+    y = jnp.transpose(y, (*y_batch, *y_free, *y_contract))
+    order = (*x_batch, *x_free)
+    x = OneHotVector(jnp.transpose(x.value, order), jnp.transpose(x.index, order), x.length)
+    fn = _look_up
+    for _ in x_free:
+        fn = jax.vmap(fn, in_axes=(0, None), out_axes=0 if x_first else y.ndim - len(y_batch) - 1)
+    for _ in x_batch:
+        fn = jax.vmap(fn)
+    return fn(x, y)
+
+
+@register("dot_general")
+def _dot_general_array_one_hot(
+    x: ArrayLike, y: OneHotVector, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
+) -> Any:
+    contract, batch = dimension_numbers
+    x = jnp.asarray(x)
+    dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
+    return _contract(y, x.astype(dtype), (contract[::-1], batch[::-1]), x_first=False)
+
+
+@register("dot_general")
+def _dot_general_one_hot_array(
+    x: OneHotVector, y: ArrayLike, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
+) -> Any:
+    y = jnp.asarray(y)
+    dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
+    return _contract(x, y.astype(dtype), dimension_numbers, x_first=True)
+
+
+@register(ZERO_PRESERVING)
+def _zero_preserving(primitive: Primitive, x: OneHotVector, **params: Any) -> OneHotVector:
+    return _with_value(x, primitive.bind(x.value, **params))
+
+
+@register("mul")
+def _mul_array_one_hot(x: ArrayLike, y: OneHotVector, **params: Any) -> OneHotVector:
+    return _mul_one_hot_array(y, x, **params)
+
+
+@register("mul")
+def _mul_one_hot_array(x: OneHotVector, y: ArrayLike, **params: Any) -> OneHotVector:
+    return _with_value(x, jax.lax.mul_p.bind(x.value, _at_index(x, jnp.asarray(y)), **params))
+
+
+@register("div")
+def _div_one_hot_array(x: OneHotVector, y: ArrayLike) -> OneHotVector:
+    return _with_value(x, jax.lax.div(x.value, _at_index(x, jnp.asarray(y))))
+
+
+def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
+    """The elements of `y`, of the shape of `x` or (), where `x` is not zero."""
+    if y.ndim == 0:
+        return jnp.broadcast_to(y, x.value.shape)
+    fn = lambda y, i: y.at[i].get(mode="clip")
+    for _ in x.value.shape:
+        fn = jax.vmap(fn)
+    return fn(y, x.index)
+
+
+@register("reduce_sum")
+def _reduce_sum(x: OneHotVector, *, axes: Any, **params: Any) -> Any:
+    if x.value.ndim not in axes:
+        return NotImplemented
+    fn = lambda x: _look_up(x, jnp.ones(x.length, x.dtype))
+    for _ in x.value.shape:
+        fn = jax.vmap(fn)
+    return jnp.sum(fn(x), axis=[i for i in axes if i != x.value.ndim])

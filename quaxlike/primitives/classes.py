@@ -1,0 +1,62 @@
+"""Classes of JAX primitives that behave alike, by name: for rules that are written as tables.
+
+Releases of JAX differ in a few primitives; each class holds those that the installed one has.
+
+!!! example
+
+    ```python
+    import jax, quaxlike as ql
+    from jax.extend.core import Primitive
+    from quaxlike.primitives import classes
+
+    class Stacked(ql.ArrayValue):
+        array: jax.Array
+
+        def materialise(self):
+            return self.array
+
+    @ql.register(classes.ELEMENTWISE_UNARY)
+    def _(primitive: Primitive, x: Stacked, **params):
+        return Stacked(primitive.bind(x.array, **params))
+    ```
+"""
+
+from ..core import compat
+
+
+def _installed(names: str) -> tuple[str, ...]:
+    known = compat.named_primitives()
+    return tuple(name for name in names.split() if name in known)
+
+
+ZERO_PRESERVING = _installed(
+    "abs asin asinh atan atanh bessel_i1e cbrt ceil conj convert_element_type erf erf_inv expm1 floor "
+    "imag log1p neg real reduce_precision round sign sin sinh sqrt square tan tanh"
+)
+"""Functions of one array, element by element, that take zero to zero."""
+
+ELEMENTWISE_UNARY = ZERO_PRESERVING + _installed(
+    "acos acosh bessel_i0e clz cos cosh digamma erfc exp exp2 integer_pow is_finite lgamma log log2 "
+    "logistic not one_minus_square population_count rsqrt"
+)
+"""Functions of one array, element by element."""
+
+COMPARISONS = _installed("eq ne lt le gt ge eq_to le_to lt_to")
+"""Functions of two arrays, element by element, whose results are booleans."""
+
+ELEMENTWISE_BINARY = COMPARISONS + _installed(
+    "add sub mul div rem pow max min and or xor atan2 nextafter igamma igammac igamma_grad_a mulhi "
+    "polygamma zeta random_gamma_grad shift_left shift_right_logical shift_right_arithmetic complex add_any"
+)
+"""Functions of two arrays, element by element. One of them may have shape ()."""
+
+REARRANGEMENTS = _installed(
+    "broadcast_in_dim expand_dims reshape rev slice split squeeze tile transpose unstack"
+)
+"""Functions of one array, whose results hold its elements: moved, repeated or left out."""
+
+REDUCTIONS = _installed("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor")
+"""Reductions of one array over `axes`."""
+
+CUMULATIVE = _installed("cumsum cumprod cummax cummin cumlogsumexp")
+"""Cumulative reductions of one array along `axis`; the shape stays."""
