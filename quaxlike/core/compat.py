@@ -9,6 +9,8 @@ supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where i
 import functools
 import os
 import pathlib
+import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ import jax.core
 import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
-from jax._src import config, core, dtypes, sharding_impls, source_info_util, traceback_util
+from jax._src import config, core, dtypes, sharding_impls, source_info_util, traceback_util, tree_util
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 
 try:  # from JAX 0.11
@@ -113,6 +115,31 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
     return jexc.ClosedJaxpr(opened, list(consts))
 
 
+def closed(jaxpr: Any) -> jexc.ClosedJaxpr:
+    """An open jaxpr as a closed one; always the same object, so that caches can be keyed on it."""
+    if hasattr(jaxpr, "consts"):
+        return jaxpr
+    with _closed_lock:
+        if jaxpr not in _closed:
+            _closed[jaxpr] = jexc.ClosedJaxpr(jaxpr.replace(), ())
+        return _closed[jaxpr]
+
+
+_closed: "weakref.WeakKeyDictionary[Any, jexc.ClosedJaxpr]" = weakref.WeakKeyDictionary()
+_closed_lock = threading.Lock()
+
+
+def opened(jaxpr: jexc.ClosedJaxpr) -> Any:
+    """The open jaxpr of a closed one without constants, for the primitives that carry that."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def flat_tree(leaves: list[Any]) -> Any:
+    """A list as the container in which shard_map passes results and what comes with them."""
+    flatten: Any = getattr(tree_util, "FlatTree", flattree)
+    return flatten.flatten(leaves)
+
+
 def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
     return getattr(jaxpr, "jaxpr", jaxpr).debug_info
 
@@ -192,3 +219,8 @@ def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
     varying = frozenset().union(*(a.manual_axis_type.varying for a in placed))
     mat = placed[0].manual_axis_type.update(varying=varying)
     return aval.update(sharding=sharding, manual_axis_type=mat)
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The manual mesh axes over which `x` varies."""
+    return jax.typeof(x).manual_axis_type.varying

@@ -17,10 +17,24 @@ from .policy import dense
 from .values import Value, as_shapes, aval_of, is_value
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
     treedef: Any  # of a Value; None for a plain array
     avals: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Slot) or self.avals != other.avals:
+            return False
+        if self.treedef is None or other.treedef is None:  # which a treedef cannot be compared with
+            return self.treedef is other.treedef
+        return self.treedef == other.treedef
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.treedef, self.avals))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __len__(self) -> int:
         return len(self.avals)
@@ -41,6 +55,10 @@ class Slot:
     def aval(self) -> Any:
         """The logical aval."""
         return self.avals[0] if self.treedef is None else aval_of(self.like)
+
+    def has_structure_of(self, other: "Slot") -> bool:
+        """Whether both are plain, or both Values of the same class and statics."""
+        return self == other.with_avals(self.avals)
 
     def with_avals(self, avals: Iterable[Any]) -> "Slot":
         return Slot(self.treedef, tuple(avals))
@@ -178,7 +196,8 @@ def _promote(array: Any, slot: Slot) -> Any:
     out = cls.promote(array, slot.like)
     if out is not NotImplemented:
         (found,) = flatten([out])[1]
-        if found.treedef != slot.treedef or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
+        same_shapes = [a.shape for a in found.avals] == [a.shape for a in slot.avals]
+        if not found.has_structure_of(slot) or not same_shapes:
             raise StructureError(
                 f"{cls.__name__}.promote(array, like) must return a value with the static fields and leaf "
                 f"shapes of `like`; expected {slot}, found {found}."
@@ -196,7 +215,7 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
     elif found.treedef is None:
         x = _promote(x, slot)
     leaves, (found,) = flatten([x])
-    if found.treedef != slot.treedef:
+    if not found.has_structure_of(slot):
         raise StructureError(f"{what} expected {slot}, found {found}.")
     leaves = [
         leaf if have == want else _with_dtype_of(leaf, want)

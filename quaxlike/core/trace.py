@@ -130,6 +130,11 @@ class QuaxTrace(jax.core.Trace):
             return builtin(self, primitive, operands, params)
         return by_default(primitive, operands, params)
 
+    def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
+        """What `primitive` gives for Values and plain arrays: what a rule asks when it has changed them."""
+        key = (primitive, *(type(x) if is_value(x) else None for x in operands))
+        return self._dispatch(key, operands, params)
+
     # What arrives through methods of its own, because it carries functions
 
     def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore

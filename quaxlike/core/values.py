@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any, ClassVar, Literal
 
 import equinox as eqx
@@ -62,7 +63,7 @@ class Value(eqx.Module):
         raise NotImplementedError  # never called: dispatch compares by identity
 
     @classmethod
-    def promote(cls, array: Any, like: "Value") -> "Value":
+    def promote(cls, array: Any, like: "Value") -> "Value | NotImplementedType":
         """A plain `array` as this type, to match `like`: where one branch of a `cond`, or a loop carry,
         is a Value and the other side is not. Reads statics and shapes of `like` only.
 
@@ -70,7 +71,7 @@ class Value(eqx.Module):
         """
         return NotImplemented
 
-    def leading_axis(self) -> Sequence[int | None]:
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         """For each array leaf, which of its axes is the logical leading axis; None if the leaf is shared
         by all rows. Lets `lax.scan` and `lax.map` run over rows.
 
@@ -78,7 +79,7 @@ class Value(eqx.Module):
         """
         return NotImplemented
 
-    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         """For each array leaf, the partition spec that follows from `spec`, the one of the logical array.
 
         Without it leaves of the logical shape take `spec` itself and an empty `spec` replicates all

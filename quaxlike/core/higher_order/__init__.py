@@ -1,8 +1,14 @@
 """What the interpreter does with primitives that carry code, one file each; importing registers them."""
 
+from . import callbacks as callbacks
+from . import checkpoint as checkpoint
 from . import cond as cond
 from . import custom_derivatives as custom_derivatives
+from . import in_place as in_place
 from . import jit as jit
+from . import kernels as kernels
+from . import linear_solve as linear_solve
 from . import scan as scan
+from . import shard_map as shard_map
 from . import structural as structural
 from . import while_loop as while_loop

@@ -45,10 +45,21 @@ def _custom_jvp(
 
     def flat_jvp(*primals_and_tangents: Any) -> list[Any]:
         primals, tangents = split(primals_and_tangents, len(primals_and_tangents) // 2)
-        outs = _call(trace, jvp, [*unflatten(slots, primals), *_tangents_in(slots, primals, tangents)])
+        tangents_in = _tangents_in(slots, primals, tangents)
+        outs = _call(trace, jvp, [*unflatten(slots, primals), *tangents_in])
         primals_out, tangents_out = split(outs, len(outs) // 2)
-        flat = results.flatten_differentiated(primals_out)
-        return [*flat, *_tangents_out(results.slots, tangents_out)]
+        forwarded = {
+            id(t): (slot, leaves)
+            for slot, t, leaves in zip(slots, tangents_in, _per_slot(slots, tangents), strict=True)
+        }
+        flat = results.flatten_differentiated(
+            primals_out, [forwarded.get(id(t), (None,))[0] for t in tangents_out]
+        )
+        out = [
+            forwarded[id(t)][1] if _is_forwarded(slot, t, forwarded) else _tangent_out(slot, t)
+            for slot, t in zip(results.slots, tangents_out, strict=True)
+        ]
+        return [*flat, *(leaf for leaves in out for leaf in leaves)]
 
     params = {
         "subfuns": (_wrap(flat_fun, fun), _wrap(flat_jvp, jvp)),
@@ -92,7 +103,7 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
-        flat = results.flatten_differentiated(primals_out)
+        flat = results.flatten_differentiated(primals_out, [None] * len(primals_out))
         constant = [x for x, tangent in zip(flat, _is_inexact(flat), strict=True) if not tangent]
         return [*residuals.flatten(res, constant), *flat]
 
@@ -138,13 +149,16 @@ class _Results:
         self.decided = True
         return leaves
 
-    def flatten_differentiated(self, outs: Sequence[Any]) -> list[Any]:
-        """The same for a function that computes derivatives: a result has tangents of its class, or
-        is dense."""
+    def flatten_differentiated(self, outs: Sequence[Any], forwarded: Sequence[Slot | None]) -> list[Any]:
+        """The same for a function that computes derivatives: a result has tangents of its class, or has
+        the tangent of an operand (whose slot is then given), or is dense."""
         if not self.decided:
-            outs = [dense(x, _WHAT) if is_value(x) and not type(x).linear else x for x in outs]
-        for slot in self.slots:
-            if slot.cls is not None and not slot.cls.linear:
+            outs = [
+                dense(x, _WHAT) if is_value(x) and not (type(x).linear or flatten([x])[1] == (slot,)) else x
+                for x, slot in zip(outs, forwarded, strict=True)
+            ]
+        for slot, other in zip(self.slots, forwarded, strict=True) if self.decided else ():
+            if slot.cls is not None and not (slot.cls.linear or slot == other):
                 raise StructureError(
                     f"A custom_jvp or custom_vjp function returned a {slot.cls.__name__} when it was "
                     "staged, and is differentiated now. Its class is not `linear`, so it has no "
@@ -256,8 +270,9 @@ def _materialise_of_inexact(
     return fun, [x for x, has in zip(leaves, inexact, strict=True) if has]
 
 
-def _tangents_out(slots: Sequence[Slot], tangents: Sequence[Any]) -> list[Any]:
-    return [t for slot, x in zip(slots, tangents, strict=True) for t in _tangent_out(slot, x)]
+def _is_forwarded(slot: Slot, tangent: Any, forwarded: dict[int, tuple[Slot, Sequence[Any]]]) -> bool:
+    """Whether the tangent of a Value is the one that an operand came with, as of an identity function."""
+    return slot.treedef is not None and id(tangent) in forwarded and forwarded[id(tangent)][0] == slot
 
 
 def _tangent_out(slot: Slot, tangent: Any) -> list[Any]:

@@ -1,18 +1,20 @@
 """Primitives that move data without looking at it act on each leaf of a Value."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
-from ..policy import dense
-from ..slots import flatten, unflatten, unify
+from .. import compat
+from ..slots import StructureError, conform, flatten, spread, unflatten, unify
 from ..trace import QuaxTrace, builtin, by_default
 from ..values import is_value
+from .jit import leaf_layouts, leaf_shardings
 
 
-@builtin("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "pvary", "reduce_precision_p")
+@builtin("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "nonbatchable", "nontraceable")
 def _leafwise(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
@@ -22,16 +24,77 @@ def _leafwise(
     return unflatten(slots, [primitive.bind(leaf, **params) for leaf in leaves])[0]
 
 
-@builtin("select_n")
+@builtin("pvary", "pcast")
+def _pvary(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """Leaves differ in the mesh axes over which they vary already."""
+    leaves, slots = flatten(operands)
+    out = []
+    for leaf in leaves:
+        axes = tuple(a for a in params["axes"] if a not in compat.varying_axes(leaf))
+        (leaf,) = primitive.bind(leaf, **params | {"axes": axes}) if axes else [leaf]
+        out.append(leaf)
+    return unflatten(slots, out)
+
+
+@builtin("device_put")
+def _device_put(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    leaves, slots = flatten(operands)
+    params = params | {
+        "devices": leaf_shardings(params["devices"], slots),
+        "srcs": leaf_shardings(params["srcs"], slots),
+        "copy_semantics": spread(params["copy_semantics"], slots),
+    }
+    return unflatten(slots, primitive.bind(*leaves, **params))
+
+
+@builtin("sharding_constraint")
+def _sharding_constraint(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    leaves, slots = flatten(operands)
+    shardings = leaf_shardings([params["sharding"]], slots)
+    layouts = leaf_layouts([params["layout"]], slots)
+    out = []
+    for leaf, sharding, layout in zip(leaves, shardings, layouts, strict=True):
+        free = frozenset(d for d in params["unconstrained_dims"] if d < leaf.ndim)
+        own = {"sharding": sharding, "layout": layout, "unconstrained_dims": free}
+        out.append(primitive.bind(leaf, **params | own))
+    return unflatten(slots, out)[0]
+
+
+@builtin("select_n", "select_if_vmap")
 def _select_n(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
     """With a scalar predicate a choice between whole Values; else it looks at elements."""
     which, *cases = operands
     _, slots = flatten(cases)
-    if is_value(which) or which.shape != () or len(set(slots)) > 1 or not is_value(cases[0]):
+    try:
+        slot = functools.reduce(lambda a, b: unify(a, b, "select"), slots)
+    except StructureError:
+        slot = slots[0].dense()
+    if is_value(which) or which.shape != () or slot.treedef is None:
         return by_default(primitive, operands, params)
-    return jtu.tree_map(lambda *leaves: primitive.bind(which, *leaves, **params), *cases)
+    leaves = [flatten([conform(x, slot, primitive.name)])[0] for x in cases]
+    return slot.unflatten([primitive.bind(which, *xs, **params) for xs in zip(*leaves, strict=True)])
+
+
+@builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+def _write(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """Values written into a buffer that a library allocated: the buffer is lifted to their type."""
+    updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
+    if is_value(operands[0]) or not is_value(updates):
+        return by_default(primitive, operands, params)
+    buffer = type(updates).promote(operands[0], updates)
+    if buffer is NotImplemented:
+        return by_default(primitive, operands, params)
+    return trace.dispatch(primitive, [buffer, *operands[1:]], params)
 
 
 @builtin("add_any", "add_jaxvals")
@@ -44,6 +107,3 @@ def _add_jaxvals(
     if is_value(x) and is_value(y) and type(x).linear and a.strong() == b.strong():
         return jtu.tree_map(lambda p, q: primitive.bind(p, q, **params), x, y)
     return by_default(primitive, operands, params)
-
-
-__all__ = ["dense", "unify"]

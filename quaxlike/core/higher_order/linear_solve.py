@@ -1,0 +1,65 @@
+"""`lax.custom_linear_solve`: the operator and the solver on Values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jexc
+
+from ..policy import dense
+from ..slots import Slot, flatten, split, unflatten
+from ..subjaxpr import Flat, subjaxpr
+from ..trace import QuaxTrace, builtin
+from ..values import is_value
+
+_WHAT = "custom_linear_solve"
+
+
+@builtin("custom_linear_solve")
+def _linear_solve(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    *groups, b = split(operands, *lengths)
+    consts = [flatten(group) for group in groups]
+
+    def solve_for(b_slots: Sequence[Slot], targets: Sequence[Slot] | None = None) -> Flat:
+        slots = (*consts[2][1], *b_slots)
+        return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
+
+    # The primitive is linear in the leaves of `b`, so a type that is not has to be dense here.
+    b = [x if not is_value(x) or type(x).linear else dense(x, _WHAT, operands) for x in b]
+    b_leaves, b_slots = flatten(b)
+    solve = solve_for(b_slots)
+    if not _leaves_agree(solve.out, b_slots):
+        # The primitive maps a space to itself, so what is solved for has the leaves of `b`.
+        b = [dense(x, _WHAT, operands) for x in b]
+        b_leaves, b_slots = flatten(b)
+        solve = solve_for(b_slots, [slot.dense() for slot in solve_for(b_slots).out])
+    x_slots = solve.out
+
+    def other(i: int, jaxpr: Any, from_slots: Sequence[Slot], to_slots: Sequence[Slot]) -> Flat | None:
+        if jaxpr is None:
+            return None
+        slots = (*consts[i][1], *from_slots)
+        flat = subjaxpr(trace, jaxpr, slots, what=_WHAT)
+        if not _leaves_agree(flat.out, to_slots):
+            flat = subjaxpr(trace, jaxpr, slots, targets=to_slots, what=_WHAT)
+        return flat
+
+    flats = [
+        other(0, jaxprs.matvec, x_slots, b_slots),
+        other(1, jaxprs.vecmat, b_slots, x_slots),
+        solve,
+        other(3, jaxprs.transpose_solve, x_slots, b_slots),
+    ]
+    leaves = [[*(flat.consts if flat else ()), *cs[0]] for flat, cs in zip(flats, consts, strict=True)]
+    params = params | {
+        "const_lengths": type(lengths)(*map(len, leaves)),
+        "jaxprs": type(jaxprs)(*(flat and flat.jaxpr for flat in flats)),
+    }
+    out = primitive.bind(*[leaf for group in leaves for leaf in group], *b_leaves, **params)
+    return unflatten(x_slots, out)
+
+
+def _leaves_agree(a: Sequence[Slot], b: Sequence[Slot]) -> bool:
+    return [x for slot in a for x in slot.strong().avals] == [x for slot in b for x in slot.strong().avals]

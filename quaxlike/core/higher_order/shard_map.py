@@ -1,0 +1,45 @@
+"""`jax.shard_map`: the body on Values of each shard; specs of the logical arrays, turned into the leaves'."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.extend.core as jexc
+
+from .. import compat
+from ..slots import Slot, flatten, leaf_specs, unflatten
+from ..trace import QuaxTrace, builtin
+
+
+@builtin("shard_map")
+def _shard_map(
+    trace: QuaxTrace,
+    primitive: jexc.Primitive,
+    fun: Callable[..., Any],
+    operands: Sequence[Any],
+    **params: Any,
+) -> Any:
+    leaves, slots = flatten([trace.unwrap(x) for x in operands])
+    results: Any = None
+    out_slots: tuple[Slot, ...] = ()
+
+    def flat_fun(*shards: Any) -> Any:
+        nonlocal results, out_slots
+        with jexc.take_current_trace() as parent:
+            inner = QuaxTrace(parent, trace.tag, trace.resolver)
+            with jexc.set_current_trace(inner):
+                results, out_specs = fun(*map(inner.box, unflatten(slots, shards))).unpack_aux()
+            with jexc.set_current_trace(parent):
+                flat, out_slots = flatten([inner.unwrap(x) for x in results])
+        return compat.flat_tree(flat).with_aux(_spread_specs(out_slots, out_specs))
+
+    params = params | {
+        "subfuns": (flat_fun,),
+        "in_specs": _spread_specs(slots, params["in_specs"]),
+        "debug_info": params["debug_info"].with_unknown_names(),
+    }
+    out = compat.bind_with_trace(primitive, trace.parent_trace, tuple(leaves), params)
+    return results.update([trace.box(x) for x in unflatten(out_slots, list(out))])
+
+
+def _spread_specs(slots: Sequence[Slot], specs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(s for slot, spec in zip(slots, specs, strict=True) for s in leaf_specs(slot, spec))

@@ -1,0 +1,418 @@
+"""Programs of one array, each through one transform of JAX or Equinox, all linear in it.
+
+Each is written for plain arrays; the conformance tests run it on Values as well.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+P = jax.P
+OTHER = (1.0, -2.0, 3.0, 0.5)
+PROGRAMS: dict[str, Callable[[Any], Any]] = {}
+
+# What plain JAX itself cannot do, and so nothing is compared there.
+NOT_IN_JAX = {
+    "while_loop": {"grad"},  # no reverse mode through an unbounded loop
+    "eqx_while_loop_lax": {"grad"},
+    "composite": {"vmap", "grad"},  # no batching and no jvp rule
+}
+if jax.__version_info__ < (0, 11):
+    NOT_IN_JAX["ref_of_array"] = {"grad"}  # the transpose of a write to a ref fails
+
+# Where a type that is not linear in its leaves has to be dense: what comes out of a custom derivative
+# that is not the identity, or goes into a linear solve, has no tangents of its class.
+NOT_LINEAR = {
+    "custom_jvp",
+    "custom_vjp",
+    "custom_vjp_nondiff_argnums",
+    "custom_vjp_symbolic_zeros",
+    "grad_of_custom_vjp",
+    "custom_linear_solve",
+    "custom_root",
+    "eqx_while_loop_checkpointed",
+}
+
+
+def program(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    PROGRAMS[f.__name__] = f
+    return f
+
+
+def other() -> jax.Array:
+    return jnp.array(OTHER)
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def linear(x):
+    return x * 2.0 + x
+
+
+@program
+def eager(x):
+    return linear(x)
+
+
+@program
+def jit(x):
+    return jax.jit(linear)(x)
+
+
+@program
+def jit_inline(x):
+    return jax.jit(linear, inline=True)(x)
+
+
+@program
+def jnp_functions(x):
+    return jnp.sum(jnp.multiply(x, 2.0))
+
+
+@program
+def cond(x):
+    return lax.cond(other()[0] > 0, linear, lambda x: -x, x)
+
+
+@program
+def cond_of_value_and_array(x):
+    return lax.cond(other()[0] > 0, linear, lambda x: jnp.zeros(4), x)
+
+
+@program
+def switch(x):
+    return lax.switch(1, [linear, lambda x: -x, lambda x: x], x)
+
+
+@program
+def fori_loop(x):
+    return lax.fori_loop(0, 3, lambda i, c: c * 0.5 + x, x)
+
+
+@program
+def while_loop(x):
+    return lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 0.5 + x, c[1] + 1), (x, 0))[0]
+
+
+@program
+def scan_carry(x):
+    return lax.scan(lambda c, y: (c * y, None), x, other())[0]
+
+
+@program
+def scan_ys(x):
+    return lax.scan(lambda c, y: (c, x * y), 0.0, other())[1]
+
+
+@program
+def scan_rows(x):
+    return lax.scan(lambda c, row: (c, row * 2.0), 0.0, x)[1]
+
+
+@program
+def scan_carry_becomes_value(x):
+    return lax.scan(lambda c, y: (c * 0.5 + x, None), jnp.zeros(4), other())[0]
+
+
+@program
+def scan_of_length_zero(x):
+    return lax.scan(lambda c, y: (c + x, None), x, jnp.zeros((0,)))[0]
+
+
+@program
+def map_in_batches(x):
+    return lax.map(lambda row: row * 2.0, x, batch_size=2)
+
+
+@program
+def checkpoint(x):
+    return jax.checkpoint(linear)(x)
+
+
+@program
+def checkpoint_with_policy(x):
+    return jax.checkpoint(linear, policy=jax.checkpoint_policies.dots_saveable)(x)
+
+
+@program
+def scan_of_checkpoint(x):
+    return lax.scan(jax.checkpoint(lambda c, y: (c * y + x, None)), x, other())[0]
+
+
+@jax.custom_jvp
+def _triple(x):
+    return x * 3.0
+
+
+_triple.defjvp(lambda primals, tangents: (_triple(primals[0]), tangents[0] * 3.0))
+
+
+@program
+def custom_jvp(x):
+    return _triple(x)
+
+
+@jax.custom_vjp
+def _scaled(x, s):
+    return x * 3.0 * s
+
+
+_scaled.defvjp(lambda x, s: (_scaled(x, s), s), lambda s, ct: (ct * 3.0 * s, None))
+
+
+@program
+def custom_vjp(x):
+    return _scaled(x, 2.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(f, x):
+    return f(x)
+
+
+_apply.defvjp(lambda f, x: (f(x), x), lambda f, res, ct: (ct * 2.0,))
+
+
+@program
+def custom_vjp_nondiff_argnums(x):
+    return _apply(lambda x: x * 2.0, x)
+
+
+@jax.custom_vjp
+def _two_results(x, y):
+    return x * 3.0, y
+
+
+_two_results.defvjp(
+    lambda x, y: (_two_results(x.value, y.value), x.perturbed),
+    lambda perturbed, cts: (cts[0] * 3.0, None),
+    symbolic_zeros=True,
+)
+
+
+@program
+def custom_vjp_symbolic_zeros(x):
+    return _two_results(x, 1.0)[0]
+
+
+@program
+def shard_map_replicated(x):
+    return jax.shard_map(linear, mesh=mesh(), in_specs=P(), out_specs=P())(x)
+
+
+@program
+def shard_map_sharded(x):
+    return jax.shard_map(linear, mesh=mesh(), in_specs=P("i"), out_specs=P("i"))(x)
+
+
+@program
+def shard_map_unchecked(x):
+    f = jax.shard_map(linear, mesh=mesh(), in_specs=P("i"), out_specs=P("i"), check_vma=False)
+    return f(x)
+
+
+@program
+def shard_map_with_array(x):
+    f = jax.shard_map(lambda y, x: x * y, mesh=mesh(), in_specs=(P("i"), P("i")), out_specs=P("i"))
+    return f(other(), x)
+
+
+@program
+def custom_linear_solve(x):
+    solve = lambda matvec, b: b * 0.5
+    return lax.custom_linear_solve(lambda v: v * 2.0, x, solve, solve, symmetric=True)
+
+
+@program
+def custom_root(x):
+    return lax.custom_root(lambda v: v * 2.0 - x, x, lambda f, guess: guess * 0.5, lambda g, y: y * 0.5)
+
+
+@program
+def optimization_barrier(x):
+    return lax.optimization_barrier((x, 1.0))[0]
+
+
+@program
+def device_put(x):
+    return jax.device_put(x)
+
+
+@program
+def device_put_sharding(x):
+    return jax.device_put(x, jax.NamedSharding(mesh(), P()))
+
+
+@program
+def stop_gradient(x):
+    return lax.stop_gradient(x) * 1.0 + x
+
+
+@program
+def with_sharding_constraint(x):
+    return lax.with_sharding_constraint(x, jax.NamedSharding(mesh(), P("i")))
+
+
+@program
+def copy(x):
+    return jnp.copy(x)
+
+
+@program
+def checkpoint_names(x):
+    return checkpoint_name(x, "x")
+
+
+@program
+def composite(x):
+    return lax.composite(linear, "my.linear")(x)
+
+
+@program
+def platform_dependent(x):
+    return lax.platform_dependent(x, cpu=linear, default=linear)
+
+
+@program
+def debug_callback(x):
+    jax.debug.callback(lambda v: None, x)
+    return linear(x)
+
+
+@program
+def associative_scan(x):
+    return lax.associative_scan(jnp.add, x)
+
+
+@program
+def vectorize(x):
+    return jnp.vectorize(lambda row: row * 2.0, signature="(n)->(n)")(x)
+
+
+@program
+def vmap_inside(x):
+    return jax.vmap(lambda row: row * 2.0)(x)
+
+
+@program
+def jvp_inside(x):
+    return jax.jvp(linear, (x,), (x,))[1]
+
+
+@program
+def grad_inside(x):
+    return jax.grad(lambda x: jnp.sum(linear(x)))(x)
+
+
+@program
+def vjp_inside(x):
+    out, pullback = jax.vjp(linear, x)
+    return pullback(out)[0]
+
+
+@program
+def linearize_inside(x):
+    _, f = jax.linearize(linear, x)
+    return f(x)
+
+
+@program
+def linear_transpose(x):
+    return jax.linear_transpose(linear, other())(x)[0]
+
+
+@program
+def grad_of_checkpoint(x):
+    return jax.grad(lambda x: jnp.sum(jax.checkpoint(linear)(x)))(x)
+
+
+@program
+def grad_of_custom_vjp(x):
+    return jax.grad(lambda x: jnp.sum(_scaled(x, 2.0)))(x)
+
+
+@program
+def grad_of_scan(x):
+    return jax.grad(lambda x: jnp.sum(scan_carry(x)))(x)
+
+
+@program
+def jit_of_grad_of_scan_of_checkpoint(x):
+    return jax.jit(jax.grad(lambda x: jnp.sum(scan_of_checkpoint(x))))(x)
+
+
+@program
+def ref_of_array(x):
+    ref = jax.new_ref(jnp.zeros(4))
+    ref[...] = other()
+    return x * ref[...]
+
+
+@program
+def eqx_filter_jit(x):
+    return eqx.filter_jit(linear)(x)
+
+
+@program
+def eqx_filter_vmap(x):
+    return eqx.filter_vmap(lambda row: row * 2.0)(x)
+
+
+@program
+def eqx_filter_checkpoint(x):
+    return eqx.filter_checkpoint(linear)(x)
+
+
+@program
+def eqx_filter_grad(x):
+    return eqx.filter_grad(lambda x: jnp.sum(linear(x)))(x)
+
+
+@program
+def eqx_filter_vjp(x):
+    out, pullback = eqx.filter_vjp(linear, x)
+    return pullback(out)[0]
+
+
+@program
+def eqx_filter_jvp(x):
+    return eqx.filter_jvp(linear, (x,), (x,))[1]
+
+
+@program
+def eqx_filter_closure_convert(x):
+    return eqx.filter_closure_convert(linear, x)(x)
+
+
+@program
+def eqx_error_if(x):
+    return eqx.error_if(x, other()[0] < 0, "negative")
+
+
+def _eqx_while_loop(x, **kwargs):
+    init = (x, jnp.array(0))
+    return eqxi.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 0.5 + x, c[1] + 1), init, **kwargs)[0]
+
+
+@program
+def eqx_while_loop_checkpointed(x):
+    return _eqx_while_loop(x, kind="checkpointed", max_steps=4)
+
+
+@program
+def eqx_while_loop_bounded(x):
+    return _eqx_while_loop(x, kind="bounded", max_steps=4)
+
+
+@program
+def eqx_while_loop_lax(x):
+    return _eqx_while_loop(x, kind="lax")
