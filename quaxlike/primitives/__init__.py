@@ -2,5 +2,6 @@
 
 from .define import DefinedPrimitive as DefinedPrimitive
 from .define import define_primitive as define_primitive
+from .partitioning import Partitioning as Partitioning
 from .slots import MissingRuleError as MissingRuleError
 from .slots import Slot as Slot

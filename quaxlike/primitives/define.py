@@ -10,13 +10,14 @@ import jax
 import jax.extend.core.primitives as jax_primitives
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import ad, batching, mlir, xla
 
 from . import derive
 from .batch import batch
 from .forms import Batch, Flat, Form, Jvp, Transpose, Vjp
-from .layout import Rules
+from .layout import Rules, unflatten, without_form, without_tree
+from .partitioning import Partitioning
 from .slots import Slot
 
 _lock = threading.RLock()
@@ -52,6 +53,7 @@ class DefinedPrimitive(Primitive):
         *,
         multiple_results: bool,
         rules: Rules,
+        partitioning: Partitioning | Callable[..., Partitioning] | None = None,
         parent: "DefinedPrimitive | None" = None,
         form: type[Form] | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class DefinedPrimitive(Primitive):
         self.parent = parent
         self.form = None if form is None else form.__name__.lower()
         self._impls = impls
+        self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
         self._forms: dict[type[Form], DefinedPrimitive] = {}
         # JAX memoises what it traces by function object and static arguments: hence these, and not
@@ -194,10 +197,8 @@ class DefinedPrimitive(Primitive):
     def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
         """The function of flat operands that the primitive computes, with a list of results."""
         if self.parent is not None:
-            *below, form = params.pop("forms")
-            if below:
-                params["forms"] = tuple(below)
-            return functools.partial(form.evaluate, self.parent._flat(platform, params))
+            form, below = without_form(params)
+            return functools.partial(form.evaluate, self.parent._flat(platform, below))
         fn = self._call(platform, params)
         return lambda *operands: jtu.tree_leaves(fn(*operands))
 
@@ -205,12 +206,11 @@ class DefinedPrimitive(Primitive):
         """The same with the tree of its results."""
         if self.parent is not None:
             return self._flat(platform, params)
-        in_tree = params.pop("in_tree", None)
+        in_tree, static = without_tree(params)
         impl = self._impls[platform]
 
         def fn(*operands: Any) -> Any:
-            args = operands if in_tree is None else jtu.tree_unflatten(in_tree, operands)
-            out = impl(*args, **params)
+            out = impl(*unflatten(in_tree, operands), **static)
             if not self.multiple_results and not jtu.all_leaves([out]):
                 raise TypeError(
                     f"primitive {self.name!r} has one result, but {_where(impl)} returned "
@@ -221,9 +221,12 @@ class DefinedPrimitive(Primitive):
         return fn
 
     def _evaluate_on(self, platform: str | None, *operands: Any, **params: Any) -> Any:
-        out = self._evaluate_flat((platform, _sorted_items(params)), *operands)
+        fn = functools.partial(self._evaluate_flat, (platform, _sorted_items(params)))
+        avals = [jax.typeof(x) for x in operands]
+        partitioning = self._partitioning_of(avals, params)
+        out = (fn if partitioning is None else partitioning.apply(fn))(*operands)
         if platform is not None:
-            expected: Any = self.jaxpr([jax.typeof(x) for x in operands], params).out_avals
+            expected: Any = self.jaxpr(avals, params).out_avals
             found: Any = [jax.typeof(x) for x in out]
             if [(a.shape, a.dtype) for a in expected] != [(a.shape, a.dtype) for a in found]:
                 raise TypeError(
@@ -232,6 +235,23 @@ class DefinedPrimitive(Primitive):
                     f"default implementation returns {_short(expected)}"
                 )
         return out if self.multiple_results else out[0]
+
+    def _partitioning_of(
+        self, avals: Sequence[Any], params: Mapping[str, Any]
+    ) -> Partitioning | None:
+        if self.parent is None:
+            if self._partitioning is None or isinstance(self._partitioning, Partitioning):
+                return self._partitioning
+            return self._partitioning(*avals, **without_tree(params)[1])
+        if self.form != "batch":
+            return None
+        form, below = without_form(params)
+        avals = [
+            aval if dim is None else mapped_aval(form.size, dim, aval)
+            for aval, dim in zip(avals, form.dims, strict=True)
+        ]
+        partitioning = self.parent._partitioning_of(avals, below)
+        return None if partitioning is None else partitioning.batched(form.dims)
 
     def _abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, Any]:
         jaxpr = self.jaxpr(avals, params)
@@ -281,6 +301,7 @@ def define_primitive(
     vjp_with_results: bool = False,
     transpose: Callable[..., Any] | None = None,
     batching: Callable[..., Any] | None = None,
+    partitioning: Partitioning | Callable[..., Partitioning] | None = None,
 ) -> DefinedPrimitive:
     """Makes a JAX primitive of a function, with everything that JAX asks of a primitive derived.
 
@@ -311,8 +332,9 @@ def define_primitive(
     **Arguments:**
 
     - `name`: the primitive's name, an identifier that no primitive has yet.
-    - `impl`: a pure function of arrays (or pytrees of them) by position and static parameters by
-        keyword. Derivatives are derived from this function.
+    - `impl`: a function of arrays (or pytrees of them) by position and static parameters by
+        keyword. Derivatives are derived from it; what it prints is printed again where they compute
+        it anew.
     - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
     - `cpu`, `gpu`, `tpu`: other functions that compute the same, for one platform each; chosen when
         the primitive is lowered.
@@ -327,6 +349,9 @@ def define_primitive(
         cotangents are wanted for are `jax.interpreters.ad.UndefinedPrimal`s.
     - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
         The axis of the result may be anywhere.
+    - `partitioning`: how the primitive can be split over devices, for implementations that the
+        compiler cannot look into; a [`Partitioning`][quaxlike.primitives.Partitioning], or a
+        function that makes one of the operands' types (leaves) and the parameters.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 
@@ -356,6 +381,7 @@ def define_primitive(
         {platform: fn for platform, fn in platforms.items() if fn is not None},
         multiple_results=multiple_results,
         rules=Rules(jvp, vjp, vjp_with_results, transpose, batching),
+        partitioning=partitioning,
     )
 
 

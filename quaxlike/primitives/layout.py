@@ -1,7 +1,7 @@
 """How the operands, results and parameters of a defined primitive are laid out for its rules."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,13 +39,13 @@ def with_form(params: Params, form: Any) -> Params:
     return {**params, "forms": (*params.get("forms", ()), form)}
 
 
-def without_form(params: Params) -> tuple[Any, Params]:
+def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:
     *below, form = params["forms"]
     rest = {name: value for name, value in params.items() if name != "forms"}
     return form, ({**rest, "forms": tuple(below)} if below else rest)
 
 
-def without_tree(params: Params) -> tuple[Any, Params]:
+def without_tree(params: Mapping[str, Any]) -> tuple[Any, Params]:
     static = {name: value for name, value in params.items() if name != "in_tree"}
     return params.get("in_tree"), static
 

@@ -36,11 +36,6 @@ class Slot:
 
     def register(self, rule: _F) -> _F:
         """Puts `rule` into the slot, in place of one that was there, and returns it."""
-        if not callable(rule):
-            raise TypeError(
-                f"the rule for slot {self.name!r} of primitive {self.primitive_name!r} must be "
-                f"callable, got {rule!r}"
-            )
         self._rule = rule
         return rule
 
