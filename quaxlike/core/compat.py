@@ -19,7 +19,16 @@ import jax.core
 import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
-from jax._src import config, core, dtypes, sharding_impls, source_info_util, traceback_util, tree_util
+from jax._src import (
+    config,
+    core,
+    dispatch,
+    dtypes,
+    sharding_impls,
+    source_info_util,
+    traceback_util,
+    tree_util,
+)
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 
 try:  # from JAX 0.11
@@ -224,3 +233,18 @@ def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
 def varying_axes(x: Any) -> frozenset[Any]:
     """The manual mesh axes over which `x` varies."""
     return jax.typeof(x).manual_axis_type.varying
+
+
+# -------------------------------------------------------------------------------------------------
+# Lowering
+# -------------------------------------------------------------------------------------------------
+
+
+def lower_with_devices(primitive: jexc.Primitive) -> None:
+    """Has JAX choose the devices before it lowers `primitive`, which is lowered to what asks for them."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def lowers_with_devices(jaxpr: Any) -> bool:
+    """Whether a closed jaxpr holds an equation that asks for the devices when it is lowered."""
+    return dispatch.jaxpr_has_prim_requiring_devices(getattr(jaxpr, "jaxpr", jaxpr))

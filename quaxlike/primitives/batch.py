@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def batch(
-    p: "DefinedPrimitive", axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+    p: "DefinedPrimitive", axis: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any
 ) -> tuple[Any, Any]:
     # JAX marks an axis without a name by a bare object.
     axis_name = None if type(axis.name) is object else axis.name
@@ -42,9 +42,7 @@ def _batch_by_hand(
 ) -> tuple[Any, Any] | None:
     assert p.rules.batching is not None
     in_tree, static = without_tree(params)
-    by_hand = p.rules.batching(
-        size, unflatten(in_tree, operands), unflatten(in_tree, dims), **static
-    )
+    by_hand = p.rules.batching(size, unflatten(in_tree, operands), unflatten(in_tree, dims), **static)
     if by_hand is NotImplemented:
         return None
     out, out_dims = by_hand

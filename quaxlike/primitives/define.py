@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import ad, batching, mlir, xla
 
+from ..core import compat
 from . import derive
 from .batch import batch
 from .forms import Batch, Flat, Form, Jvp, Transpose, Vjp
@@ -22,6 +23,9 @@ from .slots import Slot
 
 _lock = threading.RLock()
 _defined: dict[str, str] = {}
+
+# Parameters of our own, and one that JAX's `apply_primitive` has.
+_RESERVED = ("in_tree", "forms", "prim")
 
 _Impls = Mapping[str | None, Callable[..., Any]]
 _Static = tuple[str | None, tuple[tuple[str, Hashable], ...]]
@@ -70,9 +74,7 @@ class DefinedPrimitive(Primitive):
         # closures over the parameters, are traced.
         self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
         self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
-        self._trace_tangents = jax.make_jaxpr(
-            self._tangents, static_argnums=(0, 1), return_shape=True
-        )
+        self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
         self._results_tree = functools.lru_cache(maxsize=None)(self._find_results_tree)
 
         self.def_impl(functools.partial(xla.apply_primitive, self))
@@ -220,7 +222,7 @@ class DefinedPrimitive(Primitive):
 
         return fn
 
-    def _evaluate_on(self, platform: str | None, *operands: Any, **params: Any) -> Any:
+    def _evaluate_on(self, platform: str | None, /, *operands: Any, **params: Any) -> Any:
         fn = functools.partial(self._evaluate_flat, (platform, _sorted_items(params)))
         avals = [jax.typeof(x) for x in operands]
         partitioning = self._partitioning_of(avals, params)
@@ -236,9 +238,7 @@ class DefinedPrimitive(Primitive):
                 )
         return out if self.multiple_results else out[0]
 
-    def _partitioning_of(
-        self, avals: Sequence[Any], params: Mapping[str, Any]
-    ) -> Partitioning | None:
+    def _partitioning_of(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Partitioning | None:
         if self.parent is None:
             if self._partitioning is None or isinstance(self._partitioning, Partitioning):
                 return self._partitioning
@@ -246,6 +246,8 @@ class DefinedPrimitive(Primitive):
         if self.form != "batch":
             return None
         form, below = without_form(params)
+        if form.axis_name is not None:  # the examples may exchange data, so they stay together
+            return None
         avals = [
             aval if dim is None else mapped_aval(form.size, dim, aval)
             for aval, dim in zip(avals, form.dims, strict=True)
@@ -255,6 +257,8 @@ class DefinedPrimitive(Primitive):
 
     def _abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, Any]:
         jaxpr = self.jaxpr(avals, params)
+        if self._partitioning_of(avals, params) or compat.lowers_with_devices(jaxpr):
+            compat.lower_with_devices(self)
         out = jaxpr.out_avals if self.multiple_results else jaxpr.out_avals[0]
         return out, jaxpr.effects
 
@@ -283,8 +287,7 @@ class DefinedPrimitive(Primitive):
             hash(value)
         except TypeError as error:
             raise TypeError(
-                f"parameter {name!r} of primitive {self.name!r} is static and must be hashable, "
-                f"got {value!r}"
+                f"parameter {name!r} of primitive {self.name!r} is static and must be hashable, got {value!r}"
             ) from error
 
 
@@ -360,19 +363,17 @@ def define_primitive(
     if not name.isidentifier():
         raise ValueError(f"the name of a primitive must be an identifier, got {name!r}")
     parameters = inspect.signature(impl).parameters
-    for reserved in ("in_tree", "forms"):
+    for reserved in _RESERVED:
         if reserved in parameters:
             raise ValueError(
                 f"primitive {name!r}: {_where(impl)} has a parameter {reserved!r}, which "
-                "define_primitive uses; give it another name"
+                "is reserved; give it another name"
             )
     with _lock:
         if name in _builtin_names():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
         if name in _defined:
-            raise ValueError(
-                f"a primitive called {name!r} was already defined from {_defined[name]}"
-            )
+            raise ValueError(f"a primitive called {name!r} was already defined from {_defined[name]}")
         _defined[name] = _where(impl)
     platforms: dict[str | None, Callable[..., Any] | None]
     platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}

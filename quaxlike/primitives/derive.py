@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def jvp(
-    p: "DefinedPrimitive", primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    p: "DefinedPrimitive", primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any
 ) -> tuple[Any, Any]:
     out = p.bind(*primals, **params)
     results = out if p.multiple_results else [out]
@@ -39,7 +39,7 @@ def jvp(
     return out, (tangents_out if p.multiple_results else tangents_out[0])
 
 
-def transpose(p: "DefinedPrimitive", cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+def transpose(p: "DefinedPrimitive", cotangent: Any, /, *operands: Any, **params: Any) -> list[Any]:
     cotangents = cotangent if p.multiple_results else [cotangent]
     return _cotangents(p, cotangents, operands, params)
 
@@ -247,9 +247,7 @@ def _batched_cotangents(
         aval = operand.aval
         return ad.UndefinedPrimal(aval if dim is None else mapped_aval(form.size, dim, aval))
 
-    unknown = [
-        of_example(x, d) for x, d, u in zip(operands, form.dims, undefined, strict=True) if u
-    ]
+    unknown = [of_example(x, d) for x, d, u in zip(operands, form.dims, undefined, strict=True) if u]
     zeros = [
         ad.Zero(mapped_aval(form.size, 0, ct.aval))
         for ct, nz in zip(cotangents, nonzero, strict=True)
@@ -267,9 +265,7 @@ def _batched_cotangents(
     out = form.vmap(per_example, (held_dims, [0] * len(live)))(split(undefined, operands)[1], live)
     dims, others = split(outputs, form.dims)
     # An operand that every example shares gathers the cotangents of all.
-    placed = [
-        ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)
-    ]
+    placed = [ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)]
     return merge(outputs, placed, [None] * len(others))
 
 

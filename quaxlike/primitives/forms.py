@@ -110,10 +110,12 @@ class Batch:
     spmd_axis_name: Hashable = None
 
     def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+        # A device that holds a part of the axis finds the size of its part in the operands.
+        mapped = any(dim is not None for dim in self.dims)
         return jax.vmap(
             fn,
             in_axes,
-            axis_size=self.size,
+            axis_size=None if mapped else self.size,
             axis_name=self.axis_name,
             spmd_axis_name=self.spmd_axis_name,
         )

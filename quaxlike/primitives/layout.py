@@ -65,9 +65,7 @@ def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
         raise TypeError(f"{what} returned the structure {found}, expected {tree}") from error
 
 
-def operand_leaves(
-    p: "DefinedPrimitive", rule: str, in_tree: Any, num_leaves: int, value: Any
-) -> list[Any]:
+def operand_leaves(p: "DefinedPrimitive", rule: str, in_tree: Any, num_leaves: int, value: Any) -> list[Any]:
     trees = [_LEAF] * num_leaves if in_tree is None else jtu.treedef_children(in_tree)
     if not isinstance(value, tuple | list) or len(value) != len(trees):
         raise TypeError(

@@ -153,9 +153,7 @@ def test_derivatives_against_finite_differences(loss, x64):
     check_grads(defined, args, order=2, modes=("fwd", "rev"))
 
 
-@pytest.mark.parametrize(
-    "transform", ["grad", "jvp", "linearize", "checkpoint_grad", "value_and_grad"]
-)
+@pytest.mark.parametrize("transform", ["grad", "jvp", "linearize", "checkpoint_grad", "value_and_grad"])
 def test_the_primitive_itself_is_kept(transform):
     defined, _, args = LOSSES["gate"]
     assert gate_p in primitives(TRANSFORMS[transform](defined), *args)
@@ -204,9 +202,7 @@ def test_boolean_operand_and_key_operand():
     )
     mask = jnp.array([True, False, True])
     f = lambda x: noise(key, mask, x).sum()
-    np.testing.assert_allclose(
-        jax.grad(f)(X), jnp.where(mask, jax.random.normal(key, (3,)), 1.0), rtol=1e-6
-    )
+    np.testing.assert_allclose(jax.grad(f)(X), jnp.where(mask, jax.random.normal(key, (3,)), 1.0), rtol=1e-6)
     batched = jax.vmap(noise, in_axes=(0, None, None))(jax.random.split(key, 2), mask, X)
     assert batched.shape == (2, 3)
 
@@ -260,9 +256,7 @@ def test_named_axis_in_the_function():
     shared = jax.vmap(lambda _: total_p(X), axis_name="rows")(jnp.zeros(4))
     np.testing.assert_allclose(shared[0], 4 * X)
     loss = lambda f, x: (jax.vmap(f, axis_name="rows")(x) ** 2).sum()
-    np.testing.assert_allclose(
-        jax.grad(partial(loss, centre_p))(rows), jax.grad(partial(loss, plain))(rows)
-    )
+    np.testing.assert_allclose(jax.grad(partial(loss, centre_p))(rows), jax.grad(partial(loss, plain))(rows))
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])

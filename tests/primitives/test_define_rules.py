@@ -31,9 +31,7 @@ wave_p = define_primitive("test_wave", jnp.sin, gpu=jnp.cos, tpu=jnp.tanh)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, lambda f: jax.vmap(jax.vmap(f))])
 def test_the_implementation_is_chosen_at_lowering(platform, operation, wrap):
     lowered = jax.jit(wrap(wave_p)).trace(jnp.ones((2, 3, 4))).lower(lowering_platforms=(platform,))
-    assert {op for op in ("sine", "cosine", "tanh") if f".{op} " in lowered.as_text()} == {
-        operation
-    }
+    assert {op for op in ("sine", "cosine", "tanh") if f".{op} " in lowered.as_text()} == {operation}
 
 
 def test_several_platforms_in_one_export():
@@ -44,17 +42,13 @@ def test_several_platforms_in_one_export():
 
 
 def test_derivatives_come_from_the_default_implementation():
-    lowered = (
-        jax.jit(jax.grad(lambda x: wave_p(x).sum())).trace(X).lower(lowering_platforms=("tpu",))
-    )
+    lowered = jax.jit(jax.grad(lambda x: wave_p(x).sum())).trace(X).lower(lowering_platforms=("tpu",))
     assert "cosine" in lowered.as_text()
 
 
 def test_a_platform_that_computes_another_type_is_refused():
     p = define_primitive("test_wrong_platform", jnp.sin, tpu=lambda x: x.astype(jnp.bfloat16))
-    with pytest.raises(
-        TypeError, match=r"tpu implementation of primitive 'test_wrong_platform'.*bf"
-    ):
+    with pytest.raises(TypeError, match=r"tpu implementation of primitive 'test_wrong_platform'.*bf"):
         jax.jit(p).trace(X).lower(lowering_platforms=("tpu",))
 
 
@@ -145,9 +139,7 @@ def _norm_vjp(ct, out, x, *, eps):
     return (y_ct * s - (jnp.sum(y_ct * x) + scale_ct) * s**3 * x / x.size,)
 
 
-norm_p = define_primitive(
-    "test_norm", _norm, multiple_results=True, vjp=_norm_vjp, vjp_with_results=True
-)
+norm_p = define_primitive("test_norm", _norm, multiple_results=True, vjp=_norm_vjp, vjp_with_results=True)
 
 
 @pytest.mark.parametrize("use", [("y",), ("scale",), ("y", "scale")])
@@ -219,9 +211,7 @@ def test_rules_that_return_the_wrong_structure(options, message):
 def test_slots():
     p = define_primitive("test_slots", jnp.sin)
     assert not p.slot("cost").registered
-    with pytest.raises(
-        MissingRuleError, match=r"primitive 'test_slots' has no rule in slot 'cost'"
-    ):
+    with pytest.raises(MissingRuleError, match=r"primitive 'test_slots' has no rule in slot 'cost'"):
         p.slot("cost")(X)
 
     @p.slot("cost").register
@@ -253,9 +243,7 @@ def test_names():
 
 def test_operands_and_parameters():
     p = define_primitive("test_operands", lambda x, *, k=0: x["a"] * 2.0)
-    with pytest.raises(
-        TypeError, match=r"operand 0 of primitive 'test_operands' holds .* at \['b'\]"
-    ):
+    with pytest.raises(TypeError, match=r"operand 0 of primitive 'test_operands' holds .* at \['b'\]"):
         p({"a": X, "b": jnp.tanh})
     with pytest.raises(TypeError, match=r"parameter 'k' .* is an array of type f"):
         p({"a": X}, k=X)
