@@ -6,7 +6,9 @@ supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where i
 
 # pyright: reportPrivateUsage=false
 
+import contextlib
 import functools
+import inspect
 import os
 import pathlib
 import threading
@@ -53,7 +55,7 @@ for _room in ("core", "arrays", "kernels", "primitives"):
 # -------------------------------------------------------------------------------------------------
 
 
-def is_eval_trace(trace: jax.core.Trace) -> bool:
+def is_eval_trace(trace: jax.core.Trace | None) -> bool:
     """Whether `trace` computes concrete values, that is: whether no transform is below it."""
     return type(trace) is core.EvalTrace
 
@@ -248,3 +250,73 @@ def lower_with_devices(primitive: jexc.Primitive) -> None:
 def lowers_with_devices(jaxpr: Any) -> bool:
     """Whether a closed jaxpr holds an equation that asks for the devices when it is lowered."""
     return dispatch.jaxpr_has_prim_requiring_devices(getattr(jaxpr, "jaxpr", jaxpr))
+
+
+# -------------------------------------------------------------------------------------------------
+# Dead code
+# -------------------------------------------------------------------------------------------------
+
+
+def register_dce(
+    primitive: jexc.Primitive,
+    rule: Callable[[list[bool], jexc.JaxprEqn], tuple[list[bool], jexc.JaxprEqn | None]],
+) -> None:
+    """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`. From JAX 0.12 the rule of a primitive is also
+    told which references are read later; a primitive without references need not know."""
+    takes_live = len(inspect.signature(partial_eval.dce_jaxpr_closed_call_rule).parameters) == 3
+    registered: Any = (lambda outs, _, eqn: rule(outs, eqn)) if takes_live else rule
+    partial_eval.dce_rules[primitive] = registered
+
+
+def dce(jaxpr: jexc.ClosedJaxpr, used_outs: Sequence[bool]) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
+    """A closed jaxpr of the used results only, and which inputs it still has."""
+    live, used_ins = partial_eval.dce_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), list(used_outs))
+    return live if hasattr(live, "consts") else jexc.ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
+
+
+def has_effects(eqn: jexc.JaxprEqn) -> bool:
+    """Whether an equation does something beside computing its results."""
+    return partial_eval.has_effects(eqn)
+
+
+# -------------------------------------------------------------------------------------------------
+# Batching
+# -------------------------------------------------------------------------------------------------
+
+
+def batch_jaxpr(
+    jaxpr: jexc.ClosedJaxpr, axis: Any, dims: Sequence[int | None], out_mapped: Sequence[bool | None]
+) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
+    """Maps a closed jaxpr over a new axis of its inputs.
+
+    **Arguments:**
+
+    - `axis`: JAX's description of the axis, as batching rules are given it.
+    - `out_mapped`: for each result, True to have the axis in front of it, None to have it there if it
+      depends on it.
+
+    **Returns:**
+
+    The mapped jaxpr, and which of its results have the axis.
+    """
+    dests = tuple(batching.zero_if_mapped if mapped is None else 0 for mapped in out_mapped)
+    mapped, out_axes = batching.batch_jaxpr_axes(jaxpr, axis, tuple(dims), dests)
+    return mapped, tuple(bool(b) for b in out_axes)
+
+
+def retyped(x: Any, aval: jax.core.ShapedArray) -> Any:
+    """`x`, of the same shape and dtype, as weak and as varying (over the axes of shard_map) as `aval`."""
+    if not aval.weak_type and jax.typeof(x).weak_type:
+        x = jax.lax.convert_element_type(x, aval.dtype)
+    missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def named_axes() -> dict[Hashable, int]:
+    """The axes that collectives can name here, by `vmap` or `shard_map`, and their sizes."""
+    return dict(core.get_axis_env().axis_sizes)
+
+
+def bind_axes(axes: dict[Hashable, int]) -> contextlib.AbstractContextManager[None]:
+    """The context in which collectives can name `axes`."""
+    return core.extend_axis_env_nd(axes.items())

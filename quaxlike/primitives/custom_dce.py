@@ -1,0 +1,317 @@
+"""`custom_dce`: a function that says how to compute less when not all of its results are used."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.errors import UnexpectedTracerError
+from jax.extend.core import DebugInfo
+
+from ..core import compat
+from .closures import extract_tracers, fill_tracers
+from .dce_call import Narrowed, RuleInProgressError, Used, dce_call_p, memoised
+from .forms import merge, split
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_R = TypeVar("_R", bound=Callable[..., Any])
+
+# JAX keeps this in the keys of its caches: another rule makes what was traced with the first one
+# trace again.
+_redefinitions = jax.make_user_context(0)
+_num_redefinitions = 0
+_lock = threading.Lock()
+
+
+class custom_dce(Generic[_P, _T]):
+    """Gives a function a rule for dead code: what to compute when only some of its results are used.
+
+    `jax.jit` drops what is not used, but it cannot look into a kernel, which computes all of its
+    results or none. With a rule, another kernel can be called for some of them. The rule is asked when
+    code is staged (`jax.jit`, and the bodies of `scan`, `cond`, `checkpoint` and the like), never
+    eagerly, and never when all of the results are used. Inputs that it does not need are not computed.
+
+    The rule holds under every transform. The derivative of the function is that of what the rule
+    computes: results that neither the caller nor the backward pass uses are not computed in either.
+    To that end the backward pass starts from the inputs, not from residuals of the forward pass; what
+    both compute alike, XLA computes once.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import quaxlike as ql
+
+        @ql.custom_dce
+        def sin_and_cos(x, y):
+            return jnp.sin(x) * y, jnp.cos(x) * y
+
+        @sin_and_cos.def_dce
+        def _(used_outs, x, y):
+            return (
+                jnp.sin(x) * y if used_outs[0] else None,
+                jnp.cos(x) * y if used_outs[1] else None,
+            )
+
+        jax.jit(lambda x, y: sin_and_cos(x, y)[0])(1.0, 2.0)
+        ```
+
+    **Arguments:**
+
+    - `fun`: the function, of arrays and trees of them. Leaves of arguments and results that are not
+        arrays (activation functions, say) pass through.
+    - `static_argnums`: positions of arguments that are passed on as they are.
+
+    The interface is that of `jax.experimental.custom_dce`, which JAX had until 0.9.
+    """
+
+    functions_held = ("fun", "_rule", "__wrapped__")  # what may have closed over tracers: see `closures`
+
+    def __init__(self, fun: Callable[_P, _T], *, static_argnums: int | Sequence[int] = ()) -> None:
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+        self._rule: Callable[..., Any] | None = None
+        self.identity = object()  # that copies over other tracers share
+
+    def def_dce(self, rule: _R) -> _R:
+        """Sets the rule.
+
+        **Arguments:**
+
+        - `rule`: called as `rule(*statics, used_outs, *args)`: first the arguments at `static_argnums`,
+            then a tree of bools in the structure of the result, which says what is used, then the
+            other arguments. It returns what the function returns, where None stands for what is not
+            used, be it an array or a tree, and one array for all arrays of a tree. What it returns
+            beyond that is ignored.
+
+        **Returns:** the rule.
+        """
+        global _num_redefinitions
+        with _lock:
+            if self._rule is not None:
+                _num_redefinitions += 1
+                _redefinitions.set_global(_num_redefinitions)
+            self._rule = rule
+        return rule
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if self._rule is None:
+            raise AttributeError(
+                f"custom_dce function {self.name} has no rule; define one with {self.name}.def_dce(rule)"
+            )
+        positional = self._resolve(args, kwargs)
+        statics, dynamic = self._separate(positional)
+        if compat.is_eval_trace(compat.current_trace()):
+            return cast(Any, self.fun)(*positional)
+        return _call(self, self._rule, statics, dynamic)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else jtu.Partial(self, instance)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.fun, "__name__", repr(self.fun))
+
+    def _resolve(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        try:
+            bound = inspect.signature(self.fun).bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.kwargs:
+                raise TypeError(f"{', '.join(bound.kwargs)} can be given by keyword only")
+        except TypeError as error:
+            raise TypeError(
+                f"cannot give the arguments of custom_dce function {self.name} positions: {error}"
+            ) from error
+        return list(bound.args)
+
+    def _separate(self, args: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """The static and the other arguments by position, the static ones in their given order."""
+        positions = []
+        for i in self.static_argnums:
+            if not -len(args) <= i < len(args):
+                raise ValueError(
+                    f"static_argnums of custom_dce function {self.name} has {i}, and the function was "
+                    f"called with {len(args)} arguments"
+                )
+            positions.append(i % len(args))
+        statics = {i: args[i] for i in positions}
+        for i, static in statics.items():
+            if any(isinstance(leaf, Tracer) for leaf in jtu.tree_leaves(static)):
+                raise UnexpectedTracerError(
+                    f"argument {i} of custom_dce function {self.name} is static (static_argnums="
+                    f"{self.static_argnums}) and holds a tracer, {static!r}; arrays cannot be static"
+                )
+        return statics, {i: x for i, x in enumerate(args) if i not in statics}
+
+
+def _call(
+    of: custom_dce[Any, Any], rule: Callable[..., Any], statics: dict[int, Any], dynamic: dict[int, Any]
+) -> Any:
+    """Calls a `custom_dce` function under a trace."""
+    leaves, in_tree = jtu.tree_flatten(dynamic)
+    in_mask = [_is_array(x) for x in leaves]
+    arrays, in_others = split(in_mask, leaves)
+    # The rule runs when this trace has ended, so what it has closed over is an operand for it. What
+    # the function has closed over is found when it is traced.
+    held, captured = extract_tracers((rule, list(statics.values())))
+    avals = [jax.typeof(x) for x in (*captured, *arrays)]
+    debug_info = DebugInfo("custom_dce", of.name, None, None)
+    out_tree: Any = None
+    out_mask: list[bool] = []
+    out_others: list[Any] = []
+
+    def fun(*operands: Any) -> list[Any]:
+        nonlocal out_tree, out_mask, out_others
+        traced = merge(in_mask, operands[len(captured) :], in_others)
+        args = statics | jtu.tree_unflatten(in_tree, traced)
+        leaves, out_tree = jtu.tree_flatten(cast(Any, of.fun)(*[args[i] for i in range(len(args))]))
+        out_mask = [_is_array(x) for x in leaves]
+        arrays, out_others = split(out_mask, leaves)
+        return arrays
+
+    jaxpr, consts = compat.trace_to_jaxpr(fun, avals, debug_info)
+    jaxpr = compat.with_consts(jaxpr, ())
+    narrow = _Narrow(
+        name=of.name,
+        identity=of.identity,
+        refused=_refused(of.identity),
+        axes=compat.named_axes(),
+        debug_info=debug_info,
+        held=held,
+        num_captured=len(captured),
+        num_consts=len(consts),
+        avals=avals,
+        in_tree=in_tree,
+        in_mask=in_mask,
+        in_others=in_others,
+        out_tree=out_tree,
+        out_mask=out_mask,
+        out_avals=jaxpr.out_avals,
+    )
+    operands = (*consts, *captured, *arrays)
+    out = dce_call_p.bind(*operands, jaxpr=jaxpr, rule=memoised(narrow), name=of.name)
+    return jtu.tree_unflatten(out_tree, merge(out_mask, out, out_others))
+
+
+@dataclasses.dataclass(eq=False)
+class _Narrow:
+    """The rule of one call. It outlives the trace of the call, and holds none of its tracers."""
+
+    name: str
+    identity: object
+    refused: frozenset[Used]
+    axes: dict[Hashable, int]
+    debug_info: DebugInfo
+    held: Any  # the user's rule and the static arguments
+    num_captured: int
+    num_consts: int
+    avals: Sequence[Any]  # of the captured tracers, then of the arguments; the constants come before
+    in_tree: Any
+    in_mask: Sequence[bool]  # of the leaves of the arguments, which are arrays
+    in_others: Sequence[Any]
+    out_tree: Any
+    out_mask: Sequence[bool]
+    out_avals: Sequence[Any]
+
+    def __call__(self, used: Used) -> Narrowed:
+        if used in self.refused:
+            raise RuleInProgressError
+
+        def narrowed(*operands: Any) -> list[Any]:
+            captured, arrays = operands[: self.num_captured], operands[self.num_captured :]
+            rule, statics = fill_tracers(self.held, captured)
+            args = jtu.tree_unflatten(self.in_tree, merge(self.in_mask, arrays, self.in_others))
+            used_outs = merge(self.out_mask, used, [False] * len(self.out_mask))
+            used_outs = jtu.tree_unflatten(self.out_tree, used_outs)
+            out = rule(*statics, used_outs, *args.values())
+            return self._used_results(out, used)
+
+        with compat.bind_axes(self.axes), _tracing(self.identity, self.refused | {used}):
+            jaxpr, consts = compat.trace_to_jaxpr(narrowed, self.avals, self.debug_info)
+        if any(isinstance(c, Tracer) for c in consts):
+            raise UnexpectedTracerError(
+                f"the rule {self.rule_name} of custom_dce function {self.name} uses a tracer "
+                "that it was not passed; pass it to the function as an argument"
+            )
+        # What the rule calls is narrowed too, and what only that would have needed goes.
+        jaxpr = compat.with_consts(jaxpr, consts)
+        jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
+        return jaxpr, (*[False] * self.num_consts, *used_ins)
+
+    @property
+    def rule_name(self) -> str:
+        rule = self.held[0]
+        return getattr(rule, "__name__", repr(rule))
+
+    def _used_results(self, out: Any, used: Used) -> list[Any]:
+        paths = [path for path, _ in jtu.tree_flatten_with_path(self._like(object()))[0]]
+        values = split(self.out_mask, self._leaves(out))[0]
+        paths = split(self.out_mask, paths)[0]
+        results = zip(paths, used, self.out_avals, values, strict=True)
+        return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
+
+    def _leaves(self, out: Any) -> list[Any]:
+        """What the rule returned for each leaf of the result, None where it returned nothing."""
+        unused = object()
+        full = self._like(unused)
+        if {type(out), type(full)} == {list, tuple} and len(out) == len(full):
+            out = type(full)(out)
+        try:
+            out = jax.tree.broadcast(out, full, is_leaf=lambda x: x is None)
+        except ValueError as error:
+            raise TypeError(
+                f"the rule {self.rule_name} of custom_dce function {self.name} must return the "
+                f"structure that the function returns, {self.out_tree}, with None for what is not used; "
+                f"found {jtu.tree_structure(out)}"
+            ) from error
+        return self.out_tree.flatten_up_to(out)
+
+    def _like(self, leaf: Any) -> Any:
+        return jtu.tree_unflatten(self.out_tree, [leaf] * self.out_tree.num_leaves)
+
+    def _checked(self, path: Any, aval: Any, value: Any) -> Any:
+        found = jax.typeof(value) if _is_array(value) else None
+        if found is None or (found.shape, found.dtype) != (aval.shape, aval.dtype):
+            raise ValueError(
+                f"the rule {self.rule_name} of custom_dce function {self.name} must return every "
+                f"result that is used; at output{jtu.keystr(path)} it returned "
+                f"{value if found is None else found.str_short()}, expected {aval.str_short()}"
+            )
+        return compat.retyped(value, aval)
+
+
+_progress = threading.local()
+
+
+def _refused(identity: object) -> frozenset[Used]:
+    """What the rule is just being traced for. A call of the function by its own rule does not ask the
+    rule for that again: it would never end."""
+    return getattr(_progress, "refused", {}).get(identity, frozenset())
+
+
+@contextlib.contextmanager
+def _tracing(identity: object, refused: frozenset[Used]) -> Iterator[None]:
+    before = getattr(_progress, "refused", {})
+    _progress.refused = before | {identity: refused}
+    try:
+        yield
+    finally:
+        _progress.refused = before
+
+
+def _is_array(x: Any) -> bool:
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True

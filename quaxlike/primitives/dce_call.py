@@ -1,0 +1,221 @@
+"""The primitive of `custom_dce`: a call of a jaxpr that has a rule for what to compute when less is used.
+
+Every transform gives an equation of the same primitive, with a jaxpr and a rule of the transformed
+function. The derivative is an equation of its own beside the one of the function, so that the function
+computes what is used of its results, and the derivative what is used of its tangents.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from ..core import compat
+from .derive import symbolic_tangents
+from .forms import merge, split
+from .layout import is_zero, zero_tangent
+
+Used = tuple[bool, ...]
+Narrowed = tuple[Any, Used]
+"""A closed jaxpr of the used results, and which of the operands it takes."""
+
+Rule = Callable[[Used], Narrowed]
+"""What to compute when some, but not all, of the results are used."""
+
+
+class RuleInProgressError(Exception):
+    """A rule that calls its own function would be asked for what it was being traced for."""
+
+
+dce_call_p = Primitive("custom_dce_call")
+"""Operands: the inputs of `jaxpr`. Parameters: `jaxpr`, closed; `rule`; `name` of the function."""
+dce_call_p.multiple_results = True
+
+
+def memoised(rule: Rule) -> Rule:
+    """Remembers what a rule returned, so that equal equations carry the same jaxpr."""
+    known: dict[Used, Narrowed] = {}
+    lock = threading.Lock()
+
+    @functools.wraps(rule)
+    def remembered(used: Used) -> Narrowed:
+        if used not in known:
+            narrowed = rule(used)
+            with lock:
+                known.setdefault(used, narrowed)
+        return known[used]
+
+    return remembered
+
+
+# -------------------------------------------------------------------------------------------------
+# Dead code
+# -------------------------------------------------------------------------------------------------
+
+
+def _dce(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    if not any(used_outs) and not compat.has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    if all(used_outs):
+        return [True] * len(eqn.invars), eqn
+    used = tuple(used_outs)
+    try:
+        with eqn.ctx.manager:
+            jaxpr, used_ins = eqn.params["rule"](used)
+    except RuleInProgressError:
+        return [True] * len(eqn.invars), eqn
+    narrowed = eqn.replace(
+        invars=split(used_ins, eqn.invars)[0],
+        outvars=split(used, eqn.outvars)[0],
+        params=eqn.params | {"jaxpr": jaxpr, "rule": _later(eqn.params["rule"], used, jaxpr, used_ins)},
+        effects=jaxpr.effects,
+    )
+    return list(used_ins), narrowed
+
+
+def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
+    """The rule of an equation of which only `used` is left."""
+
+    @memoised
+    def narrow(still: Used) -> Narrowed:
+        left, ins = rule(tuple(merge(used, still, [False] * used.count(False))))
+        if any(split(used_ins, ins)[1]):
+            # It wants an operand that is gone, since the rule did without it for more results.
+            return compat.dce(jaxpr, still)
+        return left, tuple(split(used_ins, ins)[0])
+
+    return narrow
+
+
+# -------------------------------------------------------------------------------------------------
+# Differentiation
+# -------------------------------------------------------------------------------------------------
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, rule: Rule, name: str
+) -> tuple[list[Any], list[Any]]:
+    out = dce_call_p.bind(*primals, jaxpr=jaxpr, rule=rule, name=name)
+    zeros = [zero_tangent(x) for x in out]
+    nonzero = tuple(not is_zero(t) for t in tangents)
+    if not any(nonzero):
+        return out, zeros
+    tangent_jaxpr, outputs = _tangent_jaxpr(jaxpr, nonzero)
+    if not any(outputs):
+        return out, zeros
+
+    @memoised
+    def narrow(used: Used) -> Narrowed:
+        wanted = tuple(merge(outputs, used, [False] * outputs.count(False)))
+        jaxpr, used_ins = rule(wanted)
+        moving = split(used_ins, nonzero)[0]
+        tangents, _ = _tangent_jaxpr(jaxpr, moving, instantiate=True)
+        tangents, ins = compat.dce(tangents, [True] * len(tangents.out_avals))
+        of_primals, of_tangents = ins[: len(moving)], ins[len(moving) :]
+        all_primals = merge(used_ins, of_primals, [False] * used_ins.count(False))
+        all_tangents = merge(moving, of_tangents, [False] * moving.count(False))
+        all_tangents = merge(used_ins, all_tangents, [False] * used_ins.count(False))
+        return tangents, (*all_primals, *split(nonzero, all_tangents)[0])
+
+    live = dce_call_p.bind(
+        *primals, *split(nonzero, tangents)[0], jaxpr=tangent_jaxpr, rule=narrow, name=f"{name}.jvp"
+    )
+    return out, merge(outputs, live, split(outputs, zeros)[1])
+
+
+def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:
+    """A jaxpr from the primals and the nonzero tangents to the tangents of the results, and of which
+    results: those that can have one, or all that could if it is to be instantiated."""
+    outputs: Used = ()
+    n = len(nonzero)
+
+    def tangents(*operands: Any) -> list[Any]:
+        nonlocal outputs
+        primals = operands[:n]
+        out = symbolic_tangents(jaxpr_as_fun(jaxpr), nonzero, primals, operands[n:])
+        if instantiate:
+            zeros = [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
+            out = [ad.instantiate_zeros(z) if t is None else t for t, z in zip(out, zeros, strict=True)]
+        outputs = tuple(t is not None for t in out)
+        return split(outputs, out)[0]
+
+    avals = compat.in_avals(jaxpr)
+    moving = [aval.to_tangent_aval() for aval in split(nonzero, avals)[0]]
+    traced, consts = compat.trace_to_jaxpr(tangents, [*avals, *moving], compat.debug_info_of(jaxpr))
+    return compat.with_consts(traced, consts), outputs
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: Any, rule: Rule, name: str) -> list[Any]:
+    used = tuple(not is_zero(ct) for ct in cotangents)
+    if not any(used):
+        return [None] * len(operands)
+    used_ins: Used = (True,) * len(operands)
+    if not all(used):
+        try:
+            jaxpr, used_ins = rule(used)
+        except RuleInProgressError:
+            cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+            used = (True,) * len(cotangents)
+    taken = split(used_ins, operands)[0]
+    linear = [ad.is_undefined_primal(x) for x in taken]
+    unknown, held = split(linear, taken)
+
+    def of_linear(*linear_operands: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*merge(linear, linear_operands, held))
+
+    transposed = jax.linear_transpose(of_linear, *[x.aval for x in unknown])
+    out = merge(linear, transposed(split(used, cotangents)[0]), [None] * len(held))
+    return merge(used_ins, out, [None] * used_ins.count(False))
+
+
+# -------------------------------------------------------------------------------------------------
+# Batching
+# -------------------------------------------------------------------------------------------------
+
+
+def _batch(
+    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, rule: Rule, name: str
+) -> tuple[list[Any], list[int | None]]:
+    batched, mapped = compat.batch_jaxpr(jaxpr, axis, dims, [None] * len(jaxpr.out_avals))
+
+    @memoised
+    def narrow(used: Used) -> Narrowed:
+        jaxpr, used_ins = rule(used)
+        wanted = split(used, mapped)[0]
+        dims_left = split(used_ins, dims)[0]
+        left, found = compat.batch_jaxpr(jaxpr, axis, dims_left, [m or None for m in wanted])
+        if found != tuple(wanted):
+            left = _one_of_equals(left, [f and not m for f, m in zip(found, wanted, strict=True)])
+        return left, used_ins
+
+    out = dce_call_p.bind(*operands, jaxpr=batched, rule=narrow, name=name)
+    return out, [0 if m else None for m in mapped]
+
+
+def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
+    """Takes the first example of results that the function has once for all: the rule computes the
+    same for each, if in more steps."""
+
+    def first(*operands: Any) -> list[Any]:
+        out = jaxpr_as_fun(jaxpr)(*operands)
+        return [x[0] if s else x for x, s in zip(out, surplus, strict=True)]
+
+    traced, consts = compat.trace_to_jaxpr(first, compat.in_avals(jaxpr), compat.debug_info_of(jaxpr))
+    return compat.with_consts(traced, consts)
+
+
+def _evaluate(*operands: Any, jaxpr: Any, rule: Rule, name: str) -> list[Any]:
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+dce_call_p.def_impl(_evaluate)
+dce_call_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+mlir.register_lowering(dce_call_p, mlir.lower_fun(_evaluate, multiple_results=True))
+batching.fancy_primitive_batchers[dce_call_p] = _batch
+ad.primitive_jvps[dce_call_p] = _jvp
+ad.primitive_transposes[dce_call_p] = _transpose
+compat.register_dce(dce_call_p, _dce)
