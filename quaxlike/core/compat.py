@@ -268,9 +268,15 @@ def register_dce(
     partial_eval.dce_rules[primitive] = registered
 
 
-def dce(jaxpr: jexc.ClosedJaxpr, used_outs: Sequence[bool]) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
+# JAX before 0.12 does not look for dead code in the bodies of `while_loop`.
+WHILE_HAS_DCE = jexc.primitives.while_p in partial_eval.dce_rules
+
+
+def dce(
+    jaxpr: jexc.ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
+) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
     """A closed jaxpr of the used results only, and which inputs it still has."""
-    live, used_ins = partial_eval.dce_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), list(used_outs))
+    live, used_ins = partial_eval.dce_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else jexc.ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
 

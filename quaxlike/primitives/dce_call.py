@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core.primitives import while_p
 from jax.interpreters import ad, batching, mlir
 
 from ..core import compat
@@ -89,6 +90,26 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
         return left, tuple(split(used_ins, ins)[0])
 
     return narrow
+
+
+def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """Eliminates dead code in a loop that calls functions with rules; what it carries stays."""
+    if not any(used_outs) and not compat.has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    jaxprs = {name: eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr")}
+    if not any(map(_has_rule, jaxprs.values())):
+        return [True] * len(eqn.invars), eqn
+    jaxprs = {
+        name: compat.dce(jaxpr, [True] * len(jaxpr.out_avals), keep_inputs=True)[0]
+        for name, jaxpr in jaxprs.items()
+    }
+    return [True] * len(eqn.invars), eqn.replace(params=eqn.params | jaxprs)
+
+
+def _has_rule(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive is dce_call_p or any(map(_has_rule, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns
+    )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -219,3 +240,5 @@ batching.fancy_primitive_batchers[dce_call_p] = _batch
 ad.primitive_jvps[dce_call_p] = _jvp
 ad.primitive_transposes[dce_call_p] = _transpose
 compat.register_dce(dce_call_p, _dce)
+if not compat.WHILE_HAS_DCE:
+    compat.register_dce(while_p, _dce_while)
