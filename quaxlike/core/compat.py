@@ -249,7 +249,7 @@ def lower_with_devices(primitive: jexc.Primitive) -> None:
 
 def lowers_with_devices(jaxpr: Any) -> bool:
     """Whether a closed jaxpr holds an equation that asks for the devices when it is lowered."""
-    return dispatch.jaxpr_has_prim_requiring_devices(getattr(jaxpr, "jaxpr", jaxpr))
+    return dispatch.jaxpr_has_prim_requiring_devices(opened(jaxpr))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def dce(
     jaxpr: jexc.ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
     """A closed jaxpr of the used results only, and which inputs it still has."""
-    live, used_ins = partial_eval.dce_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), list(used_outs), keep_inputs)
+    live, used_ins = partial_eval.dce_jaxpr(opened(jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else jexc.ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
 
@@ -314,7 +314,7 @@ def retyped(x: Any, aval: jax.core.ShapedArray) -> Any:
     """`x`, of the same shape and dtype, as weak and as varying (over the axes of shard_map) as `aval`."""
     if not aval.weak_type and jax.typeof(x).weak_type:
         x = jax.lax.convert_element_type(x, aval.dtype)
-    missing = aval.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    missing = aval.manual_axis_type.varying - varying_axes(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
