@@ -1,0 +1,212 @@
+"""What all quantised arrays share: how codes and scales are laid out, and what that makes possible.
+
+The *stored* array is the logical one with its axes in the order in which they were quantised. Its
+leading axes are axes of both leaves; its trailing ones are flattened, row-major, into the last axis of
+`codes` and cut into blocks there:
+
+    stored shape = codes.shape[:-1] + inner,      scale: codes.shape[:-1] + (blocks,)
+
+Leading axes are therefore free: `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding
+act on the leaves and leave the shape true. Blocks may cross the inner axes, so these stay together.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
+
+from quaxlike.core.values import ArrayValue
+
+from .scales import NestedScales, dense_scales
+
+_Q = TypeVar("_Q", bound="AbstractQuantizedArray")
+
+
+class AbstractQuantizedArray(ArrayValue):
+    """An array of integer codes, with a scale for each block of them.
+
+    Make one with `quantize`. It behaves as the array of dtype `logical_dtype` that it stands for:
+    `dot_general` multiplies with the codes as they are stored, in either direction and on either side;
+    transposing, reshaping whole blocks, slicing and stacking do not requantise. What cannot be done on
+    codes materialises the array, with a [`quaxlike.MaterialisationWarning`][].
+
+    **Arguments:**
+
+    - `codes`: `(*lead, n)`: bytes that hold two 4-bit codes each, or int8.
+    - `scale`: `(*lead, blocks)` float32, or [`NestedScales`][quaxlike.arrays.quantized.NestedScales].
+    - `block_size`: how many codes share a scale; None for all of the last axis.
+    - `inner`: the trailing axes that are flattened into the last axis of `codes`; None for a single
+        axis, as long as there are codes.
+    - `axes`: how the last `len(axes)` axes of the stored array are permuted in the logical array.
+    - `logical_dtype`: the dtype of the array that this stands for.
+    - `train_scales`: whether gradients flow into the scales.
+    """
+
+    on_materialise = "warn"
+
+    codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
+    scale: Float32[Array, "*lead blocks"] | NestedScales
+    block_size: int | None = eqx.field(static=True)
+    inner: tuple[int, ...] | None = eqx.field(static=True, default=None)
+    axes: tuple[int, ...] = eqx.field(static=True, default=())
+    logical_dtype: np.dtype = eqx.field(static=True, default=np.dtype(np.float32))
+    train_scales: bool = eqx.field(static=True, default=False)
+
+    codes_per_entry: ClassVar[int]
+    """How many codes one element of `codes` holds."""
+
+    @classmethod
+    @abc.abstractmethod
+    def decode(
+        cls, codes: Array, scale: Array, inner: tuple[int, ...], block_size: int, dtype: np.dtype
+    ) -> Array:
+        """The dense array of shape `inner` for codes and scales without leading axes."""
+
+    @classmethod
+    @abc.abstractmethod
+    def decode_at(
+        cls, codes: Array, scale: Array, index: Int[Array, "*shape"], block_size: int
+    ) -> Float32[Array, "*shape"]:
+        """The elements at flat positions `index`, for codes and scales without leading axes."""
+
+    @classmethod
+    @abc.abstractmethod
+    def matmul(
+        cls,
+        x: Float[Array, "*batch contracted"],
+        codes: Array,
+        scale: Float32[Array, " ..."],
+        *,
+        shape: tuple[int, int],
+        block_size: int,
+        transpose: bool,
+        out_dtype: np.dtype,
+    ) -> Float[Array, "*batch free"]:
+        """`x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`."""
+
+    # The array that this stands for
+
+    def aval(self) -> jax.core.ShapedArray:
+        shape = self.stored_shape
+        return jax.core.ShapedArray(tuple(shape[i] for i in self.permutation), self.logical_dtype)
+
+    def materialise(self) -> Array:
+        inner, block_size = self.inner_shape, self.block
+        codes, scale = self.codes, self.dense_scale()
+        decode: Callable[..., Array] = lambda codes, scale: self.decode(
+            codes, scale, inner, block_size, self.logical_dtype
+        )
+        for _ in range(self.num_lead):
+            decode = jax.vmap(decode)
+        return decode(codes, scale).transpose(self.permutation)
+
+    # The stored array
+
+    @property
+    def num_lead(self) -> int:
+        """How many axes of the stored array are axes of the leaves."""
+        return len(self.codes.shape) - 1
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """The axes that are flattened into the last one of `codes`."""
+        return (self.codes.shape[-1] * self.codes_per_entry,) if self.inner is None else self.inner
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], *self.inner_shape)
+
+    @property
+    def permutation(self) -> tuple[int, ...]:
+        """For each logical axis, the stored axis that it is."""
+        kept = len(self.stored_shape) - len(self.axes)
+        return (*range(kept), *(kept + axis for axis in self.axes))
+
+    @property
+    def block(self) -> int:
+        """How many codes share a scale."""
+        return self.inner_shape[-1] if self.block_size is None else self.block_size
+
+    def joins(self, *, in_columns: bool) -> bool:
+        """Whether leading axes can be made axes of one large matrix: of its columns, beside the inner
+        axes, or else of its rows."""
+        size = math.prod(self.inner_shape)
+        return size % self.codes_per_entry == 0 and size % max(self.block, 1) == 0
+
+    def dense_scale(self) -> Float32[Array, "*lead blocks"]:
+        """The float32 scales, shut off from gradients unless `train_scales`."""
+        scale = dense_scales(self.scale)
+        return scale if self.train_scales else lax.stop_gradient(scale)
+
+    def with_axes(self: _Q, permutation: Sequence[int]) -> _Q:
+        """The same codes with this `permutation` of the stored axes."""
+        kept = 0
+        while kept < len(permutation) and permutation[kept] == kept:
+            kept += 1
+        return dataclasses.replace(self, axes=tuple(axis - kept for axis in permutation[kept:]))
+
+    def map_lead(self: _Q, fn: Callable[[Array], Array]) -> _Q:
+        """`fn`, which acts on leading axes only, done to each leaf. The scales come out as float32:
+        nested ones do not belong to single rows."""
+        return dataclasses.replace(self, codes=fn(self.codes), scale=fn(dense_scales(self.scale)))
+
+    def stored(self) -> Array:
+        """The stored array, dense."""
+        return self.with_axes(range(len(self.stored_shape))).materialise()
+
+    def stored_slice(self: _Q, i: ArrayLike) -> "_Q | Array":
+        """Slice `i` of the stored array along its first axis: an array of this type, or, where blocks are
+        cut, a dense one."""
+        if self.num_lead:
+            part = self.map_lead(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False))
+            return part.with_axes(range(len(part.stored_shape)))
+        rest = self.inner_shape[1:]
+        size = math.prod(rest)
+        values = self.decode_at(self.codes, self.dense_scale(), i * size + jnp.arange(size), self.block)
+        return values.astype(self.logical_dtype).reshape(rest)
+
+    # Hooks
+
+    def leading_axis(self) -> Sequence[int | None]:
+        if self.num_lead == 0 or self.permutation[0] != 0:
+            return NotImplemented
+        return [0] * len(jax.tree.leaves(self))
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
+        per_axis = [*spec, *[None] * (len(self.stored_shape) - len(spec))]
+        stored = [per_axis[self.permutation.index(i)] for i in range(len(self.stored_shape))]
+        lead, inner = stored[: self.num_lead], stored[self.num_lead :]
+        if all(axis is None for axis in inner):
+            return [jax.P(*lead, *[None] * (leaf.ndim - self.num_lead)) for leaf in jax.tree.leaves(self)]
+        if self.inner is not None or isinstance(self.scale, NestedScales):
+            raise ValueError(
+                f"{type(self).__name__} of stored shape {self.stored_shape} cannot be sharded by {spec}: "
+                f"the axes {self.inner_shape} share blocks. Shard leading axes only, or quantise with "
+                "`block_size` dividing the last axis and without double quantisation."
+            )
+        per_row = self.scale.shape[-1] == 1
+        return [jax.P(*lead, *inner), jax.P(*lead, None) if per_row else jax.P(*lead, *inner)]
+
+
+def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:
+    """`x` with `axis` last, and the permutation that leads back from there."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
+    if x.ndim == 0:
+        return x, []
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{cls.__name__}.quantize: axis {axis} is not an axis of an array of shape {x.shape}."
+        )
+    axis %= x.ndim
+    return jnp.moveaxis(x, axis, -1), [*range(axis), x.ndim - 1, *range(axis, x.ndim - 1)]

@@ -1,0 +1,186 @@
+"""4-bit arrays: two codes a byte, each an index into a table of 16 values."""
+
+import math
+from typing import ClassVar, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
+
+from quaxlike.kernels import blockwise
+from quaxlike.kernels.nf4_matmul import nf4_matmul
+
+from .base import AbstractQuantizedArray, as_floating
+from .scales import NestedScales
+
+_C = TypeVar("_C", bound="AbstractCodebookArray")
+
+
+class AbstractCodebookArray(AbstractQuantizedArray):
+    """A 4-bit array: `codebook[codes] * scale`."""
+
+    codes_per_entry = 2
+
+    codebook: ClassVar[np.ndarray]
+    """The 16 values that codes stand for."""
+
+    largest: ClassVar[float] = 1.0
+    """The value that a block's largest magnitude is stored as."""
+
+    @classmethod
+    def quantize(
+        cls: type[_C],
+        x: Float[ArrayLike, "..."],
+        *,
+        block_size: int = 64,
+        double_quant: bool = False,
+        axis: int = -1,
+        train_scales: bool = False,
+    ) -> _C:
+        """Quantises an array of any shape.
+
+        **Arguments:**
+
+        - `x`: any floating dtype, which becomes the logical dtype; computed in float32.
+        - `block_size`: how many elements share a scale, a power of two from 32 to 4096. The array is
+            flattened, so that blocks may cross rows and the last one may be partial. Default 64.
+        - `double_quant`: stores the scales in 8 bits as well. Default False.
+        - `axis`: the axis that blocks run along, last where the array is flattened. Default -1.
+        - `train_scales`: whether gradients flow into the scales. Default False.
+
+        **Returns:** `x` rounded, as an array of this type, of the same shape and dtype.
+
+        **Raises:** `ValueError` for a block size that is not allowed, `TypeError` for an array that is
+        not floating.
+
+        !!! example
+
+            ```python
+            import jax, jax.numpy as jnp, quaxlike as ql
+
+            w = jax.random.normal(jax.random.key(0), (32, 128))
+            ql.quaxify(jnp.dot)(ql.NF4Array.quantize(w), jnp.ones(128))
+            ```
+        """
+        stored, permutation = as_floating(cls, x, axis)
+        largest = np.float32(cls.largest)
+        codes, scale = blockwise.quantize_codebook(stored, cls.codebook / largest, block_size)
+        scale = scale / largest
+        out = cls.from_flat(
+            codes,
+            NestedScales.quantize(scale) if double_quant else scale,
+            shape=stored.shape,
+            block_size=block_size,
+            dtype=stored.dtype,
+            train_scales=train_scales,
+        )
+        return out.with_axes(permutation)
+
+    @classmethod
+    def from_flat(
+        cls: type[_C],
+        codes: UInt8[Array, " bytes"],
+        scale: Float32[Array, " blocks"] | NestedScales,
+        *,
+        shape: tuple[int, ...],
+        block_size: int,
+        dtype: DTypeLike = jnp.float32,
+        train_scales: bool = False,
+    ) -> _C:
+        """An array of given codes and scales, as they are stored in files: without leading axes.
+
+        **Arguments:**
+
+        - `codes`: `ceil(prod(shape) / 2)` bytes, row-major, high nibble first.
+        - `scale`: one for each block of `block_size` codes.
+        - `shape`: of the array.
+        - `block_size`: how many codes share a scale.
+        - `dtype`: the logical dtype.
+        - `train_scales`: whether gradients flow into the scales.
+        """
+        # As few axes as possible are tied together: those that whole blocks cannot be cut along.
+        # Nested scales tie all of them, since their blocks cross rows as well.
+        tied = len(shape)
+        if not isinstance(scale, NestedScales):
+            for count in range(1, len(shape)):
+                if math.prod(shape[-count:]) % block_size == 0:
+                    tied = count
+                    break
+        lead, inner = shape[: len(shape) - tied], shape[len(shape) - tied :]
+        if lead and not isinstance(scale, NestedScales):
+            rows = math.prod(lead)
+            codes = codes.reshape(*lead, codes.size // max(rows, 1))
+            scale = scale.reshape(*lead, scale.size // max(rows, 1))
+        one_axis = len(inner) == 1 and inner[0] % 2 == 0
+        return cls(
+            codes=codes,
+            scale=scale,
+            block_size=block_size,
+            inner=None if one_axis else inner,
+            logical_dtype=jnp.dtype(dtype),
+            train_scales=train_scales,
+        )
+
+    @classmethod
+    def decode(
+        cls, codes: Array, scale: Array, inner: tuple[int, ...], block_size: int, dtype: np.dtype
+    ) -> Array:
+        dense = blockwise.dequantize_codebook(
+            codes, scale, cls.codebook, n=math.prod(inner), block_size=block_size, dtype=dtype
+        )
+        return dense.reshape(inner)
+
+    @classmethod
+    def decode_at(
+        cls, codes: Array, scale: Array, index: Int[Array, "*shape"], block_size: int
+    ) -> Float32[Array, "*shape"]:
+        pair = codes[index // 2]
+        code = jnp.where(index % 2 == 0, pair >> 4, pair & 15)
+        return jnp.asarray(cls.codebook)[code] * scale[index // block_size]
+
+    @classmethod
+    def matmul(
+        cls,
+        x: Float[Array, "*batch contracted"],
+        codes: Array,
+        scale: Array,
+        *,
+        shape: tuple[int, int],
+        block_size: int,
+        transpose: bool,
+        out_dtype: np.dtype,
+    ) -> Float[Array, "*batch free"]:
+        return nf4_matmul(
+            x,
+            codes.reshape(-1),
+            scale.reshape(-1),
+            cls.codebook,
+            shape=shape,
+            block_size=block_size,
+            transpose=transpose,
+            out_dtype=out_dtype,
+        )
+
+
+class NF4Array(AbstractCodebookArray):
+    """A 4-bit NormalFloat array, bit for bit as bitsandbytes makes it.
+
+    Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
+    """
+
+    codebook = blockwise.NF4
+
+
+class FP4Array(AbstractCodebookArray):
+    """A 4-bit floating-point array (1 sign, 2 exponent, 1 mantissa bit), bit for bit as bitsandbytes
+    makes it."""
+
+    codebook = blockwise.FP4
+
+
+class Int4Array(AbstractCodebookArray):
+    """A 4-bit integer array: integers from -7 to 7, times a scale for each block."""
+
+    codebook = blockwise.INT4
+    largest = 7.0

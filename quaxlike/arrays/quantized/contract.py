@@ -1,0 +1,200 @@
+"""`dot_general` on codes, for every dimension_numbers, on either side.
+
+Axes go by names: an axis of the stored weight by its number, and so does the axis of the other operand
+that is paired with it; the free axes of the other operand by negative numbers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from quaxlike.core.rules import register
+
+from .base import AbstractQuantizedArray
+
+_Names = tuple[int, ...]
+
+
+@register("dot_general")
+def _dot_general_right(
+    x: ArrayLike, w: AbstractQuantizedArray, *, dimension_numbers: Any, **params: Any
+) -> Any:
+    (x_contract, w_contract), (x_batch, w_batch) = dimension_numbers
+    return _dot_general(x, w, (x_contract, x_batch), (w_contract, w_batch), False, params)
+
+
+@register("dot_general")
+def _dot_general_left(
+    w: AbstractQuantizedArray, x: ArrayLike, *, dimension_numbers: Any, **params: Any
+) -> Any:
+    (w_contract, x_contract), (w_batch, x_batch) = dimension_numbers
+    return _dot_general(x, w, (x_contract, x_batch), (w_contract, w_batch), True, params)
+
+
+def _dot_general(
+    x: ArrayLike,
+    w: AbstractQuantizedArray,
+    x_axes: tuple[Sequence[int], Sequence[int]],
+    w_axes: tuple[Sequence[int], Sequence[int]],
+    w_first: bool,
+    params: dict[str, Any],
+) -> Any:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or params.get("out_sharding") is not None:
+        return NotImplemented
+    stored = w.permutation
+    paired = dict(zip((*x_axes[0], *x_axes[1]), (*w_axes[0], *w_axes[1]), strict=True))
+    x_names = tuple(stored[paired[i]] if i in paired else -1 - i for i in range(x.ndim))
+    x_free = [name for name in x_names if name < 0]
+    w_free = [name for name in stored if name not in x_names]
+    batch = [stored[i] for i in w_axes[1]]
+    out_names = (*batch, *w_free, *x_free) if w_first else (*batch, *x_free, *w_free)
+    preferred = params.get("preferred_element_type")
+    dtype = jnp.promote_types(x.dtype, w.dtype) if preferred is None else jnp.dtype(preferred)
+    return contract(x, x_names, w, out_names, dtype)
+
+
+def contract(
+    x: Array, x_names: _Names, w: AbstractQuantizedArray, out_names: _Names, dtype: np.dtype
+) -> Array:
+    """The product of `x` and the stored weight, summed over the names that `out_names` lacks."""
+    shared = [name for name in x_names if name >= 0]
+    plan = _plan(w, [n for n in shared if n not in out_names], [n for n in shared if n in out_names])
+    if plan is None:
+        return _contract_slices(x, x_names, w, out_names, dtype)
+
+    x_free = [name for name in x_names if name < 0]
+    x = x.transpose([x_names.index(name) for name in (*plan.batch, *x_free, *plan.contracted)])
+    kept = len(plan.batch) + len(x_free)
+    x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
+
+    order = plan.lead_order(w.num_lead)
+    codes = w.codes.transpose(*order, w.num_lead)
+    scale = w.dense_scale().transpose(*order, w.num_lead)
+    sizes = w.stored_shape
+    rows, columns = (plan.contracted, plan.free) if plan.transpose else (plan.free, plan.contracted)
+    shape = (math.prod(sizes[name] for name in rows), math.prod(sizes[name] for name in columns))
+
+    def matmul(x: Array, codes: Array, scale: Array) -> Array:
+        return type(w).matmul(
+            x,
+            codes,
+            scale,
+            shape=shape,
+            block_size=w.block,
+            transpose=plan.transpose,
+            out_dtype=dtype,
+        )
+
+    for _ in plan.mapped:
+        matmul = jax.vmap(matmul, in_axes=(None, 0, 0))
+    for _ in plan.batch:
+        matmul = jax.vmap(matmul)
+    y = matmul(x, codes, scale)
+    y = y.reshape(*y.shape[:-1], *(sizes[name] for name in plan.free))
+    return _reorder(y, (*plan.batch, *plan.mapped, *x_free, *plan.free), out_names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The stored weight as a stack of matrices: its axes are `batch`, `mapped`, rows, columns.
+
+    `batch` axes are those that `x` has as well and that are not summed over; along `mapped` ones `x`
+    is the same. Contracting columns is `x @ W.T`; contracting rows is `x @ W` (`transpose`).
+    """
+
+    batch: _Names
+    mapped: _Names
+    contracted: _Names
+    free: _Names
+    transpose: bool
+
+    def lead_order(self, num_lead: int) -> _Names:
+        """The order of the leading axes in which the stored weight has this form."""
+        matrix = (*self.contracted, *self.free) if self.transpose else (*self.free, *self.contracted)
+        return tuple(name for name in (*self.batch, *self.mapped, *matrix) if name < num_lead)
+
+
+def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[int]) -> _Plan | None:
+    """The form in which `w` is contracted; None if blocks would be cut through."""
+    lead, inner = range(w.num_lead), range(w.num_lead, len(w.stored_shape))
+    if any(name in inner for name in batch):
+        return None
+    lead_contracted = tuple(name for name in lead if name in contracted)
+    lead_free = tuple(name for name in lead if name not in contracted and name not in batch)
+    inner_contracted = tuple(name for name in inner if name in contracted)
+    inner_free = tuple(name for name in inner if name not in contracted)
+    if inner_contracted and inner_free + inner_contracted == tuple(inner):
+        transpose, inner_rows = False, inner_free
+    elif inner_contracted + inner_free == tuple(inner):
+        transpose, inner_rows = True, inner_contracted
+    else:
+        return None
+    # Free leading axes join the rows or columns of one large matrix, or else are mapped over.
+    for joined, mapped in [(lead_free, ()), ((), lead_free)]:
+        lead_columns = joined if transpose else lead_contracted
+        cut = lead_columns and inner_rows
+        if not cut and (w.joins(in_columns=bool(lead_columns)) or not (joined or lead_contracted)):
+            contracted = (*lead_contracted, *inner_contracted)
+            return _Plan(tuple(batch), mapped, contracted, (*joined, *inner_free), transpose)
+    return None
+
+
+def _contract_slices(
+    x: Array, x_names: _Names, w: AbstractQuantizedArray, out_names: _Names, dtype: np.dtype
+) -> Array:
+    """One slice of the stored weight along its first axis after the other, each decoded on its own."""
+    if len(w.stored_shape) == 1:
+        return _einsum(x, x_names, w.stored(), out_names, dtype)
+    rest = tuple(_without_first(name) for name in out_names if name != 0)
+    in_x, in_out = 0 in x_names, 0 in out_names
+
+    @jax.checkpoint  # the backward pass decodes again
+    def product(x: Array, w: AbstractQuantizedArray, i: Array) -> Array:
+        if in_x:
+            x = lax.dynamic_index_in_dim(x, i, x_names.index(0), keepdims=False)
+        names = tuple(_without_first(name) for name in x_names if name != 0)
+        part = w.stored_slice(i)
+        if isinstance(part, AbstractQuantizedArray):
+            return contract(x, names, part, rest, np.dtype(np.float32))
+        return _einsum(x, names, part, rest, np.dtype(np.float32))
+
+    if in_out:
+        _, y = lax.scan(lambda _, i: (None, product(x, w, i)), None, jnp.arange(w.stored_shape[0]))
+        names = (0, *(name for name in out_names if name != 0))
+        return _reorder(jnp.asarray(y, dtype), names, out_names)
+    total = jnp.zeros(jax.eval_shape(product, x, w, jnp.int32(0)).shape, jnp.float32)
+    step = lambda total, i: (total + product(x, w, i), None)
+    total, _ = lax.scan(step, total, jnp.arange(w.stored_shape[0]))
+    return total.astype(dtype)
+
+
+def _without_first(name: int) -> int:
+    """The name of the same axis in a slice along the first stored axis."""
+    return name if name < 0 else name - 1
+
+
+def _einsum(x: Array, x_names: _Names, w: Array, out_names: _Names, dtype: np.dtype) -> Array:
+    offset = x.ndim + 1  # einsum takes names from 0
+    sublists = [[name + offset for name in names] for names in (x_names, range(w.ndim), out_names)]
+    y = jnp.einsum(
+        x.astype(jnp.float32),
+        sublists[0],
+        w.astype(jnp.float32),
+        sublists[1],
+        sublists[2],
+        precision=lax.Precision.HIGHEST,
+    )
+    return y.astype(dtype)
+
+
+def _reorder(y: Array, names: _Names, wanted: _Names) -> Array:
+    return y.transpose([names.index(name) for name in wanted])

@@ -1,0 +1,172 @@
+"""Products with quantised weights against the same products with the dense weights, in float64."""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quaxlike as ql
+
+_TYPES = [ql.NF4Array, ql.FP4Array, ql.Int4Array]
+
+
+def _normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def _close(actual, expected, tolerance=2e-5):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    scale = max(np.abs(expected).max(initial=0), 1e-3)
+    np.testing.assert_allclose(actual, expected, atol=tolerance * scale, rtol=0)
+
+
+def _dot_general_in_float64(x, w, dimension_numbers):
+    (x_contract, w_contract), (x_batch, w_batch) = dimension_numbers
+    w_names = [None] * w.ndim
+    x_names = list(range(x.ndim))
+    for i, j in zip((*x_contract, *x_batch), (*w_contract, *w_batch), strict=True):
+        w_names[j] = i
+    w_names = [x.ndim + j if name is None else name for j, name in enumerate(w_names)]
+    out = [x_names[i] for i in x_batch]
+    out += [i for i in x_names if i not in (*x_contract, *x_batch)]
+    out += [name for name in w_names if name >= x.ndim]
+    return np.einsum(x.astype(np.float64), x_names, w.astype(np.float64), w_names, out)
+
+
+@st.composite
+def _products(draw):
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 16, 64]), min_size=1, max_size=3)))
+    axes = draw(st.permutations(range(len(shape))))
+    paired = axes[: draw(st.integers(0, len(shape)))]
+    batch = paired[: draw(st.integers(0, min(len(paired), 2)))]
+    contract = paired[len(batch) :]
+    free = draw(st.integers(0, 2))
+    order = draw(st.permutations(range(free + len(paired))))
+    sizes = [2 + i for i in range(free)] + [shape[i] for i in paired]
+    x_shape = tuple(sizes[i] for i in order)
+    place = {axis: order.index(free + i) for i, axis in enumerate(paired)}
+    dims = (
+        (tuple(place[i] for i in contract), tuple(contract)),
+        (tuple(place[i] for i in batch), tuple(batch)),
+    )
+    return shape, x_shape, dims
+
+
+@settings(max_examples=15)
+@given(_products(), st.sampled_from(_TYPES), st.booleans(), st.booleans(), st.integers(0, 2))
+def test_every_dimension_numbers_on_either_side(product, cls, double_quant, on_left, axis):
+    shape, x_shape, dims = product
+    w = cls.quantize(_normal(0, *shape), block_size=32, double_quant=double_quant, axis=axis % len(shape))
+    x = _normal(1, *x_shape)
+    (x_contract, w_contract), (x_batch, w_batch) = dims
+    dense = np.asarray(w.materialise())
+    with ql.on_materialise("error"):
+        if on_left:
+            flipped = ((w_contract, x_contract), (w_batch, x_batch))
+            y = ql.quaxify(lambda w, x: jax.lax.dot_general(w, x, flipped))(w, x)
+            expected = _dot_general_in_float64(dense, x, flipped)
+        else:
+            y = ql.quaxify(lambda x, w: jax.lax.dot_general(x, w, dims))(x, w)
+            expected = _dot_general_in_float64(x, dense, dims)
+    _close(y, expected)
+
+
+def test_accumulates_into_the_preferred_type():
+    w = ql.NF4Array.quantize(jnp.asarray(_normal(0, 16, 64), jnp.bfloat16))
+    x = jnp.asarray(_normal(1, 3, 64), jnp.bfloat16)
+    assert w.dtype == jnp.bfloat16
+    assert ql.quaxify(lambda x, w: x @ w.T)(x, w).dtype == jnp.bfloat16
+    dot = lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    assert ql.quaxify(dot)(x, w).dtype == jnp.float32
+
+
+_TRANSFORMS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(f, argnums=1),
+    "jit of value_and_grad": lambda f: jax.jit(jax.value_and_grad(f, argnums=1)),
+    "vmap": lambda f: jax.vmap(f, in_axes=(None, 0)),
+    "jvp": lambda f: lambda w, x: jax.jvp(lambda x: f(w, x), (x,), (jnp.ones_like(x),)),
+    "hessian": lambda f: jax.hessian(f, argnums=1),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("name", _TRANSFORMS)
+def test_transforms_inside_and_outside_of_quaxify(name, double_quant, outside):
+    w = ql.NF4Array.quantize(_normal(0, 24, 32), block_size=32, double_quant=double_quant)
+    x = _normal(1, 3, 32)
+    f = lambda w, x: jnp.tanh(x @ w.T).sum()
+    transform = _TRANSFORMS[name]
+    with ql.on_materialise("error"):
+        run = transform(ql.quaxify(f)) if outside else ql.quaxify(transform(f))
+        actual = run(w, x)
+    jax.tree.map(_close, actual, transform(f)(w.materialise(), x))
+
+
+@pytest.mark.parametrize("cls", _TYPES)
+def test_a_linear_layer(cls):
+    layer = eqx.nn.Linear(64, 16, key=jax.random.key(0))
+    w = cls.quantize(layer.weight)
+    quantised, dense = [eqx.tree_at(lambda layer: layer.weight, layer, x) for x in (w, w.materialise())]
+    x = _normal(1, 3, 64)
+    with ql.on_materialise("error"):
+        actual = eqx.filter_jit(ql.quaxify(lambda layer, x: jax.vmap(layer)(x)))(quantised, x)
+    _close(actual, jax.vmap(dense)(x))
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_stacked_layers(double_quant):
+    stack = jax.vmap(lambda w: ql.NF4Array.quantize(w, double_quant=double_quant))(_normal(0, 3, 64, 64))
+    assert stack.shape == (3, 64, 64)
+    dense, x = stack.materialise(), _normal(1, 5, 64)
+    layers = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, w)[0]
+    with ql.on_materialise("error"):
+        _close(ql.quaxify(layers)(stack, x), layers(dense, x))
+        _close(
+            jax.grad(lambda x: ql.quaxify(layers)(stack, x).sum())(x),
+            jax.grad(lambda x: layers(dense, x).sum())(x),
+        )
+        product = lambda w, x: x @ w
+        expected = jax.vmap(product, in_axes=(0, None))(dense, x)
+        _close(jax.vmap(ql.quaxify(product), in_axes=(0, None))(stack, x), expected)
+        _close(ql.quaxify(jax.vmap(product, in_axes=(0, None)))(stack, x), expected)
+
+
+@pytest.mark.parametrize("train_scales", [False, True])
+def test_scales_are_trained_only_if_asked(train_scales):
+    w = ql.NF4Array.quantize(_normal(0, 8, 64), train_scales=train_scales)
+    x = _normal(1, 64)
+    loss = lambda scale: jnp.sum(ql.quaxify(lambda w: (w @ x) ** 2)(eqx.tree_at(lambda w: w.scale, w, scale)))
+    actual = jax.grad(loss)(w.scale)
+    unit = eqx.tree_at(lambda w: w.scale, w, jnp.ones_like(w.scale)).materialise()
+    y = np.asarray(w.materialise(), np.float64) @ x
+    expected = (2 * y * (np.asarray(unit, np.float64) @ x))[:, None] * train_scales
+    _close(actual, expected, 1e-4)
+
+
+def test_the_backward_pass_keeps_no_dense_weight():
+    n = 1024
+    shapes = jax.eval_shape(ql.NF4Array.quantize, jax.ShapeDtypeStruct((n, n), jnp.float32))
+    x = jax.ShapeDtypeStruct((4, n), jnp.float32)
+    three = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w.T) @ w.T) @ w.T))
+    step = jax.jit(jax.value_and_grad(ql.quaxify(three), argnums=1))
+    memory = step.lower(shapes, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * n * n / 2
+
+
+def test_all_permutations_of_contracting_axes_agree():
+    w = ql.NF4Array.quantize(_normal(0, 2, 4, 64), block_size=64)
+    dense = np.asarray(w.materialise())
+    for order in itertools.permutations(range(3)):
+        x = _normal(1, *(w.shape[i] for i in order))
+        dims = (((0, 1, 2), order), ((), ()))
+        y = ql.quaxify(lambda x, w, dims=dims: jax.lax.dot_general(x, w, dims))(x, w)
+        _close(y, _dot_general_in_float64(x, dense, dims))
