@@ -12,9 +12,7 @@ from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.primitives.classes import ZERO_PRESERVING
 
 SINGLE = OneHotVector(5.0, 2, length=4)
-STACKED = OneHotVector(
-    jnp.array([5.0, 3.0, 2.0]), jnp.array([2, -1, 7]), length=4
-)  # the last: nowhere
+STACKED = OneHotVector(jnp.array([5.0, 3.0, 2.0]), jnp.array([2, -1, 7]), length=4)  # the last: nowhere
 
 
 def random(*shape):

@@ -1,0 +1,9 @@
+"""Arrays that are known without looking at them.
+
+What follows from that alone is worked out while tracing: x + 0 is x, x · 0 is 0, I @ x is x, and no
+arithmetic is left in the jaxpr.
+"""
+
+from .constants import Full as Full
+from .constants import Zero as Zero
+from .identity import Identity as Identity

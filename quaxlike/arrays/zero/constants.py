@@ -1,0 +1,317 @@
+"""`Zero` and `Full`: arrays whose elements are all equal."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import wadler_lindig as wl
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.operators import ArrayOperators
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from ...core.values import ArrayValue
+from ...primitives.classes import ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REARRANGEMENTS
+
+# After the types that describe an array, before those that say how it is stored.
+PRECEDENCE = 10
+
+
+class Zero(ArrayOperators, ArrayValue):
+    """An array of zeros.
+
+    It holds no array, so transforms that are applied *outside* of `quaxify` do not see it: `jax.vmap`
+    hands it on whole.
+
+    **Arguments:**
+
+    - `shape`: default `()`.
+    - `dtype`: default float.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.zero import Zero
+
+        x = jnp.ones((3, 4))
+        ql.quaxify(lambda x, z: x + z @ x)(x, Zero((3, 3)))  # x itself
+        ```
+    """
+
+    _shape: tuple[int, ...] = eqx.field(static=True)
+    _dtype: np.dtype = eqx.field(static=True)
+
+    def __init__(self, shape: int | Sequence[int] = (), dtype: Any = float) -> None:
+        self._shape = _as_shape(shape)
+        self._dtype = as_dtype(dtype)
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self._shape, self._dtype)
+
+    def materialise(self) -> jax.Array:
+        return jnp.zeros(self._shape, self._dtype)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        return wl.TextDoc(f"Zero({self.aval().str_short()})")
+
+
+class Full(ArrayOperators, ArrayValue):
+    """An array whose elements are all equal.
+
+    A Python or NumPy number is known while tracing, and 0 and 1 fold away. An array is a leaf: it may be
+    traced and differentiated. Leading axes of it stack arrays, as `jax.vmap` does.
+
+    **Arguments:**
+
+    - `value`: a number, or an array of shape `()`, or `(*batch,)` for a stack.
+    - `shape`: of the array (without batch axes). Default `()`.
+    - `dtype`: default that of `value`.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.zero import Full
+
+        ql.quaxify(jnp.sin)(Full(2.0, (3, 4)))  # one sine
+        ```
+    """
+
+    value: jax.Array | None
+    number: bool | int | float | complex | None = eqx.field(static=True)
+    _shape: tuple[int, ...] = eqx.field(static=True)
+    _dtype: np.dtype = eqx.field(static=True)
+
+    def __init__(self, value: ArrayLike, shape: int | Sequence[int] = (), dtype: Any = None) -> None:
+        self._shape = _as_shape(shape)
+        self._dtype = as_dtype(value if dtype is None else dtype)
+        if isinstance(value, jax.Array) or np.ndim(value):
+            self.value, self.number = jnp.asarray(value, self._dtype), None
+        else:
+            self.value, self.number = None, np.asarray(value, self._dtype).item()
+
+    def aval(self) -> jax.core.ShapedArray:
+        batch = () if self.value is None else self.value.shape
+        return jax.core.ShapedArray((*batch, *self._shape), self._dtype)
+
+    def materialise(self) -> jax.Array:
+        value = _scalar(self)
+        shape = (*value.shape, *self._shape)
+        return jax.lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
+
+    linear = True
+
+    def leading_axis(self) -> Any:
+        return (0,) if self.value is not None and self.value.ndim else NotImplemented
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        value = self.number if self.value is None else wl.pformat(self.value, **kwargs)
+        return wl.TextDoc(f"Full({value}, {self.aval().str_short()})")
+
+
+def _as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def as_dtype(x: Any) -> np.dtype:
+    return np.dtype(jnp.result_type(x))
+
+
+Constant = Zero | Full
+_Any = ArrayLike | ArrayValue
+
+# -------------------------------------------------------------------------------------------------
+# Working out what follows
+# -------------------------------------------------------------------------------------------------
+
+
+def _lift(x: Any) -> Any:
+    """A plain operand of shape () as the constant that it is; anything else as it is."""
+    return x if isinstance(x, ArrayValue) or np.shape(x) else Full(x)
+
+
+def known(x: Any) -> Any:
+    """The number that all elements of `x` are known to be, or None."""
+    return 0 if isinstance(x, Zero) else x.number if isinstance(x, Full) else None
+
+
+def _scalar(x: Constant) -> Any:
+    """What all elements of `x` are: an array of shape (), or of the batch axes."""
+    if isinstance(x, Full) and x.value is not None:
+        return x.value
+    return np.asarray(known(x), x.dtype)
+
+
+def _constant(number: Any, shape: Sequence[int], dtype: Any) -> Constant:
+    return Zero(shape, dtype) if number == 0 else Full(number, shape, dtype)
+
+
+def _same(x: Constant, shape: Sequence[int]) -> Any:
+    """The constant in another shape."""
+    if known(x) is not None:
+        return _constant(known(x), shape, x.dtype)
+    value = _scalar(x)
+    return Full(value, shape) if value.ndim == 0 else NotImplemented  # which axes then are the batch's?
+
+
+def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) -> Any:
+    """The constant of `fn` of the elements; worked out at once if they are known."""
+    scalars = [_scalar(x) for x in constants]
+    if all(known(x) is not None for x in constants):
+        with jax.ensure_compile_time_eval():
+            number = np.asarray(fn(*map(jnp.asarray, scalars)))
+        return _constant(number.item(), shape, number.dtype)
+    batches = {np.shape(v) for v in scalars} - {()}
+    if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
+        return NotImplemented
+    value = fn(*scalars)
+    return Full(value, shape[value.ndim :])
+
+
+def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Shape and dtype of what a primitive gives."""
+    shapes = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in operands]
+    return jax.eval_shape(functools.partial(primitive.bind, **params), *shapes)
+
+
+def on_either_side(
+    primitives: str | Sequence[str], types: Any, precedence: int = PRECEDENCE
+) -> Callable[[Any], Any]:
+    """Registers a rule for operands (types, any), (any, types) and (types, types)."""
+
+    def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
+        for left, right in ((types, _Any), (_Any, types), (types, types)):
+
+            def typed(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+                return rule(primitive, x, y, **params)
+
+            typed.__annotations__ |= {"x": left, "y": right}
+            register(primitives, precedence=precedence)(typed)
+            typed.__wrapped__ = rule  # pyright: ignore[reportFunctionMemberAccess] (where it was written)
+        return rule
+
+    return decorator
+
+
+@register(ELEMENTWISE_UNARY)
+def _elementwise_unary(primitive: Primitive, x: Constant, **params: Any) -> Any:
+    return apply(functools.partial(primitive.bind, **params), x, shape=x.shape)
+
+
+@on_either_side(ELEMENTWISE_BINARY, Constant)
+def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    out = result(primitive, (x, y), params)
+    x, y = _lift(x), _lift(y)
+    if isinstance(x, Constant) and isinstance(y, Constant):
+        return apply(functools.partial(primitive.bind, **params), x, y, shape=out.shape)
+    match primitive.name, known(x), known(y):
+        case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
+            return Zero(out.shape, out.dtype)
+        case "pow", _, 0:
+            return Full(1, out.shape, out.dtype)
+        case ("add" | "add_any", 0, _) | ("mul", 1, _):
+            return conform(y, out)
+        case ("add" | "add_any" | "sub", _, 0) | ("mul" | "div" | "pow", _, 1):
+            return conform(x, out)
+        case "sub", 0, _:
+            return quaxify(jnp.negative)(conform(y, out))
+        case _:
+            return _with_scalars(primitive, x, y, params, out)
+
+
+def conform(x: Any, out: Any) -> Any:
+    """`x`, broadcast and converted if it does not have the shape and dtype of `out` as it is."""
+    if np.shape(x) != out.shape:
+        x = quaxify(jnp.broadcast_to)(x, out.shape)
+    return x if jnp.result_type(x) == out.dtype else quaxify(jax.lax.convert_element_type)(x, out.dtype)
+
+
+def _with_scalars(primitive: Primitive, x: Any, y: Any, params: dict[str, Any], out: Any) -> Any:
+    """A constant, next to an operand of the full shape, may as well have shape ()."""
+    small = [_scalar(v) if isinstance(v, Constant) else v for v in (x, y)]
+    fits = {np.shape(v) for v in small} == {(), out.shape}
+    return quaxify(primitive.bind)(*small, **params) if fits else NotImplemented
+
+
+@register(REARRANGEMENTS)
+def _rearrangement(primitive: Primitive, x: Constant, **params: Any) -> Any:
+    out = result(primitive, [x], params)
+    return [_same(x, o.shape) for o in out] if primitive.multiple_results else _same(x, out.shape)
+
+
+@register("dynamic_slice")
+def _dynamic_slice(primitive: Primitive, x: Constant, *indices: Any, **params: Any) -> Any:
+    return _same(x, params["slice_sizes"])
+
+
+@register("gather")
+def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any) -> Any:
+    mode = jax.lax.GatherScatterMode.from_any(params["mode"])
+    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and params["fill_value"] != known(x):
+        return NotImplemented
+    return _same(x, result(primitive, (x, indices), params).shape)
+
+
+@register("pad", precedence=PRECEDENCE)
+def _pad(primitive: Primitive, x: Constant, value: _Any, **params: Any) -> Any:
+    number = known(value) if isinstance(value, Constant) else _concrete(value)
+    if number is None or number != known(x):
+        return NotImplemented
+    return _same(x, result(primitive, (x, value), params).shape)
+
+
+def _concrete(x: Any) -> Any:
+    return None if isinstance(x, jax.core.Tracer | ArrayValue) else np.asarray(x).item()
+
+
+@register("concatenate")
+def _concatenate(primitive: Primitive, *xs: Constant, **params: Any) -> Any:
+    if known(xs[0]) is None or any(known(x) != known(xs[0]) for x in xs):
+        return NotImplemented
+    return _same(xs[0], result(primitive, xs, params).shape)
+
+
+@register("select_n")
+def _select_n(which: ArrayLike, *cases: Constant) -> Any:
+    if known(cases[0]) is None or any(known(x) != known(cases[0]) for x in cases):
+        return NotImplemented
+    return cases[0]
+
+
+_REDUCED: dict[str, Callable[[Any, int], Any]] = {
+    "reduce_sum": lambda v, n: v * n,
+    "reduce_prod": lambda v, n: v**n,
+    "reduce_max": lambda v, n: v,
+    "reduce_min": lambda v, n: v,
+    "reduce_and": lambda v, n: v,
+    "reduce_or": lambda v, n: v,
+}
+
+
+@register(tuple(_REDUCED))
+def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **params: Any) -> Any:
+    if any(i < np.ndim(_scalar(x)) for i in axes):
+        return NotImplemented
+    n = math.prod(x.shape[i] for i in axes)
+    shape = [d for i, d in enumerate(x.shape) if i not in axes]
+    return apply(lambda v: _REDUCED[primitive.name](v, n), x, shape=shape)
+
+
+@register(["cumsum", "cummax", "cummin", "argmax", "argmin"])
+def _of_zeros(primitive: Primitive, x: Zero, **params: Any) -> Zero:
+    out = result(primitive, [x], params)
+    return Zero(out.shape, out.dtype)
+
+
+@on_either_side(["dot_general", "conv_general_dilated"], Zero)
+def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Zero:
+    out = result(primitive, (x, y), params)
+    return Zero(out.shape, out.dtype)

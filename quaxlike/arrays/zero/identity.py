@@ -1,0 +1,104 @@
+"""`Identity`: the identity matrix."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import wadler_lindig as wl
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.operators import ArrayOperators
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from ...core.values import ArrayValue
+from ...primitives.classes import ZERO_PRESERVING
+from .constants import PRECEDENCE, Full, apply, as_dtype, conform, known, on_either_side, result
+
+# After `Zero`: zero times the identity is zero.
+_PRECEDENCE = PRECEDENCE - 1
+
+
+class Identity(ArrayOperators, ArrayValue):
+    """The identity matrix.
+
+    **Arguments:**
+
+    - `n`: its size; the shape is `(n, n)`.
+    - `dtype`: default float.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.zero import Identity
+
+        x = jnp.ones((3, 4))
+        ql.quaxify(jnp.matmul)(Identity(3), x)  # x itself
+        ```
+    """
+
+    n: int = eqx.field(static=True)
+    _dtype: np.dtype = eqx.field(static=True)
+
+    def __init__(self, n: int, dtype: Any = float) -> None:
+        self.n = n
+        self._dtype = as_dtype(dtype)
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray((self.n, self.n), self._dtype)
+
+    def materialise(self) -> jax.Array:
+        return jnp.eye(self.n, dtype=self._dtype)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        return wl.TextDoc(f"Identity({self.aval().str_short()})")
+
+
+@on_either_side("dot_general", Identity, _PRECEDENCE)
+def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    (x_contract, y_contract), (x_batch, _) = params["dimension_numbers"]
+    if len(x_contract) != 1 or x_batch:
+        return NotImplemented
+    # The identity's other axis takes the place of the contracted one, and comes first or last.
+    if isinstance(x, Identity):
+        moved = quaxify(jnp.moveaxis)(y, y_contract[0], 0)
+    else:
+        moved = quaxify(jnp.moveaxis)(x, x_contract[0], -1)
+    return conform(moved, result(primitive, (x, y), params))
+
+
+@register("transpose")
+def _transpose(x: Identity, **params: Any) -> Identity:
+    return x
+
+
+@register(ZERO_PRESERVING)
+def _elementwise(primitive: Primitive, x: Identity, **params: Any) -> Any:
+    """A function that keeps both 0 and 1."""
+    one = apply(functools.partial(primitive.bind, **params), Full(1, (), x.dtype), shape=())
+    return Identity(x.n, one.dtype) if known(one) == 1 else NotImplemented
+
+
+@register("reduce_sum")
+def _reduce_sum(x: Identity, *, axes: Sequence[int], **params: Any) -> Full:
+    return Full(x.n, (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
+
+
+# It is its own factor, so that `jnp.linalg.solve` and `inv` fold as well.
+
+
+@register("lu")
+def _lu(x: Identity, **params: Any) -> list[Any]:
+    order = jnp.arange(x.n, dtype=jnp.int32)
+    return [x, order, order]
+
+
+@register("triangular_solve", precedence=_PRECEDENCE)
+def _triangular_solve(x: Identity, y: ArrayLike | ArrayValue, **params: Any) -> Any:
+    return y

@@ -1,0 +1,210 @@
+"""`Zero`, `Full` and `Identity` against the dense arrays, and what is left of the computation."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quaxlike as ql
+from quaxlike.arrays.zero import Full, Identity, Zero
+from quaxlike.primitives import classes
+
+X = jnp.arange(1.0, 13.0).reshape(3, 4)
+ZERO = Zero((3, 4))
+ONE = Full(1, (3, 4), jnp.float32)
+TWO = Full(2.0, (3, 4))
+TRACED = Full(jnp.array(2.0), (3, 4))
+STACK = Full(jnp.array([2.0, 3.0, 4.0]), (4,))
+EYE = Identity(4)
+
+
+def agrees(f, *args):
+    """`f` of the Values is `f` of the arrays, and materialises nothing."""
+    with ql.on_materialise("error"):
+        out = ql.quaxify(f)(*args)
+    expected = f(*ql.materialise(args))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(ql.materialise(a), b, rtol=1e-6),
+        out,
+        expected,
+        is_leaf=ql.is_value,
+    )
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), out, is_leaf=ql.is_value) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), expected
+    )
+    return out
+
+
+def primitives_of(f, *args):
+    """What is left to compute."""
+    return [eqn.primitive.name for eqn in jax.make_jaxpr(ql.quaxify(f))(*args).jaxpr.eqns]
+
+
+@pytest.mark.parametrize(
+    ("f", "args"),
+    [
+        (lambda x, z: x + z, (X, ZERO)),
+        (lambda x, z: z + x, (X, ZERO)),
+        (lambda x, z: x - z, (X, ZERO)),
+        (lambda x, o: x * o, (X, ONE)),
+        (lambda x, o: x / o, (X, ONE)),
+        (lambda x, o: x**o, (X, ONE)),
+        (lambda x, z: x + z * x, (X, ZERO)),
+        (lambda x, z: x + z / x, (X, ZERO)),
+        (lambda x, z: x + jnp.sin(z) * jnp.exp(z) - z.sum(), (X, ZERO)),
+        (lambda x, z: x + (x @ z.T) @ x * z, (X, ZERO)),
+        (lambda x, i: x @ i, (X, EYE)),
+        (lambda x, i: i @ i.T @ x.T, (X, EYE)),
+    ],
+)
+def test_nothing_is_left_of_an_identity(f, args):
+    arithmetic = set(classes.ELEMENTWISE_BINARY) | set(classes.ELEMENTWISE_UNARY) | {"dot_general"}
+    if not any(isinstance(a, Identity) or a is ZERO for a in args):
+        assert primitives_of(f, *args) == []
+    assert arithmetic.isdisjoint(primitives_of(f, *args))
+    agrees(f, *args)
+
+
+@pytest.mark.parametrize("zero_times", [lambda x, z: x * z, lambda x, z: z / x, lambda x, z: x @ z.T])
+def test_zero_annihilates(zero_times):
+    assert type(agrees(zero_times, X, ZERO)) is Zero
+
+
+@pytest.mark.parametrize("x", [ZERO, TWO, TRACED, STACK])
+@pytest.mark.parametrize(
+    "f",
+    [
+        jnp.negative,
+        jnp.sin,
+        jnp.cos,
+        jnp.exp,
+        jnp.sqrt,
+        jnp.square,
+        lambda x: x**3,
+        lambda x: x.astype(jnp.int32),
+        lambda x: x > 1,
+        lambda x: 1.5 - x,
+        lambda x: x * 2 + x,
+        lambda x: jnp.maximum(x, 1.0),
+    ],
+)
+def test_elementwise_functions_work_on_one_number(f, x):
+    assert type(agrees(f, x)) in (Zero, Full)
+    with ql.on_materialise("error"):
+        jax.jit(ql.quaxify(f))(x)
+
+
+@pytest.mark.parametrize("x", [ZERO, TWO, TRACED])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.reshape(2, 6),
+        lambda x: x.T,
+        lambda x: x[1],
+        lambda x: x[:, ::2],
+        lambda x: x[None, :, 1:],
+        lambda x: x[jnp.array([2, 0])],
+        lambda x: jnp.broadcast_to(x, (2, 3, 4)),
+        lambda x: jnp.flip(x),
+        lambda x: jnp.split(x, 2, axis=1),
+        lambda x: jnp.tile(x, (2, 1)),
+        lambda x: jax.lax.dynamic_slice(x, (1, 0), (2, 2)),
+        jnp.sum,
+        lambda x: x.sum(axis=0),
+        lambda x: x.max(axis=1),
+        lambda x: x.min(),
+        lambda x: x.prod(axis=1),
+        lambda x: x.mean(axis=0),
+    ],
+)
+def test_rearrangements_and_reductions(f, x):
+    leaves = jax.tree.leaves(agrees(f, x), is_leaf=ql.is_value)
+    assert {type(leaf) for leaf in leaves} <= {Zero, Full}
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda z: jnp.concatenate([z, z]),
+        lambda z: jax.lax.pad(z, 0.0, [(1, 2, 1), (0, 0, 0)]),
+        lambda z: jnp.where(X > 3, z, z),
+        lambda z: jnp.cumsum(z, axis=1),
+        lambda z: jnp.argmax(z, axis=0),
+        lambda z: jax.lax.conv(z[None, None], jnp.ones((1, 1, 2, 2)), (1, 1), "SAME"),
+        lambda z: z.at[jnp.array([0, 7])].get(mode="fill", fill_value=0),
+        jnp.isfinite,
+        jnp.any,
+    ],
+)
+def test_what_else_is_known_of_zeros(f):
+    assert type(agrees(f, ZERO)) in (Zero, Full)
+
+
+def test_of_booleans():
+    assert type(agrees(jnp.any, Zero((3, 4), bool))) is Zero
+    assert type(agrees(jnp.all, Full(True, (3, 4)))) is Full
+
+
+@given(
+    st.sampled_from([jnp.add, jnp.subtract, jnp.multiply, jnp.divide, jnp.power, jnp.maximum, jnp.less]),
+    st.sampled_from([ZERO, ONE, TWO, TRACED, STACK, Full(jnp.array(3.0)), 2.0, X]),
+    st.sampled_from([ONE, TWO, TRACED, STACK, Full(3.0)]),
+)
+def test_two_operands(f, x, y):
+    with jax.numpy_rank_promotion("allow"):
+        out = ql.quaxify(f)(x, y)
+        np.testing.assert_allclose(ql.materialise(out), f(*ql.materialise((x, y))), rtol=1e-6)
+
+
+@given(st.sampled_from(["float16", "bfloat16", "float32", "int8", "int32", "complex64"]))
+def test_dtypes_are_those_of_the_arrays(dtype):
+    z = Zero((2,), dtype)
+    assert (z + jnp.ones(2, dtype)).dtype == dtype
+    assert jax.jit(lambda z: z + 1)(z).dtype == dtype
+    assert jax.jit(lambda z: z * 1)(z).dtype == dtype
+
+
+def test_identity():
+    agrees(lambda i: i.T, EYE)
+    agrees(jnp.sqrt, EYE)
+    agrees(jnp.sum, EYE)
+    agrees(lambda i: i.sum(axis=1), EYE)
+    assert type(agrees(lambda i: i.astype(jnp.int32), EYE)) is Identity
+    assert type(agrees(jnp.matmul, EYE, EYE)) is Identity
+    assert type(agrees(jnp.matmul, EYE, Zero((4, 2)))) is Zero
+    agrees(lambda i, x: jnp.einsum("ij,abj->iab", i, x), EYE, jnp.ones((2, 3, 4)))
+    agrees(lambda i, x: jnp.einsum("abj,ij->abi", x, i), EYE, jnp.ones((2, 3, 4)))
+
+
+def test_gradients():
+    f = ql.quaxify(lambda x, c: ((x * c + c) ** 2).sum())
+    dense = lambda x, c: ((x * c + c) ** 2).sum()
+    gx = jax.grad(f)(X, TRACED)
+    np.testing.assert_allclose(gx, jax.grad(dense)(X, TRACED.materialise()), rtol=1e-6)
+    gc = jax.grad(f, 1)(X, TRACED)
+    np.testing.assert_allclose(gc.value, jax.grad(dense, 1)(X, TRACED.materialise()).sum(), rtol=1e-6)
+
+
+def test_a_stack_of_constants():
+    np.testing.assert_array_equal(STACK.materialise(), jnp.broadcast_to(jnp.array([[2.0], [3], [4]]), (3, 4)))
+    out = jax.vmap(ql.quaxify(lambda c: c * 2))(STACK)
+    assert type(out) is Full
+    np.testing.assert_array_equal(out.materialise(), 2 * STACK.materialise())
+    agrees(lambda x: jax.lax.scan(lambda a, b: (a + b, None), jnp.zeros(4), x)[0], STACK)
+    agrees(lambda x: x.sum(axis=1), STACK)
+
+
+def test_printing():
+    assert eqx.tree_pformat(ZERO) == "Zero(float32[3,4])"
+    assert eqx.tree_pformat(TWO) == "Full(2.0, float32[3,4])"
+    assert eqx.tree_pformat(STACK) == "Full(f32[3], float32[3,4])"
+    assert repr(EYE) == "Identity(float32[4,4])"
+
+
+def test_what_does_not_fold_is_materialised_visibly():
+    with pytest.raises(ql.MaterialisationError, match="Zero"), ql.on_materialise("error"):
+        ZERO.at[0].set(1.0)
+    np.testing.assert_array_equal(ZERO.at[0].set(1.0), jnp.zeros((3, 4)).at[0].set(1.0))
