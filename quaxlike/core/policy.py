@@ -22,7 +22,7 @@ _MODES: tuple[Mode, ...] = ("allow", "warn", "error")
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("on_materialise", default=None)
 
 
-class MaterialisationError(TypeError):
+class MaterialisationError(RuntimeError):
     """A Value would have been materialised where that is not allowed."""
 
 

@@ -135,7 +135,7 @@ def value_of(x: Any) -> Any:
     (at static fields, for instance), or to compute in a way that no primitive expresses.
     """
     if isinstance(x, ValueTracer):
-        return x.value
+        return x.quax_value
     return x
 
 

@@ -25,7 +25,7 @@ class Flat:
     out: tuple[Slot, ...]
 
 
-_memo: "weakref.WeakKeyDictionary[Any, dict[Any, Flat]]" = weakref.WeakKeyDictionary()
+memo: "weakref.WeakKeyDictionary[Any, dict[Any, Flat]]" = weakref.WeakKeyDictionary()
 _memo_lock = threading.Lock()
 
 
@@ -60,7 +60,7 @@ def subjaxpr(
         compat.trace_context(),
     )
     with _memo_lock:
-        known = _memo.setdefault(jaxpr, {})
+        known = memo.setdefault(jaxpr, {})
     flat = known.get(key)
     if flat is None:
         flat = _trace(trace, jaxpr, slots, targets, order, what, closed)

@@ -18,28 +18,28 @@ from .values import Value, aval_of, is_value
 class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument]
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
-    __slots__ = ("_aval", "tag", "value")
+    __slots__ = ("_aval", "quax_tag", "quax_value")
 
     def __init__(self, trace: "QuaxTrace", value: Value) -> None:
         self._trace = trace
-        self.tag = trace.tag
-        self.value = value
+        self.quax_tag = trace.tag
+        self.quax_value = value
         self._aval = None
 
     @property
     def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self._aval is None:  # many intermediates are never asked
-            self._aval = aval_of(self.value)
+            self._aval = aval_of(self.quax_value)
         return self._aval
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.value, name)
+            return getattr(self.quax_value, name)
 
     def _short_repr(self) -> str:
-        return f"ValueTracer<{type(self.value).__name__}[{self.aval}]>"
+        return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
     # Python asks for a concrete value: the Value's, if its arrays are concrete. (Not through
     # `to_concrete_value`: JAX calls that of its own accord, and it would materialise.)
@@ -70,7 +70,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 
     def _concrete(self, what: str) -> Any:
         with jexc.set_current_trace(self._trace.parent_trace):
-            return dense(self.value, what)
+            return dense(self.quax_value, what)
 
 
 class QuaxTrace(jax.core.Trace):
@@ -97,8 +97,8 @@ class QuaxTrace(jax.core.Trace):
         key: list[Any] = [primitive]
         plain = True
         for i, x in enumerate(unwrapped):
-            if type(x) is ValueTracer and x.tag is tag:
-                unwrapped[i] = value = x.value
+            if type(x) is ValueTracer and x.quax_tag is tag:
+                unwrapped[i] = value = x.quax_value
                 key.append(type(value))
                 plain = False
             else:
@@ -173,7 +173,7 @@ class QuaxTrace(jax.core.Trace):
 
     def unwrap(self, x: Any) -> Any:
         """The Value behind a tracer of this level; anything else as it is."""
-        return x.value if type(x) is ValueTracer and x.tag is self.tag else x
+        return x.quax_value if type(x) is ValueTracer and x.quax_tag is self.tag else x
 
     def unwrap_tree(self, tree: Any) -> Any:
         """`tree` with the Value in place of each tracer of this level, those inside Values included."""
@@ -243,15 +243,16 @@ class _Adopt:
     def __call__(self, value: Value) -> Any:
         level = innermost(compat.current_trace())
         if level is None:
-            raise TypeError(
+            raise RuntimeError(
                 f"A {type(value).__name__} was given to a JAX primitive outside `quaxlike.quaxify`. "
                 "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the "
                 "parts), or use `quaxlike.materialise` to make it a dense array."
             )
         if _lives_below(level, value):
             return ValueTracer(level, level.unwrap_tree(value))
-        # Its arrays are traced by a transform above this level, which would be left out.
-        return dense(value, f"a Value built inside a transform (under {compat.current_trace()!r})")
+        # A transform inside the quaxified function traced its arrays: built there, or passed to a jitted
+        # function, which takes a Value that is not traced apart. This level would leave that transform out.
+        return dense(value, "a Value that an inner transform took apart")
 
 
 def _lives_below(level: QuaxTrace, value: Value) -> bool:

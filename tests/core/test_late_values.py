@@ -1,0 +1,133 @@
+"""Values that were not passed in: closed over, built in the body, returned by a rule."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+
+import quaxlike as ql
+from tests.strict import Strict, strict
+
+
+def test_closed_over():
+    x = strict(jnp.arange(3.0))
+    for f in (lambda y: lax.add(x, y), lambda y: lax.add(y, x), lambda y: y + x, lambda y: lax.neg(x) + y):
+        assert type(ql.quaxify(f)(jnp.ones(3))) is Strict
+
+
+def test_closed_over_by_control_flow_and_jit():
+    x = strict(jnp.arange(3.0))
+    jitted = ql.quaxify(lambda y: jax.jit(lambda z: lax.mul(x, z))(y))
+    scanned = ql.quaxify(
+        lambda y: lax.scan(lambda c, _: (lax.add(c, lax.mul(x, y)), None), jnp.zeros(3), length=2)[0]
+    )
+    assert type(jitted(jnp.ones(3))) is Strict
+    assert type(scanned(jnp.ones(3))) is Strict
+
+
+def test_held_by_a_module():
+    class Model(eqx.Module):
+        weight: Any
+
+        def __call__(self, y):
+            return self.weight * y
+
+    model = Model(strict(jnp.arange(3.0)))
+    assert type(ql.quaxify(model)(jnp.ones(3))) is Strict
+    assert type(ql.quaxify(lambda m, y: m(y))(model, jnp.ones(3))) is Strict
+
+
+def test_built_in_the_body():
+    def f(y):
+        built = Strict(y)
+        return lax.mul(built, y)
+
+    found = ql.quaxify(f)(jnp.arange(3.0))
+    np.testing.assert_array_equal(found.array, jnp.arange(3.0) ** 2)
+
+
+def test_built_in_the_body_from_a_traced_value():
+    class Wrapper(ql.ArrayValue):
+        inner: Any
+
+        def materialise(self) -> Array:
+            raise RuntimeError("refuses")
+
+        def aval(self):
+            return jax.typeof(self.inner)
+
+    @ql.register("neg")
+    def _(x: Wrapper, **params):
+        return Wrapper(ql.quaxify(lax.neg)(x.inner))
+
+    found = ql.quaxify(lambda x: lax.neg(Wrapper(x)))(strict(jnp.arange(3.0)))
+    assert type(found) is Wrapper
+    assert type(found.inner) is Strict
+    np.testing.assert_array_equal(found.inner.array, -jnp.arange(3.0))
+
+
+def test_returned_without_being_used():
+    built = ql.quaxify(lambda x: Strict(jnp.ones(2)))(strict(jnp.ones(2)))
+    assert type(built) is Strict
+
+
+def test_attributes_of_a_traced_operand():
+    @ql.quaxify
+    def f(x):
+        return x.array + 1.0, x.tag, x.shape
+
+    array, tag, shape = f(Strict(jnp.ones(3), "t"))
+    np.testing.assert_array_equal(array, 2.0)
+    assert (tag, shape) == ("t", (3,))
+
+
+def test_value_of():
+    seen = []
+    ql.quaxify(lambda x, y: seen.extend([ql.value_of(x), ql.value_of(y)]))(strict(jnp.ones(2)), 1.0)
+    assert type(seen[0]) is Strict
+    assert seen[1] == 1.0
+
+
+def test_built_inside_an_inner_transform_is_materialised_under_the_policy():
+    class Plain(ql.ArrayValue):
+        array: Any
+
+        def materialise(self) -> Array:
+            return self.array * 2.0
+
+    f = ql.quaxify(jax.grad(lambda y: jnp.sum(lax.mul(Plain(y), y))))
+    np.testing.assert_allclose(f(jnp.arange(3.0)), 4.0 * jnp.arange(3.0))
+    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="inner transform took apart"):
+        f(jnp.arange(3.0))
+
+
+def test_outside_of_quaxify():
+    with pytest.raises(RuntimeError, match=r"Strict was given to a JAX primitive outside .*quaxify"):
+        lax.add(strict(jnp.ones(2)), jnp.ones(2))
+
+
+def test_concrete_python_control_flow():
+    class Scalar(ql.ArrayValue):
+        array: Any
+
+        def materialise(self) -> Array:
+            return self.array
+
+    @ql.quaxify
+    def f(x):
+        plain = jnp.ones(3)
+        found = [bool(x), int(x), float(x), complex(x), [10, 20, 30, 40][x], np.asarray(x).item()]
+        return (plain if plain[0] > 0 and x > 2 else -plain), found, jnp.nonzero(plain)[0]
+
+    out, found, nonzero = f(Scalar(jnp.array(3)))
+    np.testing.assert_array_equal(out, 1.0)
+    assert found == [True, 3, 3.0, 3 + 0j, 40, 3]
+    np.testing.assert_array_equal(nonzero, [0, 1, 2])
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(ql.quaxify(lambda x: bool(x)))(Scalar(jnp.array(3)))
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(ql.quaxify(lambda x: np.asarray(x)))(Scalar(jnp.array(3)))
