@@ -14,6 +14,7 @@ import wadler_lindig as wl
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ...core.either_side import register_on_either_side
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.rules import register
@@ -182,31 +183,12 @@ def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]
     return jax.eval_shape(functools.partial(primitive.bind, **params), *shapes)
 
 
-def on_either_side(
-    primitives: str | Sequence[str], types: Any, precedence: int = PRECEDENCE
-) -> Callable[[Any], Any]:
-    """Registers a rule for operands (types, any), (any, types) and (types, types)."""
-
-    def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
-        for left, right in ((types, _Any), (_Any, types), (types, types)):
-
-            def typed(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-                return rule(primitive, x, y, **params)
-
-            typed.__annotations__ |= {"x": left, "y": right}
-            register(primitives, precedence=precedence)(typed)
-            typed.__wrapped__ = rule  # pyright: ignore[reportFunctionMemberAccess] (where it was written)
-        return rule
-
-    return decorator
-
-
 @register(ELEMENTWISE_UNARY)
 def _elementwise_unary(primitive: Primitive, x: Constant, **params: Any) -> Any:
     return apply(functools.partial(primitive.bind, **params), x, shape=x.shape)
 
 
-@on_either_side(ELEMENTWISE_BINARY, Constant)
+@register_on_either_side(ELEMENTWISE_BINARY, Constant, precedence=PRECEDENCE)
 def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
@@ -311,7 +293,7 @@ def _of_zeros(primitive: Primitive, x: Zero, **params: Any) -> Zero:
     return Zero(out.shape, out.dtype)
 
 
-@on_either_side(["dot_general", "conv_general_dilated"], Zero)
+@register_on_either_side(["dot_general", "conv_general_dilated"], Zero, precedence=PRECEDENCE)
 def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Zero:
     out = result(primitive, (x, y), params)
     return Zero(out.shape, out.dtype)

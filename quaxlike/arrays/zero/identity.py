@@ -13,12 +13,13 @@ import wadler_lindig as wl
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ...core.either_side import register_on_either_side
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
-from .constants import PRECEDENCE, Full, apply, as_dtype, conform, known, on_either_side, result
+from .constants import PRECEDENCE, Full, apply, as_dtype, conform, known, result
 
 # After `Zero`: zero times the identity is zero.
 _PRECEDENCE = PRECEDENCE - 1
@@ -60,7 +61,7 @@ class Identity(ArrayOperators, ArrayValue):
         return wl.TextDoc(f"Identity({self.aval().str_short()})")
 
 
-@on_either_side("dot_general", Identity, _PRECEDENCE)
+@register_on_either_side("dot_general", Identity, precedence=_PRECEDENCE)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     (x_contract, y_contract), (x_batch, _) = params["dimension_numbers"]
     if len(x_contract) != 1 or x_batch:
