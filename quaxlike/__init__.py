@@ -40,3 +40,4 @@ from .core.values import (
 from .core.values import (
     materialise as materialise,
 )
+from .primitives import custom_dce as custom_dce

@@ -125,7 +125,7 @@ class QuaxTrace(jax.core.Trace):
             if out is not NotImplemented:
                 note_dispatch(primitive, operands, rule)
                 return out
-        builtin = BUILTIN.get(primitive.name)
+        builtin = BUILTIN.get(primitive.name) or BUILTIN.get(type(primitive).__name__)
         if builtin is not None:
             return builtin(self, primitive, operands, params)
         return by_default(primitive, operands, params)
@@ -191,7 +191,7 @@ def _kind_of(x: Any) -> str:
 
 # What the interpreter itself does with a primitive, unless a rule says otherwise: primitives that
 # carry code, and structural ones. Filled by `higher_order`, keyed by the primitive's name, since not
-# all of them have a public name that could be imported.
+# all of them have a public name that could be imported, or by the name of its class.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

@@ -27,11 +27,15 @@ class _Hole:
 def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
     """Takes out the tracers that functions in a tree reach: by closure, default, partial or method.
 
+    What becomes an array by `__jax_array__` does so first.
+
     **Returns:** the tree without them, and each of them once. `fill_tracers` puts values in their place.
     """
     tracers: list[Any] = []
 
     def leaf(x: Any) -> Any:
+        if becomes_array(x):
+            x = x.__jax_array__()
         if not isinstance(x, Tracer):
             return x
         found = [i for i, t in enumerate(tracers) if t is x]
@@ -49,6 +53,11 @@ def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
     return _Copy(fill).tree(template) if values else template
 
 
+def becomes_array(x: Any) -> bool:
+    """Whether `x`, be it a tree, stands for an array here (`__jax_array__` is None where it does not)."""
+    return getattr(x, "__jax_array__", None) is not None
+
+
 class _Copy:
     """Copies functions with what they hold. Each is copied once, and before what it holds, since
     functions hold themselves and each other."""
@@ -58,7 +67,7 @@ class _Copy:
         self._copies: dict[int, tuple[Any, Any]] = {}  # by identity; the original is kept alive
 
     def tree(self, value: Any) -> Any:
-        return jtu.tree_map(self._leaf, value)
+        return jtu.tree_map(self._leaf, value, is_leaf=becomes_array)
 
     def _leaf(self, x: Any) -> Any:
         if id(x) in self._copies:

@@ -15,7 +15,7 @@ from jax.errors import UnexpectedTracerError
 from jax.extend.core import DebugInfo
 
 from ..core import compat
-from .closures import extract_tracers, fill_tracers
+from .closures import becomes_array, extract_tracers, fill_tracers
 from .dce_call import Narrowed, RuleInProgressError, Used, dce_call_p, memoised
 from .forms import merge, split
 
@@ -158,7 +158,7 @@ def _call(
     of: custom_dce[Any, Any], rule: Callable[..., Any], statics: dict[int, Any], dynamic: dict[int, Any]
 ) -> Any:
     """Calls a `custom_dce` function under a trace."""
-    leaves, in_tree = jtu.tree_flatten(dynamic)
+    leaves, in_tree = jtu.tree_flatten(dynamic, is_leaf=becomes_array)
     in_mask = [_is_array(x) for x in leaves]
     arrays, in_others = split(in_mask, leaves)
     # The rule runs when this trace has ended, so what it has closed over is an operand for it. What

@@ -3,7 +3,9 @@
 from . import callbacks as callbacks
 from . import checkpoint as checkpoint
 from . import cond as cond
+from . import custom_dce as custom_dce
 from . import custom_derivatives as custom_derivatives
+from . import defined as defined
 from . import in_place as in_place
 from . import jit as jit
 from . import kernels as kernels

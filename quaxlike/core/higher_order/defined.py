@@ -1,0 +1,17 @@
+"""Primitives made by `define_primitive` that no rule covers: what they are made of is dispatched."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..subjaxpr import evaluate
+from ..trace import QuaxTrace, builtin
+from ..values import aval_of, is_value
+
+
+@builtin("DefinedPrimitive")
+def _defined(trace: QuaxTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    avals = [aval_of(x) if is_value(x) else jax.typeof(x) for x in operands]
+    out = evaluate(trace, primitive.jaxpr(avals, params), operands)
+    return out if primitive.multiple_results else out[0]
