@@ -1,0 +1,188 @@
+"""Guards against tracing and against differentiation."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class NotJaxCompatibleError(TypeError):
+    """A function that must not be traced by JAX was called with traced values."""
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a value, or any leaf of a pytree, is traced by a JAX transform.
+
+    **Arguments:**
+
+    - `x`: anything.
+
+    **Returns:**
+
+    `True` if `x` is or holds a tracer.
+
+    !!! example
+
+        ```python
+        if not is_traced(x):
+            print(float(x))
+        ```
+    """
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
+
+
+def no_jax_tracing(fn: _F) -> _F:
+    """Keeps a function from being called with values that JAX traces.
+
+    Arguments are looked through as pytrees; so is what the function, or a function among its
+    arguments, has captured: closures, defaults, `functools.partial` and bound methods.
+
+    **Arguments:**
+
+    - `fn`: a function with side effects, or one that needs concrete values.
+
+    **Returns:**
+
+    The function, guarded.
+
+    **Raises:**
+
+    - `NotJaxCompatibleError`: at the call, if there is a tracer; names the function and the place.
+
+    !!! example
+
+        ```python
+        @no_jax_tracing
+        def save(path: str, x: Array) -> None:
+            np.save(path, x)
+
+        jax.jit(lambda x: save("x.npy", x))(x)  # NotJaxCompatibleError
+        ```
+    """
+    name = getattr(fn, "__qualname__", None) or repr(fn)
+
+    @functools.wraps(fn)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        for index, arg in enumerate(args):
+            _forbid_tracers(arg, name, f"argument {index}")
+        for key, arg in kwargs.items():
+            _forbid_tracers(arg, name, f"argument {key!r}")
+        _forbid_tracers(fn, name, "what it has captured")
+        return fn(*args, **kwargs)
+
+    return cast(_F, guarded)
+
+
+def _forbid_tracers(x: Any, name: str, where: str) -> None:
+    for leaf in _leaves_and_captures(x, set()):
+        if isinstance(leaf, Tracer):
+            raise NotJaxCompatibleError(
+                f"{name} must not be traced by JAX (jit, grad, vmap, ...), but {where} holds the "
+                f"tracer {leaf.aval}. Call it outside of the transform, or by jax.pure_callback."
+            )
+
+
+def _leaves_and_captures(x: Any, seen: set[int]) -> Iterator[Any]:
+    for leaf in jax.tree.leaves(x):
+        yield leaf
+        # Functions may capture each other in a circle.
+        if callable(leaf) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _leaves_and_captures(_captures(leaf), seen)
+
+
+def _captures(fn: Any) -> list[Any]:
+    if isinstance(fn, functools.partial):
+        return [fn.func, fn.args, fn.keywords]
+    places = ("__wrapped__", "__self__", "__func__", "__defaults__", "__kwdefaults__")
+    captured = [getattr(fn, place, None) for place in places]
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            captured.append(cell.cell_contents)
+        except ValueError:  # a variable that is not assigned yet
+            continue
+    return captured
+
+
+def non_differentiable(x: _T) -> _T:
+    """The identity, through which no derivative may pass.
+
+    Values whose tangent is zero pass. So do values whose derivative nothing asks for, such as under
+    `jax.lax.stop_gradient`; but forward mode outside of `jax.jit` computes a tangent before it can
+    know that nothing will use it, and raises.
+
+    **Arguments:**
+
+    - `x`: a pytree.
+
+    **Returns:**
+
+    `x`.
+
+    **Raises:**
+
+    - `NotImplementedError`: when a derivative passes.
+
+    !!! example
+
+        ```python
+        def energy(positions):
+            neighbours = non_differentiable(build_graph(positions))
+            ...
+        ```
+    """
+    return jax.tree.map(lambda leaf: _identity(leaf) if _has_tangents(leaf) else leaf, x)
+
+
+def _has_tangents(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+@jax.custom_jvp
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _identity_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return x, t if isinstance(t, SymbolicZero) else _forbidden_tangent_p.bind(t)
+
+
+_identity.defjvp(_identity_jvp, symbolic_zeros=True)
+
+
+def _raise(*args: Any, **params: Any) -> Any:
+    raise NotImplementedError(
+        "A derivative passes through `non_differentiable`, which allows none. Stop it with "
+        "jax.lax.stop_gradient, or differentiate with respect to something else."
+    )
+
+
+def _forbidden_tangent_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (t,) = tangents
+    out = _forbidden_tangent_p.bind(*primals)
+    return out, t if type(t) is ad.Zero else _forbidden_tangent_p.bind(t)
+
+
+def _forbidden_tangent_transpose(ct: Any, t: Any) -> list[Any]:
+    return [ct] if type(ct) is ad.Zero else _raise()
+
+
+# The tangent of `non_differentiable`: a linear identity that raises when it is evaluated or
+# transposed, not while it is recorded. A tangent that nothing depends on is never transposed.
+_forbidden_tangent_p = Primitive("non_differentiable_tangent")
+_forbidden_tangent_p.def_abstract_eval(lambda aval: aval)
+_forbidden_tangent_p.def_impl(_raise)
+ad.primitive_jvps[_forbidden_tangent_p] = _forbidden_tangent_jvp
+ad.primitive_transposes[_forbidden_tangent_p] = _forbidden_tangent_transpose
+batching.defvectorized(_forbidden_tangent_p)
+mlir.register_lowering(_forbidden_tangent_p, _raise)

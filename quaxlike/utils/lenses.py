@@ -1,0 +1,279 @@
+"""Lenses: a field of a class as a pair of a getter and a setter that copies."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, get_origin, overload
+
+import jax
+from jax.tree_util import DictKey, GetAttrKey
+
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+
+# A step is an attribute or an item, written as in JAX's key paths so that `keystr` prints it.
+_Step = GetAttrKey | DictKey
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Lens(Generic[_S, _T]):
+    """A place inside objects of type `S`, which holds a `T`.
+
+    `Point.x` is one, where `Point` has a [`LensField`][quaxlike.utils.LensField] `x`. Attributes
+    and items of a lens are lenses on what lies deeper: `Model.layers[0].bias`.
+
+    **Methods:** `get`, `set`, `update` and `focus`.
+    """
+
+    _root: type[_S] | None
+    _path: tuple[_Step, ...] = ()
+
+    def get(self, obj: _S, /) -> _T:
+        """What `obj` holds at this place."""
+        value: Any = obj
+        for step in self._path:
+            value = _child(value, step)
+        return value
+
+    def set(self, obj: _S, value: _T, /) -> _S:
+        """A copy of `obj` that holds `value` at this place; `obj` stays as it is.
+
+        A dataclass on the way is rebuilt by `dataclasses.replace`, so that its `__post_init__`
+        checks and derives as at construction; one with an `__init__` of its own is copied.
+        """
+        return cast(_S, _replaced(obj, self._path, value))
+
+    def update(self, obj: _S, f: Callable[[_T], _T], /) -> _S:
+        """A copy of `obj` that holds `f` of what it held at this place."""
+        return self.set(obj, f(self.get(obj)))
+
+    def focus(self, where: Lens[_T, _U] | Callable[[_T], _U], /) -> Lens[_S, _U]:
+        """This lens followed by another, or by attributes and items.
+
+        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is `Model.mlp.layers[0]`, and type checkers
+        know what it holds.
+        """
+        inner = where if isinstance(where, Lens) else where(cast(_T, Lens(None)))
+        if not isinstance(inner, Lens):
+            raise TypeError(
+                "`focus` expects a lens, or a function that only follows attributes and items of "
+                f"its argument, found {type(inner).__name__}. Compute with `get` and `update`."
+            )
+        return Lens(self._root, self._path + cast("Lens[_T, _U]", inner)._path)
+
+    def __getattr__(self, name: str) -> Lens[_S, Any]:
+        # Python and notebooks probe objects for names such as __array__ and _repr_html_.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Lens(self._root, (*self._path, GetAttrKey(name)))
+
+    def __getitem__(self, key: Any) -> Lens[_S, Any]:
+        return Lens(self._root, (*self._path, DictKey(key)))
+
+    # Python would otherwise iterate by __getitem__, without end.
+    __iter__ = None
+
+    def __repr__(self) -> str:
+        root = "" if self._root is None else self._root.__name__
+        return f"Lens({root}{jax.tree_util.keystr(self._path)})"
+
+
+def _child(obj: Any, step: _Step) -> Any:
+    return getattr(obj, step.name) if isinstance(step, GetAttrKey) else obj[step.key]
+
+
+def _replaced(obj: Any, path: tuple[_Step, ...], value: Any) -> Any:
+    if not path:
+        return value
+    step, *rest = path
+    new = _replaced(_child(obj, step), tuple(rest), value)
+    if isinstance(step, GetAttrKey):
+        return _with_attribute(obj, step.name, new)
+    return _with_item(obj, step.key, new)
+
+
+def _with_attribute(obj: Any, name: str, value: Any) -> Any:
+    if hasattr(obj, "_replace"):  # a named tuple
+        return obj._replace(**{name: value})
+    field = getattr(obj, "__dataclass_fields__", {}).get(name)
+    if field is None:
+        raise TypeError(
+            f"A lens can set the fields of dataclasses and named tuples, and {name!r} of "
+            f"{type(obj).__name__} is none. Set what contains it."
+        )
+    if field.init and obj.__dataclass_params__.init:
+        return dataclasses.replace(obj, **{name: value})
+    new = copy.copy(obj)
+    object.__setattr__(new, name, value)
+    return new
+
+
+def _with_item(obj: Any, key: Any, value: Any) -> Any:
+    if isinstance(obj, list | dict):
+        new = copy.copy(obj)
+        new[key] = value
+        return new
+    if isinstance(obj, tuple):
+        items = list(obj)
+        items[key] = value
+        return cast(Any, type(obj))._make(items) if hasattr(obj, "_make") else type(obj)(items)
+    raise TypeError(
+        f"A lens can set items of lists, tuples and dicts, found item {key!r} of a "
+        f"{type(obj).__name__}. For arrays: `lens.update(obj, lambda x: x.at[...].set(...))`."
+    )
+
+
+class LensField(Generic[_T]):
+    """The annotation of a dataclass field that is a lens on the class and a `T` on its instances.
+
+    It takes effect in classes decorated with [`dataclass`][quaxlike.utils.dataclass], and in every
+    other dataclass, `eqx.Module`s among them, with the base
+    [`HasLensFields`][quaxlike.utils.HasLensFields]. At run time, `LensField[T]` is
+    `Annotated[T, LensField]`, so that run-time type checkers see a `T`.
+
+    Lenses are known from functional programming; see J. N. Foster et al., "Combinators for
+    bidirectional tree transformations", 2007.
+
+    !!! example
+
+        ```python
+        @dataclass
+        class Point(HasLensFields):
+            x: LensField[Array]
+            y: LensField[Array]
+
+        Point.x.get(p)  # p.x
+        Point.x.set(p, jnp.zeros(3))  # a copy of p
+        Point.x.update(p, jnp.negative)
+        ```
+    """
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __get__(self, instance: None, owner: type[_S], /) -> Lens[_S, _T]: ...
+        @overload
+        def __get__(self, instance: object, owner: type[Any] | None = None, /) -> _T: ...
+        def __get__(self, instance: Any, owner: Any = None, /) -> Any: ...
+        def __set__(self, instance: Any, value: _T, /) -> None: ...
+    else:
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return Annotated[item, cls]
+
+
+class HasLensFields:
+    """A base that makes the [`LensField`][quaxlike.utils.LensField]s of a dataclass lenses.
+
+    It has no metaclass and no fields, so that it goes with `eqx.Module` and any other base.
+
+    !!! example
+
+        ```python
+        class Layer(HasLensFields, eqx.Module):
+            weight: LensField[Array]
+
+        Layer.weight.update(layer, jnp.zeros_like)
+        ```
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        make_lens_fields(cls)
+
+
+class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
+    """A dataclass field that stays on its class as a descriptor, and gives a lens there.
+
+    The dataclass machinery reads the class attribute twice: once to find the field, when the field
+    has no name yet; then, having named it, to put the default in its place if it still finds a
+    field. Giving the default at the second reading keeps the descriptor where it is.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, field: dataclasses.Field[Any]) -> LensSpec:
+        """The same field, as a lens."""
+        spec = cls.__new__(cls)
+        for slot in dataclasses.Field.__slots__:
+            setattr(spec, slot, getattr(field, slot))
+        return spec
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        # Values lie in the instance's own dictionary, which Python reads before it asks here.
+        if instance is not None:
+            raise AttributeError(f"The field {self.name!r} of this {owner.__name__} is not set.")
+        # An absent name is None; the type stubs do not know that.
+        if cast("str | None", self.name) is None:
+            return self
+        # A subclass that annotates the name anew looks here for a default too.
+        if not _is_processed(owner) and self.name in inspect.get_annotations(owner):
+            if self.default is dataclasses.MISSING:
+                raise AttributeError(self.name)
+            return self.default
+        return Lens(owner, (GetAttrKey(self.name),))
+
+
+class SlotLens:
+    """Gives a lens on the class and the slot's value on the instance."""
+
+    def __init__(self, name: str, slot: Any) -> None:
+        self._name = name
+        self._slot = slot
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        if instance is None:
+            return Lens(owner, (GetAttrKey(self._name),))
+        return self._slot.__get__(instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._slot.__set__(instance, value)
+
+    def __delete__(self, instance: Any) -> None:
+        self._slot.__delete__(instance)
+
+
+def make_lens_fields(cls: type[Any]) -> None:
+    """Makes fields annotated as `LensField` lenses, in a class that is to become a dataclass."""
+    if _is_processed(cls):
+        return  # `slots=True` makes a processed class anew
+    for name, annotation in inspect.get_annotations(cls).items():
+        if _is_lens_annotation(annotation, cls):
+            field = getattr(cls, name, dataclasses.MISSING)
+            if not isinstance(field, dataclasses.Field):
+                field = cast("dataclasses.Field[Any]", dataclasses.field(default=field))
+            if not isinstance(field, LensSpec):
+                setattr(cls, name, LensSpec.of(field))
+
+
+def make_slot_lenses(cls: type[Any]) -> None:
+    """Puts the lenses back that `dataclass(slots=True)` has replaced by slots."""
+    for field in dataclasses.fields(cls):
+        slot = vars(cls).get(field.name)
+        if isinstance(field, LensSpec) and inspect.ismemberdescriptor(slot):
+            setattr(cls, field.name, SlotLens(field.name, slot))
+
+
+def _is_processed(cls: type[Any]) -> bool:
+    return "__dataclass_fields__" in vars(cls)
+
+
+def _is_lens_annotation(annotation: Any, cls: type[Any]) -> bool:
+    if isinstance(annotation, str):
+        head, *attributes = annotation.split("[")[0].strip().split(".")
+        namespace: Mapping[str, Any] = vars(sys.modules.get(cls.__module__, object))
+        if head not in namespace:  # a name local to a function
+            return [head, *attributes][-1] == LensField.__name__
+        annotation = namespace[head]
+        for attribute in attributes:
+            annotation = getattr(annotation, attribute, None)
+    metadata = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+    return annotation is LensField or LensField in metadata

@@ -1,0 +1,195 @@
+"""Sums and sets of numbers."""
+
+import operator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from .trees import at, describing, map_with_path
+
+_T = TypeVar("_T")
+
+
+def isin(a: ArrayLike | list[Any], b: ArrayLike | list[Any], max_item: int) -> jax.Array:
+    """Whether each item of `a` is in `b`, by a table of `max_item` booleans.
+
+    Takes time and memory in proportion to `a.size + b.size + max_item`.
+
+    **Arguments:**
+
+    - `a`: integers of any shape, the items to look up.
+    - `b`: integers of any shape, the set.
+    - `max_item`: the size of the table (static). Items outside `[0, max_item)` are in no set.
+
+    **Returns:**
+
+    Booleans of the shape of `a`.
+
+    **Raises:**
+
+    - `TypeError`: if `a` or `b` are not integers, or `max_item` is traced.
+    - `ValueError`: if `max_item` is negative.
+
+    !!! example
+
+        ```python
+        isin(jnp.array([1, 3, -1]), jnp.array([3, 9]), max_item=10)  # [False, True, False]
+        ```
+    """
+    if isinstance(max_item, Tracer):
+        raise TypeError(
+            "isin: `max_item` is the size of a table and must be a Python integer, found a traced "
+            "value. Make it static, such as by jax.jit(..., static_argnames='max_item')."
+        )
+    size = operator.index(max_item)
+    if size < 0:
+        raise ValueError(f"isin: `max_item` must not be negative, found {size}.")
+    # The row after the last is for all items outside; it ends up False.
+    table = jnp.zeros(size + 1, bool).at[_rows("b", b, size)].set(True).at[size].set(False)
+    return table[_rows("a", a, size)]
+
+
+def _rows(name: str, items: Any, size: int) -> jax.Array:
+    on_device = isinstance(items, jax.Array)
+    if not on_device:
+        items = np.asarray(items)
+        if items.size == 0:  # NumPy takes an empty list for floats
+            items = items.astype(int)
+    if not jnp.issubdtype(items.dtype, jnp.integer):
+        raise TypeError(
+            f"isin: `{name}` must hold integers, found {items.dtype} of shape {items.shape}. "
+            "Use jnp.isin for other types."
+        )
+    # In the widest type, where large unsigned numbers become negative, and so stay outside.
+    wide = items.astype(int if on_device else np.int64)
+    return jnp.where((wide >= 0) & (wide < size), wide, size)
+
+
+def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T]:
+    """Sums pytrees leaf by leaf, with rounding errors that do not grow with the number of summands.
+
+    Each addition's rounding error is computed exactly and carried along, also where the summand is
+    larger than the sum so far. It holds under XLA's fast-math flags too. Derivatives are those of
+    the plain sum. Integers are summed as they are.
+
+    Neumaier's variant ("Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen",
+    1974) of Kahan's method ("Further remarks on reducing truncation errors", 1965).
+
+    **Arguments:**
+
+    - `*summands`: at least one tree; all have the same structure, and leaves of numbers that
+        broadcast. Dtypes are promoted.
+    - `compensate`: the compensation that an earlier call has returned together with the first
+        summand. Default: zero.
+
+    **Returns:**
+
+    `(sum, compensation)`, two trees. The true sum is, to higher precision than `sum`,
+    `sum - compensation`.
+
+    **Raises:**
+
+    - `TypeError`: if there are no summands, or leaves are booleans or no numbers.
+    - `ValueError`: if structures or shapes differ; the message tells where.
+
+    !!! example
+
+        ```python
+        total, lost = kahan_summation(*first_batch)
+        total, lost = kahan_summation(total, *second_batch, compensate=lost)
+        ```
+    """
+    if not summands:
+        raise TypeError("kahan_summation needs at least one summand, found none.")
+
+    def sum_leaves(path: tuple[Any, ...], *leaves: Any) -> _Sum:
+        with describing("kahan_summation", path, leaves):
+            for leaf in leaves:
+                _require_numbers(path, leaf)
+            dtype = jnp.result_type(*leaves)
+            values = [jnp.asarray(leaf, dtype) for leaf in leaves]
+            if compensate is None:
+                return _compensated_sum(values, jnp.zeros_like(values[0]))
+            return _compensated_sum(values[:-1], -values[-1])
+
+    trees = summands if compensate is None else (*summands, compensate)
+    sums = map_with_path(sum_leaves, *trees)
+    is_sum = lambda node: isinstance(node, _Sum)
+    total = jax.tree.map(lambda s: s.total, sums, is_leaf=is_sum)
+    compensation = jax.tree.map(lambda s: s.compensation, sums, is_leaf=is_sum)
+    return total, compensation
+
+
+class _Sum(NamedTuple):
+    total: jax.Array
+    compensation: jax.Array
+
+
+_FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.complex64, jnp.complex128)
+
+
+def _require_numbers(path: tuple[Any, ...], leaf: Any) -> None:
+    is_number = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    dtype = jnp.result_type(leaf) if is_number else None
+    if dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or dtype in _FLOATS):
+        found = type(leaf).__name__ if dtype is None else dtype
+        raise TypeError(
+            "kahan_summation sums integers, complex numbers, and floats of 16 bits or more; found "
+            f"{found}{at(path)}. Convert it with `.astype`."
+        )
+
+
+def _compensated_sum(summands: list[jax.Array], error: jax.Array) -> _Sum:
+    total, *others = summands
+    for summand in others:
+        total, lost = _two_sum(total, summand)
+        error = error + lost
+    # The error may have grown as large as the total: hand back a total that is rounded once.
+    total, rest = _two_sum(total, error)
+    return _Sum(total, -rest)
+
+
+def _two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rounded sum, and the rounding error that makes it exact."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        total = x + y
+        return total, jnp.zeros_like(total)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        real, real_error = _two_sum_of_floats(x.real, y.real)
+        imag, imag_error = _two_sum_of_floats(x.imag, y.imag)
+        return lax.complex(real, imag), lax.complex(real_error, imag_error)
+    return _two_sum_of_floats(x, y)
+
+
+@jax.custom_jvp
+def _two_sum_of_floats(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    total = _opaque(x + y)
+    x_is_larger = jnp.abs(x) >= jnp.abs(y)
+    larger = jnp.where(x_is_larger, x, y)
+    smaller = jnp.where(x_is_larger, y, x)
+    error = _opaque(_opaque(larger - total) + smaller)
+    # Of an infinite total nothing is lost, where inf - inf would give NaN.
+    return total, jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error))
+
+
+@_two_sum_of_floats.defjvp
+def _two_sum_of_floats_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    # The pair is exact, and the derivative of the error zero wherever it exists.
+    t = tangents[0] + tangents[1]
+    return _two_sum_of_floats(*primals), (t, jnp.zeros_like(t))
+
+
+def _opaque(x: jax.Array) -> jax.Array:
+    """The identity, which no compiler can see through to rearrange the sums on its two sides.
+
+    Under fast-math LLVM does that, and `lax.optimization_barrier` is gone by then (in JAX 0.10). So
+    this changes one NaN into another, by its bits, which no floating-point law allows to leave out.
+    """
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    is_that_nan = bits == bits.dtype.type(np.iinfo(bits.dtype).max)
+    return lax.bitcast_convert_type(bits ^ is_that_nan.astype(bits.dtype), x.dtype)

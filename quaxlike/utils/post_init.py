@@ -1,0 +1,102 @@
+"""Switching the `__post_init__` of dataclasses off and on."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _Switch(threading.local):
+    enabled: bool = True
+
+
+_switch = _Switch()
+
+
+@contextlib.contextmanager
+def _post_init_set_to(enabled: bool) -> Iterator[None]:
+    before = _switch.enabled
+    _switch.enabled = enabled
+    try:
+        yield
+    finally:
+        _switch.enabled = before
+
+
+def no_post_init() -> contextlib.AbstractContextManager[None]:
+    """In this context, `__post_init__` methods are skipped if they allow it.
+
+    They do by [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled]. Contexts
+    nest, hold for the current thread alone, and restore what was before, also after an error.
+
+    **Returns:**
+
+    A context manager, which is a decorator too.
+
+    !!! example
+
+        ```python
+        with no_post_init():
+            half_built = Interval(low=2.0, high=1.0)  # its check that low <= high is skipped
+        ```
+    """
+    return _post_init_set_to(False)
+
+
+def enable_post_init() -> contextlib.AbstractContextManager[None]:
+    """Undoes [`no_post_init`][quaxlike.utils.no_post_init] in an inner context.
+
+    **Returns:**
+
+    A context manager, which is a decorator too.
+
+    !!! example
+
+        ```python
+        with no_post_init():
+            ...
+            with enable_post_init():
+                checked = Interval(low=1.0, high=2.0)
+        ```
+    """
+    return _post_init_set_to(True)
+
+
+def skip_post_init_if_disabled(
+    f: Callable[Concatenate[_T, _P], None],
+) -> Callable[Concatenate[_T, _P], None]:
+    """Lets [`no_post_init`][quaxlike.utils.no_post_init] skip a `__post_init__` method.
+
+    **Arguments:**
+
+    - `f`: the `__post_init__` method.
+
+    **Returns:**
+
+    The method, with its name and its documentation.
+
+    !!! example
+
+        ```python
+        @dataclass
+        class Interval:
+            low: float
+            high: float
+
+            @skip_post_init_if_disabled
+            def __post_init__(self):
+                if self.low > self.high:
+                    raise ValueError("low must not exceed high.")
+        ```
+    """
+
+    @functools.wraps(f)
+    def post_init(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if _switch.enabled:
+            f(self, *args, **kwargs)
+
+    return post_init

@@ -1,0 +1,65 @@
+"""Random keys."""
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+_fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
+
+
+def key_chain(rng: jax.Array, shape: int | Sequence[int] = ()) -> Iterator[jax.Array]:
+    """An endless chain of fresh random keys.
+
+    Item `n` (from 0) is `fold_in(k, n)` for each `k` of `split(rng, prod(shape))`, in the shape
+    `shape`. It depends on `rng`, `shape` and `n` alone. Nothing is computed before it is asked for.
+
+    **Arguments:**
+
+    - `rng`: one key, new-style (`jax.random.key`) or legacy (`jax.random.PRNGKey`).
+    - `shape`: the shape of each item, a number or several. Default `()`: one key.
+
+    **Returns:**
+
+    An iterator of keys: arrays of shape `shape`, or `(*shape, *rng.shape)` of legacy keys.
+
+    **Raises:**
+
+    - `ValueError`: if `rng` is not one key, or `shape` has a negative number.
+
+    !!! example
+
+        ```python
+        keys = key_chain(jax.random.key(0))
+        w = jax.random.normal(next(keys), (3, 4))
+        b = jax.random.normal(next(keys), (4,))
+        ```
+    """
+    sizes = shape if isinstance(shape, Sequence) else (shape,)
+    sizes = tuple(operator.index(size) for size in sizes)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"key_chain: `shape` must have no negative number, found {sizes}.")
+    is_new_style = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if rng.ndim != (0 if is_new_style else 1):
+        raise ValueError(
+            f"key_chain: `rng` must be one key, found {rng.dtype} of shape {rng.shape}. "
+            "Map over several keys with jax.vmap."
+        )
+    return _chain(rng, sizes)
+
+
+def _chain(rng: jax.Array, shape: tuple[int, ...]) -> Iterator[jax.Array]:
+    if isinstance(rng, Tracer):
+        keys = jax.random.split(rng, math.prod(shape))
+    else:
+        # The first item may be asked for inside a transform, which the chain outlives.
+        with jax.ensure_compile_time_eval():
+            keys = jax.random.split(rng, math.prod(shape))
+    n = 0
+    while True:
+        yield _fold_in_all(keys, np.uint32(n)).reshape(shape + rng.shape)
+        n += 1

@@ -1,0 +1,136 @@
+"""Setting rows of all leaves of a pytree at once."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .trees import at, describing, map_with_path
+
+_T = TypeVar("_T")
+_NUMBERS = (bool, int, float, complex)
+
+
+class ScatterArgs(TypedDict, total=False):
+    """How [`tree_scatter_set`][quaxlike.utils.tree_scatter_set] treats indices.
+
+    These are options of `jax.Array.at[...].set`, and all may be left out.
+
+    - `mode`: what happens to indices out of bounds: `"drop"` (the default, also named `"fill"`),
+        `"clip"`, or `"promise_in_bounds"`.
+    - `wrap_negative_indices`: whether negative indices count from the end.
+    - `fill_value`: of reading with `.at[...].get` alone; setting leaves it aside.
+    - `indices_are_sorted`, `unique_indices`: promises that make it faster.
+    """
+
+    mode: Literal["promise_in_bounds", "fill", "drop", "clip"]
+    wrap_negative_indices: bool
+    fill_value: bool | int | float | complex | np.generic | None
+    indices_are_sorted: bool
+    unique_indices: bool
+
+
+@runtime_checkable
+class HasScatterArgs(Protocol):
+    """A node that tells how rows of what it holds are set.
+
+    !!! example
+
+        ```python
+        @dataclass
+        class Buffer:
+            data: Array
+
+            @property
+            def scatter_args(self) -> ScatterArgs:
+                return {"mode": "drop"}
+        ```
+    """
+
+    @property
+    def scatter_args(self) -> ScatterArgs:
+        """The options for this node and all below it."""
+        ...
+
+
+def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) -> _T:
+    """Sets rows of every leaf: `leaf.at[idxs].set(value_leaf, **args)`.
+
+    Nodes with `scatter_args` hand them down to all below them. Where options collide, `args` wins
+    over nodes, and an outer node over an inner one.
+
+    **Arguments:**
+
+    - `item`: a tree of arrays, each of shape `(n, *rest)`, of JAX or of NumPy.
+    - `value`: a tree of the same structure, whose leaves broadcast to `idxs.shape + rest`; or one
+        Python number for all leaves.
+    - `idxs`: integers, of any shape.
+    - `args`: options for all leaves; `{}` for none.
+
+    **Returns:**
+
+    The tree with the rows set; `item` stays as it is.
+
+    **Raises:**
+
+    - `TypeError`: if a value's dtype does not promote to the leaf's, such as a float for integers;
+        or if an option is unknown.
+    - `ValueError`: if shapes do not fit, also where `idxs` is empty; the message tells where.
+
+    !!! example
+
+        ```python
+        state = tree_scatter_set(state, new_rows, jnp.array([3, 5]), {"mode": "drop"})
+        ```
+    """
+    if isinstance(value, _NUMBERS) and not isinstance(item, _NUMBERS):
+        value = map_with_path(lambda _, leaf: value, item)
+    return _set(item, value, idxs, args, ())
+
+
+def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any, ...]) -> Any:
+    if isinstance(item, HasScatterArgs):
+        args = cast(ScatterArgs, {**item.scatter_args, **args})
+
+    def visit(path: tuple[Any, ...], node: Any, new: Any) -> Any:
+        if isinstance(node, HasScatterArgs):
+            return _set(node, new, idxs, args, prefix + path)
+        return _set_leaf(prefix + path, node, new, idxs, args)
+
+    return map_with_path(
+        visit, item, value, is_leaf=lambda n: n is not item and isinstance(n, HasScatterArgs)
+    )
+
+
+def _set_leaf(
+    path: tuple[Any, ...], leaf: Any, value: Any, idxs: Any, args: Mapping[str, Any]
+) -> jax.Array:
+    name = "tree_scatter_set"
+    unknown = args.keys() - ScatterArgs.__annotations__.keys()
+    if unknown:
+        known = ", ".join(ScatterArgs.__annotations__)
+        raise TypeError(f"{name} has no option {', '.join(sorted(unknown))}; there are {known}.")
+    for x in (leaf, value):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(f"{name}: found {type(x).__name__}, not an array{at(path)}.")
+    leaf = jnp.asarray(leaf)
+    with jax.numpy_dtype_promotion("standard"):
+        promoted = leaf.dtype if _dtype(value) == leaf.dtype else jnp.result_type(leaf, value)
+    if promoted != leaf.dtype:
+        raise TypeError(
+            f"{name}: a value of {_dtype(value)} may lose information in a leaf of {leaf.dtype}"
+            f"{at(path)}. Convert it with `.astype`, or give the leaf a wider dtype."
+        )
+    with describing(name, path, (leaf, value)):
+        target = jax.eval_shape(lambda x: x.at[idxs].get(), leaf).shape
+        if np.broadcast_shapes(jnp.shape(value), target) != target:
+            raise ValueError(f"the value must broadcast to {target}, the shape of `leaf[idxs]`")
+        options = {key: option for key, option in args.items() if key != "fill_value"}
+        return leaf.at[idxs].set(jnp.asarray(value, leaf.dtype), **options)
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", type(x).__name__)

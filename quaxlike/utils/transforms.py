@@ -1,0 +1,348 @@
+"""JAX's transforms with types, and without their pitfalls."""
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
+
+import jax
+import jax.numpy as jnp
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Ts = TypeVarTuple("_Ts")
+_R = TypeVar("_R")
+_Aux = TypeVar("_Aux")
+
+
+class _Unset(enum.Enum):
+    UNSET = enum.auto()
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+# JAX gives None a meaning of its own for some options.
+_UNSET: Any = _Unset.UNSET
+
+
+@overload
+def jit(
+    fn: _F,
+    *,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    keep_unused: bool = ...,
+    device: Any = ...,
+    backend: str | None = ...,
+    inline: Any = ...,
+    abstracted_axes: Any = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
+) -> _F: ...
+@overload
+def jit(
+    fn: None = None,
+    *,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    keep_unused: bool = ...,
+    device: Any = ...,
+    backend: str | None = ...,
+    inline: Any = ...,
+    abstracted_axes: Any = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
+) -> Callable[[_F], _F]: ...
+def jit(
+    fn: Any = None,
+    *,
+    in_shardings: Any = _UNSET,
+    out_shardings: Any = _UNSET,
+    static_argnums: Any = _UNSET,
+    static_argnames: Any = _UNSET,
+    donate_argnums: Any = _UNSET,
+    donate_argnames: Any = _UNSET,
+    keep_unused: Any = _UNSET,
+    device: Any = _UNSET,
+    backend: Any = _UNSET,
+    inline: Any = _UNSET,
+    abstracted_axes: Any = _UNSET,
+    compiler_options: Any = _UNSET,
+) -> Any:
+    """`jax.jit`, which keeps the type of the function; also as a decorator with options.
+
+    It returns what `jax.jit` returns, with `.lower`, `.trace` and `.clear_cache`. Type checkers,
+    which see the function's own type, find them by `cast(jax.stages.Wrapped, f).lower(x)`.
+
+    **Arguments:**
+
+    - `fn`: the function, or method; absent when used with options alone.
+    - the others: as for `jax.jit`, with its defaults. Only those given are passed on.
+
+    **Returns:**
+
+    The compiled function, or a decorator if `fn` is absent.
+
+    **Raises:**
+
+    - `TypeError`: if an option is given that the installed JAX has not, such as `abstracted_axes`.
+
+    !!! example
+
+        ```python
+        @jit(static_argnames="n")
+        def power(x: Array, n: int) -> Array:
+            return x**n
+
+        power(x, 3)
+        ```
+    """
+    options = {
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "keep_unused": keep_unused,
+        "device": device,
+        "backend": backend,
+        "inline": inline,
+        "abstracted_axes": abstracted_axes,
+        "compiler_options": compiler_options,
+    }
+    given = {name: value for name, value in options.items() if value is not _UNSET}
+    unknown = given.keys() - inspect.signature(jax.jit).parameters.keys()
+    if unknown:
+        raise TypeError(
+            f"jax.jit of JAX {jax.__version__} has no option {', '.join(sorted(unknown))}. "
+            "Leave it out."
+        )
+    if fn is None:
+        return lambda fn: jax.jit(fn, **given)
+    return jax.jit(fn, **given)
+
+
+@overload
+def vectorize(
+    pyfunc: _F, *, excluded: frozenset[int | str] = ..., signature: str | None = ...
+) -> _F: ...
+@overload
+def vectorize(
+    pyfunc: None = None, *, excluded: frozenset[int | str] = ..., signature: str | None = ...
+) -> Callable[[_F], _F]: ...
+def vectorize(
+    pyfunc: Any = None,
+    *,
+    excluded: frozenset[int | str] = frozenset(),
+    signature: str | None = None,
+) -> Any:
+    """`jnp.vectorize`, which keeps the type and takes every argument by position or by keyword.
+
+    **Arguments:**
+
+    - `pyfunc`: a function of arrays of the core shapes; absent when used with options alone.
+    - `excluded`: the arguments, by index or name, that are handed on as they are. Default: none.
+    - `signature`: the core shapes, such as `"(m,n),(n)->(m)"`. Default: scalars.
+
+    **Returns:**
+
+    A function whose arguments may have leading axes, which broadcast; or a decorator if `pyfunc` is
+    absent.
+
+    **Raises:**
+
+    - `TypeError`: if an argument that is keyword-only in `pyfunc` is given and not excluded.
+
+    !!! example
+
+        ```python
+        @vectorize(signature="(n)->()", excluded=frozenset({1}))
+        def norm(x: Array, order: int = 2) -> Array:
+            return jnp.linalg.norm(x, order)
+
+        norm(jnp.ones((5, 3)), order=1)  # shape (5,)
+        ```
+    """
+
+    def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fun)
+        def vectorized(*args: Any, **kwargs: Any) -> Any:
+            # jnp.vectorize maps positional arguments only; others it drops.
+            args, kept, handed_on = _by_position(fun, args, kwargs, excluded)
+            positional = jnp.vectorize(
+                functools.partial(fun, **kept), excluded=handed_on, signature=signature
+            )
+            return positional(*args)
+
+        return vectorized
+
+    return decorate if pyfunc is None else decorate(pyfunc)
+
+
+def _by_position(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    excluded: frozenset[int | str],
+) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[int]]:
+    """The positional arguments, those that stay keywords, and the excluded positions."""
+    indices = frozenset(e for e in excluded if isinstance(e, int))
+    if not kwargs and indices == excluded:
+        return args, {}, indices
+    signature = inspect.signature(fun)
+    given = signature.bind(*args, **kwargs).arguments
+    parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    last = max((i for i, p in enumerate(parameters) if p.name in given), default=-1)
+    indices |= {i for i, p in enumerate(parameters) if p.name in excluded}
+    # A parameter left to its default, in front of one that is given, is not mapped over.
+    indices |= {i for i, p in enumerate(parameters[: last + 1]) if p.name not in given}
+    by_position = [given.get(p.name, p.default) for p in parameters[: last + 1]]
+    by_position += args[len(parameters) :]
+    kept = {name: x for name, x in kwargs.items() if name not in signature.parameters}
+    kept |= {
+        p.name: kwargs[p.name]
+        for p in signature.parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.name in kwargs
+    }
+    mapped = sorted(kept.keys() - excluded)
+    if mapped:
+        raise TypeError(
+            f"vectorize maps over positional arguments; {', '.join(mapped)} of {_name(fun)} can "
+            "only be given by keyword. Add it to `excluded`, or make the parameter positional."
+        )
+    return tuple(by_position), kept, indices
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__qualname__", repr(fun))
+
+
+def shard_map(
+    f: _F,
+    /,
+    *,
+    out_specs: Any,
+    in_specs: Any = None,
+    mesh: Any = None,
+    axis_names: frozenset[str] = frozenset(),
+    check_vma: bool = True,
+) -> _F:
+    """`jax.shard_map`, which keeps the type and takes arguments by position or by keyword.
+
+    **Arguments:**
+
+    - `f`: the function of shards.
+    - `out_specs`: a pytree prefix of `PartitionSpec`s for the result.
+    - `in_specs`: likewise for the tuple of arguments. Default: from the shardings of the arguments,
+        which only axes of type `Explicit` carry in their types.
+    - `mesh`: the mesh. Default: the one set by `jax.set_mesh`.
+    - `axis_names`: the axes of the mesh that `f` is manual over. Default: all.
+    - `check_vma`: whether JAX checks that outputs are replicated as `out_specs` says. Default
+        `True`.
+
+    **Returns:**
+
+    A function of whole arrays.
+
+    **Raises:**
+
+    - `ValueError`: if `in_specs` is absent and an axis of the mesh is not `Explicit`.
+    - `TypeError`: if a keyword-only parameter of `f` is given, for which `in_specs` has no place.
+
+    !!! example
+
+        ```python
+        mesh = jax.make_mesh((4,), ("x",))
+        total = shard_map(
+            lambda x: jax.lax.psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+        )
+        ```
+    """
+    options: dict[str, Any] = {"out_specs": out_specs}
+    if in_specs is not None:
+        options["in_specs"] = in_specs
+    if mesh is not None:
+        options["mesh"] = mesh
+    if axis_names:
+        options["axis_names"] = axis_names
+    if not check_vma:
+        options["check_vma"] = check_vma
+    sharded = jax.shard_map(f, **options)
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if in_specs is None:
+            _require_explicit_axes(mesh, axis_names)
+        if kwargs:
+            bound = inspect.signature(f).bind(*args, **kwargs)
+            if bound.kwargs:
+                raise TypeError(
+                    f"shard_map passes arguments by position, and {', '.join(bound.kwargs)} of "
+                    f"{_name(f)} can only be given by keyword here. Make the parameter positional, "
+                    "give the ones in front of it too, or bind the value with functools.partial."
+                )
+            args = bound.args
+        return sharded(*args)
+
+    return cast(_F, wrapper)
+
+
+def _require_explicit_axes(mesh: Any, axis_names: frozenset[str]) -> None:
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    others = {
+        name: kind.name
+        for name, kind in types.items()
+        if (not axis_names or name in axis_names) and kind != jax.sharding.AxisType.Explicit
+    }
+    if others:
+        raise ValueError(
+            "shard_map without `in_specs` infers them from the arguments, for which all its mesh "
+            f"axes must be Explicit; found {others}. Give `in_specs`, or make the mesh with "
+            "axis_types=(jax.sharding.AxisType.Explicit, ...)."
+        )
+
+
+@overload
+def linearize(
+    fn: Callable[[*_Ts], tuple[_R, _Aux]], *primals: *_Ts, has_aux: Literal[True]
+) -> tuple[_R, Callable[[*_Ts], _R], _Aux]: ...
+@overload
+def linearize(
+    fn: Callable[[*_Ts], _R], *primals: *_Ts, has_aux: Literal[False] = False
+) -> tuple[_R, Callable[[*_Ts], _R]]: ...
+def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """`jax.linearize`, typed: the value of a function and its derivative as a linear function.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `*primals`: where to linearize.
+    - `has_aux`: whether `fn` returns a pair of the output and auxiliary data. Default `False`.
+
+    **Returns:**
+
+    `(output, jvp)`, where `jvp` takes tangents shaped as the primals to a tangent shaped as the
+    output; with `has_aux`, `(output, jvp, aux)`.
+
+    !!! example
+
+        ```python
+        y, jvp = linearize(jnp.sin, x)
+        jvp(jnp.ones_like(x))  # cos(x)
+        ```
+    """
+    if has_aux:
+        return jax.linearize(fn, *primals, has_aux=True)
+    return jax.linearize(fn, *primals)

@@ -1,0 +1,315 @@
+"""Functions of pytrees."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr
+from jax.typing import ArrayLike
+
+_T = TypeVar("_T")
+
+
+@runtime_checkable
+class PyTreeDef(Protocol[_T]):
+    """The structure of a pytree of type `T`, as JAX gives it, with types.
+
+    !!! example
+
+        ```python
+        structure: PyTreeDef[dict[str, Array]] = tree_structure(params)
+        structure.unflatten(structure.flatten_up_to(params))
+        ```
+    """
+
+    @property
+    def num_leaves(self) -> int: ...
+    def flatten_up_to(self, xs: _T, /) -> list[Any]:
+        """What `xs` holds where this structure has leaves."""
+        ...
+
+    def unflatten(self, leaves: Iterable[Any], /) -> _T:
+        """The tree of this structure with these leaves."""
+        ...
+
+
+def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTreeDef[_T]:
+    """The structure of a pytree, which knows the tree's type.
+
+    **Arguments:**
+
+    - `x`: the tree.
+    - `is_leaf`: a predicate for nodes to take as leaves. Default: none.
+
+    **Returns:**
+
+    JAX's own `PyTreeDef`.
+
+    !!! example
+
+        ```python
+        tree_structure({"w": w, "b": b}).num_leaves  # 2
+        ```
+    """
+    return cast(PyTreeDef[_T], jax.tree.structure(x, is_leaf=is_leaf))
+
+
+@runtime_checkable
+class SupportsTreeMatch(Protocol):
+    """A node that [`tree_map`][quaxlike.utils.tree_map] lets fit itself to its counterparts.
+
+    !!! example
+
+        ```python
+        class Labelled:
+            def __tree_match__(self, *others):  # -> (self, *others) over the union of labels
+                ...
+        ```
+    """
+
+    def __tree_match__(self: _T, *others: _T) -> tuple[_T, ...]:
+        """This node and its counterparts in the other trees, made to fit each other."""
+        ...
+
+
+def tree_map(
+    fn: Callable[..., Any],
+    tree: _T,
+    *trees: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> _T:
+    """`jax.tree.map` that lets nodes with `__tree_match__` fit their counterparts first.
+
+    Where `tree` has such a node and there are other trees, the node and its counterparts are
+    replaced by what `node.__tree_match__(*counterparts)` returns; then the map goes on inside them,
+    where nodes may match again.
+
+    **Arguments:**
+
+    - `fn`: a function of one leaf of each tree.
+    - `tree`: the tree whose structure the result has.
+    - `*trees`: trees with the structure of `tree`, once matched.
+    - `is_leaf`: a predicate for nodes to take as leaves, such as `ql.is_value`. Default: none.
+
+    **Returns:**
+
+    The tree of results.
+
+    **Raises:**
+
+    - `ValueError`: if structures differ, or `__tree_match__` returns another number of nodes.
+
+    !!! example
+
+        ```python
+        tree_map(jnp.add, {"a": x}, {"a": y})  # {"a": x + y}
+        ```
+    """
+    return map_with_path(lambda _, *leaves: fn(*leaves), tree, *trees, is_leaf=is_leaf)
+
+
+def map_with_path(
+    fn: Callable[..., Any],
+    tree: _T,
+    *trees: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> _T:
+    """`tree_map` with a function that is given the key path in front of the leaves."""
+
+    def is_end(node: Any) -> bool:
+        return is_leaf is not None and is_leaf(node)
+
+    def stops(node: Any) -> bool:
+        return _has_tree_match(node) or is_end(node)
+
+    def go(prefix: tuple[Any, ...], trees: Sequence[Any], stops_here: Any) -> Any:
+        def visit(path: tuple[Any, ...], node: Any, *others: Any) -> Any:
+            path = prefix + path
+            nodes = (node, *others)
+            if others and _has_tree_match(node):
+                nodes = _matched(path, *nodes)
+            if is_end(nodes[0]) or jax.tree.structure(nodes[0]) == _LEAF:
+                return fn(path, *nodes)
+            # On into the node, which shall not stop the walk a second time.
+            return go(path, nodes, lambda inner: inner is not nodes[0] and stops(inner))
+
+        return jax.tree_util.tree_map_with_path(visit, *trees, is_leaf=stops_here)
+
+    return go((), (tree, *trees), stops)
+
+
+def _has_tree_match(node: Any) -> bool:
+    return hasattr(type(node), "__tree_match__")
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def _matched(path: tuple[Any, ...], node: Any, *others: Any) -> tuple[Any, ...]:
+    matched = tuple(node.__tree_match__(*others))
+    if len(matched) != 1 + len(others):
+        raise ValueError(
+            f"{type(node).__name__}.__tree_match__ must return itself and its {len(others)} "
+            f"counterparts, found {len(matched)} nodes{at(path)}."
+        )
+    return matched
+
+
+def at(path: tuple[Any, ...]) -> str:
+    """ " at ['a']", or nothing for the root."""
+    return f" at {keystr(path)}" if path else ""
+
+
+def tree_stack(*trees: _T) -> _T:
+    """Stacks the leaves of trees along a new axis 0.
+
+    **Arguments:**
+
+    - `*trees`: at least one tree; all have the same structure and, leaf by leaf, the same shapes.
+        Dtypes are promoted.
+
+    **Returns:**
+
+    The tree whose leaves are `jnp.stack` of theirs: shape `(len(trees), *shape)`.
+
+    **Raises:**
+
+    - `TypeError`: if there is no tree, or a leaf is no array.
+    - `ValueError`: if structures or shapes differ; the message tells where.
+
+    !!! example
+
+        ```python
+        layers = tree_stack(*[make_layer(key) for key in keys])
+        jax.lax.scan(apply_layer, x, layers)
+        ```
+    """
+    return _leafwise("tree_stack", lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def tree_concat(*trees: _T) -> _T:
+    """Concatenates the leaves of trees along axis 0.
+
+    **Arguments:**
+
+    - `*trees`: at least one tree; all have the same structure and, leaf by leaf, shapes that differ
+        in axis 0 alone. Dtypes are promoted.
+
+    **Returns:**
+
+    The tree whose leaves are `jnp.concatenate` of theirs.
+
+    **Raises:**
+
+    - `TypeError`: if there is no tree, or a leaf is no array.
+    - `ValueError`: if a leaf is a scalar, or structures or shapes differ; the message tells where.
+
+    !!! example
+
+        ```python
+        tree_concat({"x": jnp.zeros((2, 3))}, {"x": jnp.ones((1, 3))})  # x: shape (3, 3)
+        ```
+    """
+
+    def concatenate(*leaves: Any) -> jax.Array:
+        if any(jnp.ndim(leaf) == 0 for leaf in leaves):
+            raise ValueError("scalars have no axis to concatenate along; use tree_stack")
+        return jnp.concatenate(leaves)
+
+    return _leafwise("tree_concat", concatenate, *trees)
+
+
+def tree_zeros_like(tree: _T) -> _T:
+    """Zeros of the shapes and dtypes of a tree's leaves.
+
+    **Arguments:**
+
+    - `tree`: a tree of arrays, numbers or `jax.ShapeDtypeStruct`s.
+
+    **Returns:**
+
+    The tree of zeros.
+
+    **Raises:**
+
+    - `TypeError`: if a leaf is no array; the message tells where.
+
+    !!! example
+
+        ```python
+        momentum = tree_zeros_like(params)
+        ```
+    """
+    return _leafwise("tree_zeros_like", jnp.zeros_like, tree)
+
+
+def tree_where_broadcast_last(accept: ArrayLike, t1: _T, t2: _T) -> _T:
+    """Selects between the leaves of two trees by a condition on their leading axes.
+
+    **Arguments:**
+
+    - `accept`: booleans of shape `(*batch)`. For each leaf, axes of size 1 are added at its end
+        until it has the leaf's rank.
+    - `t1`: the tree taken where `accept` is true; leaves of shape `(*batch, ...)`.
+    - `t2`: the tree taken elsewhere, of the same structure.
+
+    **Returns:**
+
+    The tree of `jnp.where(accept, leaf1, leaf2)`.
+
+    **Raises:**
+
+    - `ValueError`: if a leaf has fewer axes than `accept`, or shapes do not fit; the message tells
+        where.
+
+    !!! example
+
+        ```python
+        # One accepted or rejected Metropolis step for each of 8 chains.
+        state = tree_where_broadcast_last(accepted, proposal, state)  # accepted: shape (8,)
+        ```
+    """
+    accept = jnp.asarray(accept)
+
+    def where(x: Any, y: Any) -> jax.Array:
+        x, y = jnp.broadcast_arrays(x, y)
+        if x.ndim < accept.ndim:
+            raise ValueError(f"`accept` of shape {accept.shape} has more axes than the leaf")
+        padded = accept.reshape(accept.shape + (1,) * (x.ndim - accept.ndim))
+        return jnp.where(padded, x, y)
+
+    return _leafwise("tree_where_broadcast_last", where, t1, t2)
+
+
+def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
+    """Maps over arrays; errors tell the function, the leaf's place and what was found there."""
+    if not trees:
+        raise TypeError(f"{name} needs at least one tree, found none.")
+
+    def apply(path: tuple[Any, ...], *leaves: Any) -> jax.Array:
+        for leaf in leaves:
+            if not isinstance(leaf, _ARRAYS):
+                raise TypeError(
+                    f"{name}: the leaf{at(path)} is of type {type(leaf).__name__}, not an array. "
+                    "Split such leaves off first, for example with eqx.partition."
+                )
+        with describing(name, path, leaves):
+            return operation(*leaves)
+
+    return map_with_path(apply, *trees)
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
+
+
+@contextlib.contextmanager
+def describing(name: str, path: tuple[Any, ...], leaves: Iterable[Any]) -> Iterator[None]:
+    """Adds to a ValueError where in the tree it happened, and with which shapes and dtypes."""
+    try:
+        yield
+    except ValueError as error:
+        found = ", ".join(f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in leaves)
+        raise ValueError(f"{name}: the leaves{at(path)} do not fit ({found}): {error}") from error
