@@ -33,8 +33,11 @@ def is_traced(x: Any) -> bool:
     !!! example
 
         ```python
-        if not is_traced(x):
-            print(float(x))
+        from quaxlike.utils import is_traced
+
+        def log(loss: jax.Array) -> None:
+            if not is_traced(loss):
+                print(float(loss))
         ```
     """
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
@@ -61,11 +64,14 @@ def no_jax_tracing(fn: _F) -> _F:
     !!! example
 
         ```python
+        import numpy as np
+        from quaxlike.utils import no_jax_tracing
+
         @no_jax_tracing
-        def save(path: str, x: Array) -> None:
+        def save(path: str, x: jax.Array) -> None:
             np.save(path, x)
 
-        jax.jit(lambda x: save("x.npy", x))(x)  # NotJaxCompatibleError
+        save("x.npy", jnp.ones(3))  # under jax.jit: NotJaxCompatibleError
         ```
     """
     name = getattr(fn, "__qualname__", None) or repr(fn)
@@ -135,9 +141,12 @@ def non_differentiable(x: _T) -> _T:
     !!! example
 
         ```python
-        def energy(positions):
-            neighbours = non_differentiable(build_graph(positions))
-            ...
+        from quaxlike.utils import non_differentiable
+
+        def energy(positions: jax.Array, charges: jax.Array) -> jax.Array:
+            return jnp.sum(positions**2 * non_differentiable(charges))
+
+        jax.grad(energy)(jnp.ones(3), jnp.ones(3))  # with argnums=1: NotImplementedError
         ```
     """
     return jax.tree.map(lambda leaf: _identity(leaf) if _has_tangents(leaf) else leaf, x)

@@ -51,9 +51,11 @@ def field(
     !!! example
 
         ```python
+        from quaxlike.utils import dataclass, field
+
         @dataclass
         class Layer:
-            weight: Array
+            weight: jax.Array
             name: str = field(default="layer", static=True)
         ```
     """
@@ -95,6 +97,8 @@ def lens_field(
     !!! example
 
         ```python
+        from quaxlike.utils import LensField, dataclass, lens_field
+
         @dataclass
         class Point:
             x: LensField[float] = lens_field(default=0.0)
@@ -189,13 +193,15 @@ def dataclass(
     !!! example
 
         ```python
+        from quaxlike.utils import dataclass, field
+
         @dataclass
         class Point:
-            x: Array
-            y: Array
+            x: jax.Array
+            y: jax.Array
             name: str = field(default="p", static=True)
 
-        jax.tree.map(jnp.negative, Point(x, y))
+        jax.tree.map(jnp.negative, Point(jnp.ones(3), jnp.zeros(3)))
         ```
     """
 
@@ -204,8 +210,7 @@ def dataclass(
             return cls
         if issubclass(cls, eqx.Module):
             raise TypeError(
-                f"{cls.__name__} is an eqx.Module, which is a pytree dataclass already. "
-                "Remove the decorator."
+                f"{cls.__name__} is an eqx.Module, which is a pytree dataclass already. Remove the decorator."
             )
         before = dict(vars(cls))
         make_lens_fields(cls)
@@ -328,9 +333,7 @@ def _hash(self: Any) -> int:
     """`__hash__`: equal instances have equal hashes."""
     fields = [f for f in dataclasses.fields(self) if (f.compare if f.hash is None else f.hash)]
     static = tuple(getattr(self, f.name) for f in fields if _is_static(f))
-    leaves, _ = _flatten_to_dataclasses(
-        [getattr(self, f.name) for f in fields if not _is_static(f)]
-    )
+    leaves, _ = _flatten_to_dataclasses([getattr(self, f.name) for f in fields if not _is_static(f)])
     return hash((static, *map(_leaf_hash, leaves)))
 
 
@@ -343,7 +346,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-def _on_host(x: Any) -> np.ndarray[Any, Any]:
+def _on_host(x: Any) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():
             x = jax.random.key_data(x)

@@ -90,11 +90,11 @@ def _child(obj: Any, step: _Step) -> Any:
 def _replaced(obj: Any, path: tuple[_Step, ...], value: Any) -> Any:
     if not path:
         return value
-    step, *rest = path
-    new = _replaced(_child(obj, step), tuple(rest), value)
+    step, rest = path[0], path[1:]
     if isinstance(step, GetAttrKey):
-        return _with_attribute(obj, step.name, new)
-    return _with_item(obj, step.key, new)
+        # A field need not be set yet, to be set.
+        return _with_attribute(obj, step.name, _replaced(_child(obj, step), rest, value) if rest else value)
+    return _with_item(obj, step.key, _replaced(_child(obj, step), rest, value))
 
 
 def _with_attribute(obj: Any, name: str, value: Any) -> Any:
@@ -142,14 +142,17 @@ class LensField(Generic[_T]):
     !!! example
 
         ```python
+        from quaxlike.utils import HasLensFields, LensField, dataclass
+
         @dataclass
         class Point(HasLensFields):
-            x: LensField[Array]
-            y: LensField[Array]
+            x: LensField[float]
+            y: LensField[float]
 
-        Point.x.get(p)  # p.x
-        Point.x.set(p, jnp.zeros(3))  # a copy of p
-        Point.x.update(p, jnp.negative)
+        p = Point(1.0, 2.0)
+        Point.x.get(p)  # 1.0
+        Point.x.set(p, 3.0)  # Point(x=3.0, y=2.0); p is as it was
+        Point.x.update(p, lambda x: 10 * x)  # Point(x=10.0, y=2.0)
         ```
     """
 
@@ -175,10 +178,14 @@ class HasLensFields:
     !!! example
 
         ```python
-        class Layer(HasLensFields, eqx.Module):
-            weight: LensField[Array]
+        import equinox as eqx
+        import jax.numpy as jnp
+        from quaxlike.utils import HasLensFields, LensField
 
-        Layer.weight.update(layer, jnp.zeros_like)
+        class Layer(HasLensFields, eqx.Module):
+            weight: LensField[jax.Array]
+
+        Layer.weight.update(Layer(jnp.ones(3)), jnp.zeros_like)
         ```
     """
 

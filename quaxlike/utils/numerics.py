@@ -1,7 +1,8 @@
 """Sums and sets of numbers."""
 
 import operator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,12 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .trees import at, describing, map_with_path
+from .trees import ARRAY_LIKE, at, describing, map_with_path
 
 _T = TypeVar("_T")
 
 
-def isin(a: ArrayLike | list[Any], b: ArrayLike | list[Any], max_item: int) -> jax.Array:
+def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: SupportsIndex) -> jax.Array:
     """Whether each item of `a` is in `b`, by a table of `max_item` booleans.
 
     Takes time and memory in proportion to `a.size + b.size + max_item`.
@@ -38,6 +39,8 @@ def isin(a: ArrayLike | list[Any], b: ArrayLike | list[Any], max_item: int) -> j
     !!! example
 
         ```python
+        from quaxlike.utils import isin
+
         isin(jnp.array([1, 3, -1]), jnp.array([3, 9]), max_item=10)  # [False, True, False]
         ```
     """
@@ -55,11 +58,10 @@ def isin(a: ArrayLike | list[Any], b: ArrayLike | list[Any], max_item: int) -> j
 
 
 def _rows(name: str, items: Any, size: int) -> jax.Array:
-    on_device = isinstance(items, jax.Array)
-    if not on_device:
-        items = np.asarray(items)
-        if items.size == 0:  # NumPy takes an empty list for floats
-            items = items.astype(int)
+    on_device = any(isinstance(item, jax.Array) for item in jax.tree.leaves(items))
+    items = jnp.asarray(items) if on_device else np.asarray(items)
+    if items.size == 0 and not on_device:  # NumPy takes an empty list for floats
+        items = items.astype(int)
     if not jnp.issubdtype(items.dtype, jnp.integer):
         raise TypeError(
             f"isin: `{name}` must hold integers, found {items.dtype} of shape {items.shape}. "
@@ -100,17 +102,19 @@ def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T
     !!! example
 
         ```python
-        total, lost = kahan_summation(*first_batch)
-        total, lost = kahan_summation(total, *second_batch, compensate=lost)
+        from quaxlike.utils import kahan_summation
+
+        total, lost = kahan_summation(jnp.float32(1e8), jnp.float32(1.0))
+        total, lost = kahan_summation(total, jnp.float32(-1e8), compensate=lost)  # 1.0
         ```
     """
     if not summands:
         raise TypeError("kahan_summation needs at least one summand, found none.")
 
     def sum_leaves(path: tuple[Any, ...], *leaves: Any) -> _Sum:
+        for leaf in leaves:
+            _require_numbers(path, leaf)
         with describing("kahan_summation", path, leaves):
-            for leaf in leaves:
-                _require_numbers(path, leaf)
             dtype = jnp.result_type(*leaves)
             values = [jnp.asarray(leaf, dtype) for leaf in leaves]
             if compensate is None:
@@ -134,8 +138,7 @@ _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.complex64, j
 
 
 def _require_numbers(path: tuple[Any, ...], leaf: Any) -> None:
-    is_number = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-    dtype = jnp.result_type(leaf) if is_number else None
+    dtype = jnp.result_type(leaf) if isinstance(leaf, ARRAY_LIKE) else None
     if dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or dtype in _FLOATS):
         found = type(leaf).__name__ if dtype is None else dtype
         raise TypeError(

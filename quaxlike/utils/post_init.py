@@ -40,8 +40,20 @@ def no_post_init() -> contextlib.AbstractContextManager[None]:
     !!! example
 
         ```python
+        from quaxlike.utils import dataclass, no_post_init, skip_post_init_if_disabled
+
+        @dataclass
+        class Interval:
+            low: float
+            high: float
+
+            @skip_post_init_if_disabled
+            def __post_init__(self):
+                if self.low > self.high:
+                    raise ValueError("low must not exceed high.")
+
         with no_post_init():
-            half_built = Interval(low=2.0, high=1.0)  # its check that low <= high is skipped
+            half_built = Interval(low=2.0, high=1.0)
         ```
     """
     return _post_init_set_to(False)
@@ -57,10 +69,12 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
     !!! example
 
         ```python
+        from quaxlike.utils import enable_post_init, no_post_init
+
         with no_post_init():
-            ...
+            ...  # skipped
             with enable_post_init():
-                checked = Interval(low=1.0, high=2.0)
+                ...  # not skipped
         ```
     """
     return _post_init_set_to(True)
@@ -82,15 +96,16 @@ def skip_post_init_if_disabled(
     !!! example
 
         ```python
+        from quaxlike.utils import dataclass, skip_post_init_if_disabled
+
         @dataclass
-        class Interval:
-            low: float
-            high: float
+        class Probability:
+            value: float
 
             @skip_post_init_if_disabled
             def __post_init__(self):
-                if self.low > self.high:
-                    raise ValueError("low must not exceed high.")
+                if not 0.0 <= self.value <= 1.0:
+                    raise ValueError("A probability lies between 0 and 1.")
         ```
     """
 

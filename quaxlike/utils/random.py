@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.core import Tracer
 _fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
 
 
-def key_chain(rng: jax.Array, shape: int | Sequence[int] = ()) -> Iterator[jax.Array]:
+def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = ()) -> Iterator[jax.Array]:
     """An endless chain of fresh random keys.
 
     Item `n` (from 0) is `fold_in(k, n)` for each `k` of `split(rng, prod(shape))`, in the shape
@@ -34,6 +35,8 @@ def key_chain(rng: jax.Array, shape: int | Sequence[int] = ()) -> Iterator[jax.A
     !!! example
 
         ```python
+        from quaxlike.utils import key_chain
+
         keys = key_chain(jax.random.key(0))
         w = jax.random.normal(next(keys), (3, 4))
         b = jax.random.normal(next(keys), (4,))

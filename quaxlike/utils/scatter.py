@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .trees import at, describing, map_with_path
+from .trees import ARRAY_LIKE, NUMBER, at, describing, map_with_path
 
 _T = TypeVar("_T")
-_NUMBERS = (bool, int, float, complex)
 
 
 class ScatterArgs(TypedDict, total=False):
@@ -40,9 +39,11 @@ class HasScatterArgs(Protocol):
     !!! example
 
         ```python
+        from quaxlike.utils import ScatterArgs, dataclass
+
         @dataclass
         class Buffer:
-            data: Array
+            rows: jax.Array
 
             @property
             def scatter_args(self) -> ScatterArgs:
@@ -77,16 +78,26 @@ def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) ->
     **Raises:**
 
     - `TypeError`: if a value's dtype does not promote to the leaf's, such as a float for integers;
-        or if an option is unknown.
+        if `idxs` are not integers; or if an option is unknown.
     - `ValueError`: if shapes do not fit, also where `idxs` is empty; the message tells where.
 
     !!! example
 
         ```python
-        state = tree_scatter_set(state, new_rows, jnp.array([3, 5]), {"mode": "drop"})
+        from quaxlike.utils import tree_scatter_set
+
+        state = {"position": jnp.zeros((6, 3)), "charge": jnp.zeros(6)}
+        rows = {"position": jnp.ones((2, 3)), "charge": jnp.ones(2)}
+        tree_scatter_set(state, rows, jnp.array([3, 5]), {"mode": "drop"})
         ```
     """
-    if isinstance(value, _NUMBERS) and not isinstance(item, _NUMBERS):
+    kind = jnp.result_type(idxs)
+    if not jnp.issubdtype(kind, jnp.integer):
+        raise TypeError(
+            f"tree_scatter_set: `idxs` must be integers, found {kind} of shape {jnp.shape(idxs)}. Make "
+            "indices of a mask by jnp.nonzero."
+        )
+    if isinstance(value, NUMBER) and not isinstance(item, NUMBER):
         value = map_with_path(lambda _, leaf: value, item)
     return _set(item, value, idxs, args, ())
 
@@ -105,16 +116,14 @@ def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any,
     )
 
 
-def _set_leaf(
-    path: tuple[Any, ...], leaf: Any, value: Any, idxs: Any, args: Mapping[str, Any]
-) -> jax.Array:
+def _set_leaf(path: tuple[Any, ...], leaf: Any, value: Any, idxs: Any, args: Mapping[str, Any]) -> jax.Array:
     name = "tree_scatter_set"
     unknown = args.keys() - ScatterArgs.__annotations__.keys()
     if unknown:
         known = ", ".join(ScatterArgs.__annotations__)
         raise TypeError(f"{name} has no option {', '.join(sorted(unknown))}; there are {known}.")
     for x in (leaf, value):
-        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        if not isinstance(x, ARRAY_LIKE):
             raise TypeError(f"{name}: found {type(x).__name__}, not an array{at(path)}.")
     leaf = jnp.asarray(leaf)
     with jax.numpy_dtype_promotion("standard"):
@@ -125,11 +134,14 @@ def _set_leaf(
             f"{at(path)}. Convert it with `.astype`, or give the leaf a wider dtype."
         )
     with describing(name, path, (leaf, value)):
-        target = jax.eval_shape(lambda x: x.at[idxs].get(), leaf).shape
-        if np.broadcast_shapes(jnp.shape(value), target) != target:
+        if leaf.ndim == 0:
+            raise ValueError("the leaf has no axis to set rows of")
+        shape, target = jnp.shape(value), jnp.shape(idxs) + leaf.shape[1:]
+        aligned = zip(reversed(shape), reversed(target), strict=False)
+        if len(shape) > len(target) or any(n not in (1, m) for n, m in aligned):
             raise ValueError(f"the value must broadcast to {target}, the shape of `leaf[idxs]`")
         options = {key: option for key, option in args.items() if key != "fill_value"}
-        return leaf.at[idxs].set(jnp.asarray(value, leaf.dtype), **options)
+        return leaf.at[jnp.asarray(idxs)].set(jnp.asarray(value, leaf.dtype), **options)
 
 
 def _dtype(x: Any) -> Any:

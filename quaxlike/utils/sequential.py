@@ -1,15 +1,17 @@
 """Functions that `jax.vmap` runs one after the other."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+
+from ..primitives.forms import merge, split
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,8 +36,10 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
     !!! example
 
         ```python
+        from quaxlike.utils import sequential_vmap_with_vjp
+
         solve = sequential_vmap_with_vjp(lambda matrix, b: jnp.linalg.solve(matrix, b))
-        jax.vmap(solve)(matrices, bs)  # one solve at a time
+        jax.vmap(solve)(jnp.stack([jnp.eye(3)] * 8), jnp.ones((8, 3)))  # one solve at a time
         ```
     """
 
@@ -45,10 +49,10 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
     def sequential(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         leaves, in_tree = jax.tree.flatten((args, kwargs))
         is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-        arrays, others = _parted(leaves, is_array)
+        arrays, others = split(is_array, leaves)
 
         def of_arrays(*arrays: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(in_tree, _merged(is_array, arrays, others))
+            args, kwargs = jax.tree.unflatten(in_tree, merge(is_array, arrays, others))
             return call(*args, **kwargs)
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
@@ -59,18 +63,6 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return sequential
-
-
-def _parted(xs: Iterable[Any], mask: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """The items where the mask is true, and the others."""
-    pairs = list(zip(xs, mask, strict=True))
-    return [x for x, m in pairs if m], [x for x, m in pairs if not m]
-
-
-def _merged(mask: Sequence[bool], xs: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """What `_parted` has parted."""
-    where_true, where_false = iter(xs), iter(others)
-    return [next(where_true if m else where_false) for m in mask]
 
 
 def _bind(fun: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
@@ -85,13 +77,13 @@ def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr
 ) -> tuple[list[Any], list[int]]:
     is_mapped = [axis is not None for axis in axes]
-    mapped, shared = _parted(operands, is_mapped)
-    mapped_axes, _ = _parted(axes, is_mapped)
-    mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(mapped, mapped_axes, strict=True)]
+    _, shared = split(is_mapped, operands)
+    pairs = zip(operands, axes, strict=True)
+    mapped = [jnp.moveaxis(x, axis, 0) for x, axis in pairs if axis is not None]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
         # Another vmap around this one has to find the call again.
-        return None, sequential_call_p.bind(*_merged(is_mapped, items, shared), jaxpr=jaxpr)
+        return None, sequential_call_p.bind(*merge(is_mapped, items, shared), jaxpr=jaxpr)
 
     _, outs = jax.lax.scan(step, None, mapped)
     return outs, [0] * len(outs)
@@ -107,38 +99,38 @@ def _jvp(
 
     def tangents_out(*operands: Any) -> list[Any]:
         primals, tangents = operands[: len(varies)], operands[len(varies) :]
-        varying, fixed = _parted(primals, varies)
+        varying, fixed = split(varies, primals)
 
         def of_varying(*varying: Any) -> list[Any]:
-            outs = jaxpr_as_fun(jaxpr)(*_merged(varies, varying, fixed))
-            return _parted(outs, has_tangent)[0]
+            outs = jaxpr_as_fun(jaxpr)(*merge(varies, varying, fixed))
+            return split(has_tangent, outs)[0]
 
         return jax.jvp(of_varying, varying, list(tangents))[1]
 
-    nonzero, _ = _parted(tangents, varies)
+    nonzero, _ = split(varies, tangents)
     given = _bind(tangents_out, [*primals, *nonzero])
-    without, _ = _parted(outs, [not has for has in has_tangent])
+    _, without = split(has_tangent, outs)
     zeros = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in without]
-    return outs, _merged(has_tangent, given, zeros)
+    return outs, merge(has_tangent, given, zeros)
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr) -> list[Any]:
     is_linear = [ad.is_undefined_primal(x) for x in operands]
-    linear, known = _parted(operands, is_linear)
+    linear, known = split(is_linear, operands)
     avals = [x.aval for x in linear]
     is_given = [type(ct) is not ad.Zero for ct in cts]
-    given, _ = _parted(cts, is_given)
+    given, _ = split(is_given, cts)
 
     def transposed(*operands: Any) -> list[Any]:
         known, cts = operands[: is_linear.count(False)], operands[is_linear.count(False) :]
 
         def of_linear(*linear: Any) -> list[Any]:
-            outs = jaxpr_as_fun(jaxpr)(*_merged(is_linear, linear, known))
-            return _parted(outs, is_given)[0]
+            outs = jaxpr_as_fun(jaxpr)(*merge(is_linear, linear, known))
+            return split(is_given, outs)[0]
 
-        return jax.linear_transpose(of_linear, *avals)(list(cts))
+        return list(jax.linear_transpose(of_linear, *avals)(list(cts)))
 
-    return _merged(is_linear, _bind(transposed, [*known, *given]), [None] * len(known))
+    return merge(is_linear, _bind(transposed, [*known, *given]), [None] * len(known))
 
 
 # A call of `jaxpr`, whose constants are concrete. Every derivative of it is again such a call, so
@@ -146,9 +138,7 @@ def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr) -> list[A
 sequential_call_p = Primitive("sequential_call")
 sequential_call_p.multiple_results = True
 sequential_call_p.def_impl(_call)
-sequential_call_p.def_effectful_abstract_eval(
-    lambda *avals, jaxpr: (jaxpr.out_avals, jaxpr.effects)
-)
+sequential_call_p.def_effectful_abstract_eval(lambda *avals, jaxpr: (jaxpr.out_avals, jaxpr.effects))
 ad.primitive_jvps[sequential_call_p] = _jvp
 ad.primitive_transposes[sequential_call_p] = _transpose
 batching.primitive_batchers[sequential_call_p] = _batch

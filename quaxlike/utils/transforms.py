@@ -97,11 +97,13 @@ def jit(
     !!! example
 
         ```python
+        from quaxlike.utils import jit
+
         @jit(static_argnames="n")
-        def power(x: Array, n: int) -> Array:
+        def power(x: jax.Array, n: int) -> jax.Array:
             return x**n
 
-        power(x, 3)
+        power(jnp.arange(4.0), 3)
         ```
     """
     options = {
@@ -122,8 +124,7 @@ def jit(
     unknown = given.keys() - inspect.signature(jax.jit).parameters.keys()
     if unknown:
         raise TypeError(
-            f"jax.jit of JAX {jax.__version__} has no option {', '.join(sorted(unknown))}. "
-            "Leave it out."
+            f"jax.jit of JAX {jax.__version__} has no option {', '.join(sorted(unknown))}. Leave it out."
         )
     if fn is None:
         return lambda fn: jax.jit(fn, **given)
@@ -131,9 +132,7 @@ def jit(
 
 
 @overload
-def vectorize(
-    pyfunc: _F, *, excluded: frozenset[int | str] = ..., signature: str | None = ...
-) -> _F: ...
+def vectorize(pyfunc: _F, *, excluded: frozenset[int | str] = ..., signature: str | None = ...) -> _F: ...
 @overload
 def vectorize(
     pyfunc: None = None, *, excluded: frozenset[int | str] = ..., signature: str | None = ...
@@ -164,8 +163,10 @@ def vectorize(
     !!! example
 
         ```python
+        from quaxlike.utils import vectorize
+
         @vectorize(signature="(n)->()", excluded=frozenset({1}))
-        def norm(x: Array, order: int = 2) -> Array:
+        def norm(x: jax.Array, order: int = 2) -> jax.Array:
             return jnp.linalg.norm(x, order)
 
         norm(jnp.ones((5, 3)), order=1)  # shape (5,)
@@ -263,10 +264,15 @@ def shard_map(
     !!! example
 
         ```python
-        mesh = jax.make_mesh((4,), ("x",))
-        total = shard_map(
-            lambda x: jax.lax.psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
-        )
+        from jax.sharding import PartitionSpec as P
+        from quaxlike.utils import shard_map
+
+        def total(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(x.sum(), "x")
+
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=auto)
+        shard_map(total, mesh=mesh, in_specs=P("x"), out_specs=P())(jnp.ones(8))
         ```
     """
     options: dict[str, Any] = {"out_specs": out_specs}
@@ -339,8 +345,10 @@ def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> A
     !!! example
 
         ```python
-        y, jvp = linearize(jnp.sin, x)
-        jvp(jnp.ones_like(x))  # cos(x)
+        from quaxlike.utils import linearize
+
+        y, jvp = linearize(jnp.sin, 0.0)
+        jvp(1.0)  # cos(0.0)
         ```
     """
     if has_aux:

@@ -12,6 +12,9 @@ from jax.typing import ArrayLike
 
 _T = TypeVar("_T")
 
+NUMBER = (bool, int, float, complex)
+ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, *NUMBER)
+
 
 @runtime_checkable
 class PyTreeDef(Protocol[_T]):
@@ -20,8 +23,10 @@ class PyTreeDef(Protocol[_T]):
     !!! example
 
         ```python
-        structure: PyTreeDef[dict[str, Array]] = tree_structure(params)
-        structure.unflatten(structure.flatten_up_to(params))
+        from quaxlike.utils import PyTreeDef, tree_structure
+
+        structure: PyTreeDef[tuple[int, str]] = tree_structure((1, "a"))
+        structure.unflatten([2, "b"])  # (2, "b")
         ```
     """
 
@@ -51,7 +56,9 @@ def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTre
     !!! example
 
         ```python
-        tree_structure({"w": w, "b": b}).num_leaves  # 2
+        from quaxlike.utils import tree_structure
+
+        tree_structure({"w": jnp.ones(3), "b": jnp.ones(1)}).num_leaves  # 2
         ```
     """
     return cast(PyTreeDef[_T], jax.tree.structure(x, is_leaf=is_leaf))
@@ -64,9 +71,19 @@ class SupportsTreeMatch(Protocol):
     !!! example
 
         ```python
-        class Labelled:
-            def __tree_match__(self, *others):  # -> (self, *others) over the union of labels
-                ...
+        from quaxlike.utils import dataclass, field, tree_map
+
+        @dataclass
+        class Padded:
+            rows: jax.Array
+            size: int = field(static=True)
+
+            def __tree_match__(self, *others: "Padded") -> "tuple[Padded, ...]":
+                size = max(p.size for p in (self, *others))
+                pad = lambda p: jnp.pad(p.rows, (0, size - p.size))
+                return tuple(Padded(pad(p), size) for p in (self, *others))
+
+        tree_map(jnp.add, Padded(jnp.ones(2), 2), Padded(jnp.ones(3), 3))
         ```
     """
 
@@ -105,7 +122,9 @@ def tree_map(
     !!! example
 
         ```python
-        tree_map(jnp.add, {"a": x}, {"a": y})  # {"a": x + y}
+        from quaxlike.utils import tree_map
+
+        tree_map(jnp.add, {"a": jnp.ones(3)}, {"a": jnp.ones(3)})  # {"a": [2, 2, 2]}
         ```
     """
     return map_with_path(lambda _, *leaves: fn(*leaves), tree, *trees, is_leaf=is_leaf)
@@ -183,8 +202,10 @@ def tree_stack(*trees: _T) -> _T:
     !!! example
 
         ```python
-        layers = tree_stack(*[make_layer(key) for key in keys])
-        jax.lax.scan(apply_layer, x, layers)
+        from quaxlike.utils import tree_stack
+
+        layers = tree_stack({"w": jnp.ones((3, 3))}, {"w": jnp.zeros((3, 3))})
+        jax.lax.scan(lambda x, layer: (layer["w"] @ x, None), jnp.ones(3), layers)
         ```
     """
     return _leafwise("tree_stack", lambda *leaves: jnp.stack(leaves), *trees)
@@ -210,6 +231,8 @@ def tree_concat(*trees: _T) -> _T:
     !!! example
 
         ```python
+        from quaxlike.utils import tree_concat
+
         tree_concat({"x": jnp.zeros((2, 3))}, {"x": jnp.ones((1, 3))})  # x: shape (3, 3)
         ```
     """
@@ -240,7 +263,9 @@ def tree_zeros_like(tree: _T) -> _T:
     !!! example
 
         ```python
-        momentum = tree_zeros_like(params)
+        from quaxlike.utils import tree_zeros_like
+
+        momentum = tree_zeros_like({"w": jnp.ones((3, 3)), "b": jnp.ones(3)})
         ```
     """
     return _leafwise("tree_zeros_like", jnp.zeros_like, tree)
@@ -268,8 +293,13 @@ def tree_where_broadcast_last(accept: ArrayLike, t1: _T, t2: _T) -> _T:
     !!! example
 
         ```python
-        # One accepted or rejected Metropolis step for each of 8 chains.
-        state = tree_where_broadcast_last(accepted, proposal, state)  # accepted: shape (8,)
+        from quaxlike.utils import tree_where_broadcast_last
+
+        # A step that is accepted or rejected for each of four chains.
+        state = {"x": jnp.zeros((4, 3)), "energy": jnp.zeros(4)}
+        proposal = {"x": jnp.ones((4, 3)), "energy": jnp.ones(4)}
+        accepted = jnp.array([True, False, True, True])
+        tree_where_broadcast_last(accepted, proposal, state)
         ```
     """
     accept = jnp.asarray(accept)
@@ -291,7 +321,7 @@ def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
 
     def apply(path: tuple[Any, ...], *leaves: Any) -> jax.Array:
         for leaf in leaves:
-            if not isinstance(leaf, _ARRAYS):
+            if not isinstance(leaf, (*ARRAY_LIKE, jax.ShapeDtypeStruct)):
                 raise TypeError(
                     f"{name}: the leaf{at(path)} is of type {type(leaf).__name__}, not an array. "
                     "Split such leaves off first, for example with eqx.partition."
@@ -302,14 +332,11 @@ def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
     return map_with_path(apply, *trees)
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
-
-
 @contextlib.contextmanager
 def describing(name: str, path: tuple[Any, ...], leaves: Iterable[Any]) -> Iterator[None]:
-    """Adds to a ValueError where in the tree it happened, and with which shapes and dtypes."""
+    """Adds to an error about arrays that do not fit each other where that was, and what they are."""
     try:
         yield
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # JAX raises either
         found = ", ".join(f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in leaves)
         raise ValueError(f"{name}: the leaves{at(path)} do not fit ({found}): {error}") from error
