@@ -22,6 +22,7 @@ import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
 from jax._src import (
+    array,
     config,
     core,
     dispatch,
@@ -40,6 +41,8 @@ except ImportError:
 
 # A sharding that was not given to jit; there is no public name for it.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
+
+ArrayImpl = array.ArrayImpl  # the class of concrete arrays; `jax.Array` has an `__instancecheck__` of its own
 
 # Hides our frames where JAX hides its own (`jax_traceback_filtering`), and keeps them out of what JAX
 # takes for the user's source lines.

@@ -1,6 +1,7 @@
 """What a new kind of array is: `Value` and `ArrayValue`."""
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal
@@ -15,7 +16,49 @@ from jaxtyping import ArrayLike, PyTree
 from . import compat
 
 
-class Value(eqx.Module):
+class _ValueMeta(type(eqx.Module)):
+    """Builds instances past Equinox's metaclass, which takes most of the time of an eager operation.
+
+    Only from the second instance on, so that Equinox checks the class once; and only for a class whose
+    construction does nothing but set its fields: no `__init__`, `__new__`, `__post_init__` or
+    `__check_init__` of its own, no converter and no default factory.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        names = _plain_fields.get(cls)
+        if names is None or len(args) != len(names) or kwargs:
+            instance = super().__call__(*args, **kwargs)
+            if names is None:
+                _plain_fields[cls] = _fields_if_plain(cls)
+            return instance
+        instance = object.__new__(cls)
+        for name, arg in zip(names, args, strict=True):
+            object.__setattr__(instance, name, arg)
+        return instance
+
+
+# For each class that was instantiated: the names of its fields if its construction only sets them.
+# (JAX's registry of pytrees keeps these classes alive in any case.)
+_plain_fields: dict[type, tuple[str, ...]] = {}
+
+
+def _fields_if_plain(cls: type) -> tuple[str, ...]:
+    fields = dataclasses.fields(cls)
+    sets_fields_only = (
+        # Dataclasses compile the `__init__` that they write from a string.
+        getattr(cls.__init__, "__code__", None) is not None
+        and cls.__init__.__code__.co_filename == "<string>"
+        and cls.__new__ is eqx.Module.__new__
+        and not hasattr(cls, "__post_init__")
+        and not any("__check_init__" in vars(base) for base in cls.__mro__)
+        and all(f.init and f.default_factory is dataclasses.MISSING for f in fields)
+        and not any("converter" in f.metadata for f in fields)
+    )
+    # A name too many for any call, where it does more: then every call takes the long way.
+    return tuple(f.name for f in fields) if sets_fields_only else ("",) * 256
+
+
+class Value(eqx.Module, metaclass=_ValueMeta):
     """Anything that may stand where a JAX array stood, inside a function wrapped in `quaxify`.
 
     Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays.
@@ -188,21 +231,58 @@ def _is_array(leaf: Any) -> bool:
     return eqx.is_array_like(leaf) or isinstance(leaf, Value)
 
 
-_avals: dict[Any, jax.core.AbstractValue] = {}
-
-
 def aval_of(value: Value) -> Any:
-    """`value.aval()`, memoised on the structure and the avals of the leaves, and placed on their mesh."""
+    """`value.aval()`, memoised on the avals of the leaves and on the statics, and placed on their mesh."""
+    cls = type(value)
+    fields = _fields.get(cls)
+    if fields is None:
+        fields = _fields[cls] = [(f.name, bool(f.metadata.get("static"))) for f in dataclasses.fields(cls)]
+    key: list[Any] = [cls]
+    leaf_avals: list[Any] = []
+    for name, static in fields:
+        part = _getattr(value, name)
+        if static:
+            key.append(part)
+            continue
+        if not _carries_aval(part):  # a nested Value, a scalar, a tuple, ...
+            return _aval_of_tree(value)
+        leaf_avals.append(part.aval)
+    return _memoised((*key, *leaf_avals), value, leaf_avals)
+
+
+def _aval_of_tree(value: Value) -> Any:
     leaves, treedef = jtu.tree_flatten(value)
     try:
-        leaf_avals = tuple([jax.typeof(leaf) for leaf in leaves])
-        key = (treedef, leaf_avals)
-        aval = _avals.get(key)
-    except TypeError:  # leaves without a JAX type (shapes, None, ...) or unhashable statics
+        leaf_avals = [jax.typeof(leaf) for leaf in leaves]
+    except TypeError:  # leaves without a JAX type: shapes, None, ...
         return _make_aval(value, ())
+    return _memoised((treedef, *leaf_avals), value, leaf_avals)
+
+
+def _memoised(key: tuple[Any, ...], value: Value, leaf_avals: Sequence[Any]) -> Any:
+    try:
+        aval = _avals.get(key)
+    except TypeError:  # unhashable statics
+        return _make_aval(value, leaf_avals)
     if aval is None:
+        if len(_avals) > 4096:
+            _avals.clear()
         aval = _avals[key] = _make_aval(value, leaf_avals)
     return aval
+
+
+_getattr = object.__getattribute__  # past the lookup of Equinox, which serves methods
+_fields: dict[type, list[tuple[str, bool]]] = {}
+_avals: dict[Any, Any] = {}
+_aval_carriers: dict[type, bool] = {}
+
+
+def _carries_aval(x: Any) -> bool:
+    cls = type(x)
+    known = _aval_carriers.get(cls)
+    if known is None:
+        known = _aval_carriers[cls] = issubclass(cls, compat.ArrayImpl | jax.core.Tracer)
+    return known
 
 
 def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
