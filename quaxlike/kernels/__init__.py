@@ -10,5 +10,6 @@ from .block_sparse_matmul import block_sparse_matmul_p as block_sparse_matmul_p
 from .block_sparse_matmul import transposed_index as transposed_index
 from .lora_matmul import lora_matmul as lora_matmul
 from .lora_matmul import lora_matmul_p as lora_matmul_p
+from .nf4_matmul import NestedScales as NestedScales
 from .nf4_matmul import nf4_matmul as nf4_matmul
 from .nf4_matmul import nf4_matmul_p as nf4_matmul_p

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+from jax import lax
 
 from quaxlike.primitives import DefinedPrimitive, define_primitive
 
@@ -15,7 +16,7 @@ Backend = Literal["reference", "gpu", "tpu"]
 # Part of JAX's trace context: what was traced under one choice is not reused under another.
 _forced = jax.make_user_context(default_value=None)
 
-_NATIVE: dict[str, Backend] = {"gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
+_NATIVE: dict[str, Backend] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class KernelFallbackWarning(UserWarning):
@@ -88,7 +89,11 @@ def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, 
 
     **Returns:** the [`Choice`][quaxlike.kernels.Choice].
     """
-    platform = jax.default_backend() if platform is None else platform
+    if platform is None:
+        device = jax.devices()[0]
+        platform = device.platform
+        if platform == "gpu":
+            platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     return primitive.slot("backend")(platform, *operands, **params)
 
 
@@ -118,8 +123,14 @@ def kernel_primitive(
             _tell_once(name, asked, choice)
         return choice.run(*operands, **params)
 
-    on = {platform: functools.partial(run_on, platform) for platform in ("cpu", "gpu", "tpu")}
-    primitive = define_primitive(name, impl, **on, **rules)
+    on = lambda platform, **params: functools.partial(run_on, platform, **params)
+
+    def on_gpu(*operands: Any, **params: Any) -> jax.Array:
+        # To lowering rules every GPU is one platform; only the branch that applies is compiled.
+        branches = {"cuda": on("cuda", **params), "default": on("rocm", **params)}
+        return lax.platform_dependent(*operands, **branches)
+
+    primitive = define_primitive(name, impl, cpu=on("cpu"), gpu=on_gpu, tpu=on("tpu"), **rules)
     primitive.slot("backend").register(choose)
     return primitive
 
@@ -136,6 +147,26 @@ def reference_choice(
     if refusal is None:
         refusal = "forced" if forced else f"there is no kernel for platform {platform!r}"
     return Choice("reference", refusal, run)
+
+
+@functools.cache
+def mosaic_gpu_refusal(platform: str) -> str | None:
+    """Why kernels for Hopper GPUs cannot be compiled; None if they can."""
+    if platform != "cuda":
+        return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
+    try:
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+    except ImportError as error:
+        return f"this JAX has no Mosaic GPU: {error}"
+    missing = [n for n in ("kernel", "inline_mgpu", "LoweringSemantics") if not hasattr(plgpu, n)]
+    if missing:
+        return f"Mosaic GPU of JAX {jax.__version__} lacks {', '.join(missing)}"
+    # Where no GPU is at hand the program is lowered for another machine.
+    if jax.default_backend() == "gpu":
+        capability = jax.devices()[0].compute_capability
+        if float(capability) < 9.0:
+            return f"the kernels are for Hopper and later; this device has capability {capability}"
+    return None
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -31,7 +32,7 @@ def map_rows(
     p: DefinedPrimitive,
     size: int,
     operands: Sequence[Any],
-    dims: Sequence[int | None],
+    dims: Sequence[Any],
     params: Mapping[str, Any],
     *,
     rows: Sequence[int],
@@ -41,17 +42,21 @@ def map_rows(
     A batch of rows is more rows. A batch of weights is run one after the other: each of them alone
     fills the machine, and a kernel need not know of batches.
     """
-    operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    mapped = [i for i, d in enumerate(dims) if d is not None]
-    if set(mapped) <= set(rows):
-        for i in set(rows) - set(mapped):
-            operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape))
-        return p(*operands, **params), 0
+    is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]
+    leaves, tree = jax.tree.flatten(list(operands))
+    leaf_dims = jax.tree.leaves(dims, is_leaf=lambda d: d is None)
+    mapped = [d is not None for d in leaf_dims]
+    leaves = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(leaves, leaf_dims, strict=True)]
+    if all(row or not m for row, m in zip(is_row, mapped, strict=True)):
+        leaves = [
+            jnp.broadcast_to(x, (size, *x.shape)) if row and not m else x
+            for x, row, m in zip(leaves, is_row, mapped, strict=True)
+        ]
+        return p(*jax.tree.unflatten(tree, leaves), **params), 0
 
     def one(of_batch: list[Any]) -> Any:
-        args = list(operands)
-        for i, x in zip(mapped, of_batch, strict=True):
-            args[i] = x
-        return p(*args, **params)
+        batch = iter(of_batch)
+        args = [next(batch) if m else x for x, m in zip(leaves, mapped, strict=True)]
+        return p(*jax.tree.unflatten(tree, args), **params)
 
-    return lax.map(one, [operands[i] for i in mapped]), 0
+    return lax.map(one, [x for x, m in zip(leaves, mapped, strict=True) if m]), 0

@@ -19,6 +19,7 @@ from quaxlike.kernels.backends import (
 )
 from quaxlike.kernels.multilinear import map_rows
 from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
+from quaxlike.kernels.nf4_matmul.scales import NestedScales
 
 from . import gpu
 from .reference import lora_matmul_reference, low_rank
@@ -27,7 +28,7 @@ from .reference import lora_matmul_reference, low_rank
 def lora_matmul(
     x: Float[Array, "*batch features"],
     packed: UInt8[Array, " bytes"],
-    absmax: Float32[Array, " blocks"],
+    absmax: Float32[Array, " blocks"] | NestedScales,
     codebook: ArrayLike,
     a: Float[Array, "..."],
     b: Float[Array, "..."],

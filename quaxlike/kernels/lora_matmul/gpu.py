@@ -8,19 +8,23 @@ from jaxtyping import Array
 from quaxlike.kernels.backends import Choice
 from quaxlike.kernels.multilinear import accumulator_dtype
 from quaxlike.kernels.nf4_matmul import gpu as nf4
+from quaxlike.kernels.nf4_matmul.scales import NestedScales
 
 from .reference import low_rank
 
 
 def choose(platform: str, x: Any, *operands: Any, **params: Any) -> Choice:
     """How the operation runs on a GPU."""
-    return Choice("gpu", "decoded in chunks for the library's matmul", chunked)
+    refusal = nf4.fused_refusal(platform, x, **params)
+    if refusal is None:
+        return Choice("gpu", "one fused kernel", nf4.fused)
+    return Choice("gpu", f"decoded in chunks for the library's matmul: {refusal}", chunked)
 
 
 def chunked(
     x: Array,
     packed: Array,
-    absmax: Array,
+    absmax: Array | NestedScales,
     codebook: Array,
     t: Array,
     b: Array,

@@ -6,12 +6,13 @@ from jaxtyping import Array, Float, Float32, UInt8
 
 from quaxlike.kernels.multilinear import accumulator_dtype
 from quaxlike.kernels.nf4_matmul.reference import matmul_reference
+from quaxlike.kernels.nf4_matmul.scales import NestedScales, dense_scales
 
 
 def lora_matmul_reference(
     x: Float[Array, "*batch contracted"],
     packed: UInt8[Array, " bytes"],
-    absmax: Float32[Array, " blocks"],
+    absmax: Float32[Array, " blocks"] | NestedScales,
     codebook: Float32[Array, "16"],
     t: Float[Array, "*batch rank"],
     b: Float[Array, "free rank"],
@@ -23,7 +24,13 @@ def lora_matmul_reference(
     """`x @ W.T + t @ b.T`, rounded once."""
     accumulator = accumulator_dtype(x.dtype)
     y = matmul_reference(
-        x, packed, absmax, codebook, shape=shape, block_size=block_size, out_dtype=accumulator
+        x,
+        packed,
+        dense_scales(absmax),
+        codebook,
+        shape=shape,
+        block_size=block_size,
+        out_dtype=accumulator,
     )
     return (y + low_rank(t, b, accumulator)).astype(out_dtype)
 

@@ -2,3 +2,4 @@
 
 from .api import nf4_matmul as nf4_matmul
 from .api import nf4_matmul_p as nf4_matmul_p
+from .scales import NestedScales as NestedScales

@@ -21,12 +21,13 @@ from quaxlike.kernels.multilinear import map_rows, sum_tangents
 
 from . import gpu
 from .reference import matmul_reference
+from .scales import NestedScales, dense_scales
 
 
 def nf4_matmul(
     x: Float[Array, "... contracted"],
     packed: UInt8[Array, " bytes"],
-    absmax: Float32[Array, " blocks"],
+    absmax: Float32[Array, " blocks"] | NestedScales,
     codebook: ArrayLike,
     *,
     shape: tuple[int, int],
@@ -59,7 +60,7 @@ def nf4_matmul(
     - `packed`: the codes of `W`, flattened row-major, two to a byte, high nibble first:
         `(N·K + 1) // 2` bytes.
     - `absmax`: float32 scale of each block of `block_size` consecutive codes; blocks may cross
-        rows.
+        rows. [`NestedScales`][quaxlike.kernels.NestedScales] if scales are quantised in turn.
     - `codebook`: the 16 values that codes stand for.
     - `shape`: `(N, K)`.
     - `block_size`: an even number.
@@ -93,11 +94,15 @@ def check_weight(
     size = math.prod(shape)
     if block_size <= 0 or block_size % 2:
         raise ValueError(f"{op}: block_size must be a positive even number, got {block_size}")
-    expected = {
-        "packed": (packed, ((size + 1) // 2,)),
-        "absmax": (absmax, (-(-size // block_size),)),
-        "codebook": (codebook, (16,)),
-    }
+    blocks = -(-size // block_size)
+    expected: dict[str, tuple[Any, tuple[int, ...]]]
+    expected = {"packed": (packed, ((size + 1) // 2,)), "codebook": (codebook, (16,))}
+    if isinstance(absmax, NestedScales):
+        shapes = (blocks,), (-(-blocks // 256),), (), (256,)
+        for field, array, want in zip(absmax._fields, absmax, shapes, strict=True):
+            expected[f"absmax.{field}"] = (array, want)
+    else:
+        expected["absmax"] = (absmax, (blocks,))
     for name, (array, want) in expected.items():
         if array.shape != want:
             raise ValueError(
@@ -117,14 +122,22 @@ def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
         )
 
 
+def _reference(
+    x: Array, packed: Array, absmax: Array | NestedScales, codebook: Array, **params: Any
+) -> Array:
+    return matmul_reference(x, packed, dense_scales(absmax), codebook, **params)
+
+
 def _choose(platform: str, x: Any, *weight: Any, backend: Backend | None = None, **params: Any) -> Choice:
     if wanted(platform, backend) == "gpu":
         return gpu.choose(platform, x, **params)
-    return reference_choice(platform, backend, matmul_reference)
+    return reference_choice(platform, backend, _reference)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
     # Linear in x, in absmax and in codebook, one at a time; the codes are integers.
+    if isinstance(primals[2], NestedScales) and tangents[2] is not None:
+        return NotImplemented
     return sum_tangents(nf4_matmul_p, primals, tangents, params)
 
 
@@ -132,7 +145,7 @@ def _transpose(
     ct: Any, x: Any, packed: Any, absmax: Any, codebook: Any, *, transpose: bool, **params: Any
 ) -> Any:
     if not ad.is_undefined_primal(x):
-        return NotImplemented
+        return NotImplemented  # the scales or the codebook: derived from the reference
     params["out_dtype"] = np.dtype(x.aval.dtype)
     ct_x = nf4_matmul_p(ct, packed, absmax, codebook, transpose=not transpose, **params)
     return ct_x, None, None, None
@@ -145,7 +158,7 @@ def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **par
 nf4_matmul_p = kernel_primitive(
     "nf4_matmul",
     _choose,
-    matmul_reference,
+    _reference,
     jvp=_jvp,
     transpose=_transpose,
     batching=_batching,

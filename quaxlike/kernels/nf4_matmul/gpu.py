@@ -1,19 +1,26 @@
-"""The matmul with 4-bit weights on GPUs."""
+"""The matmul with 4-bit weights on GPUs: fused for few rows of activations, by chunks for many."""
 
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import Choice
+from quaxlike.kernels.backends import Choice, mosaic_gpu_refusal
 from quaxlike.kernels.blockwise import dequantize_codebook
 from quaxlike.kernels.multilinear import accumulator_dtype
 
+from .scales import NestedScales, dense_scales
+
+# Rows of activations up to which reading the codes again for every 64 of them is cheaper than
+# decoding the weight for the library's matmul.
+FUSED_ROWS = 128
 # Weights decoded at a time, unless that were more than _MAX_CHUNKS times: 16 MiB of bfloat16, so
 # that the library's matmul finds them in the L2 cache.
 _CHUNK_WEIGHTS = 1 << 23
@@ -22,13 +29,103 @@ _MAX_CHUNKS = 16
 
 def choose(platform: str, x: Any, **params: Any) -> Choice:
     """How the operation runs on a GPU."""
-    return Choice("gpu", "decoded in chunks for the library's matmul", chunked)
+    refusal = fused_refusal(platform, x, **params)
+    if refusal is None:
+        return Choice("gpu", "one fused kernel", fused)
+    return Choice("gpu", f"decoded in chunks for the library's matmul: {refusal}", chunked)
+
+
+def fused_refusal(
+    platform: str,
+    x: Any,
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    transpose: bool = False,
+    **params: Any,
+) -> str | None:
+    """Why the fused kernel does not take an operation; None if it does."""
+    n, k = shape
+    rows = math.prod(x.shape[:-1])
+    if transpose:
+        return "the fused kernel contracts over the columns of W"
+    if not 0 < rows <= FUSED_ROWS:
+        return f"the fused kernel takes 1 to {FUSED_ROWS} rows of x, not {rows}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the fused kernel takes bfloat16 and float16, not {x.dtype}"
+    if block_size % 64 or k % block_size:
+        return f"the fused kernel takes blocks of a multiple of 64 codes within rows, not {block_size}"
+    if n == 0 or n * k // 2 >= 2**31:
+        return "the fused kernel addresses up to 2 GiB of codes"
+    return mosaic_gpu_refusal(platform)
+
+
+def fused(
+    x: Array,
+    packed: Array,
+    absmax: Array | NestedScales,
+    codebook: Array,
+    *low_rank: Array,
+    shape: tuple[int, int],
+    block_size: int,
+    out_dtype: np.dtype,
+    transpose: bool = False,
+) -> Array:
+    """One kernel; `low_rank` is nothing, or a pair `t`, `b` of which `t @ b.T` is added."""
+    from .mosaic import Problem, tiling_for
+
+    n, k = shape
+    lead, x = x.shape[:-1], x.reshape(-1, k)
+    if low_rank:
+        t, b = low_rank
+        # The kernel takes 16 columns at a time.
+        padding = ((0, 0), (0, -t.shape[-1] % 16))
+        low_rank = jnp.pad(t.reshape(-1, t.shape[-1]), padding), jnp.pad(b, padding)
+    problem = Problem(
+        m=x.shape[0],
+        n=n,
+        k=k,
+        block_size=block_size,
+        rank=low_rank[0].shape[-1] if low_rank else 0,
+        nested=isinstance(absmax, NestedScales),
+        dtype=str(x.dtype),
+        out_dtype=str(out_dtype),
+    )
+    scales = absmax if isinstance(absmax, NestedScales) else (absmax,)
+    kernel = pallas_kernel(problem, tiling_for(problem))
+    return kernel(x, packed, *scales, codebook, *low_rank).reshape(*lead, n)
+
+
+def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
+    """The fused kernel for a problem: a function of the arrays in `mosaic.emit`'s order."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from . import mosaic
+
+    def nf4_matmul(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def program(context: Any, *refs: Any) -> None:
+            mosaic.emit(refs, problem, tiling)
+
+        program(*refs)
+
+    tables, sums = mosaic.shared_words(problem, tiling)
+    return plgpu.kernel(
+        nf4_matmul,
+        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
+        scratch_types=[plgpu.SMEM((tables,), jnp.uint32), plgpu.SMEM((sums,), jnp.float32)],
+        grid=(mosaic.blocks(problem, tiling),),
+        grid_names=("block",),
+        num_threads=tiling.threads // 128,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
 
 
 def chunked(
     x: Array,
     packed: Array,
-    absmax: Array,
+    absmax: Array | NestedScales,
     codebook: Array,
     *,
     shape: tuple[int, int],
@@ -42,12 +139,13 @@ def chunked(
     """
     n, k = shape
     rows = _rows_per_chunk(n, k, block_size)
+    scales = dense_scales(absmax)
     parts = []
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         w = dequantize_codebook(
             packed[start * k // 2 : (stop * k + 1) // 2],
-            absmax[start * k // block_size : -(-stop * k // block_size)],
+            scales[start * k // block_size : -(-stop * k // block_size)],
             codebook,
             n=(stop - start) * k,
             block_size=block_size,
@@ -55,11 +153,8 @@ def chunked(
         ).reshape(stop - start, k)
         operand = x[..., start:stop] if transpose else x
         contract = ((x.ndim - 1,), (0 if transpose else 1,))
-        parts.append(
-            lax.dot_general(
-                operand, w, (contract, ((), ())), preferred_element_type=accumulator_dtype(x.dtype)
-            )
-        )
+        accumulator = accumulator_dtype(x.dtype)
+        parts.append(lax.dot_general(operand, w, (contract, ((), ())), preferred_element_type=accumulator))
     y = functools.reduce(operator.add, parts) if transpose else jnp.concatenate(parts, axis=-1)
     return y.astype(out_dtype)
 

@@ -1,0 +1,220 @@
+"""A GPU program as one thread runs it, written with Python's operators and emitted as MLIR.
+
+Where data goes through registers in the layout that one instruction wants, array semantics are in
+the way: Mosaic GPU lets such code be written as MLIR (`inline_mgpu`), and this module makes that
+readable. To be imported where a kernel is traced, not before.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+
+
+def _types() -> dict[str, ir.Type]:
+    return {
+        "u1": ir.IntegerType.get_signless(1),
+        "u8": ir.IntegerType.get_signless(8),
+        "u16": ir.IntegerType.get_signless(16),
+        "u32": ir.IntegerType.get_signless(32),
+        "float32": ir.F32Type.get(),
+        "bfloat16": ir.BF16Type.get(),
+        "float16": ir.F16Type.get(),
+    }
+
+
+_BYTES = {"u8": 1, "u16": 2, "u32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Reg:
+    """A number that each thread holds: an unsigned integer or a float."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __add__(self, other: "Reg | int | float") -> "Reg":
+        return self._binary(arith.addi, arith.addf, other)
+
+    def __mul__(self, other: "Reg | int | float") -> "Reg":
+        return self._binary(arith.muli, arith.mulf, other)
+
+    def __sub__(self, other: "Reg | int | float") -> "Reg":
+        return self._binary(arith.subi, arith.subf, other)
+
+    def __floordiv__(self, other: "Reg | int") -> "Reg":
+        return self._binary(arith.divui, None, other)
+
+    def __mod__(self, other: "Reg | int") -> "Reg":
+        return self._binary(arith.remui, None, other)
+
+    def __rshift__(self, other: "Reg | int") -> "Reg":
+        return self._binary(arith.shrui, None, other)
+
+    def __lshift__(self, other: "Reg | int") -> "Reg":
+        return self._binary(arith.shli, None, other)
+
+    def __and__(self, other: "Reg | int") -> "Reg":
+        return self._binary(arith.andi, None, other)
+
+    def __or__(self, other: "Reg | int") -> "Reg":
+        return self._binary(arith.ori, None, other)
+
+    def __lt__(self, other: "Reg | int") -> "Reg":
+        return self._binary(lambda a, b: arith.cmpi(arith.CmpIPredicate.ult, a, b), None, other)
+
+    def _binary(self, of_ints: Any, of_floats: Any, other: "Reg | int | float") -> "Reg":
+        op = of_ints if isinstance(self.value.type, ir.IntegerType) else of_floats
+        return Reg(op(self.value, _like(self, other).value))
+
+
+def _like(reg: Reg, other: Reg | int | float) -> Reg:
+    return other if isinstance(other, Reg) else Reg(utils.c(other, reg.value.type))
+
+
+def number(value: int | float, dtype: str) -> Reg:
+    """A constant."""
+    return Reg(utils.c(value, _types()[dtype]))
+
+
+def minimum(a: Reg, b: Reg | int) -> Reg:
+    return Reg(arith.minui(a.value, _like(a, b).value))
+
+
+def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
+    return Reg(arith.select(condition.value, a.value, _like(a, b).value))
+
+
+def fma(a: Reg, b: Reg, c: Reg) -> Reg:
+    """`a * b + c` of floats, rounded once."""
+    return Reg(llvm.intr_fma(a.value, b.value, c.value))
+
+
+def round_to(x: Reg, dtype: str) -> Reg:
+    """A float32 rounded to the nearest value of a narrower dtype, ties to even."""
+    return x if dtype == "float32" else Reg(arith.truncf(_types()[dtype], x.value))
+
+
+def widen(x: Reg) -> Reg:
+    """The bits of a narrow number as an unsigned 32-bit integer."""
+    if not isinstance(x.value.type, ir.IntegerType):
+        width = ir.IntegerType.get_signless(x.value.type.width)
+        x = Reg(arith.bitcast(width, x.value))
+    return Reg(arith.extui(_types()["u32"], x.value))
+
+
+def thread_index() -> Reg:
+    """Number of this thread within its block."""
+    return _index(gpu.thread_id(gpu.Dimension.x))
+
+
+def block_index() -> Reg:
+    """Number of this thread's block within a grid of one axis."""
+    return _index(gpu.block_id(gpu.Dimension.x))
+
+
+def _index(value: Any) -> Reg:
+    return Reg(arith.index_cast(_types()["u32"], value))
+
+
+def barrier() -> None:
+    """Waits for all threads of the block, and makes what they stored visible to each other."""
+    gpu.barrier()
+
+
+class Memory:
+    """An array in global or shared memory, addressed by bytes."""
+
+    def __init__(self, ref: Any) -> None:
+        self.pointer = utils.memref_ptr(ref)
+
+    def load(self, offset: Reg, dtype: str, count: int = 1) -> list[Reg]:
+        """`count` consecutive numbers, in one access: the offset is a multiple of its size."""
+        dtype_ = _types()[dtype]
+        size = _BYTES[dtype] * count
+        if count == 1:
+            return [Reg(llvm.load(dtype_, self._at(offset), alignment=size))]
+        vector = llvm.load(ir.VectorType.get((count,), dtype_), self._at(offset), alignment=size)
+        return [Reg(llvm.extractelement(vector, utils.c(i, _types()["u32"]))) for i in range(count)]
+
+    def stream(self, offset: Reg, count: int) -> list[Reg]:
+        """`count` words that no thread will read again; from global memory that nobody writes."""
+        u32 = _types()["u32"]
+        names = ", ".join(f"${i}" for i in range(count))
+        vector = "" if count == 1 else f".v{count}"
+        return inline_ptx(
+            f"ld.global.nc.L1::no_allocate{vector}.b32 {{{names}}}, [${count}];",
+            [u32] * count,
+            "=r",
+            [(self._at(offset), "l")],
+        )
+
+    def store(self, offset: Reg, *numbers: Reg) -> None:
+        """Consecutive numbers of one dtype, in one access."""
+        first, *others = (n.value for n in numbers)
+        if others:
+            vector_type = ir.VectorType.get((len(numbers),), first.type)
+            vector = llvm.mlir_undef(vector_type)
+            for i, value in enumerate((first, *others)):
+                vector = llvm.insertelement(vector, value, utils.c(i, _types()["u32"]))
+            first = vector
+        bits = utils.bitwidth(numbers[0].value.type) * len(numbers)
+        llvm.store(first, self._at(offset), alignment=bits // 8)
+
+    def _at(self, offset: Reg) -> Any:
+        return utils.getelementptr(self.pointer, [offset.value], _types()["u8"])
+
+
+def inline_ptx(
+    ptx: str, results: Sequence[ir.Type], constraint: str, operands: Sequence[tuple[Any, str]]
+) -> list[Reg]:
+    """One instruction without side effects; results are `$0`, … and operands follow."""
+    constraints = ",".join([constraint] * len(results) + [c for _, c in operands])
+    values = [value for value, _ in operands]
+    if len(results) == 1:
+        return [Reg(llvm.inline_asm(results[0], values, ptx, constraints, has_side_effects=False))]
+    struct = llvm.StructType.get_literal(list(results))
+    out = llvm.inline_asm(struct, values, ptx, constraints, has_side_effects=False)
+    return [Reg(llvm.extractvalue(type_, out, [i])) for i, type_ in enumerate(results)]
+
+
+def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> list[Reg]:
+    """`acc + a @ b` by a warp, for a (16, 16) `a`, a (16, 8) `b` and a (16, 8) float32 `acc`.
+
+    With group = lane // 4 and quad = lane % 4, a thread holds, two to a register, the elements
+
+    - of `a`: (group, 2·quad …), (group + 8, 2·quad …), (group, 2·quad + 8 …), (group + 8, …);
+    - of `b`: (2·quad …, group), (2·quad + 8 …, group);
+
+    and of `acc` (group, 2·quad), (group, 2·quad + 1), (group + 8, 2·quad), (group + 8, 2·quad + 1).
+    """
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    registers = lambda *numbers: "{" + ", ".join(f"${i}" for i in numbers) + "}"
+    return inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32 {registers(0, 1, 2, 3)}, "
+        f"{registers(4, 5, 6, 7)}, {registers(8, 9)}, {registers(10, 11, 12, 13)};",
+        [_types()["float32"]] * 4,
+        "=f",
+        [(r.value, "r") for r in (*a, *b)] + [(r.value, "f") for r in acc],
+    )
+
+
+def loop(steps: int, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
+    """`for step in range(steps): carry = body(step, carry)`."""
+    bounds = [utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
+    for_op = scf.ForOp(bounds[0], bounds[1], bounds[2], [r.value for r in carry])
+    with ir.InsertionPoint(for_op.body):
+        out = body(Reg(for_op.induction_variable), [Reg(v) for v in for_op.inner_iter_args])
+        scf.yield_([r.value for r in out])
+    return [Reg(v) for v in for_op.results]
+
+
+def when(condition: Reg, body: Callable[[], None]) -> None:
+    """Runs `body` in threads in which the condition holds."""
+    if_op = scf.IfOp(condition.value)
+    with ir.InsertionPoint(if_op.then_block):
+        body()
+        scf.yield_([])

@@ -1,0 +1,224 @@
+"""The fused kernel for GPUs: its program executed in a model of a GPU, and lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quaxlike import kernels
+from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
+from quaxlike.kernels.nf4_matmul import mosaic
+from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
+
+from . import simt
+from .weights import relative_error
+
+TABLE = [tiling for _, _, tiling in mosaic._TILINGS]
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+
+
+def _problem(m, n, k, block_size=64, rank=0, nested=False, dtype="bfloat16", out_dtype="float32"):
+    return Problem(m, n, k, block_size, rank, nested, dtype, out_dtype)
+
+
+def _execute(p: Problem, tiling: Tiling, seed=0):
+    """What the program computes, what it should (in float64, of its rounded inputs), and stats."""
+    rng = np.random.default_rng(seed)
+    dtype = DTYPES[p.dtype]
+    x = rng.standard_normal((p.m, p.k)).astype(dtype)
+    packed = rng.integers(0, 256, p.n * p.k // 2, np.uint8)
+    blocks = p.n * p.k // p.block_size
+    if p.nested:
+        scales = NestedScales(
+            rng.integers(0, 256, blocks, np.uint8),
+            rng.uniform(0.5, 1, -(-blocks // 256)).astype(np.float32),
+            np.float32(0.75).reshape(1),
+            blockwise.dynamic_map(),
+        )
+        codes, absmax, offset, quant_map = scales
+        absmax = quant_map[codes] * absmax[np.arange(blocks) // 256] + offset
+    else:
+        absmax = rng.uniform(0.5, 2, blocks).astype(np.float32)
+        scales = (absmax,)
+    rounded = blockwise.NF4.astype(dtype).astype(np.float64)
+    codes = np.stack([packed >> 4, packed & 15], -1).reshape(p.n, p.k)
+    dense = rounded[codes] * np.repeat(absmax.astype(np.float64), p.block_size).reshape(p.n, p.k)
+    expected = x.astype(np.float64) @ dense.T
+    low_rank = []
+    if p.rank:
+        t = rng.standard_normal((p.m, p.rank)).astype(dtype)
+        b = rng.standard_normal((p.n, p.rank)).astype(dtype)
+        low_rank = [t, b]
+        expected += t.astype(np.float64) @ b.astype(np.float64).T
+    tables, sums = mosaic.shared_words(p, tiling)
+    y, stats = simt.run(
+        functools.partial(mosaic.emit, p=p, tiling=tiling),
+        [x, packed, *scales, blockwise.NF4, *low_rank],
+        ((p.m, p.n), DTYPES[p.out_dtype]),
+        [((tables,), np.uint32), ((sums,), np.float32)],
+        blocks=mosaic.blocks(p, tiling),
+        threads=tiling.threads,
+    )
+    return y, expected, stats
+
+
+@pytest.mark.parametrize("tiling", sorted(set(TABLE), key=str), ids=str)
+def test_the_program_computes_the_product(tiling):
+    # Neither rows, tokens nor columns fill the last tile, block or step.
+    p = _problem(m=19, n=tiling.rows + 24, k=64 * (tiling.k_warps + 1))
+    y, expected, stats = _execute(p, tiling)
+    assert relative_error(y, expected) < 1e-6
+    assert stats.load_conflicts == 0
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        _problem(1, 40, 64),
+        _problem(64, 40, 192),
+        _problem(100, 40, 128),
+        _problem(3, 40, 512, block_size=256),
+        _problem(9, 40, 128, nested=True),
+        _problem(9, 40, 128, rank=48),
+        _problem(70, 33, 256, block_size=128, rank=16, nested=True, dtype="float16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tiling", [Tiling(2, 1, 4, 1), Tiling(1, 2, 2, 2)], ids=str)
+def test_kinds_of_problems(p, tiling):
+    y, expected, _ = _execute(p, tiling)
+    assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(
+    p=st.builds(
+        _problem,
+        m=st.integers(1, 130),
+        n=st.integers(1, 80),
+        k=st.integers(1, 4).map(lambda i: 128 * i),
+        block_size=st.sampled_from([64, 128]),
+        rank=st.sampled_from([0, 16, 80]),
+        nested=st.booleans(),
+        dtype=st.sampled_from(["bfloat16", "float16"]),
+    ),
+    tiling=st.sampled_from(TABLE),
+)
+def test_any_problem(p, tiling):
+    y, expected, _ = _execute(p, tiling)
+    assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_byte_is_decoded_bit_for_bit(dtype):
+    # Rows of the identity read one weight each: a product with one, sums with zeros.
+    p, tiling = _problem(64, 256, 64, dtype=dtype), Tiling(2, 2, 2, 1)
+    packed = (np.arange(256)[:, None] + 37 * np.arange(32)).astype(np.uint8)
+    absmax = np.random.default_rng(0).uniform(0.5, 2, 256).astype(np.float32)
+    tables, sums = mosaic.shared_words(p, tiling)
+    y, _ = simt.run(
+        functools.partial(mosaic.emit, p=p, tiling=tiling),
+        [np.eye(64).astype(DTYPES[dtype]), packed, absmax, blockwise.NF4],
+        ((64, 256), np.float32),
+        [((tables,), np.uint32), ((sums,), np.float32)],
+        blocks=mosaic.blocks(p, tiling),
+        threads=tiling.threads,
+    )
+    codes = np.stack([packed >> 4, packed & 15], -1).reshape(256, 64)
+    weights = blockwise.NF4.astype(DTYPES[dtype]).astype(np.float32)[codes] * absmax[:, None]
+    np.testing.assert_array_equal(y.T, weights)
+
+
+def test_rounding_the_codebook_costs_less_than_rounding_the_weight():
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((256, 1024)).astype(np.float32)
+    packed, absmax = blockwise.quantize_codebook(jnp.asarray(w), blockwise.NF4, block_size=64)
+    dense = lambda codebook: np.float64(
+        blockwise.dequantize_codebook(packed, absmax, codebook, n=w.size, block_size=64)
+    )
+    exact = dense(blockwise.NF4)
+    rounded_codebook = dense(blockwise.NF4.astype(ml_dtypes.bfloat16).astype(np.float32))
+    rounded_weight = exact.astype(ml_dtypes.bfloat16)
+    assert relative_error(rounded_codebook, exact) < relative_error(rounded_weight, exact)
+
+
+def _lowered(fn, *args, platform="cuda"):
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def _weight(n, k, nested=False):
+    blocks = n * k // 64
+    of = jax.ShapeDtypeStruct
+    absmax = of((blocks,), jnp.float32)
+    if nested:
+        absmax = NestedScales(
+            of((blocks,), jnp.uint8),
+            of((-(-blocks // 256),), jnp.float32),
+            of((), jnp.float32),
+            of((256,), jnp.float32),
+        )
+    return of((n * k // 2,), jnp.uint8), absmax
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("m", [1, 16, 64, 512])
+@pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (4096, 14336)], ids=str)
+def test_lowers_for_cuda(shape, m, nested):
+    x = jax.ShapeDtypeStruct((m, shape[1]), jnp.bfloat16)
+    fn = lambda x, packed, absmax: nf4_matmul(x, packed, absmax, blockwise.NF4, shape=shape, block_size=64)
+    text = _lowered(fn, x, *_weight(*shape, nested))
+    assert ("mosaic_gpu" in text) == (m <= 128)
+
+
+@pytest.mark.parametrize("adapters", [None, 32])
+def test_adapters_lower_for_cuda(adapters):
+    shape = n, k = 4096, 4096
+    lead = () if adapters is None else (adapters,)
+    a = jax.ShapeDtypeStruct((*lead, 16, k), jnp.float32)
+    b = jax.ShapeDtypeStruct((*lead, n, 16), jnp.float32)
+    index = None if adapters is None else jnp.zeros(64, int)
+    fn = lambda x, packed, absmax, a, b: lora_matmul(
+        x, packed, absmax, blockwise.NF4, a, b, shape=shape, block_size=64, adapter_index=index
+    )
+    x = jax.ShapeDtypeStruct((64, k), jnp.bfloat16)
+    assert "mosaic_gpu" in _lowered(fn, x, *_weight(*shape), a, b)
+
+
+def test_other_platforms_get_the_chunks():
+    x = jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
+    fn = lambda x, packed, absmax: nf4_matmul(
+        x, packed, absmax, blockwise.NF4, shape=(64, 128), block_size=64
+    )
+    assert "mosaic_gpu" in _lowered(fn, x, *_weight(64, 128))
+    assert "mosaic_gpu" not in _lowered(fn, x, *_weight(64, 128), platform="rocm")
+    with kernels.backend("reference"):
+        assert "mosaic_gpu" not in _lowered(fn, x, *_weight(64, 128))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "one fused kernel"),
+        ({"transpose": True}, "contracts over the columns"),
+        ({"m": 129}, "1 to 128 rows of x, not 129"),
+        ({"m": 0}, "1 to 128 rows of x, not 0"),
+        ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
+        ({"block_size": 32}, "a multiple of 64 codes within rows, not 32"),
+        ({"block_size": 256}, "a multiple of 64 codes within rows, not 256"),
+        ({"shape": (2**20, 2**14)}, "up to 2 GiB of codes"),
+        ({"platform": "rocm"}, "compiles for CUDA, not for platform 'rocm'"),
+    ],
+)
+def test_what_the_fused_kernel_takes(change, reason):
+    given = {"m": 4, "dtype": "bfloat16", "shape": (64, 128), "platform": "cuda"} | change
+    given = {"block_size": 64, "transpose": False} | given
+    x = jax.ShapeDtypeStruct((given.pop("m"), given["shape"][1]), given.pop("dtype"))
+    choice = kernels.chosen_backend(kernels.nf4_matmul_p, x, None, None, None, **given)
+    assert choice.backend == "gpu"
+    assert reason in choice.reason
