@@ -3,6 +3,7 @@
 from ._version import __version__ as __version__
 from .arrays.quantized import FP4Array as FP4Array
 from .arrays.quantized import Int4Array as Int4Array
+from .arrays.quantized import Int8Array as Int8Array
 from .arrays.quantized import NF4Array as NF4Array
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core.coverage import check_ambiguities as check_ambiguities

@@ -8,6 +8,8 @@ from .backends import chosen_backend as chosen_backend
 from .block_sparse_matmul import block_sparse_matmul as block_sparse_matmul
 from .block_sparse_matmul import block_sparse_matmul_p as block_sparse_matmul_p
 from .block_sparse_matmul import transposed_index as transposed_index
+from .int8_matmul import int8_matmul as int8_matmul
+from .int8_matmul import int8_matmul_p as int8_matmul_p
 from .lora_matmul import lora_matmul as lora_matmul
 from .lora_matmul import lora_matmul_p as lora_matmul_p
 from .nf4_matmul import NestedScales as NestedScales

@@ -155,9 +155,17 @@ class AbstractQuantizedArray(ArrayValue):
         return dataclasses.replace(self, axes=tuple(axis - kept for axis in permutation[kept:]))
 
     def map_lead(self: _Q, fn: Callable[[Array], Array]) -> _Q:
-        """`fn`, which acts on leading axes only, done to each leaf. The scales come out as float32:
-        nested ones do not belong to single rows."""
-        return dataclasses.replace(self, codes=fn(self.codes), scale=fn(dense_scales(self.scale)))
+        """`fn`, which acts on leading axes only, done to each leaf."""
+        return jax.tree.map(fn, self)
+
+    def untied(self: _Q) -> _Q:
+        """The same array with as many leading axes as whole blocks allow: nested scales, whose blocks
+        cross rows, become float32."""
+        return self
+
+    @abc.abstractmethod
+    def reshaped(self: _Q, shape: tuple[int, ...]) -> _Q | None:
+        """The stored array in another shape; None if that does not keep blocks whole."""
 
     def stored(self) -> Array:
         """The stored array, dense."""
@@ -171,7 +179,9 @@ class AbstractQuantizedArray(ArrayValue):
             return part.with_axes(range(len(part.stored_shape)))
         rest = self.inner_shape[1:]
         size = math.prod(rest)
-        values = self.decode_at(self.codes, self.dense_scale(), i * size + jnp.arange(size), self.block)
+        values = self.decode_at(
+            self.codes, self.dense_scale(), jnp.asarray(i * size) + jnp.arange(size), self.block
+        )
         return values.astype(self.logical_dtype).reshape(rest)
 
     # Hooks

@@ -1,8 +1,10 @@
 """4-bit arrays: two codes a byte, each an index into a table of 16 values."""
 
+import dataclasses
 import math
 from typing import ClassVar, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -12,7 +14,7 @@ from quaxlike.kernels import blockwise
 from quaxlike.kernels.nf4_matmul import nf4_matmul
 
 from .base import AbstractQuantizedArray, as_floating
-from .scales import NestedScales
+from .scales import NestedScales, dense_scales
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
 
@@ -99,28 +101,47 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into the scales.
         """
-        # As few axes as possible are tied together: those that whole blocks cannot be cut along.
-        # Nested scales tie all of them, since their blocks cross rows as well.
-        tied = len(shape)
-        if not isinstance(scale, NestedScales):
-            for count in range(1, len(shape)):
-                if math.prod(shape[-count:]) % block_size == 0:
-                    tied = count
-                    break
-        lead, inner = shape[: len(shape) - tied], shape[len(shape) - tied :]
-        if lead and not isinstance(scale, NestedScales):
-            rows = math.prod(lead)
-            codes = codes.reshape(*lead, codes.size // max(rows, 1))
-            scale = scale.reshape(*lead, scale.size // max(rows, 1))
-        one_axis = len(inner) == 1 and inner[0] % 2 == 0
-        return cls(
+        out = cls(
             codes=codes,
             scale=scale,
             block_size=block_size,
-            inner=None if one_axis else inner,
+            inner=shape,
             logical_dtype=jnp.dtype(dtype),
             train_scales=train_scales,
         )
+        return out._with_inner(shape)
+
+    def _with_inner(self: _C, shape: tuple[int, ...]) -> _C:
+        """The inner axes in another shape, as few of them as possible left inner: those that whole blocks
+        cannot be cut along. Nested scales tie all of them, since their own blocks cross rows."""
+        tied = len(shape)
+        if not isinstance(self.scale, NestedScales):
+            whole = (n for n in range(1, tied) if math.prod(shape[tied - n :]) % self.block == 0)
+            tied = next(whole, tied)
+        lead, inner = shape[: len(shape) - tied], shape[len(shape) - tied :]
+        one_axis = len(inner) == 1 and inner[0] % 2 == 0
+        out = dataclasses.replace(self, inner=None if one_axis else inner)
+        if not lead:
+            return out
+        cut = lambda leaf: leaf.reshape(*leaf.shape[:-1], *lead, leaf.shape[-1] // max(math.prod(lead), 1))
+        return jax.tree.map(cut, out)
+
+    def untied(self: _C) -> _C:
+        dense = dataclasses.replace(self, scale=dense_scales(self.scale))
+        return dense._with_inner(self.inner_shape)
+
+    def reshaped(self: _C, shape: tuple[int, ...]) -> _C | None:
+        if self.axes:
+            return None
+        kept, cut = shape[: self.num_lead], shape[self.num_lead :]
+        if kept == self.codes.shape[:-1] and math.prod(cut) == math.prod(self.inner_shape):
+            return self._with_inner(cut)
+        if not self.joins(in_columns=True):
+            return None
+        flat = jax.tree.map(
+            lambda leaf: leaf.reshape(-1), dataclasses.replace(self, scale=dense_scales(self.scale))
+        )
+        return flat._with_inner(shape)
 
     @classmethod
     def decode(

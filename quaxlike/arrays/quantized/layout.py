@@ -1,14 +1,20 @@
-"""What moves a quantised array about without touching its codes."""
+"""What moves a quantised array about without looking at its codes."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
 from quaxlike.core.rules import register
 
 from .base import AbstractQuantizedArray
+from .scales import NestedScales
+
+_Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
 
 @register("transpose")
@@ -21,3 +27,104 @@ def _convert_element_type(w: AbstractQuantizedArray, *, new_dtype: Any, **params
     if not jnp.issubdtype(new_dtype, jnp.floating) or params.get("sharding") is not None:
         return NotImplemented
     return dataclasses.replace(w, logical_dtype=jnp.dtype(new_dtype))
+
+
+@register("reshape")
+def _reshape(w: AbstractQuantizedArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
+    if any(value is not None for value in params.values()):
+        return NotImplemented
+    out = w.reshaped(tuple(new_sizes))
+    return NotImplemented if out is None else out
+
+
+@register("squeeze")
+def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+    gone = {w.permutation[axis] for axis in dimensions}
+    if any(axis >= w.num_lead for axis in gone):
+        shape = tuple(size for axis, size in enumerate(w.shape) if axis not in dimensions)
+        out = w.reshaped(shape)
+        return NotImplemented if out is None else out
+    left = [axis for axis in range(len(w.stored_shape)) if axis not in gone]
+    out = jax.tree.map(lambda leaf: lax.squeeze(leaf, sorted(gone)), w)
+    return out.with_axes([left.index(axis) for axis in w.permutation if axis not in gone])
+
+
+@register("broadcast_in_dim")
+def _broadcast_in_dim(
+    w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+) -> Any:
+    """New and stretched axes in front of the inner ones; or new axes of size one anywhere."""
+    if params.get("sharding") is not None:
+        return NotImplemented
+    num_inner = len(w.stored_shape) - w.num_lead
+    new = len(shape) - len(broadcast_dimensions)
+    if tuple(broadcast_dimensions[w.num_lead :]) == tuple(range(len(shape) - num_inner, len(shape))):
+        stretched = shape[len(shape) - num_inner :] != w.stored_shape[w.num_lead :]
+        if not w.axes and not stretched:
+            return _broadcast_lead(w, shape[: len(shape) - num_inner], broadcast_dimensions[: w.num_lead])
+    if tuple(broadcast_dimensions) == tuple(range(new, len(shape))) and tuple(shape[new:]) == w.shape:
+        lead = (*shape[:new], *w.codes.shape[:-1])
+        return _broadcast_lead(w, lead, range(new, len(lead)))
+    if all(size == 1 for axis, size in enumerate(shape) if axis not in broadcast_dimensions):
+        out = w.reshaped(tuple(shape))
+        return NotImplemented if out is None else out
+    return NotImplemented
+
+
+def _broadcast_lead(w: _Q, lead: Sequence[int], dimensions: Sequence[int]) -> _Q:
+    def broadcast(leaf: Array) -> Array:
+        rest = leaf.shape[w.num_lead :]
+        shape = (*lead, *rest)
+        return lax.broadcast_in_dim(leaf, shape, (*dimensions, *range(len(lead), len(shape))))
+
+    return jax.tree.map(broadcast, w)
+
+
+@register("slice")
+def _slice(
+    w: AbstractQuantizedArray,
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+    **params: Any,
+) -> Any:
+    strides = strides or (1,) * len(start_indices)
+    cuts = list(zip(start_indices, limit_indices, strides, strict=True))
+    whole = [cut == (0, size, 1) for cut, size in zip(cuts, w.shape, strict=True)]
+    free = with_free_axes(w, [axis for axis, is_whole in enumerate(whole) if not is_whole])
+    if free is None:
+        return NotImplemented
+    per_axis = [slice(*cuts[free.permutation.index(axis)]) for axis in range(free.num_lead)]
+    return jax.tree.map(lambda leaf: leaf[tuple(per_axis)], free)
+
+
+@register("split")
+def _split(w: AbstractQuantizedArray, *, sizes: Sequence[Any], axis: int, **params: Any) -> Any:
+    free = with_free_axes(w, [axis])
+    if free is None:
+        return NotImplemented
+    stored_axis = free.permutation[axis]
+    leaves, structure = jax.tree.flatten(free)
+    parts = zip(*(lax.split(leaf, sizes, axis=stored_axis) for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(structure, part) for part in parts]
+
+
+@register("concatenate")
+def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> Any:
+    if len({isinstance(w.scale, NestedScales) for w in ws}) > 1:
+        ws = tuple(w.untied() for w in ws)
+    parts = [part for w in ws if (part := with_free_axes(w, [dimension])) is not None]
+    if len(parts) < len(ws) or len({jax.tree.structure(part) for part in parts}) > 1:
+        return NotImplemented
+    stored_axis = parts[0].permutation[dimension]
+    return jax.tree.map(lambda *leaves: lax.concatenate(leaves, stored_axis), *parts)
+
+
+def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
+    """`w` in a form in which these logical axes are leading axes; None if that would cut blocks."""
+    for form in (lambda: w, w.untied):
+        free = form()
+        if all(free.permutation[axis] < free.num_lead for axis in axes):
+            return free
+    return None

@@ -1,25 +1,18 @@
 """The matmul with 4-bit weights in plain JAX: runs everywhere, and is what kernels are held to.
 
-Weights are decoded a few rows at a time, so that a tile stays in the cache and no dense copy of the
-weight ever exists (XLA on a CPU does not fuse decoding into a dot). A byte is looked up in two
-256-entry tables, one for each of its codes. The two values are neighbours within a row, and
-interleaving them would cost as much as the lookup: the even and the odd columns are multiplied
+A byte is looked up in two 256-entry tables, one for each of its codes. The two values are neighbours within
+a row, and interleaving them would cost as much as the lookup: the even and the odd columns are multiplied
 apart instead.
 """
 
-import functools
 import math
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Float32, UInt8
 
-# Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: amortises the
-# passes over activations and accumulator when these outweigh the tile.
-_TILE_FEW, _TILE_MANY = 2**18, 2**20
-_FEW_ROWS_OF_X = 32
+from quaxlike.kernels.tiles import contract_columns, contract_rows
 
 
 def matmul_reference(
@@ -87,54 +80,6 @@ def matmul_reference(
         return [values.reshape(-1)[: rows * k].reshape(rows, k)]
 
     decode, stride = (paired, 2) if k % 2 == 0 else (unaligned, 1)
-    multiply = _contract_rows if transpose else _contract_columns
-    y = multiply(x, decode, n, k, stride)
+    contract = contract_rows if transpose else contract_columns
+    y = contract(x, decode, n, k, stride)
     return y.reshape(*batch, y.shape[-1]).astype(out_dtype)
-
-
-_Decode = Callable[[Array | int, int], list[Array]]
-
-
-def _contract_columns(
-    x: Float[Array, "m k"], decode: _Decode, n: int, k: int, stride: int
-) -> Float[Array, "m n"]:
-    columns = [x[:, i::stride] for i in range(stride)]
-
-    def rows_of_y(start: Array | int, rows: int) -> Array:
-        parts = zip(columns, decode(start, rows), strict=True)
-        return functools.reduce(jnp.add, (_dot(c, w, ((1,), (1,))) for c, w in parts))
-
-    tiles, rows = _tiling(x.shape[0], n, k)
-    _, y = lax.scan(lambda _, i: (None, rows_of_y(i * rows, rows)), None, jnp.arange(tiles))
-    y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], tiles * rows)
-    if tiles * rows < n:
-        y = jnp.concatenate([y, rows_of_y(tiles * rows, n - tiles * rows)], axis=1)
-    return y
-
-
-def _contract_rows(
-    x: Float[Array, "m n"], decode: _Decode, n: int, k: int, stride: int
-) -> Float[Array, "m k"]:
-    def add(acc: list[Array], start: Array | int, rows: int) -> list[Array]:
-        part = lax.dynamic_slice_in_dim(x, start, rows, axis=1)
-        tile = decode(start, rows)
-        return [a + _dot(part, w, ((1,), (0,))) for a, w in zip(acc, tile, strict=True)]
-
-    tiles, rows = _tiling(x.shape[0], n, k)
-    acc = [jnp.zeros((x.shape[0], k // stride), x.dtype) for _ in range(stride)]
-    acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
-    if tiles * rows < n:
-        acc = add(acc, tiles * rows, n - tiles * rows)
-    return jnp.stack(acc, axis=-1).reshape(x.shape[0], k)
-
-
-def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
-    return lax.dot_general(x, w, (contract, ((), ())), precision=lax.Precision.HIGHEST)
-
-
-def _tiling(m: int, n: int, k: int) -> tuple[int, int]:
-    """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
-    weights = _TILE_FEW if m <= _FEW_ROWS_OF_X else _TILE_MANY
-    tiles = -(-n // max(2, weights // max(k, 1)))
-    rows = n // max(tiles, 1) // 2 * 2
-    return (tiles, rows) if rows else (0, 1)

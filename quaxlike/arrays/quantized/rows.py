@@ -1,0 +1,121 @@
+"""Looking up slices of a quantised array at positions that are data: embeddings, experts, layers.
+
+Rows of a matrix come out dense: what is looked up in an embedding are activations. Matrices of a stack
+stay quantised.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
+
+from quaxlike.core.rules import register
+
+from .base import AbstractQuantizedArray
+from .layout import with_free_axes
+
+
+@register("dynamic_slice")
+def _dynamic_slice(
+    w: AbstractQuantizedArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any
+) -> Any:
+    cut = [axis for axis, size in enumerate(w.shape) if slice_sizes[axis] != size]
+    free = with_free_axes(w, cut)
+    if free is None:
+        if cut != [0] or slice_sizes[0] != 1 or w.axes:
+            return NotImplemented
+        index = jnp.clip(jnp.asarray(starts[0]), 0, w.shape[0] - 1)
+        return _cut_rows(w, index[None])
+    axes = [free.permutation.index(axis) for axis in range(free.num_lead)]
+
+    def take(leaf: Array) -> Array:
+        rest = leaf.shape[free.num_lead :]
+        begin = [jnp.asarray(starts[axis]) for axis in axes]
+        begin += [jnp.zeros_like(jnp.asarray(starts[0]))] * len(rest)
+        return lax.dynamic_slice(leaf, begin, (*(slice_sizes[axis] for axis in axes), *rest))
+
+    out = jax.tree.map(take, free)
+    return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out
+
+
+@register("gather")
+def _gather(
+    w: AbstractQuantizedArray,
+    indices: ArrayLike,
+    *,
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any,
+    **params: Any,
+) -> Any:
+    dims = dimension_numbers
+    mode = lax.GatherScatterMode.from_any(mode)
+    if w.permutation != tuple(range(len(w.shape))):
+        return NotImplemented
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    if fills and not (fill_value is None or np.isnan(fill_value)):
+        return NotImplemented
+    indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]
+    if fills and len(indexed) < len(dims.start_index_map):
+        return NotImplemented  # an axis that is taken whole has one place; elsewhere means fill
+    # The position along an axis that is taken whole is 0, whatever the index says.
+    columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
+    indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
+    free = with_free_axes(w, [*indexed, *dims.operand_batching_dims, *dims.collapsed_slice_dims])
+    if free is None:
+        if indexed != [0] or slice_sizes[0] != 1 or dims.operand_batching_dims:
+            return NotImplemented
+        positions = indices[..., 0]
+        out = _cut_rows(w, jnp.clip(positions, 0, w.shape[0] - 1))
+        if fills:
+            inside = (positions >= 0) & (positions < w.shape[0])
+            out = jnp.where(inside.reshape(*inside.shape, *[1] * (out.ndim - inside.ndim)), out, jnp.nan)
+        if 0 not in dims.collapsed_slice_dims:
+            out = jnp.expand_dims(out, positions.ndim)
+        batch = [axis for axis in range(out.ndim) if axis not in dims.offset_dims]
+        order = [*batch, *dims.offset_dims]
+        return out.transpose([order.index(axis) for axis in range(out.ndim)])
+
+    # On the leaves the inner axes are one, and it comes last.
+    num_inner = len(w.shape) - free.num_lead
+    inner_places = dims.offset_dims[len(dims.offset_dims) - num_inner :]
+    other_places = dims.offset_dims[: len(dims.offset_dims) - num_inner]
+    out_ndim = indices.ndim - 1 + len(dims.offset_dims)
+    lead_places = [place for place in range(out_ndim) if place not in inner_places]
+
+    def take(leaf: Array) -> Array:
+        rest = leaf.shape[free.num_lead :]
+        offsets = [lead_places.index(place) for place in other_places]
+        offsets += range(len(lead_places), len(lead_places) + len(rest))
+        return lax.gather(
+            leaf,
+            indices,
+            dims._replace(offset_dims=tuple(offsets), start_index_map=tuple(indexed)),
+            (*slice_sizes[: free.num_lead], *rest),
+            mode=mode,
+            fill_value=0 if jnp.issubdtype(leaf.dtype, jnp.integer) else np.nan,
+            **params,
+        )
+
+    out = jax.tree.map(take, free)
+    order = [*lead_places, *inner_places]
+    out = out.with_axes([order.index(place) for place in range(out_ndim)])
+    return out.materialise() if len(w.shape) <= 2 else out
+
+
+def _cut_rows(w: AbstractQuantizedArray, rows: Int[Array, "*batch"]) -> Array:
+    """Rows of a stored array whose blocks cross them, dense: `(*batch, *row)`."""
+    shape = w.stored_shape[1:]
+    size = math.prod(shape)
+    index = jnp.expand_dims(rows * size, -1) + lax.broadcasted_iota(
+        rows.dtype, (*rows.shape, size), rows.ndim
+    )
+    values = w.decode_at(w.codes, w.dense_scale(), index, w.block)
+    return values.reshape(*rows.shape, *shape).astype(w.logical_dtype)

@@ -1,0 +1,89 @@
+"""The matmul with int8 weights as a primitive that knows its derivatives."""
+
+from typing import Any
+
+import numpy as np
+from jax.interpreters import ad
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int8
+
+from quaxlike.kernels.multilinear import map_rows, sum_tangents
+from quaxlike.primitives import define_primitive
+
+from .reference import tiled, whole
+
+
+def int8_matmul(
+    x: Float[Array, "*batch contracted"],
+    codes: Int8[Array, "n k"],
+    scale: Float32[Array, "n blocks"],
+    *,
+    block_size: int | None = None,
+    transpose: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch free"]:
+    """`x @ W.T` for a weight `W` stored as int8 with scales; `x @ W` if transposed.
+
+    On a CPU no dense copy of `W` is made. Differentiable in `x` and `scale`; the gradient of `x` is the
+    transposed contraction on the same integers.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.kernels import int8_matmul
+        from quaxlike.kernels.blockwise import quantize_int
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        codes, scale = quantize_int(w, largest=127, block_size=None)
+        y = int8_matmul(jnp.ones((4, 128)), codes, scale)
+        ```
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
+    - `codes`: `(N, K)`.
+    - `scale`: `(N, ceil(K / block_size))`: value = integer · scale.
+    - `block_size`: how many integers of a row share a scale; None for all of them.
+    - `transpose`: contracts over `N` instead of `K`.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+
+    **Raises:** `ValueError` where the operands do not fit each other.
+    """
+    n, k = codes.shape
+    block_size = max(k, 1) if block_size is None else block_size
+    if scale.shape != (n, -(-k // block_size)):
+        raise ValueError(
+            f"int8_matmul: scale of a weight of shape {(n, k)} in blocks of {block_size} must have shape "
+            f"{(n, -(-k // block_size))}, got {scale.shape}"
+        )
+    if x.ndim == 0 or x.shape[-1] != (n if transpose else k):
+        raise ValueError(
+            f"int8_matmul: the last axis of x must be {'N' if transpose else 'K'} of the weight's shape "
+            f"{(n, k)}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
+        )
+    out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+    return int8_matmul_p(x, codes, scale, block_size=block_size, transpose=transpose, out_dtype=out_dtype)
+
+
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    return sum_tangents(int8_matmul_p, primals, tangents, params)
+
+
+def _transpose(ct: Any, x: Any, codes: Any, scale: Any, *, transpose: bool, **params: Any) -> Any:
+    if not ad.is_undefined_primal(x):
+        return NotImplemented
+    params["out_dtype"] = np.dtype(x.aval.dtype)
+    return int8_matmul_p(ct, codes, scale, transpose=not transpose, **params), None, None
+
+
+def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
+    return map_rows(int8_matmul_p, size, operands, dims, params, rows=(0,))
+
+
+int8_matmul_p = define_primitive(
+    "int8_matmul", whole, cpu=tiled, jvp=_jvp, transpose=_transpose, batching=_batching
+)

@@ -1,0 +1,69 @@
+"""Products with a weight that is decoded a few rows at a time.
+
+A tile stays in the cache, and no dense copy of the weight ever exists: XLA on a CPU does not fuse
+decoding into a dot.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+# Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: amortises the
+# passes over activations and accumulator when these outweigh the tile.
+_TILE_FEW, _TILE_MANY = 2**18, 2**20
+_FEW_ROWS_OF_X = 32
+
+Decode = Callable[[Array | int, int], list[Array]]
+"""`decode(start, rows)`: rows of `W` from an even `start` on, as one array for every `stride`-th column:
+columns 0, stride, 2·stride, …; columns 1, stride + 1, …; and so on, each (rows, K / stride)."""
+
+
+def contract_columns(
+    x: Float[Array, "m k"], decode: Decode, n: int, k: int, stride: int = 1
+) -> Float[Array, "m n"]:
+    """`x @ W.T` for `W` of shape (n, k)."""
+    columns = [x[:, i::stride] for i in range(stride)]
+
+    def rows_of_y(start: Array | int, rows: int) -> Array:
+        parts = zip(columns, decode(start, rows), strict=True)
+        return functools.reduce(jnp.add, (_dot(c, w, ((1,), (1,))) for c, w in parts))
+
+    tiles, rows = _tiling(x.shape[0], n, k)
+    _, y = lax.scan(lambda _, i: (None, rows_of_y(i * rows, rows)), None, jnp.arange(tiles))
+    y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], tiles * rows)
+    if tiles * rows < n:
+        y = jnp.concatenate([y, rows_of_y(tiles * rows, n - tiles * rows)], axis=1)
+    return y
+
+
+def contract_rows(
+    x: Float[Array, "m n"], decode: Decode, n: int, k: int, stride: int = 1
+) -> Float[Array, "m k"]:
+    """`x @ W` for `W` of shape (n, k)."""
+
+    def add(acc: list[Array], start: Array | int, rows: int) -> list[Array]:
+        part = lax.dynamic_slice_in_dim(x, start, rows, axis=1)
+        tile = decode(start, rows)
+        return [a + _dot(part, w, ((1,), (0,))) for a, w in zip(acc, tile, strict=True)]
+
+    tiles, rows = _tiling(x.shape[0], n, k)
+    acc = [jnp.zeros((x.shape[0], k // stride), x.dtype) for _ in range(stride)]
+    acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
+    if tiles * rows < n:
+        acc = add(acc, tiles * rows, n - tiles * rows)
+    return jnp.stack(acc, axis=-1).reshape(x.shape[0], k)
+
+
+def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
+    return lax.dot_general(x, w, (contract, ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _tiling(m: int, n: int, k: int) -> tuple[int, int]:
+    """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
+    weights = _TILE_FEW if m <= _FEW_ROWS_OF_X else _TILE_MANY
+    tiles = -(-n // max(2, weights // max(k, 1)))
+    rows = n // max(tiles, 1) // 2 * 2
+    return (tiles, rows) if rows else (0, 1)
