@@ -31,6 +31,7 @@ from jax._src import (
     source_info_util,
     traceback_util,
     tree_util,
+    util,
 )
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 
@@ -146,6 +147,27 @@ _closed_lock = threading.Lock()
 def opened(jaxpr: jexc.ClosedJaxpr) -> Any:
     """The open jaxpr of a closed one without constants, for the primitives that carry that."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def weakly_cached(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Memoises a function of one object, for as long as the object lives."""
+    return util.weakref_lru_cache(fun, trace_context_in_key=False)
+
+
+def all_invars(jaxpr: Any) -> list[Any]:
+    """The variables for the constants of an open jaxpr, then those for its inputs."""
+    return jaxpr.all_invars if hasattr(jaxpr, "all_invars") else [*jaxpr.constvars, *jaxpr.invars]
+
+
+def has_context(eqn: jexc.JaxprEqn) -> bool:
+    """Whether an equation was traced under a setting that also matters when it is run eagerly."""
+    return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
+
+
+def source_of(eqn: jexc.JaxprEqn) -> Any:
+    """A context in which what is staged has the source line and the name stack of `eqn`."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
 def flat_tree(leaves: list[Any]) -> Any:

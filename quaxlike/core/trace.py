@@ -1,5 +1,6 @@
 """The tracer that stands for a Value, and the trace that dispatches primitives on Values."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 
 from . import compat, values
 from .policy import MaterialisationError, dense, note_dispatch
@@ -73,6 +75,40 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return dense(self.quax_value, what)
 
 
+def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
+    """`method` of a tracer, past jax.numpy where that would only come to the primitive: for two Values of
+    the same aval, which need no promotion. Everything else takes JAX's way."""
+    forward = getattr(jax.core.Tracer, method)
+    dtypes = jnp.inexact if only_inexact else jnp.number
+
+    @functools.cache
+    def applies_to(dtype: Any) -> bool:
+        return jnp.issubdtype(dtype, dtypes)
+
+    @functools.cache
+    def equation() -> jexc.JaxprEqn:
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.make_jaxpr(op)(scalar, scalar).eqns[0]
+
+    def operator(self: ValueTracer, other: Any) -> Any:
+        if type(other) is ValueTracer and other.quax_tag is self.quax_tag:
+            aval = self.aval
+            same = aval is other.aval or aval == other.aval
+            level = compat.current_trace()
+            if same and type(level) is QuaxTrace and level.tag is self.quax_tag and applies_to(aval.dtype):
+                eqn = equation()
+                return level.process_primitive(eqn.primitive, (self, other), eqn.params)
+        return forward(self, other)
+
+    operator.__name__ = method
+    return operator
+
+
+for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": lax.div}.items():
+    _name = f"__{_method}__"
+    setattr(ValueTracer, _name, _operator(_name, _op, only_inexact=_method == "truediv"))
+
+
 class QuaxTrace(jax.core.Trace):
     """One level of `quaxify`: unwraps Values, finds the rule, wraps what the rule returns.
 
@@ -108,14 +144,15 @@ class QuaxTrace(jax.core.Trace):
         before = compat.current_trace()
         compat.set_trace(self.parent_trace)
         try:
-            out = self._dispatch(tuple(key), unwrapped, params)
+            out = self.dispatch_key(tuple(key), unwrapped, params)
         finally:
             compat.set_trace(before)
         if primitive.multiple_results:
             return [self.wrap(x) for x in out]
         return self.wrap(out)
 
-    def _dispatch(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
+    def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
+        """The same, for the primitive and the types of the operands as the caches are keyed."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -132,8 +169,8 @@ class QuaxTrace(jax.core.Trace):
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """What `primitive` gives for Values and plain arrays: what a rule asks when it has changed them."""
-        key = (primitive, *(type(x) if is_value(x) else None for x in operands))
-        return self._dispatch(key, operands, params)
+        key = (primitive, *[type(x) if kind_of(x) == "value" else None for x in operands])
+        return self.dispatch_key(key, operands, params)
 
     # What arrives through methods of its own, because it carries functions
 
@@ -157,13 +194,13 @@ class QuaxTrace(jax.core.Trace):
 
     def wrap(self, x: Any) -> Any:
         """What a rule returned, as something that JAX code can go on with."""
-        kind = _kinds.get(type(x))
-        if kind is None:
-            kind = _kinds.setdefault(type(x), _kind_of(x))
-        if kind == "array":
+        x = self.settle(x)
+        return ValueTracer(self, x) if kind_of(x) == "value" else x
+
+    def settle(self, x: Any) -> Any:
+        """What a rule returned, as an array or a Value (it may be a NumPy array or a scalar)."""
+        if kind_of(x) != "other":
             return x
-        if kind == "value":
-            return ValueTracer(self, x)
         with jexc.set_current_trace(self.parent_trace):
             return jnp.asarray(x)
 
@@ -183,10 +220,13 @@ class QuaxTrace(jax.core.Trace):
 _kinds: dict[type, str] = {}
 
 
-def _kind_of(x: Any) -> str:
-    if is_value(x):
-        return "value"
-    return "array" if isinstance(x, jax.Array) else "other"
+def kind_of(x: Any) -> str:
+    """Whether `x` is a "value", an "array" or some "other" object; without asking the class each time."""
+    kind = _kinds.get(type(x))
+    if kind is None:
+        kind = "value" if is_value(x) else "array" if isinstance(x, jax.Array) else "other"
+        _kinds[type(x)] = kind
+    return kind
 
 
 # What the interpreter itself does with a primitive, unless a rule says otherwise: primitives that

@@ -18,7 +18,7 @@ def _jit(
 ) -> list[Any]:
     jaxpr = params["jaxpr"]
     if compat.is_inlined_jit(params, eager=compat.is_eval_trace(trace.parent_trace)):
-        return evaluate(trace, jaxpr, operands)
+        return evaluate(trace, jaxpr, operands, inlined=True)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, jaxpr, slots, what=f"jit of {params['name']}")
     n = len(flat.consts)
