@@ -171,3 +171,16 @@ def test_all_permutations_of_contracting_axes_agree():
         dims = (((0, 1, 2), order), ((), ()))
         y = ql.quaxify(lambda x, w, dims=dims: jax.lax.dot_general(x, w, dims))(x, w)
         _close(y, _dot_general_in_float64(x, dense, dims))
+
+
+@pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
+@pytest.mark.parametrize("shape", [(4, 64, 6), (4, 6, 64)])
+def test_mixture_of_experts(cls, shape):
+    w = cls.quantize(_normal(0, *shape))
+    x, sizes = _normal(1, 9, shape[1]), jnp.array([2, 0, 4, 2])
+    dense = w.materialise()
+    product = lambda x, w: jax.lax.ragged_dot(x, w, sizes)
+    with ql.on_materialise("error"):
+        _close(ql.quaxify(product)(x, w), product(x, dense))
+        loss = lambda x, w: jnp.sum(jnp.sin(product(x, w)))
+        _close(jax.grad(ql.quaxify(loss))(x, w), jax.grad(loss)(x, dense), 1e-4)

@@ -2,6 +2,7 @@
 
 from . import arithmetic as _arithmetic  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from . import contract as _contract  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
+from . import experts as _experts  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from . import layout as _layout  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from . import rows as _rows  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .base import AbstractQuantizedArray as AbstractQuantizedArray

@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 
+from quaxlike.core.either_side import register_on_either_side
 from quaxlike.core.rules import register
 
 from .base import AbstractQuantizedArray
@@ -17,14 +19,10 @@ def _neg(w: AbstractQuantizedArray, **params: Any) -> Any:
     return _scaled(w, jnp.float32(-1))
 
 
-@register("mul")
-def _mul(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
-    return _scaled(w, jnp.asarray(y))
-
-
-@register("mul")
-def _mul_left(x: ArrayLike, w: AbstractQuantizedArray, **params: Any) -> Any:
-    return _scaled(w, jnp.asarray(x))
+@register_on_either_side("mul", AbstractQuantizedArray, other=ArrayLike)
+def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    w, factor = (x, y) if isinstance(x, AbstractQuantizedArray) else (y, x)
+    return NotImplemented if isinstance(factor, AbstractQuantizedArray) else _scaled(w, jnp.asarray(factor))
 
 
 @register("div")

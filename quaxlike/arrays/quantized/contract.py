@@ -6,66 +6,61 @@ that is paired with it; the free axes of the other operand by negative numbers.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from quaxlike.core.rules import register
+from quaxlike.core.either_side import register_on_either_side
 
 from .base import AbstractQuantizedArray
 
 _Names = tuple[int, ...]
 
 
-@register("dot_general")
-def _dot_general_right(
-    x: ArrayLike, w: AbstractQuantizedArray, *, dimension_numbers: Any, **params: Any
-) -> Any:
-    (x_contract, w_contract), (x_batch, w_batch) = dimension_numbers
-    return _dot_general(x, w, (x_contract, x_batch), (w_contract, w_batch), False, params)
-
-
-@register("dot_general")
-def _dot_general_left(
-    w: AbstractQuantizedArray, x: ArrayLike, *, dimension_numbers: Any, **params: Any
-) -> Any:
-    (w_contract, x_contract), (w_batch, x_batch) = dimension_numbers
-    return _dot_general(x, w, (x_contract, x_batch), (w_contract, w_batch), True, params)
-
-
-def _dot_general(
-    x: ArrayLike,
-    w: AbstractQuantizedArray,
-    x_axes: tuple[Sequence[int], Sequence[int]],
-    w_axes: tuple[Sequence[int], Sequence[int]],
-    w_first: bool,
-    params: dict[str, Any],
-) -> Any:
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or params.get("out_sharding") is not None:
+@register_on_either_side("dot_general", AbstractQuantizedArray, other=ArrayLike)
+def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    (contract_axes, batch_axes), on_left = dimension_numbers, isinstance(lhs, AbstractQuantizedArray)
+    (w, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)
+    if isinstance(x, AbstractQuantizedArray) or params.get("out_sharding") is not None:
         return NotImplemented
-    stored = w.permutation
-    paired = dict(zip((*x_axes[0], *x_axes[1]), (*w_axes[0], *w_axes[1]), strict=True))
-    x_names = tuple(stored[paired[i]] if i in paired else -1 - i for i in range(x.ndim))
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return NotImplemented
+    w_batch = [w.permutation[axis] for axis in batch_axes[side]]
+    w_contract = [w.permutation[axis] for axis in contract_axes[side]]
+    x_names = name_axes(x, (*contract_axes[1 - side], *batch_axes[1 - side]), (*w_contract, *w_batch))
     x_free = [name for name in x_names if name < 0]
-    w_free = [name for name in stored if name not in x_names]
-    batch = [stored[i] for i in w_axes[1]]
-    out_names = (*batch, *w_free, *x_free) if w_first else (*batch, *x_free, *w_free)
+    w_free = [name for name in w.permutation if name not in x_names]
+    out_names = (*w_batch, *w_free, *x_free) if on_left else (*w_batch, *x_free, *w_free)
+    return contract(x, x_names, w, out_names, product_dtype(x, w, params))
+
+
+def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
+    """A name for each axis of `x`: `names` for `axes`, negative numbers for the others."""
+    given = dict(zip(axes, names, strict=True))
+    return tuple(given.get(axis, -1 - axis) for axis in range(x.ndim))
+
+
+def product_dtype(x: Array, w: AbstractQuantizedArray, params: Mapping[str, Any]) -> np.dtype:
+    """The dtype of the product of `x` and `w`."""
     preferred = params.get("preferred_element_type")
-    dtype = jnp.promote_types(x.dtype, w.dtype) if preferred is None else jnp.dtype(preferred)
-    return contract(x, x_names, w, out_names, dtype)
+    return np.promote_types(x.dtype, w.dtype) if preferred is None else jnp.dtype(preferred)
 
 
 def contract(
-    x: Array, x_names: _Names, w: AbstractQuantizedArray, out_names: _Names, dtype: np.dtype
+    x: Array, x_names: _Names, w: AbstractQuantizedArray | Array, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """The product of `x` and the stored weight, summed over the names that `out_names` lacks."""
+    """The product of `x` and the stored weight (or a dense one), summed over the names that `out_names`
+    lacks."""
+    if not isinstance(w, AbstractQuantizedArray):
+        return _einsum(x, x_names, w, out_names, dtype)
     shared = [name for name in x_names if name >= 0]
     plan = _plan(w, [n for n in shared if n not in out_names], [n for n in shared if n in out_names])
     if plan is None:
@@ -162,10 +157,7 @@ def _contract_slices(
         if in_x:
             x = lax.dynamic_index_in_dim(x, i, x_names.index(0), keepdims=False)
         names = tuple(_without_first(name) for name in x_names if name != 0)
-        part = w.stored_slice(i)
-        if isinstance(part, AbstractQuantizedArray):
-            return contract(x, names, part, rest, np.dtype(np.float32))
-        return _einsum(x, names, part, rest, np.dtype(np.float32))
+        return contract(x, names, w.stored_slice(i), rest, np.dtype(np.float32))
 
     if in_out:
         _, y = lax.scan(lambda _, i: (None, product(x, w, i)), None, jnp.arange(w.stored_shape[0]))
