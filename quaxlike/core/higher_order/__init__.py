@@ -11,6 +11,7 @@ from . import jit as jit
 from . import kernels as kernels
 from . import linear_solve as linear_solve
 from . import scan as scan
+from . import sequential_call as sequential_call
 from . import shard_map as shard_map
 from . import structural as structural
 from . import while_loop as while_loop

@@ -14,7 +14,16 @@ from ..values import is_value
 from .jit import leaf_layouts, leaf_shardings
 
 
-@builtin("copy", "copy_p", "stop_gradient", "name", "optimization_barrier", "nonbatchable", "nontraceable")
+@builtin(
+    "copy",
+    "copy_p",
+    "stop_gradient",
+    "name",
+    "optimization_barrier",
+    "nonbatchable",
+    "nontraceable",
+    "non_differentiable_tangent",
+)
 def _leafwise(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
