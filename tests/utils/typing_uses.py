@@ -235,7 +235,7 @@ def trees() -> None:
 def wrong_trees(tree: dict[str, Array], plain: Plain) -> None:
     tree_structure(tree).unflatten(3)  # pyright: ignore[reportArgumentType]
     tree_structure(tree).flatten_up_to([1])  # pyright: ignore[reportArgumentType]
-    print(tree_structure(tree).leaves)  # pyright: ignore[reportAttributeAccessIssue]
+    print(tree_structure(tree).leaves)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType]
     tree_map(tree, jnp.add)  # pyright: ignore[reportArgumentType]
     tree_scatter_set(tree, tree, jnp.array([0]), {"mode": "wrap"})  # pyright: ignore[reportArgumentType]
     tree_scatter_set(tree, tree, jnp.array([0]), {"modes": "drop"})  # pyright: ignore[reportArgumentType]
