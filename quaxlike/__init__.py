@@ -24,6 +24,9 @@ from .core.rules import (
     AmbiguousRuleError as AmbiguousRuleError,
 )
 from .core.rules import (
+    RuleError as RuleError,
+)
+from .core.rules import (
     RuleSet as RuleSet,
 )
 from .core.rules import (

@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import jax
+import jaxtyping
 import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
@@ -50,3 +51,12 @@ def x64():
     """64-bit types on, for oracles in double precision."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def unchecked():
+    """Annotations are not checked, so that our own message for a wrong argument is seen."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -11,16 +11,22 @@ import functools
 import inspect
 import os
 import pathlib
+import sys
 import threading
+import traceback
+import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
+import beartype
 import jax
 import jax.core
 import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
+import jaxlib
+import jaxtyping
 from jax._src import (
     array,
     config,
@@ -45,13 +51,41 @@ UNSPECIFIED = sharding_impls.UNSPECIFIED
 
 ArrayImpl = array.ArrayImpl  # the class of concrete arrays; `jax.Array` has an `__instancecheck__` of its own
 
-# Hides our frames where JAX hides its own (`jax_traceback_filtering`), and keeps them out of what JAX
-# takes for the user's source lines.
-api_boundary = traceback_util.api_boundary
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def api_boundary(fun: _F) -> _F:
+    """Ends the tracebacks of errors in `fun`: frames of JAX and of this package are left out, as
+    `jax_traceback_filtering` says."""
+    return cast(_F, traceback_util.api_boundary(fun))
+
+
+# What is hidden so, and does not count as the user's source lines.
 _PACKAGE = pathlib.Path(__file__).parents[1]
-for _room in ("core", "arrays", "kernels", "primitives"):
-    traceback_util.register_exclusion(f"{_PACKAGE / _room}{os.sep}")
-    jex.source_info_util.register_exclusion(f"{_PACKAGE / _room}{os.sep}")
+_OURS = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("core", "arrays", "kernels", "primitives")) + tuple(
+    f"{_PACKAGE / module}.py" for module in ("implicit", "numpy", "sharding")
+)
+for _path in _OURS:
+    traceback_util.register_exclusion(_path)
+    jex.source_info_util.register_exclusion(_path)
+
+
+def shorten_traceback(error: Exception) -> None:
+    """Ends the traceback of an error that names the user's line at that user's last frame.
+
+    Also drops the second traceback, of where an equation was made, that JAX prints in front.
+    """
+    if traceback_util._filtering_mode() == "off":
+        return
+    if isinstance(error.__cause__, source_info_util.JaxStackTraceBeforeTransformation):
+        error.__cause__ = error.__cause__.__cause__
+    kept = None
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if kept is not None or not (_is_internal(file) or is_library(file)):
+            kept = types.TracebackType(kept, frame, frame.f_lasti, line)
+    error.__traceback__ = kept
 
 
 # -------------------------------------------------------------------------------------------------
@@ -239,9 +273,57 @@ def named_primitives() -> dict[str, jexc.Primitive]:
     return found
 
 
-def user_source_line() -> str:
-    """The line of the caller's own code that is being executed, as `file:line (function)`."""
-    return source_info_util.summarize(source_info_util.current())
+class SourceLine(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+def source_lines() -> Iterator[SourceLine]:
+    """The lines outside of JAX and of this package that are being executed, innermost first.
+
+    What runs from a jaxpr is not on Python's stack: its lines are those kept in the equations. JAX's
+    interpreters of jaxprs have the one at work in a local variable.
+    """
+    yield from _recorded_lines(source_info_util.current().traceback)
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not _is_internal(file):
+            yield SourceLine(file, frame.f_lineno, frame.f_code.co_qualname)
+        elif "eqn" in frame.f_code.co_varnames and (eqn := frame.f_locals.get("eqn")) is not None:
+            yield from _recorded_lines(eqn.source_info.traceback)
+        frame = frame.f_back
+
+
+def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
+    if recorded is not None:
+        for frame in recorded.frames:
+            if not _is_internal(frame.file_name):
+                yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
+
+
+# JAX, and what wraps functions only to check the types of their arguments.
+_MACHINERY = tuple(
+    f"{pathlib.Path(str(m.__file__)).parent}{os.sep}" for m in (jax, jaxlib, jaxtyping, beartype)
+)
+_STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
+
+
+@functools.cache
+def _is_internal(file: str) -> bool:
+    if file.startswith((*_MACHINERY, *_OURS, "<frozen ", "<@beartype")):
+        return True
+    # Installed libraries lie in the folder of the standard library, unless there is a venv.
+    return file.startswith(_STDLIB) and "-packages" not in file
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to an installed library, and not to the user's own code."""
+    return f"-packages{os.sep}" in file
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:

@@ -1,6 +1,5 @@
 """`quaxify`: runs a function with Values where arrays stood."""
 
-import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -10,16 +9,14 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .rules import GLOBAL, RuleSet, mark_in_use, resolver
+from . import compat
+from .policy import MaterialisationError
+from .rules import RuleError, RuleSet, active_layers, mark_in_use, resolver
 from .trace import QuaxTrace, ValueTracer, innermost
 from .values import Value, is_value
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
-    "quaxlike_rules", default=(GLOBAL,)
-)
 
 
 @jtu.register_pytree_with_keys_class
@@ -34,21 +31,25 @@ class _Quaxified(Generic[_P, _T]):
         self._rules = rules
         functools.update_wrapper(self, fn, updated=())
 
+    @compat.api_boundary
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        layers = active = _layers.get()
+        layers = active = active_layers.get()
         if self._rules is not None and self._rules not in layers:
             layers = (self._rules, *layers)
         mark_in_use()
         with jexc.take_current_trace() as parent:
             trace = QuaxTrace(parent, jexc.TraceTag(), resolver(layers))
             fn, args, kwargs = _select(trace, self._filter_spec, (self._fn, args, kwargs))
-            token = None if layers is active else _layers.set(layers)
+            token = None if layers is active else active_layers.set(layers)
             try:
                 with jexc.set_current_trace(trace):
                     out = fn(*args, **kwargs)
+            except (MaterialisationError, RuleError) as error:
+                compat.shorten_traceback(error)
+                raise
             finally:
                 if token is not None:
-                    _layers.reset(token)
+                    active_layers.reset(token)
             return trace.unwrap_tree(out)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -67,7 +68,8 @@ class _Quaxified(Generic[_P, _T]):
     def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any, Any]":
         out = object.__new__(cls)  # `children` may be anything, such as the bools of a filter_spec
         out._fn, (out._filter_spec, out._rules) = children[0], aux
-        return functools.update_wrapper(out, out._fn, updated=())
+        functools.update_wrapper(out, out._fn, updated=())
+        return out
 
 
 def quaxify(
@@ -121,10 +123,12 @@ def _select(trace: QuaxTrace, filter_spec: PyTree, tree: Any) -> Any:
     try:
         dynamic, static = eqx.partition(tree, filter_spec, is_leaf=is_value)
     except ValueError as error:
+        found = str(jtu.tree_structure(tree, is_leaf=is_value))
         raise ValueError(
-            f"filter_spec of quaxify must be a bool, a function on leaves, or a prefix of "
-            f"(fn, args, kwargs); found {filter_spec!r} for {jtu.tree_structure(tree, is_leaf=is_value)}."
-        ) from error
+            "filter_spec of quaxify must be a bool, a function on leaves, or a prefix of (fn, args, kwargs); "
+            f"found {filter_spec!r} for {found if len(found) < 300 else found[:300] + '...'}: "
+            f"{' '.join(str(error).split())}"
+        ) from None
     return eqx.combine(jtu.tree_map(box, dynamic, is_leaf=is_value), static, is_leaf=is_value)
 
 

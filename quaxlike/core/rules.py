@@ -1,5 +1,6 @@
 """Which rule a primitive follows when it meets Values: `register`, `RuleSet`, resolution by type."""
 
+import contextvars
 import dataclasses
 import difflib
 import functools
@@ -17,6 +18,7 @@ import plum
 from jaxtyping import AbstractArray
 
 from . import compat
+from .checks import Checked, RuleError
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
@@ -44,8 +46,8 @@ class Rule:
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
             if unknown:
-                raise TypeError(
-                    f"The rule for `{primitive}` at {self.source} does not take the parameter(s) "
+                raise RuleError(
+                    f"The rule {self} does not take the parameter(s) "
                     f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
                 )
         if self.takes_primitive:
@@ -59,8 +61,10 @@ class Rule:
         return f"{self.primitive}({types}) at {self.source}"
 
 
-class AmbiguousRuleError(TypeError):
+class AmbiguousRuleError(RuleError):
     """Several rules match the types of the operands, and none is more specific than the others."""
+
+    __module__ = "quaxlike"
 
 
 class RuleSet:
@@ -192,7 +196,7 @@ def register(
                     Rule(p, function, signature, takes_primitive, keywords)
                 )
             _epoch += 1
-            resolver.cache_clear()
+            _resolver.cache_clear()
             if _in_use:
                 _jit_epoch.set_global(_epoch)
         return function
@@ -264,12 +268,12 @@ def _plain_hint(hint: Any) -> Any:
 class Resolver:
     """The rules of a stack of rule sets, in the order in which they are asked, cached by types."""
 
-    def __init__(self, layers: tuple[RuleSet, ...]) -> None:
+    def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
-        self.cache: dict[Any, tuple[Callable[..., Any], ...]] = {}
-        self._made_at = _epoch
+        self.cache: dict[Any, list[Callable[..., Any]]] = {}
+        self._made_at = made_at
 
-    def candidates(self, key: tuple[Any, ...]) -> tuple[Callable[..., Any], ...]:
+    def candidates(self, key: tuple[Any, ...]) -> list[Callable[..., Any]]:
         """The rules for `key`, a primitive and then for each operand the class of a Value or None for
         anything else. Best first; they are asked in turn while they return `NotImplemented`."""
         primitive, *types = key
@@ -277,15 +281,27 @@ class Resolver:
         found: list[Callable[..., Any]] = []
         for layer in self.layers:
             found += in_order(primitive, operands, [r for r in layer[primitive] if operands <= r.signature])
+        found[:] = [Checked(rule, found) for rule in found]
         with _lock:
             if self._made_at == _epoch:  # else `register` came between
-                self.cache[key] = tuple(found)
-        return tuple(found)
+                self.cache[key] = found
+        return found
+
+
+# The rule sets that are asked in this context; a `quaxify` adds its own for what it calls.
+active_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
+    "quaxlike_rules", default=(GLOBAL,)
+)
+
+
+def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
+    """The resolver of these layers, as of the last registration."""
+    return _resolver(layers, _epoch, jax.config.jax_enable_checks)
 
 
 @functools.lru_cache(maxsize=256)
-def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
-    return Resolver(layers)
+def _resolver(layers: tuple[RuleSet, ...], at: int, checks: bool) -> Resolver:
+    return Resolver(layers, at)
 
 
 def in_order(

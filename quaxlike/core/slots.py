@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .policy import dense
-from .values import Value, as_shapes, aval_of, is_value
+from .values import Value, as_shapes, aval_of, is_value, not_an_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,10 +103,7 @@ def _leaf_aval(value: Value, leaf: Any) -> Any:
     try:
         return jax.typeof(leaf)
     except TypeError:
-        raise TypeError(
-            f"{type(value).__name__} holds {leaf!r} where an array is expected. Declare fields that are "
-            "not arrays with `eqx.field(static=True)`."
-        ) from None
+        raise not_an_array(value, leaf) from None
 
 
 def unflatten(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:

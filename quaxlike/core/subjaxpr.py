@@ -1,6 +1,7 @@
 """A jaxpr on Values as a flat jaxpr on their leaves: what every primitive that carries code is made of."""
 
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 
-from . import compat
+from . import compat, recording
 from .policy import policy_key
 from .slots import Slot, conform, flatten, split, unflatten
 from .trace import QuaxTrace, kind_of
@@ -59,6 +60,9 @@ def subjaxpr(
         policy_key(),
         compat.trace_context(),
     )
+    if (recorder := recording.active()) is not None:
+        tracing = functools.partial(_trace, trace, jaxpr, slots, targets, order, what, closed)
+        return recorder.trace(jaxpr, what, key, tracing)
     with _memo_lock:
         known = memo.setdefault(jaxpr, {})
     flat = known.get(key)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from . import compat, values
-from .policy import MaterialisationError, dense, note_dispatch
+from . import compat, recording, values
+from .policy import MaterialisationError, dense, dense_operands
 from .rules import Resolver
 from .values import Value, aval_of, is_value
 
@@ -39,6 +39,15 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.quax_value, name)
+
+    def full_lower(self) -> Any:
+        # JAX asks when it evaluates on concrete arrays, and no tracer of a level under way gets there.
+        raise jax.errors.UnexpectedTracerError(
+            f"A {type(self.quax_value).__name__} got out of the quaxified function that it belongs to, "
+            f"through a closure, a global or an attribute: {self!r} is used at "
+            f"{recording.user_source()[0]}. Return it from the function instead; `quaxify` gives the Value "
+            "itself."
+        )
 
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
@@ -157,15 +166,17 @@ class QuaxTrace(jax.core.Trace):
         rules = self.resolver.cache.get(key)
         if rules is None:
             rules = self.resolver.candidates(key)
+        if (recorder := recording.active()) is not None:
+            rules = [functools.partial(recorder.follow, rule) for rule in rules]
         for rule in rules:
             out = rule(primitive, operands, params)
             if out is not NotImplemented:
-                note_dispatch(primitive, operands, rule)
                 return out
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(type(primitive).__name__)
-        if builtin is not None:
-            return builtin(self, primitive, operands, params)
-        return by_default(primitive, operands, params)
+        rest = by_default if builtin is None else functools.partial(builtin, self)
+        if recorder is not None:
+            return recorder.follow(rest, primitive, operands, params)
+        return rest(primitive, operands, params)
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """What `primitive` gives for Values and plain arrays: what a rule asks when it has changed them."""
@@ -254,12 +265,11 @@ def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[
             f"No rule for `{primitive}` matches, and its operands {names} each have a `default` of "
             "their own. Register a rule for this combination of types."
         )
-    for default in overriding:
-        out = default(primitive, operands, params)
-        note_dispatch(primitive, operands, default)
-        return out
-    plain = [dense(x, primitive.name, operands) for x in operands]
-    return primitive.bind(*plain, **primitive.get_bind_params(params))
+    for default, cls in overriding.items():
+        if (recorder := recording.active()) is not None:
+            recorder.by_default_of(cls)
+        return default(primitive, operands, params)
+    return primitive.bind(*dense_operands(primitive, operands), **primitive.get_bind_params(params))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -279,6 +289,10 @@ class _Adopt:
 
     def available(self) -> bool:
         return innermost(compat.current_trace()) is not None
+
+    def behind(self, x: Any) -> Any:
+        """The Value that a tracer of any level stands for; anything else as it is."""
+        return x.quax_value if type(x) is ValueTracer else x
 
     def __call__(self, value: Value) -> Any:
         level = innermost(compat.current_trace())

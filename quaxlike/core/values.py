@@ -28,6 +28,7 @@ class _ValueMeta(type(eqx.Module)):
         names = _plain_fields.get(cls)
         if names is None or len(args) != len(names) or kwargs:
             instance = super().__call__(*args, **kwargs)
+            _check_statics(instance)
             if names is None:
                 _plain_fields[cls] = _fields_if_plain(cls)
             return instance
@@ -56,6 +57,20 @@ def _fields_if_plain(cls: type) -> tuple[str, ...]:
     )
     # A name too many for any call, where it does more: then every call takes the long way.
     return tuple(f.name for f in fields) if sets_fields_only else ("",) * 256
+
+
+def _check_statics(value: Any) -> None:
+    for field in dataclasses.fields(value):
+        if field.metadata.get("static", False):
+            static = getattr(value, field.name, None)
+            try:
+                hash(static)
+            except TypeError:
+                raise TypeError(
+                    f"{type(value).__name__}.{field.name} is a static field, so what it holds must be "
+                    f"hashable; found {static!r}. Use a tuple in place of a list, or leave out "
+                    "`static=True` if it is an array."
+                ) from None
 
 
 class Value(eqx.Module, metaclass=_ValueMeta):
@@ -192,7 +207,7 @@ class ArrayValue(Value):
         return lambda: adopters[0](self)
 
 
-# The one way up from here: trace.py puts in it what turns a late Value into a tracer.
+# The one way up from here: trace.py puts in it what turns a late Value into a tracer, and back.
 adopters: list[Any] = []
 
 
@@ -208,7 +223,7 @@ def materialise(tree: PyTree) -> PyTree:
     """
 
     def dense(leaf: Any) -> Any:
-        while isinstance(leaf, Value):
+        while isinstance(leaf := adopters[0].behind(leaf), Value):
             leaf = type(leaf).materialise(leaf)
         return leaf
 
@@ -254,7 +269,10 @@ def _aval_of_tree(value: Value) -> Any:
     leaves, treedef = jtu.tree_flatten(value)
     try:
         leaf_avals = [jax.typeof(leaf) for leaf in leaves]
-    except TypeError:  # leaves without a JAX type: shapes, None, ...
+    except TypeError:  # leaves without a JAX type: shapes, say
+        for leaf in leaves:
+            if not hasattr(leaf, "shape") and not _is_array(leaf):
+                raise not_an_array(value, leaf) from None
         return _make_aval(value, ())
     return _memoised((treedef, *leaf_avals), value, leaf_avals)
 
@@ -283,6 +301,16 @@ def _carries_aval(x: Any) -> bool:
     if known is None:
         known = _aval_carriers[cls] = issubclass(cls, compat.ArrayImpl | jax.core.Tracer)
     return known
+
+
+def not_an_array(value: Value, leaf: Any) -> ValueError:
+    """The error for a field that is not an array. Not a `TypeError`: `jax.jit` would put its own in place."""
+    paths = jtu.tree_leaves_with_path(value)
+    (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
+    return ValueError(
+        f"{type(value).__name__}{name} holds {leaf!r} where an array is expected. Declare a field that is "
+        "not an array with `eqx.field(static=True)`."
+    )
 
 
 def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:

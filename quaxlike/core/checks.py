@@ -1,0 +1,77 @@
+"""Whether what a rule returned is what its primitive has to give: number of results, shapes, dtypes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.extend.core as jexc
+
+from .values import aval_of, is_value
+
+
+class RuleError(TypeError):
+    """A rule cannot be followed: what it takes or returns is not what its primitive needs."""
+
+    __module__ = "quaxlike"
+
+
+class Checked:
+    """A rule whose results are checked: until it has given a right one for these types of operands, and
+    always under `jax_enable_checks`. The check costs about as much as tracing the primitive."""
+
+    def __init__(self, rule: Callable[..., Any], among: list[Callable[..., Any]]) -> None:
+        self.rule = rule
+        self._among = among  # where the rule itself may stand once it has been checked
+
+    def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        out = self.rule(primitive, operands, params)
+        if out is not NotImplemented:
+            check_results(self.rule, primitive, operands, params, out)
+            if not jax.config.jax_enable_checks:
+                self._among[:] = [self.rule if r is self else r for r in self._among]
+        return out
+
+
+def check_results(
+    rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
+) -> None:
+    """Raises a `RuleError` if `out` cannot be what `primitive` gives."""
+    expected = _expected(primitive, operands, params)
+    results = out if primitive.multiple_results else [out]
+    if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
+        number = "" if expected is None else f" of {len(expected)} result(s)"
+        found = f"one of {len(out)}" if isinstance(out, list | tuple) else _found(out)
+        raise RuleError(f"The rule {rule} must return a sequence{number}; found {found}.")
+    for i, x in enumerate(results):
+        which = f" as result {i}" if primitive.multiple_results else ""
+        if not is_value(x) and not eqx.is_array_like(x):
+            raise RuleError(f"The rule {rule} must return an array or a Value{which}; found {_found(x)}.")
+        found = aval_of(x) if is_value(x) else jax.typeof(x)
+        want = None if expected is None else expected[i]
+        if not isinstance(want, jax.core.ShapedArray) or not isinstance(found, jax.core.ShapedArray):
+            continue
+        if (found.shape, found.dtype) != (want.shape, want.dtype):
+            raise RuleError(
+                f"The rule {rule} must return {want.str_short()}{which}, as `{primitive}` does for operands "
+                f"of these types; found {_found(x)}."
+            )
+
+
+def _expected(
+    primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any] | None:
+    """What the primitive gives for arrays of these shapes; None where it cannot say."""
+    try:
+        avals = [aval_of(x) if is_value(x) else jax.typeof(x) for x in operands]
+        out, _ = primitive.abstract_eval(*avals, **params)
+    except Exception:  # types that the primitive itself does not take, which its rule may well do
+        return None
+    return out if primitive.multiple_results else [out]
+
+
+def _found(x: Any) -> str:
+    if is_value(x):
+        return f"{type(x).__name__} of {aval_of(x).str_short()}"
+    return jax.typeof(x).str_short() if eqx.is_array_like(x) else repr(x)

@@ -1,0 +1,180 @@
+"""What is recorded while `explain` runs: one event for each primitive that meets a Value."""
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.core
+
+from . import compat
+from .rules import Checked, Rule
+from .values import aval_of, is_value
+
+Outcome = Literal["rule", "default", "built-in", "materialised"]
+
+
+@dataclasses.dataclass(eq=False)
+class Event:
+    """What one primitive did when it met Values."""
+
+    primitive: str
+    operands: tuple[str, ...]
+    source: str  # the line of the user's own code
+    through: str  # the innermost line, if that is in an installed library
+    outcome: Outcome = "built-in"
+    rule: Rule | None = None
+    results: tuple[str, ...] = ()
+    size: int = 0  # bytes materialised
+    hint: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    # What ran inside: directly, or in a jaxpr that the primitive carries. The key is that jaxpr, so
+    # that of several tracings (of a loop's body, for its carry) the last one counts.
+    inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
+
+    def into(self, key: Any, what: str) -> list["Event"]:
+        return self.inside.setdefault(key, (what, []))[1]
+
+
+class Recorder:
+    """Collects the events of one run, as a tree."""
+
+    def __init__(self) -> None:
+        self.root = self._open = Event("", (), "", "")
+        self._into = self.root.into(None, "")
+        self._traced: dict[Any, tuple[Any, list[Event]]] = {}
+
+    def follow(
+        self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """What `handler` returns for the primitive, recorded unless it returns `NotImplemented`."""
+        rule = handler.rule if isinstance(handler, Checked) else handler
+        event = self._new(primitive.name, operands)
+        what = ""
+        if isinstance(rule, Rule):
+            event.outcome, event.rule, what = "rule", rule, f"rule of {rule.primitive} at {rule.source}"
+        before = self._open, self._into
+        self._open, self._into = event, event.into(None, what)
+        try:
+            out = handler(primitive, operands, params)
+        finally:
+            self._open, self._into = before
+        if out is not NotImplemented:
+            event.results = tuple(map(describe, out if primitive.multiple_results else [out]))
+            self._into.append(event)
+        return out
+
+    def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
+        """What `tracing` returns for a jaxpr, once for each key; with the events it led to each time."""
+        known = self._traced.get((jaxpr, key))
+        if known is None:
+            events: list[Event] = []
+            before, self._into = self._into, events
+            try:
+                known = self._traced[jaxpr, key] = tracing(), events
+            finally:
+                self._into = before
+        self._open.inside[jaxpr, what] = what, known[1]
+        return known[0]
+
+    def lose(
+        self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
+    ) -> None:
+        """Records that Values among the operands are materialised: by the primitive that is at work, if
+        it is that which asks."""
+        event = self._open
+        if (
+            event.outcome in ("rule", "default")
+            or not event.primitive
+            or primitive.split()[0].find(event.primitive)
+        ):
+            event = self._new(primitive, operands)
+            self._into.append(event)
+        event.outcome = "materialised"
+        event.size += size
+        event.hint = event.hint or hint
+        event.notes += notes
+
+    def by_default_of(self, cls: type) -> None:
+        """Records that the primitive that is at work follows the `default` of a type."""
+        self._open.outcome = "default"
+        self._open.notes.append(f"{cls.__name__}.default")
+
+    def note(self, text: str) -> None:
+        if self._open is not self.root:
+            self._open.notes.append(text)
+
+    def _new(self, primitive: str, operands: Sequence[Any]) -> Event:
+        source, through = user_source()
+        return Event(primitive, tuple(map(describe, operands)), str(source), str(through or ""))
+
+    def events(self) -> Iterator[tuple[tuple[str, ...], Event]]:
+        """Every event in the order of the program, with the path of what it ran inside of."""
+        return _walk((), self.root)
+
+
+def _walk(where: tuple[str, ...], event: Event) -> Iterator[tuple[tuple[str, ...], Event]]:
+    for what, events in event.inside.values():
+        inner = (*where, what) if what else where
+        for e in events:
+            yield inner, e
+            yield from _walk(inner, e)
+
+
+_active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("quaxlike_recorder", default=None)
+active = _active.get
+
+# A setting that JAX keeps in the keys of its caches: what it traced before is traced again, and recorded.
+_jit_recording = jax.make_user_context(None)
+_recordings = itertools.count(1)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Records what is dispatched inside, in this thread and context."""
+    recorder = Recorder()
+    token = _active.set(recorder)
+    try:
+        with _jit_recording(next(_recordings)):
+            yield recorder
+    finally:
+        _active.reset(token)
+
+
+def note(text: str) -> None:
+    """Adds a remark to the row of [`quaxlike.explain`][] for the rule that is running.
+
+    To be called inside a rule, for what its signature does not tell: the kernel that was chosen, say.
+    Does nothing unless `explain` is at work.
+    """
+    if (recorder := active()) is not None:
+        recorder.note(text)
+
+
+# -------------------------------------------------------------------------------------------------
+# Words for operands and places
+# -------------------------------------------------------------------------------------------------
+
+
+def describe(x: Any) -> str:
+    """An operand as `LoraArray f32[4,3]`, or `f32[3]` if it is a plain array."""
+    try:
+        aval = aval_of(x) if is_value(x) else jax.typeof(x)
+    except TypeError:
+        return type(x).__name__
+    short = aval.str_short(short_dtypes=True) if isinstance(aval, jax.core.ShapedArray) else str(aval)
+    return f"{type(x).__name__} {short}" if is_value(x) else short
+
+
+def user_source() -> tuple[compat.SourceLine, compat.SourceLine | None]:
+    """The line of the user's own code that is being executed; and the line of an installed library, if the
+    former called that."""
+    first: compat.SourceLine | None = None
+    for line in compat.source_lines():
+        if not compat.is_library(line.file):
+            return line, first
+        first = first or line
+    return first or compat.SourceLine("<unknown>", 1, "?"), None
