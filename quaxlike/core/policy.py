@@ -192,7 +192,7 @@ class _Loss:
             [
                 f"{self.what}: no rule for ({types}); {lost} would be made dense, {_in_bytes(self.size)},",
                 f"  at {source}" + (f", which calls {through}" if through else ""),
-                *(f"  nearest rule: {rule}" for rule in self._nearest()),
+                *(f"  {how}: {rule}" for how, rule in self._nearest()),
                 *(f"  {line}" for line in self.remedy.splitlines()),
                 '  To let it happen: `with quaxlike.on_materialise("allow")`.',
             ]
@@ -213,18 +213,19 @@ class _Loss:
             f"  def _({operands}, **params): ..."
         )
 
-    def _nearest(self) -> Iterator[Rule]:
+    def _nearest(self) -> Iterator[tuple[str, Rule]]:
         """At most two rules of the primitive, those first that fit most of the operands."""
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
 
         def misfit(rule: Rule) -> int:
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
-                return len(types)
+                return len(types) + 1
             hints = rule.signature.expand_varargs(len(types))
             return sum(not plum.Signature(t) <= plum.Signature(h) for t, h in zip(types, hints, strict=False))
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
-        yield from sorted(rules, key=misfit)[:2]
+        for rule in sorted(rules, key=misfit)[:2]:
+            yield "nearest rule" if misfit(rule) else "this rule declined (NotImplemented)", rule
 
     def warn(self) -> None:
         """Once for each call site, primitive and types of operands; shown at the user's own line."""

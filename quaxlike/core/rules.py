@@ -342,4 +342,7 @@ class Ambiguity:
 
 
 def _type_name(hint: Any) -> str:
+    members = typing.get_args(hint)
+    if members and not isinstance(hint, type):
+        return " | ".join(map(_type_name, members))
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -138,7 +138,10 @@ def test_an_embedding():
 )
 def test_what_cuts_through_blocks_is_materialised_and_says_so(move):
     w = ql.NF4Array.quantize(_normal(8, 64))
-    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match=r"so NF4Array\[float32\["):
+    with (
+        ql.on_materialise("error"),
+        pytest.raises(ql.MaterialisationError, match="NF4Array would be made dense"),
+    ):
         ql.quaxify(move)(w)
     with ql.on_materialise("allow"):
         _same(ql.quaxify(move)(w), move(w.materialise()))
