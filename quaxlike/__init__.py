@@ -1,6 +1,9 @@
 """New kinds of arrays for any JAX program."""
 
 from ._version import __version__ as __version__
+from .arrays.lora import LoraArray as LoraArray
+from .arrays.lora import LoraBias as LoraBias
+from .arrays.lora import TrainableArray as TrainableArray
 from .arrays.quantized import FP4Array as FP4Array
 from .arrays.quantized import Int4Array as Int4Array
 from .arrays.quantized import Int8Array as Int8Array
@@ -45,3 +48,10 @@ from .core.values import (
     materialise as materialise,
 )
 from .primitives import custom_dce as custom_dce
+from .surgery.loraify import loraify as loraify
+from .surgery.merge import merge as merge
+from .surgery.merge import unmerge as unmerge
+from .surgery.select import path_of as path_of
+from .surgery.select import select as select
+from .surgery.summary import summary as summary
+from .surgery.trainable import trainable as trainable

@@ -36,7 +36,7 @@ def _custom_jvp(
 ) -> list[Any]:
     if compat.is_eval_trace(trace.parent_trace):  # nothing below differentiates
         with jexc.set_current_trace(trace):
-            return fun.call_wrapped(*operands)
+            return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     results = _Results()
 
@@ -83,7 +83,7 @@ def _custom_vjp(
 ) -> list[Any]:
     if compat.is_eval_trace(trace.parent_trace):
         with jexc.set_current_trace(trace):
-            return fun.call_wrapped(*operands)
+            return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     # The leaves of Values among the operands are residuals too: pulling back a dense cotangent needs
     # them. They are forwarded, not stored again.

@@ -1,0 +1,304 @@
+"""`LoraArray`: a weight with a low-rank adapter."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from types import NotImplementedType
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import ArrayLike
+
+from ...core.operators import ArrayOperators
+from ...core.values import ArrayValue, Value, is_value, materialise
+from .einsum import Labels, arrange, cast, common_dtype, contract
+
+# The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
+RANK = -1
+
+
+class LoraArray(ArrayOperators, ArrayValue):
+    """The array `w + scaling * (b @ a)`: a frozen weight with a low-rank adapter.
+
+    A product with it is one with `w` and two thin ones; neither the sum nor its gradient is ever formed.
+    `w` may be any Value: over a 4-bit array this is QLoRA.
+
+    Axes in front of those named below are batch axes. Each of `w`, `a` and `b` may have them or not:
+    stacked layers have them everywhere, several adapters on one base in `a` and `b` alone.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value of shape `(..., out, in)`. Its dtype is that of the whole.
+    - `a`: shape `(..., rank, in)`.
+    - `b`: shape `(..., out, rank)`.
+    - `alpha`: `scaling = alpha / rank`. Default: the rank, so that `scaling` is 1.
+    - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
+    - `dropout`: the share of the adapter's inputs that is dropped where there is a `key`. Default: 0.
+    - `magnitude`: shape `(..., out)`; the rows of the sum are scaled to have these norms (DoRA). The
+        norms that they have without it count as constants in differentiation. Default: None.
+    - `key`: a typed PRNG key that dropout draws from. Default: None, for inference without dropout.
+    - `train_base`: whether gradients flow to `w`. Default: False.
+    - `out_axes`, `in_axes`: which axes of this array, counted from the end, belong to `b` and which to
+        `a`; there may be several of each. The kernel of a convolution, `(out, in, height, width)`, has
+        `out_axes=(-4,)` and `in_axes=(-3, -2, -1)`; a weight stored as `(in, out)`, or an embedding, has
+        `out_axes=(-1,)` and `in_axes=(-2,)`. Default: `(-2,)` and `(-1,)`.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not fit each other.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        w, a, b = jnp.ones((4, 3)), jnp.ones((2, 3)), jnp.ones((4, 2))
+        lora = ql.LoraArray(w, a, b, alpha=8)  # w + 4 * (b @ a)
+        ql.quaxify(jnp.matmul)(lora, jnp.arange(3.0))
+        ```
+
+    Hu et al., LoRA (2021); Kalajdzievski, rsLoRA (2023); Liu et al., DoRA (2024); conventions of PEFT.
+    """
+
+    w: Any
+    a: Any
+    b: Any
+    magnitude: Any
+    key: Any
+    alpha: float = eqx.field(static=True)
+    rslora: bool = eqx.field(static=True)
+    dropout: float = eqx.field(static=True)
+    train_base: bool = eqx.field(static=True)
+    out_axes: tuple[int, ...] = eqx.field(static=True)
+    in_axes: tuple[int, ...] = eqx.field(static=True)
+
+    on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
+
+    def __init__(
+        self,
+        w: ArrayLike | ArrayValue,
+        a: ArrayLike | ArrayValue,
+        b: ArrayLike | ArrayValue,
+        *,
+        alpha: float | int | None = None,
+        rslora: bool = False,
+        dropout: float | int = 0.0,
+        magnitude: ArrayLike | ArrayValue | None = None,
+        key: Any = None,
+        train_base: bool = False,
+        out_axes: Sequence[int] = (-2,),
+        in_axes: Sequence[int] = (-1,),
+    ) -> None:
+        self.w, self.a, self.b = w, a, b
+        self.magnitude, self.key = magnitude, key
+        self.out_axes, self.in_axes = tuple(out_axes), tuple(in_axes)
+        self.alpha = float(self.rank if alpha is None else alpha)
+        self.rslora, self.dropout, self.train_base = rslora, float(dropout), train_base
+
+    def __check_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoraArray takes 0 <= dropout < 1; found {self.dropout}.")
+        problem = _misfit(self)
+        if problem:
+            raise ValueError(
+                "LoraArray takes w of shape (..., out, in), a of shape (..., rank, in) and b of shape "
+                f"(..., out, rank), here with out_axes={self.out_axes} and in_axes={self.in_axes}; found w "
+                f"{self.w.shape}, a {self.a.shape}, b {self.b.shape}: {problem}."
+            )
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[-1 - len(self.in_axes)]
+
+    @property
+    def scaling(self) -> float:
+        """What `b @ a` is multiplied with."""
+        if self.rank == 0:
+            return 0.0
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def base(self) -> Any:
+        """`w`, cut off from differentiation unless `train_base`."""
+        return self.w if self.train_base else frozen(self.w)
+
+    def replace(self, **fields: Any) -> "LoraArray":
+        """This array with some of its fields replaced."""
+        return dataclasses.replace(self, **fields)
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(_shape(self), self.w.dtype)
+
+    def materialise(self) -> jax.Array:
+        return dense(self, self.base)
+
+    def merged(self) -> jax.Array:
+        """The dense array, with gradients to the base and the adapter alike."""
+        return dense(self, self.w)
+
+    def delta(self) -> jax.Array:
+        """`scaling * (b @ a)` as a dense array, its axes in the order of this array's."""
+        a, b = materialise((self.a, self.b))
+        dtype = common_dtype(a, b)
+        _, a_labels, b_labels = labels(self)
+        out, out_labels = contract(cast(b, dtype), b_labels, cast(a, dtype), a_labels, range(self.ndim))
+        return self.scaling * arrange(out, out_labels, range(self.ndim))
+
+    @classmethod
+    def promote(cls, array: Any, like: Value) -> Value | NotImplementedType:
+        """`array` with an adapter that adds nothing; not to match a DoRA or dropout, which take more."""
+        assert isinstance(like, LoraArray)
+        w = type(like.w).promote(array, like.w) if is_value(like.w) else array
+        if w is NotImplemented or like.magnitude is not None or like.key is not None:
+            return NotImplemented
+        a, b = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (like.a, like.b))
+        return like.replace(w=w, a=a, b=b)
+
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
+        if 0 in matrix_labels(self):
+            return NotImplemented  # rows of the matrix are arrays that have no adapter
+        axes: list[int | None] = []
+        for part, part_labels in _parts(self):
+            if 0 not in part_labels:
+                axes += [None] * len(jtu.tree_leaves(part))
+            elif is_value(part):
+                inner = part.leading_axis()
+                if inner is NotImplemented:
+                    return NotImplemented
+                axes += inner
+            else:
+                axes.append(0)
+        return axes
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
+        sharded = (*spec, *[None] * (self.ndim - len(spec)))
+        specs: list[jax.P] = []
+        for part, part_labels in _parts(self):
+            own = jax.P(*[None if i == RANK else sharded[i] for i in part_labels])
+            if is_value(part):
+                inner = part.shard_spec(own)
+                if inner is NotImplemented:
+                    return NotImplemented
+                specs += inner
+            else:
+                specs.append(own)
+        return specs
+
+
+def frozen(x: Any) -> Any:
+    """`x`, an array or a Value, as a constant in differentiation."""
+    return jtu.tree_map(jax.lax.stop_gradient, x)
+
+
+# -------------------------------------------------------------------------------------------------
+# Axes
+# -------------------------------------------------------------------------------------------------
+
+
+def _ndim(lora: LoraArray) -> int:
+    n_out, n_in = len(lora.out_axes), len(lora.in_axes)
+    return max(lora.w.ndim, lora.a.ndim - 1 + n_out, lora.b.ndim - 1 + n_in)
+
+
+def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
+    """The labels of the axes of `w`, `a` and `b`: which axis of the whole array each of them is."""
+    n = _ndim(lora)
+    out, into = [n + axis for axis in lora.out_axes], [n + axis for axis in lora.in_axes]
+    batch = [i for i in range(n) if i not in out and i not in into]
+    a_batch, b_batch = lora.a.ndim - 1 - len(into), lora.b.ndim - 1 - len(out)
+    return (
+        list(range(n - lora.w.ndim, n)),
+        [*batch[len(batch) - a_batch :], RANK, *into],
+        [*batch[len(batch) - b_batch :], *out, RANK],
+    )
+
+
+def matrix_labels(lora: LoraArray) -> set[int]:
+    """The labels of the axes that are not batch axes."""
+    return {_ndim(lora) + axis for axis in (*lora.out_axes, *lora.in_axes)}
+
+
+def _parts(lora: LoraArray) -> list[tuple[Any, Labels]]:
+    """The array fields and the labels of their axes, in the order in which they are leaves."""
+    w_labels, a_labels, b_labels = labels(lora)
+    parts = [(lora.w, w_labels), (lora.a, a_labels), (lora.b, b_labels)]
+    if lora.magnitude is not None:
+        parts.append((lora.magnitude, b_labels[:-1]))
+    if lora.key is not None:
+        n_batch = lora.key.ndim
+        batch = [i for i in range(_ndim(lora)) if i not in matrix_labels(lora)]
+        parts.append((lora.key, batch[len(batch) - n_batch :]))
+    return parts
+
+
+def _shape(lora: LoraArray) -> tuple[int, ...]:
+    sizes = {i: size for part, ls in _parts(lora)[:3] for i, size in zip(ls, part.shape, strict=True)}
+    return tuple(sizes[i] for i in range(_ndim(lora)))
+
+
+def _misfit(lora: LoraArray) -> str | None:
+    matrix = (*lora.out_axes, *lora.in_axes)
+    if len(set(matrix)) < len(matrix) or any(axis >= 0 for axis in matrix):
+        return "out_axes and in_axes must name different axes, counted from the end"
+    if lora.a.ndim <= len(lora.in_axes) or lora.b.ndim <= len(lora.out_axes):
+        return "there are too few axes"
+    if any(axis < -lora.w.ndim for axis in matrix):
+        return f"w has only {lora.w.ndim} axes"
+    if lora.b.shape[-1] != lora.rank:
+        return f"a is of rank {lora.rank}, b of rank {lora.b.shape[-1]}"
+    shape = _shape(lora)
+    for name, (part, part_labels) in zip(("w", "a", "b", "magnitude"), _parts(lora), strict=False):
+        found = tuple(lora.rank if i == RANK else shape[i] for i in part_labels)
+        if part.shape != found:
+            return f"{name} would have to be of shape {found} to fit"
+    return None
+
+
+# -------------------------------------------------------------------------------------------------
+# The dense array, and the rows of a DoRA
+# -------------------------------------------------------------------------------------------------
+
+
+def dense(lora: LoraArray, base: Any) -> jax.Array:
+    w, delta = materialise(base), lora.delta()
+    dtype = common_dtype(w, delta)
+    total = cast(w, dtype) + cast(delta, dtype)
+    if lora.magnitude is not None:
+        scale, scale_labels = row_scale(lora)
+        total = cast(arrange(scale, scale_labels, range(lora.ndim)), dtype) * total
+    return cast(total, w.dtype)
+
+
+def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
+    """What DoRA multiplies the rows with, `magnitude / norm`, and the labels of its axes."""
+    norm, out = row_norm(lora)
+    norm = frozen(norm)
+    return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out
+
+
+def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
+    """The norms of the rows of `w + s * b @ a`, and the labels of their axes.
+
+    The sum is not formed: |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b, row by row.
+    """
+    w_labels, a_labels, b_labels = labels(lora)
+    rows, into = b_labels[:-1], {_ndim(lora) + axis for axis in lora.in_axes}
+    w, a, b = materialise((lora.w, lora.a, lora.b))
+    dtype = common_dtype(a, b, jax.ShapeDtypeStruct((), jnp.float32))
+    w, a, b = cast(w, dtype), cast(a, dtype), cast(b, dtype)
+    out = sorted({*rows, *w_labels, *a_labels} - into - {RANK})
+    other = RANK - 1
+    other_a = [other if i == RANK else i for i in a_labels]
+    other_b = [other if i == RANK else i for i in b_labels]
+    thin = [*out, other]
+    wa = arrange(*contract(w, w_labels, a, other_a, thin), thin)
+    aa = contract(a, a_labels, a, other_a, {*thin, RANK})
+    baa = arrange(*contract(b, b_labels, *aa, thin), thin)
+    s = lora.scaling
+    cross = contract(2 * s * wa + s * s * baa, thin, b, other_b, out)
+    squares = arrange(*contract(w, w_labels, w, w_labels, out), out) + arrange(*cross, out)
+    return jnp.sqrt(jnp.maximum(squares, 0)), out

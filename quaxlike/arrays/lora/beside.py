@@ -1,0 +1,93 @@
+"""What is trained beside the adapters: arrays in full, and biases of adapters."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.extend.core as jexc
+from jaxtyping import ArrayLike
+
+from ...core.quaxify import quaxify
+from ...core.values import ArrayValue, Value, materialise
+from .array import frozen
+from .contraction import add
+
+
+class _Beside(ArrayValue):
+    """Marks an array for `trainable`; every computation takes it as the array that it is."""
+
+    @staticmethod
+    def default(
+        primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
+    ) -> Any:
+        plain = [materialise(x) if isinstance(x, _Beside) else x for x in values]
+        return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
+
+
+class TrainableArray(_Beside):
+    """An array that is trained in full, in a model of which the rest is frozen.
+
+    `loraify(..., modules_to_save=...)` and `bias=` put it in place.
+
+    **Arguments:**
+
+    - `array`: any array.
+    """
+
+    array: Any
+
+    linear: ClassVar[bool] = True
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self) -> jax.Array:
+        return self.array
+
+    def merged(self) -> jax.Array:
+        """The array."""
+        return self.array
+
+    @classmethod
+    def promote(cls, array: Any, like: Value) -> Value:
+        return cls(array)
+
+    def leading_axis(self) -> Sequence[int | None]:
+        return [0]
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
+        return [spec]
+
+
+class LoraBias(_Beside):
+    """The bias of a layer whose adapter has a bias of its own: `w + scaling * b`, of which `b` is trained.
+
+    `loraify(..., lora_bias=True)` puts it in place.
+
+    **Arguments:**
+
+    - `w`: the bias of the layer, frozen unless it is a `TrainableArray`; None if there is none.
+    - `b`: the bias of the adapter.
+    - `scaling`: that of the adapter.
+    """
+
+    w: Any
+    b: Any
+    scaling: float = eqx.field(static=True)
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.b.shape, (self.b if self.w is None else self.w).dtype)
+
+    def materialise(self) -> jax.Array:
+        trained = isinstance(self.w, TrainableArray)
+        return self._sum(self.w if trained else frozen(self.w))
+
+    def merged(self) -> jax.Array:
+        """The sum, with gradients to both parts."""
+        return self._sum(self.w)
+
+    def _sum(self, w: Any) -> jax.Array:
+        scaled = self.b * self.scaling
+        return scaled if w is None else add(materialise(w), scaled)

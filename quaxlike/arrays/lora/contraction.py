@@ -1,0 +1,128 @@
+"""Products with a `LoraArray`: `dot_general` with any dimension numbers, the array on either side."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from ...core.either_side import register_on_either_side
+from ...core.quaxify import quaxify
+from .array import LoraArray, labels, row_scale
+from .einsum import Labels, arrange, cast, common_dtype, contract
+
+# Opened before arrays that say how they are stored, whose rules then meet the parts; after those that
+# say what is in them (zeros).
+PRECEDENCE = 1
+
+
+@register_on_either_side("dot_general", LoraArray, precedence=PRECEDENCE)
+def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
+    if isinstance(x, LoraArray):
+        return _dot_general(x, y, True, **params)
+    return _dot_general(y, x, False, **params)
+
+
+def _dot_general(lora: LoraArray, x: Any, lora_first: bool, *, dimension_numbers: Any, **params: Any):
+    n = lora.ndim
+    (lora_summed, x_summed), (lora_batch, x_batch) = (
+        pair if lora_first else pair[::-1] for pair in dimension_numbers
+    )
+    # Every axis of x has the label of the axis of the array that it goes with, or one of its own.
+    x_labels = list(range(n, n + x.ndim))
+    for label, axis in zip((*lora_summed, *lora_batch), (*x_summed, *x_batch), strict=True):
+        x_labels[axis] = label
+    free = [i for i in range(n) if i not in lora_summed and i not in lora_batch]
+    x_free = [i for i in x_labels if i >= n]
+    out = [*lora_batch, *free, *x_free] if lora_first else [*lora_batch, *x_free, *free]
+
+    w_labels, a_labels, b_labels = labels(lora)
+
+    def times(part: Any, part_labels: Labels, x: Any, x_labels: Labels, keep: Any, **params: Any):
+        if lora_first:
+            return contract(part, part_labels, x, x_labels, keep, **params)
+        return contract(x, x_labels, part, part_labels, keep, **params)
+
+    def base_product(w: Any, x: Any, x_labels: Labels) -> Any:
+        if len(w_labels) < n or len(x_labels) > x_ndim:
+            return arrange(*times(w, w_labels, x, x_labels, out, **params), out)
+        operands = (w, x) if lora_first else (x, w)
+        return jax.lax.dot_general(*operands, dimension_numbers, **params)
+
+    def adapter_product(a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
+        first, then = (a, a_labels), (b, b_labels)
+        if _shrinks_by_b(lora, lora_summed):
+            first, then = then, first
+        dtype = common_dtype(a, b, x)
+        thin, thin_labels = times(
+            cast(first[0], dtype), first[1], cast(x, dtype), x_labels, {*out, *then[1]},
+            precision=params["precision"],
+        )  # fmt: skip
+        thin = thin if lora.scaling == 1 else thin * lora.scaling
+        y = times(cast(then[0], dtype), then[1], thin, thin_labels, out, **_widened(params, dtype))
+        return arrange(*y, out)
+
+    def product(w: Any, a: Any, b: Any, x: Any, x_labels: Labels = x_labels) -> Any:
+        y = base_product(w, x, x_labels)
+        return add(y, adapter_product(a, b, dropped(lora, x), x_labels))
+
+    def dora_product(w: Any, a: Any, b: Any, x: Any) -> Any:
+        if not set(rows) <= set(out):  # summed over: then it is x that is scaled
+            more = [*(i for i in rows if i not in x_labels), *x_labels]
+            return product(w, a, b, multiply(arrange(x, x_labels, more), arrange(scale, rows, more)), more)
+        by_row = arrange(scale, rows, out)
+        if not drops(lora):
+            return multiply(product(w, a, b, x), by_row)
+        y, x = base_product(w, x, x_labels), dropped(lora, x)
+        change = multiply(base_product(w, x, x_labels), by_row - 1)
+        return add(y, add(change, multiply(adapter_product(a, b, x, x_labels), by_row)))
+
+    x_ndim = x.ndim
+    if lora.magnitude is None:
+        return quaxify(product)(lora.base, lora.a, lora.b, x)
+    scale, rows = row_scale(lora)
+    return quaxify(dora_product)(lora.base, lora.a, lora.b, x)
+
+
+def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
+    """Whether only axes of `b` are summed over; else `a` is the factor that makes x thin."""
+    n = lora.ndim
+    return not any(i - n in lora.in_axes for i in summed) and any(i - n in lora.out_axes for i in summed)
+
+
+def _widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """`params` of a product of arrays of this dtype, which may be wider than the base's."""
+    preferred = params["preferred_element_type"]
+    if preferred is not None:
+        preferred = common_dtype(jax.ShapeDtypeStruct((), preferred), jax.ShapeDtypeStruct((), dtype))
+    return params | {"preferred_element_type": preferred}
+
+
+# -------------------------------------------------------------------------------------------------
+# Arithmetic that keeps the dtype of the base, whatever that of the adapter
+# -------------------------------------------------------------------------------------------------
+
+
+def add(y: Any, z: Any) -> Any:
+    dtype = common_dtype(y, z)
+    return cast(cast(y, dtype) + cast(z, dtype), y.dtype)
+
+
+def multiply(y: Any, z: Any) -> Any:
+    dtype = common_dtype(y, z)
+    return cast(cast(y, dtype) * cast(z, dtype), y.dtype)
+
+
+def drops(lora: LoraArray) -> bool:
+    """Whether dropout is on."""
+    return lora.key is not None and lora.dropout > 0
+
+
+def dropped(lora: LoraArray, x: Any) -> Any:
+    """What the adapter sees of `x`."""
+    if not drops(lora):
+        return x
+    keep = 1 - lora.dropout
+    mask = jax.random.bernoulli(jnp.ravel(lora.key)[0], keep, x.shape)
+    return x * (cast(mask, x.dtype) / keep)

@@ -1,0 +1,158 @@
+"""What leaves an adapted array an adapted array: transposing, slicing, converting, scaling."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import ArrayLike
+
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from .array import LoraArray, labels, matrix_labels
+from .einsum import Labels, arrange, cast
+
+
+def each(lora: LoraArray, fn: Callable[[Any, Labels], Any], order: Sequence[int] | None = None) -> LoraArray:
+    """`fn(part, labels)` in place of each array of `lora`; `order` are the labels that its axes have then."""
+    n = lora.ndim
+    order = range(n) if order is None else order
+    at = {label: axis - len(order) for axis, label in enumerate(order)}
+    w_labels, a_labels, b_labels = labels(lora)
+    fn = quaxify(fn)
+    return lora.replace(
+        w=fn(lora.w, w_labels),
+        a=fn(lora.a, a_labels),
+        b=fn(lora.b, b_labels),
+        magnitude=None if lora.magnitude is None else fn(lora.magnitude, b_labels[:-1]),
+        out_axes=tuple(at[n + axis] for axis in lora.out_axes),
+        in_axes=tuple(at[n + axis] for axis in lora.in_axes),
+    )
+
+
+@register("convert_element_type")
+def _convert_element_type(x: LoraArray, *, new_dtype: Any, **params: Any):
+    if not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return each(x, lambda part, _: cast(part, new_dtype))
+
+
+# -------------------------------------------------------------------------------------------------
+# The order and number of axes
+# -------------------------------------------------------------------------------------------------
+
+
+@register("transpose")
+def _transpose(x: LoraArray, *, permutation: Sequence[int]):
+    """The base is transposed; of the factors only batch axes move, and which axes they belong to changes."""
+    matrix = matrix_labels(x)
+    batch = [i for i in permutation if i not in matrix]
+    w_labels, *factor_labels = labels(x)
+    for own, order in ((w_labels, permutation), *((own, batch) for own in factor_labels)):
+        missing = [i for i in order if i not in own]
+        if missing != list(order[: len(missing)]):
+            return NotImplemented  # a batch axis that this part does not have would come to stand inside
+
+    def transposed(part: Any, own: Labels) -> Any:
+        if matrix <= set(own):
+            return arrange(part, own, [i for i in permutation if i in own])
+        return arrange(part, own, [*(i for i in batch if i in own), *(i for i in own if i not in batch)])
+
+    return each(x, transposed, permutation)
+
+
+@register("squeeze")
+def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
+    if set(dimensions) & matrix_labels(x):  # one row or column: an activation, not a weight
+        return jax.lax.squeeze(x.materialise(), dimensions)
+
+    def squeezed(part: Any, own: Labels) -> Any:
+        return jax.lax.squeeze(part, [axis for axis, label in enumerate(own) if label in dimensions])
+
+    return each(x, squeezed, [i for i in range(x.ndim) if i not in dimensions])
+
+
+@register("broadcast_in_dim")
+def _broadcast_in_dim(
+    x: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+):
+    """New leading axes are batch axes that `a` alone has; axes of size one may come in anywhere."""
+    n, n_new = x.ndim, len(shape) - x.ndim
+    if x.shape != tuple(shape[i] for i in broadcast_dimensions):
+        return NotImplemented
+    batch = [i for i in range(n) if i not in matrix_labels(x)]
+    if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
+        sizes = (*shape[:n_new], *(x.shape[i] for i in batch))
+        return x.replace(a=jnp.broadcast_to(x.a, sizes + x.a.shape[-1 - len(x.in_axes) :]))
+    order = [n + axis for axis in range(len(shape))]  # n and up: the new ones
+    for label, axis in enumerate(broadcast_dimensions):
+        order[axis] = label
+    if any(size != 1 for size, label in zip(shape, order, strict=True) if label >= n) or any(
+        i not in own for own in labels(x) for i in batch
+    ):
+        return NotImplemented
+    batch = [i for i in order if i not in matrix_labels(x)]
+
+    def expanded(part: Any, own: Labels) -> Any:
+        whole = matrix_labels(x) <= set(own)
+        return arrange(part, own, order if whole else [*batch, *(i for i in own if i not in batch)])
+
+    return each(x, expanded, order)
+
+
+# -------------------------------------------------------------------------------------------------
+# Arithmetic with scalars
+# -------------------------------------------------------------------------------------------------
+#
+# The base may be frozen, but what it is combined with need not be: it is cut off before, and the result
+# does not freeze its base.
+
+
+@register("mul")
+def _mul_scalar(x: LoraArray, y: ArrayLike, **params: Any):
+    return _times(x, y) if jnp.ndim(y) == 0 else NotImplemented
+
+
+@register("mul")
+def _scalar_mul(x: ArrayLike, y: LoraArray, **params: Any):
+    return _times(y, x) if jnp.ndim(x) == 0 else NotImplemented
+
+
+@register("div")
+def _div_scalar(x: LoraArray, y: ArrayLike, **params: Any):
+    return _times(x, 1 / jnp.asarray(y)) if jnp.ndim(y) == 0 else NotImplemented
+
+
+@register("neg")
+def _neg(x: LoraArray, **params: Any):
+    return _times(x, jnp.asarray(-1, x.dtype))
+
+
+def _times(x: LoraArray, y: Any) -> LoraArray:
+    y = jnp.asarray(y)
+    if x.magnitude is not None:
+        return x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
+    w = quaxify(jnp.multiply)(x.base, y)
+    return x.replace(w=w, b=x.b * cast(y, x.b.dtype), train_base=True)
+
+
+@register("add")
+def _add_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _plus(x, y)
+
+
+@register("add")
+def _array_add(x: ArrayLike, y: LoraArray, **params: Any):
+    return _plus(y, x)
+
+
+@register("sub")
+def _sub_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _plus(x, -jnp.asarray(y))
+
+
+def _plus(x: LoraArray, y: Any) -> Any:
+    """A scalar, or an array of the same shape, goes into the base."""
+    if x.magnitude is not None or x.w.shape != x.shape:
+        return NotImplemented
+    return x.replace(w=quaxify(jnp.add)(x.base, y), train_base=True)

@@ -1,0 +1,125 @@
+"""Parts of an adapted array: slices of it are adapted, rows that are looked up (embeddings) are dense."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import ArrayLike
+
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from .array import RANK, LoraArray, labels, row_scale
+from .contraction import add, multiply
+from .einsum import Labels, arrange, cast, common_dtype, contract
+from .layout import each
+
+
+def _cut(x: LoraArray, cut: Callable[[Any, Labels], Any], touched: Sequence[int]) -> Any:
+    """`x` with each part cut; `touched` are the labels of the axes that become shorter."""
+    if x.magnitude is None or not any(i - x.ndim in x.in_axes for i in touched):
+        return each(x, cut)
+    # The norms of a DoRA are those of whole rows.
+    scale, own = row_scale(x)
+    part = each(x.replace(magnitude=None), cut).materialise()
+    return multiply(part, arrange(cut(scale, own), own, range(x.ndim)))
+
+
+@register("slice")
+def _slice(
+    x: LoraArray,
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+):
+    strides = strides or [1] * x.ndim
+
+    def cut(part: Any, own: Labels) -> Any:
+        for axis, i in enumerate(own):
+            if i in touched:
+                part = jax.lax.slice_in_dim(part, start_indices[i], limit_indices[i], strides[i], axis)
+        return part
+
+    touched = [
+        i
+        for i, size in enumerate(x.shape)
+        if (start_indices[i], limit_indices[i], strides[i]) != (0, size, 1)
+    ]
+    return _cut(x, cut, touched)
+
+
+@register("dynamic_slice")
+def _dynamic_slice(x: LoraArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any):
+    def cut(part: Any, own: Labels) -> Any:
+        for axis, i in enumerate(own):
+            if i in touched:
+                part = jax.lax.dynamic_slice_in_dim(part, starts[i], slice_sizes[i], axis)
+        return part
+
+    touched = [i for i, size in enumerate(x.shape) if slice_sizes[i] != size]
+    return _cut(x, cut, touched)
+
+
+@register("split")
+def _split(x: LoraArray, *, sizes: Sequence[Any], axis: int):  # of numpy's integers, too
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    split = quaxify(lambda x, start, end: jax.lax.slice_in_dim(x, start, end, axis=axis))
+    return [split(x, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+@register("gather")
+def _gather(
+    x: LoraArray,
+    indices: ArrayLike,
+    *,
+    dimension_numbers: jax.lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    fill_value: Any,
+    **params: Any,
+):
+    """What `jnp.take`, indexing with arrays, and their `vmap`s read."""
+    dnums, n = dimension_numbers, x.ndim
+    picked, paired, dropped = dnums.start_index_map, dnums.operand_batching_dims, dnums.collapsed_slice_dims
+    gone = {*dropped, *paired}
+    if any(slice_sizes[i] != size for i, size in enumerate(x.shape) if i not in picked and i not in paired):
+        return NotImplemented
+    # Axes of the indices are labelled n, n + 1, ...; an operand axis that goes with one shares its label.
+    n_indices = jnp.ndim(indices) - 1
+    index_labels = [n + i for i in range(n_indices)]
+    partner = dict(zip(paired, (n + i for i in dnums.start_indices_batching_dims), strict=True))
+    out = list(index_labels)
+    for position, label in zip(dnums.offset_dims, [i for i in range(n) if i not in gone], strict=True):
+        out.insert(position, label)
+
+    def gathered(part: Any, own: Labels, fill: Any) -> tuple[Any, Labels]:
+        mine = [i for i in picked if i in own]
+        if not mine:
+            return part, [partner.get(i, i) for i in own]
+        here = [i for i in own if i in partner]
+        kept = [i for i in own if i not in gone]
+        numbers = jax.lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(n_indices, n_indices + len(kept))),
+            collapsed_slice_dims=tuple(axis for axis, i in enumerate(own) if i in dropped),
+            start_index_map=tuple(own.index(i) for i in mine),
+            operand_batching_dims=tuple(own.index(i) for i in here),
+            start_indices_batching_dims=tuple(partner[i] - n for i in here),
+        )
+        columns = jnp.asarray(indices)[..., jnp.array([picked.index(i) for i in mine])]
+        sizes = [size if i == RANK else slice_sizes[i] for i, size in zip(own, part.shape, strict=True)]
+        part = jax.lax.gather(part, columns, numbers, tuple(sizes), fill_value=fill, **params)
+        return part, [*index_labels, *kept]
+
+    w_labels, a_labels, b_labels = labels(x)
+
+    def rows(w: Any, a: Any, b: Any) -> Any:
+        w = arrange(*gathered(w, w_labels, fill_value), out)
+        dtype = common_dtype(a, b)
+        a, own_a = gathered(cast(a, dtype), a_labels, 0)
+        b, own_b = gathered(cast(b, dtype), b_labels, 0)
+        return add(w, arrange(*contract(b, own_b, a, own_a, out), out) * x.scaling)
+
+    y = quaxify(rows)(x.base, x.a, x.b)
+    if x.magnitude is not None:
+        y = multiply(y, arrange(*gathered(*row_scale(x), 1), out))
+    return y

@@ -1,0 +1,138 @@
+"""How the adapter of a weight starts."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays.lora import LoraArray
+from ..core.values import is_value
+
+# name of the weight, its array with an adapter of zeros, key -> the array with its adapter
+Init = Callable[[str, LoraArray, Any], LoraArray]
+
+
+def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
+    """The array `lora`, the weight of this name of a layer of this kind, with its adapter initialised."""
+    if callable(init):
+        return init(name, lora, key)
+    if init == "kaiming" and kind == "embedding":
+        return _embedding(name, lora, key)
+    if init in _INITS:
+        return _INITS[init](name, lora, key)
+    if found := re.fullmatch(r"pissa_niter_(\d+)", init):
+        return _pissa(name, lora, key, iterations=int(found[1]))
+    raise ValueError(
+        f"init must be one of {', '.join(map(repr, _INITS))}, 'pissa_niter_<number>', or a callable; "
+        f"found {init!r}."
+    )
+
+
+# -- with the base as it is: the adapter adds nothing at first
+
+
+def _kaiming(name: str, lora: LoraArray, key: Any) -> LoraArray:
+    """`a` uniform within 1/sqrt(in), PEFT's `kaiming_uniform_(a=sqrt(5))`; `b` zero."""
+    bound = _in_size(lora) ** -0.5
+    return lora.replace(a=jax.random.uniform(key, lora.a.shape, lora.a.dtype, -bound, bound))
+
+
+def _gaussian(name: str, lora: LoraArray, key: Any) -> LoraArray:
+    """`a` normal with standard deviation 1/rank, `b` zero."""
+    return lora.replace(a=jax.random.normal(key, lora.a.shape, lora.a.dtype) / lora.rank)
+
+
+def _embedding(name: str, lora: LoraArray, key: Any) -> LoraArray:
+    """`a` zero and `b` normal, as PEFT has it for embeddings."""
+    return lora.replace(b=jax.random.normal(key, lora.b.shape, lora.b.dtype))
+
+
+# -- with a part of the base moved into the adapter: the sum is unchanged
+
+
+def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) -> LoraArray:
+    """The principal singular vectors and values; by randomised SVD with `iterations`.
+
+    Meng et al., PiSSA (2024).
+    """
+    w = _dense_matrix(name, lora, "pissa")
+    u, s, vt = _svd(w, lora.rank, None if iterations is None else (key, iterations))
+    root = jnp.sqrt(s / lora.scaling)
+    return _moved(lora, w, root[..., :, None] * vt, u * root[..., None, :])
+
+
+def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
+    """The first columns of Q and rows of R. Büyükakyüz, OLoRA (2024)."""
+    w = _dense_matrix(name, lora, "olora")
+    q, r = jnp.linalg.qr(w)
+    return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
+
+
+# -- weights as matrices of shape (..., out, in), whatever the axes of the array are
+
+
+def _in_size(lora: LoraArray) -> int:
+    return math.prod(lora.shape[axis] for axis in lora.in_axes)
+
+
+def _order(lora: LoraArray) -> list[int]:
+    n = lora.ndim
+    matrix = [n + axis for axis in (*lora.out_axes, *lora.in_axes)]
+    return [*(i for i in range(n) if i not in matrix), *matrix]
+
+
+def _dense_matrix(name: str, lora: LoraArray, init: str) -> jax.Array:
+    if is_value(lora.w):
+        raise ValueError(
+            f"init={init!r} takes a part of the base into the adapter, and {name} is a "
+            f"{type(lora.w).__name__}. Adapt the model first and quantise it then."
+        )
+    out, into = (math.prod(lora.shape[i] for i in axes) for axes in (lora.out_axes, lora.in_axes))
+    if lora.rank > min(out, into):
+        raise ValueError(
+            f"init={init!r} needs a rank of at most min(out, in) = {min(out, into)} for {name}; "
+            f"found {lora.rank}."
+        )
+    w = jnp.transpose(lora.w, _order(lora))
+    batch = w.shape[: w.ndim - len(lora.out_axes) - len(lora.in_axes)]
+    return w.astype(jnp.promote_types(w.dtype, jnp.float32)).reshape(*batch, out, into)
+
+
+def _with_base(lora: LoraArray, w: jax.Array) -> LoraArray:
+    order = _order(lora)
+    w = w.reshape([lora.shape[i] for i in order]).transpose([order.index(i) for i in range(lora.ndim)])
+    return lora.replace(w=w.astype(lora.dtype))
+
+
+def _with_factors(lora: LoraArray, a: jax.Array, b: jax.Array) -> LoraArray:
+    return lora.replace(
+        a=a.reshape(lora.a.shape).astype(lora.a.dtype), b=b.reshape(lora.b.shape).astype(lora.b.dtype)
+    )
+
+
+def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
+    """`scaling * b @ a` taken out of the base and into the adapter."""
+    return _with_base(_with_factors(lora, a, b), w - lora.scaling * (b @ a))
+
+
+def _svd(w: jax.Array, rank: int, randomised: tuple[Any, int] | None = None) -> tuple[Any, Any, Any]:
+    """The first singular vectors and values of matrices; by subspace iteration (Halko et al., 2011) if
+    given a key and a number of iterations."""
+    if randomised is not None:
+        key, iterations = randomised
+        size = min(*w.shape[-2:], 2 * rank)
+        wt = jnp.swapaxes(w, -1, -2)
+        q = jnp.linalg.qr(w @ jax.random.normal(key, (*w.shape[:-2], w.shape[-1], size), w.dtype))[0]
+        for _ in range(iterations):
+            q = jnp.linalg.qr(w @ jnp.linalg.qr(wt @ q)[0])[0]
+        u, s, vt = jnp.linalg.svd(jnp.swapaxes(q, -1, -2) @ w, full_matrices=False)
+        u = q @ u
+    else:
+        u, s, vt = jnp.linalg.svd(w, full_matrices=False)
+    return u[..., :, :rank], s[..., :rank], vt[..., :rank, :]
+
+
+_INITS: dict[str, Init] = {"kaiming": _kaiming, "gaussian": _gaussian, "pissa": _pissa, "olora": _olora}

@@ -1,0 +1,196 @@
+"""`loraify`: puts adapters on the weights of a model."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
+from .inits import Init, initialise
+from .select import Where, layer_kinds, layer_of, named_arrays, near, replace, select, select_matrices
+
+
+def loraify(
+    model: PyTree,
+    *,
+    rank: int,
+    alpha: float | int | None = None,
+    where: Where = "all-linear",
+    key: Any,
+    init: str | Init = "kaiming",
+    rslora: bool = False,
+    dora: bool = False,
+    dropout: float | int = 0.0,
+    rank_pattern: Mapping[str, int] = {},
+    alpha_pattern: Mapping[str, float | int] = {},
+    exclude: str | Sequence[str] = (),
+    modules_to_save: Sequence[str] = (),
+    bias: Literal["none", "all", "lora_only"] = "none",
+    lora_bias: bool = False,
+    fan_in_fan_out: bool = False,
+    train_base: bool = False,
+    dtype: Any = None,
+) -> PyTree:
+    """Puts a low-rank adapter on weights of a model; all else about the model stays as it is.
+
+    Call the result through [`quaxlike.quaxify`][], and train what [`quaxlike.trainable`][] says.
+    A weight that stands at several places of the model (the same array object) gets one adapter.
+
+    **Arguments:**
+
+    - `model`: any pytree. Weights may be Values: over 4-bit weights this is QLoRA.
+    - `rank`: of the adapters.
+    - `alpha`: adapters are scaled with `alpha / rank`. Default: the rank.
+    - `where`: which weights, as [`quaxlike.select`][] takes it; what is no matrix is passed over.
+        Default: those of all linear layers.
+    - `key`: a PRNG key for the initial adapters.
+    - `init`: `"kaiming"` or `"gaussian"` (which add nothing at first), `"pissa"`, `"pissa_niter_4"`
+        (randomised, with 4 iterations) or `"olora"` (which move a part of the weight into the adapter),
+        or what [`quaxlike.loftq`][] and [`quaxlike.eva`][] make. Default: `"kaiming"`.
+    - `rslora`: scale with `alpha / sqrt(rank)` instead. Default: False.
+    - `dora`: train the norms of the rows apart from their directions. Default: False.
+    - `dropout`: on the adapters' inputs, where [`quaxlike.with_dropout_key`][] gave them keys. Default: 0.
+    - `rank_pattern`, `alpha_pattern`: other ranks and alphas for some layers, by the last components of
+        their names or by regular expressions for these. The first that matches counts.
+    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
+        their last components.
+    - `modules_to_save`: parts of the model that are trained in full, by the last components of their names.
+    - `bias`: whether biases are trained: all of them, those of adapted layers, or none. Default: none.
+    - `lora_bias`: whether adapters have biases of their own. Default: False.
+    - `fan_in_fan_out`: whether weights other than those of `eqx.nn` are stored as `(in, out)`, as those
+        of GPT-2. Default: False.
+    - `train_base`: whether the weights themselves are trained too. Default: False.
+    - `dtype`: of the adapters. Default: that of the weight, and float32 for 16-bit weights.
+
+    **Returns:**
+
+    The model, with a [`quaxlike.LoraArray`][] in place of each weight.
+
+    **Raises:**
+
+    `ValueError` if a pattern matches nothing, with near misses; or if a weight has an adapter already.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        mlp = eqx.nn.MLP(2, 2, 64, depth=2, key=jax.random.key(0))
+        adapted = ql.loraify(mlp, rank=4, key=jax.random.key(1), rank_pattern={"layers.0": 2})
+        ql.quaxify(adapted)(jnp.ones(2))
+        ```
+
+    Conventions and names of the options follow PEFT.
+    """
+    if rank < 1:
+        raise ValueError(f"loraify takes a rank of at least 1; found {rank}.")
+    targets = select_matrices(model, where)
+    for pattern in [exclude] if isinstance(exclude, str) else exclude:
+        excluded = select(model, exclude if isinstance(exclude, str) else [pattern])
+        targets = {name: w for name, w in targets.items() if name not in excluded}
+    saved = _inside(model, modules_to_save)
+    targets = {name: w for name, w in targets.items() if name not in saved}
+    if not targets:
+        raise ValueError("exclude and modules_to_save leave nothing of what `where` selects.")
+    for option, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
+        for pattern in patterns:
+            if not any(pattern_matches(pattern, name) for name in targets):
+                raise ValueError(
+                    f"{pattern!r} in {option} matches none of the adapted layers. {near(pattern, targets)}"
+                )
+
+    kinds = layer_kinds(model)
+    adapters: dict[str, LoraArray] = {}
+    done: dict[int, LoraArray] = {}  # by the identity of the weight, which `targets` keeps alive
+    for (name, w), k in zip(targets.items(), jax.random.split(key, len(targets)), strict=True):
+        if isinstance(w, LoraArray | TrainableArray):
+            raise ValueError(
+                f"{name} is a {type(w).__name__} already. Merge the model before it is adapted anew, or "
+                "leave it out with `exclude`."
+            )
+        if id(w) not in done:
+            r = value_for(rank_pattern, name, rank)
+            lora = blank(
+                w, kinds[name], r, fan_in_fan_out=fan_in_fan_out, dtype=dtype,
+                alpha=value_for(alpha_pattern, name, r if alpha is None else alpha),
+                rslora=rslora, dropout=dropout, train_base=train_base,
+            )  # fmt: skip
+            lora = initialise(init, kinds[name], name, lora, k)
+            done[id(w)] = with_magnitude(lora) if dora else lora
+        adapters[name] = done[id(w)]
+    return with_beside(replace(model, adapters), adapters, saved, bias, lora_bias)
+
+
+def blank(
+    w: Any, kind: str | None, rank: int, *, fan_in_fan_out: bool, dtype: Any, **options: Any
+) -> LoraArray:
+    """`w` with an adapter of zeros, for a weight of this kind of layer."""
+    n = len(w.shape)
+    if kind == "conv":
+        out_axes, in_axes = (-n,), tuple(range(1 - n, 0))
+    elif kind == "embedding" or fan_in_fan_out:
+        out_axes, in_axes = (-1,), (-2,)
+    else:
+        out_axes, in_axes = (-2,), (-1,)
+    batch = w.shape[: n - len(out_axes) - len(in_axes)]
+    if dtype is None:
+        dtype = jnp.float32 if jnp.dtype(w.dtype).itemsize < 4 else w.dtype
+    a = jnp.zeros((*batch, rank, *(w.shape[i] for i in in_axes)), dtype)
+    b = jnp.zeros((*batch, *(w.shape[i] for i in out_axes), rank), dtype)
+    return LoraArray(w, a, b, out_axes=out_axes, in_axes=in_axes, **options)
+
+
+def with_magnitude(lora: LoraArray) -> LoraArray:
+    """A DoRA: the norms of its rows are trained apart."""
+    norm, _ = row_norm(lora)
+    return lora.replace(magnitude=norm.astype(lora.a.dtype))
+
+
+def with_beside(
+    model: PyTree,
+    adapters: Mapping[str, LoraArray],
+    saved: Mapping[str, Any],
+    bias: str,
+    lora_bias: bool,
+) -> PyTree:
+    """The model with all that is trained beside the adapters."""
+    arrays = named_arrays(model)
+    biases = {f"{layer_of(name)}.bias": lora for name, lora in adapters.items() if name != layer_of(name)}
+    beside: dict[str, Any] = {name: TrainableArray(leaf) for name, leaf in saved.items()}
+    if bias != "none":
+        names = [n for n in arrays if n.split(".")[-1] == "bias"] if bias == "all" else [*biases]
+        beside |= {
+            name: TrainableArray(arrays[name]) for name in names if name in arrays and name not in beside
+        }
+    if lora_bias:
+        for name, lora in biases.items():
+            w = beside.get(name, arrays.get(name))
+            shape = lora.b.shape[:-1]
+            beside[name] = LoraBias(w, jnp.zeros(shape, lora.b.dtype), lora.scaling)
+    return replace(model, beside)
+
+
+def _inside(model: PyTree, modules: Sequence[str]) -> dict[str, Any]:
+    """All floating-point arrays of the parts of the model that have these names."""
+    arrays = named_arrays(model)
+    inside: dict[str, Any] = {}
+    for module in modules:
+        pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")
+        found = {name: leaf for name, leaf in arrays.items() if pattern.fullmatch(name)}
+        if not found:
+            raise ValueError(f"{module!r} in modules_to_save is no part of the model. {near(module, arrays)}")
+        inside |= found
+    return {name: leaf for name, leaf in inside.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+
+
+def pattern_matches(pattern: str, name: str) -> bool:
+    """Whether a key of rank_pattern or alpha_pattern is meant for a weight, by PEFT's convention."""
+    return re.match(rf"(.*\.)?({pattern})$", layer_of(name)) is not None
+
+
+def value_for(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """The value of the first pattern that matches."""
+    return next((value for pattern, value in patterns.items() if pattern_matches(pattern, name)), otherwise)

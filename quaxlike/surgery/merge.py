@@ -1,0 +1,121 @@
+"""Adapters into the weights, and out of them again."""
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, arrange, row_scale
+from ..core.values import Value, is_value, materialise
+from .select import named_arrays, path_of, replace
+
+
+def merge(model: PyTree) -> PyTree:
+    """The model with all adapters added into its weights.
+
+    **Arguments:**
+
+    - `model`: what [`quaxlike.loraify`][] made, trained or not.
+
+    **Returns:**
+
+    A model of the structure that it had before it was adapted. A weight that was quantised is quantised
+    anew, with a warning, since that rounds what the adapter has learned.
+
+    **Raises:**
+
+    `ValueError` if an adapter has batch axes that its weight does not have: several adapters on one base,
+    of which [`quaxlike.choose_adapter`][] picks one.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(2, 2, 64, depth=2, key=jax.random.key(0))
+        ql.merge(ql.loraify(mlp, rank=4, key=jax.random.key(1)))  # an ordinary eqx.nn.MLP
+        ```
+    """
+    requantised: list[str] = []
+    done: dict[int, Any] = {}  # what is tied stays tied
+
+    def merged(key_path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, LoraArray | LoraBias | TrainableArray):
+            return leaf
+        if id(leaf) not in done:
+            done[id(leaf)] = _merged(path_of(key_path), leaf, requantised)
+        return done[id(leaf)]
+
+    out = jtu.tree_map_with_path(merged, model, is_leaf=is_value)
+    if requantised:
+        warnings.warn(
+            f"Adapters were merged into quantised weights, which rounds them: {', '.join(requantised)}. "
+            "Keep the adapters apart, or merge into the weights as they were before quantisation.",
+            stacklevel=2,
+        )
+    return out
+
+
+def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
+    """Takes adapters out of the weights that they were merged into.
+
+    **Arguments:**
+
+    - `merged`: what [`quaxlike.merge`][] made.
+    - `adapted`: the model with the adapters that were merged. Its own base weights are not read, but for
+        the row norms of a DoRA.
+
+    **Returns:**
+
+    `adapted`, over the weights that `merged` had without the adapters; exact to rounding.
+
+    **Raises:**
+
+    `ValueError` if the models have not the same names.
+    """
+    weights = named_arrays(merged)
+    adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, LoraArray | LoraBias)}
+    if unknown := [name for name in adapters if name not in weights]:
+        raise ValueError(f"The merged model has no {', '.join(unknown)}, which the adapted model has.")
+    return replace(adapted, {name: _unmerged(weights[name], lora) for name, lora in adapters.items()})
+
+
+def _merged(name: str, leaf: LoraArray | LoraBias | TrainableArray, requantised: list[str]) -> Any:
+    if isinstance(leaf, LoraArray):
+        if leaf.shape != leaf.w.shape:
+            raise ValueError(
+                f"{name} has adapters of shape {leaf.shape} on a weight of shape {leaf.w.shape}: there are "
+                "several of them. Pick one with `quaxlike.choose_adapter`, or join them with "
+                "`quaxlike.combine_adapters`, and merge that."
+            )
+        if is_value(leaf.w):
+            requantised.append(name)
+            return _like(name, leaf.merged(), leaf.w)
+    return leaf.merged()
+
+
+def _like(name: str, dense: Any, base: Value) -> Any:
+    out = type(base).promote(dense, base)
+    if out is NotImplemented:
+        raise ValueError(
+            f"{name} cannot be merged: its base is a {type(base).__name__}, which does not say how a "
+            f"dense array becomes one (`{type(base).__name__}.promote`). Materialise the base first."
+        )
+    return out
+
+
+def _unmerged(weight: Any, lora: LoraArray | LoraBias) -> Any:
+    dense = materialise(weight)
+    if isinstance(lora, LoraBias):
+        base = None if lora.w is None else dense - (lora.scaling * lora.b).astype(dense.dtype)
+        trained = isinstance(lora.w, TrainableArray)
+        return LoraBias(TrainableArray(base) if trained else base, lora.b, lora.scaling)
+    dtype = jnp.promote_types(dense.dtype, jnp.float32)
+    base = dense.astype(dtype)
+    if lora.magnitude is not None:
+        scale, axes = row_scale(lora)
+        base = base / arrange(scale, axes, range(lora.ndim)).astype(dtype)
+    base = (base - lora.delta().astype(dtype)).astype(dense.dtype)
+    return lora.replace(w=_like("The weight", base, weight) if is_value(weight) else base)

@@ -1,0 +1,170 @@
+"""`summary`: the arrays of a model, what they take up and what is trained."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray
+from ..core.values import is_value
+from .select import named_arrays
+from .trainable import trainable
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One array of a model."""
+
+    path: str
+    type: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    """How many numbers the array has."""
+    adapter_size: int
+    """How many numbers its adapter adds to these."""
+    trainable: int
+    """How many of all these are trained."""
+    logical_bytes: int
+    """What the array would take up if it were dense."""
+    stored_bytes: int
+    """What is kept in its place, the adapter included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A table of the arrays of a model, and their totals. Prints as text, and is a table for `rich`."""
+
+    rows: Sequence[Row]
+
+    def _total(self, field: str) -> int:
+        return sum(getattr(row, field) for row in self.rows)
+
+    @property
+    def size(self) -> int:
+        """How many numbers the model's arrays have, adapters apart."""
+        return self._total("size")
+
+    @property
+    def trainable(self) -> int:
+        """How many numbers are trained."""
+        return self._total("trainable")
+
+    @property
+    def trainable_share(self) -> float:
+        """The share of what is trained in all numbers, those of the adapters included."""
+        return self.trainable / max(1, self.size + self._total("adapter_size"))
+
+    @property
+    def logical_bytes(self) -> int:
+        """What the arrays would take up if they were dense."""
+        return self._total("logical_bytes")
+
+    @property
+    def stored_bytes(self) -> int:
+        """What is stored, adapters included."""
+        return self._total("stored_bytes")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        def cells(path: str, kind: str, shape: str, *numbers: int) -> tuple[str, ...]:
+            return path, kind, shape, *(f"{n:,}" for n in numbers)
+
+        rows = [
+            cells(r.path, r.type, f"{r.dtype}{list(r.shape)}", r.logical_bytes, r.stored_bytes, r.trainable)
+            for r in self.rows
+        ]
+        share = f"{self.trainable_share:.3%} trained"
+        return [
+            *rows,
+            cells("total", share, f"{self.size:,}", self.logical_bytes, self.stored_bytes, self.trainable),
+        ]
+
+    def __str__(self) -> str:
+        *rows, total = [_HEADER, *self._cells()]
+        widths = [max(len(row[i]) for row in (*rows, total)) for i in range(len(_HEADER))]
+
+        def line(row: Sequence[str]) -> str:
+            left = [cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)]
+            right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+            return "  ".join([*left, *right]).rstrip()
+
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        return "\n".join([line(rows[0]), rule, *map(line, rows[1:]), rule, line(total)])
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        *rows, total = self._cells()
+        table = Table(show_footer=True)
+        for i, (name, foot) in enumerate(zip(_HEADER, total, strict=True)):
+            table.add_column(name, foot, justify="left" if i < 3 else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+
+_HEADER = ("path", "type", "shape", "bytes if dense", "bytes stored", "trained")
+
+
+def summary(model: PyTree) -> Summary:
+    """The arrays of a model: type, shape, size dense and as stored, and how much of them is trained.
+
+    **Arguments:**
+
+    - `model`: any pytree. A Value in it counts as one array.
+
+    **Returns:**
+
+    A table with `rows` and the totals `size`, `trainable`, `trainable_share`, `logical_bytes` and
+    `stored_bytes`. Print it.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(2, 2, 64, depth=2, key=jax.random.key(0))
+        print(ql.summary(ql.loraify(mlp, rank=4, key=jax.random.key(1))))
+        ```
+    """
+    return Summary([_row(name, x) for name, x in named_arrays(model).items()])
+
+
+def _row(path: str, x: Any) -> Row:
+    spec = trainable(x)
+    leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
+    size = math.prod(x.shape)
+    if isinstance(x, LoraArray):
+        size = math.prod(x.w.shape)  # several adapters share it
+    return Row(
+        path=path,
+        type=_type(x),
+        shape=tuple(x.shape),
+        dtype=jnp.dtype(x.dtype).name if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype),
+        size=size,
+        adapter_size=sum(leaf.size for leaf in _adapter(x)),
+        trainable=sum(leaf.size for leaf, is_trained in leaves if is_trained),
+        logical_bytes=size * x.dtype.itemsize,
+        stored_bytes=sum(leaf.nbytes for leaf in jtu.tree_leaves(x)),
+    )
+
+
+def _adapter(x: Any) -> list[Any]:
+    if isinstance(x, LoraArray):
+        return jtu.tree_leaves((x.a, x.b, x.magnitude))
+    return [x.b] if isinstance(x, LoraBias) else []
+
+
+def _type(x: Any) -> str:
+    if isinstance(x, LoraArray | LoraBias | TrainableArray):
+        inner = x.array if isinstance(x, TrainableArray) else x.w
+        kind = type(x).__name__
+        if isinstance(x, LoraArray):
+            kind += f"[{'dora, ' if x.magnitude is not None else ''}r={x.rank}]"
+        return f"{kind} of {_type(inner)}" if is_value(inner) else kind
+    return type(x).__name__ if is_value(x) else "array"

@@ -1,0 +1,275 @@
+"""`LoraArray`: every operation on it against the same operation on `w + s * b @ a` in double precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import quaxlike as ql
+
+
+def make_lora(shape=(6, 5), rank=2, *, seed=0, batch=((), (), ()), dtype=jnp.float32, dora=False, **options):
+    """A `LoraArray` with random parts; `batch` are the batch axes of `w`, `a` and `b`."""
+    rng = np.random.default_rng(seed)
+    options = {"alpha": 3.0} | options
+    n = len(shape)
+    out_axes, in_axes = options.get("out_axes", (-2,)), options.get("in_axes", (-1,))
+    out, into = [shape[n + i] for i in out_axes], [shape[n + i] for i in in_axes]
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    w, a, b = normal(*batch[0], *shape), normal(*batch[1], rank, *into), normal(*batch[2], *out, rank)
+    if dora:
+        options["magnitude"] = jnp.asarray(rng.uniform(0.5, 2, (*batch[2], *out)), dtype)
+    return ql.LoraArray(w, a, b, **options)
+
+
+def exact(lora):
+    """The dense array in double precision."""
+    w, a, b = (np.asarray(x, np.float64) for x in (ql.materialise(lora.w), lora.a, lora.b))
+    n, k = len(lora.shape), 1 + len(lora.in_axes)
+    out, into = [n + i for i in lora.out_axes], [n + i for i in lora.in_axes]
+    batch = [i for i in range(n) if i not in out and i not in into]
+    rank = n
+    a_labels = [*batch[len(batch) - (a.ndim - k) :], rank, *into]
+    b_labels = [*batch[len(batch) - (b.ndim - 1 - len(out)) :], *out, rank]
+    divisor = max(lora.rank, 1)
+    scaling = lora.alpha / (divisor**0.5 if lora.rslora else divisor)
+    present = [i for i in range(n) if i in a_labels or i in b_labels]
+    delta = np.einsum(a, a_labels, b, b_labels, present)
+    delta = np.expand_dims(delta, [i for i in range(n) if i not in present])
+    total = w + scaling * delta
+    if lora.magnitude is not None:
+        norm = np.sqrt(np.sum(total**2, axis=tuple(into), keepdims=True))
+        m = np.asarray(lora.magnitude, np.float64)
+        m = np.expand_dims(np.einsum(m, b_labels[:-1], sorted(b_labels[:-1])),
+                           [i for i in range(n) if i not in b_labels[:-1]])  # fmt: skip
+        total = m * total / norm
+    return total
+
+
+def agrees(got, expected, tolerance=1e-5):
+    expected = np.asarray(expected)
+    scale = max(1.0, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=0, atol=tolerance * scale)
+
+
+KINDS = {
+    "plain": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "transposed": {"out_axes": (-1,), "in_axes": (-2,)},
+    "transposed dora": {"out_axes": (-1,), "in_axes": (-2,), "dora": True},
+    "trained base": {"train_base": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_value(kind):
+    lora = make_lora(**KINDS[kind])
+    agrees(lora.materialise(), exact(lora))
+    assert (lora.shape, lora.dtype) == ((6, 5), jnp.float32)
+
+
+# -------------------------------------------------------------------------------------------------
+# dot_general
+# -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def products(draw):
+    """A LoraArray with axes anywhere, another operand, and dimension numbers."""
+    n_batch = draw(st.integers(0, 2))
+    n_out, n_in = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    n = n_batch + n_out + n_in
+    shape = draw(st.lists(st.integers(1, 4), min_size=n, max_size=n))
+    # Which axes are whose: any, but for those that must stand in front.
+    shared_w = draw(st.booleans())  # w lacks the batch axes, so they stand in front
+    matrix = list(range(n_batch, n)) if shared_w else draw(st.permutations(range(n)))[: n_out + n_in]
+    matrix = draw(st.permutations(matrix))
+    out_axes, in_axes = tuple(i - n for i in matrix[:n_out]), tuple(i - n for i in matrix[n_out:])
+    batch = [shape[i] for i in range(n) if i not in matrix]
+    a_batch = batch if shared_w else batch[draw(st.integers(0, n_batch)) :]
+    b_batch = batch[draw(st.integers(0, n_batch)) :]
+    rank = draw(st.integers(0, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    normal = lambda *s: rng.normal(size=s).astype(np.float32)
+    dora = draw(st.booleans()) and rank > 0
+    out, into = [shape[i] for i in out_axes], [shape[i] for i in in_axes]
+    parts = {  # not a LoraArray yet: checking its types draws random numbers
+        "w": normal(*(shape[n_batch:] if shared_w else shape)),
+        "a": normal(*a_batch, rank, *into),
+        "b": normal(*b_batch, *out, rank),
+        "alpha": 2.0,
+        "magnitude": 1 + normal(*b_batch, *out) ** 2 if dora else None,
+        "out_axes": out_axes,
+        "in_axes": in_axes,
+    }
+    paired = draw(st.permutations(range(n)))[: draw(st.integers(0, n))]
+    n_contracted = draw(st.integers(0, len(paired)))
+    free = draw(st.lists(st.integers(1, 3), max_size=2))
+    x_axes = draw(st.permutations(range(len(paired) + len(free))))
+    x_shape = [0] * len(x_axes)
+    for size, axis in zip([shape[i] for i in paired] + free, x_axes, strict=True):
+        x_shape[axis] = size
+    x_paired = x_axes[: len(paired)]
+    split = lambda axes: (tuple(axes[:n_contracted]), tuple(axes[n_contracted:]))
+    return parts, normal(*x_shape), split(paired), split(x_paired)
+
+
+@given(products(), st.booleans())
+def test_dot_general_with_any_dimension_numbers(product, lora_first):
+    parts, x, (contracted, batch), (x_contracted, x_batch) = product
+    lora = jax.tree.map(jnp.asarray, ql.LoraArray(**parts))
+    dense, x64 = exact(lora), np.asarray(x, np.float64)
+    if lora_first:
+        numbers = ((contracted, x_contracted), (batch, x_batch))
+        operands, exact_operands = (lora, x), (dense, x64)
+    else:
+        numbers = ((x_contracted, contracted), (x_batch, batch))
+        operands, exact_operands = (x, lora), (x64, dense)
+    dot = lambda x, y: jax.lax.dot_general(x, y, numbers)
+    with ql.on_materialise("error"):
+        got = ql.quaxify(dot)(*operands)
+    with jax.enable_x64(True):
+        expected = dot(*map(jnp.asarray, exact_operands))
+    assert got.shape == expected.shape
+    assert got.dtype == jnp.float32
+    agrees(got, expected)
+
+
+def test_product_of_two_adapted_arrays():
+    x, y = make_lora((4, 6)), make_lora((6, 5), seed=1, dora=True)
+    with ql.on_materialise("error"):
+        agrees(ql.quaxify(jnp.matmul)(x, y), exact(x) @ exact(y))
+
+
+def test_precision_is_that_of_the_base():
+    """An adapter in float32 on a base in bfloat16: the product is bfloat16, summed in float32."""
+    lora = make_lora(dtype=jnp.bfloat16)
+    lora = lora.replace(a=lora.a.astype(jnp.float32), b=lora.b.astype(jnp.float32))
+    x = jnp.ones(5, jnp.bfloat16)
+    with ql.on_materialise("error"):
+        y = ql.quaxify(jnp.matmul)(lora, x)
+        z = ql.quaxify(lambda w, x: jnp.matmul(w, x, preferred_element_type=jnp.float32))(lora, x)
+    assert y.dtype == jnp.bfloat16
+    assert z.dtype == jnp.float32
+    agrees(y, exact(lora) @ np.ones(5), 1e-2)
+    agrees(z, exact(lora) @ np.ones(5), 1e-6)
+
+
+# -------------------------------------------------------------------------------------------------
+# What else is done to weights
+# -------------------------------------------------------------------------------------------------
+
+X5, X6 = np.linspace(-1, 1, 5, dtype=np.float32), np.linspace(-1, 1, 6, dtype=np.float32)
+ROWS = np.array([4, 0, 4])
+
+OPERATIONS = {
+    "transpose": lambda w: w.T @ X6,
+    "astype": lambda w: w.astype(jnp.float32) @ X5,
+    "scalar": lambda w: (2.0 * w / 3.0) @ X5,
+    "negative": lambda w: (-w).T @ X6,
+    "row": lambda w: w[2],
+    "row at a traced index": lambda w: jax.jit(lambda i: w[i])(3),
+    "rows": lambda w: w[ROWS],
+    "columns": lambda w: jnp.take(w, ROWS, axis=1),
+    "rows of rows": lambda w: w[ROWS[None, :]],
+    "rows, out of bounds filled": lambda w: w.at[ROWS + 3].get(mode="fill", fill_value=0),
+    "elements": lambda w: w[ROWS, ROWS],
+    "vmapped rows": lambda w: jax.vmap(lambda i: w[i])(ROWS),
+    "slice": lambda w: w[1:4] @ X5,
+    "strided slice": lambda w: w[:, ::2] @ X5[::2],
+    "split": lambda w: jnp.split(w, 2)[1] @ X5,
+    "einsum": lambda w: jnp.einsum("oi,bi->bo", w, jnp.stack([X5, X5])),
+    "batched": lambda w: w[None] @ X5,
+    "broadcast": lambda w: jnp.einsum("noi,ni->no", jnp.broadcast_to(w, (2, 6, 5)), jnp.stack([X5, -X5])),
+    "expanded inside": lambda w: jnp.squeeze(w[:, None, :], 1) @ X5,
+    "stopped": lambda w: jax.lax.stop_gradient(w) @ X5,
+    "cond": lambda w: jax.lax.cond(True, lambda w: w @ X5, lambda w: -(w @ X5), w),
+    "checkpoint": lambda w: jax.checkpoint(lambda w: jnp.tanh(w @ X5))(w),
+    "jit": lambda w: jax.jit(lambda w: jnp.tanh(w @ X5))(w),
+    "vmap over rows": lambda w: jax.vmap(lambda row: row @ X5)(w),
+    "scan": lambda w: jax.lax.scan(lambda c, x: (c + w @ x, x), jnp.zeros(6), jnp.stack([X5, -2 * X5]))[0],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation(name, kind):
+    operation, lora = OPERATIONS[name], make_lora(**KINDS[kind])
+    dense = jnp.asarray(exact(lora), jnp.float32)
+    with ql.on_materialise("error"):
+        agrees(ql.quaxify(operation)(lora), operation(dense))
+        agrees(jax.jit(ql.quaxify(operation))(lora), operation(dense))
+
+
+STAYS = {
+    "transpose": lambda w: w.T,
+    "astype": lambda w: w.astype(jnp.bfloat16),
+    "slice": lambda w: w[1:4],
+    "dynamic slice": lambda w: jax.lax.dynamic_slice(w, (1, 0), (3, 5)),
+    "scalar": lambda w: w * 2.0,
+    "broadcast": lambda w: jnp.broadcast_to(w, (3, 6, 5)),
+    "expand": lambda w: w[:, None],
+}
+
+
+# A part of each row of a DoRA has not the norms of the rows: it becomes dense.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in STAYS for kind in KINDS if not ("slice" in name and kind == "transposed dora")],
+)
+def test_stays_adapted(name, kind):
+    lora = make_lora(**KINDS[kind])
+    with ql.on_materialise("error"):
+        out = ql.quaxify(STAYS[name])(lora)
+    assert isinstance(out, ql.LoraArray)
+    agrees(exact(out), STAYS[name](jnp.asarray(exact(lora), jnp.float32)), 1e-2 if name == "astype" else 1e-5)
+
+
+# -------------------------------------------------------------------------------------------------
+# Over other types
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def qlora():
+    """LoRA over NF4, and the same over the dense array that the codes stand for."""
+    rng = np.random.default_rng(0)
+    w = ql.NF4Array.quantize(jnp.asarray(rng.normal(size=(128, 64)) / 16, jnp.float32))
+    a, b = (jnp.asarray(rng.normal(size=s) / 8, jnp.float32) for s in ((4, 64), (128, 4)))
+    return ql.LoraArray(w, a, b, alpha=8), ql.LoraArray(w.materialise(), a, b, alpha=8)
+
+
+X = np.random.default_rng(1).normal(size=(3, 64)).astype(np.float32)
+PRODUCTS = {
+    "W @ x": lambda w: w @ X[0],
+    "x @ W.T": lambda w: X @ w.T,
+    "x @ W": lambda w: (X @ w.T) @ w,
+    "vmap": lambda w: jax.vmap(lambda x: jnp.tanh(w @ x))(X),
+    "scan": lambda w: jax.lax.scan(lambda c, x: (c + w @ x, None), jnp.zeros(128), X)[0],
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_over_nf4(name, qlora):
+    """Under jit, vmap and grad to the accuracy of float32, without a dense weight."""
+    lora, dense = qlora
+    f = lambda w: ql.quaxify(PRODUCTS[name])(w)
+    with ql.on_materialise("error"):
+        agrees(jax.jit(f)(lora), PRODUCTS[name](jnp.asarray(exact(dense), jnp.float32)), 1e-6)
+
+        def loss(ab, w):
+            return jnp.sum(jnp.sin(f(w.replace(a=ab[0], b=ab[1]))))
+
+        grads, expected = (jax.jit(jax.grad(loss))((w.a, w.b), w) for w in (lora, dense))
+    for g, e in zip(grads, expected, strict=True):
+        agrees(g, e, 3e-6)
+
+
+def test_no_pair_of_types_is_ambiguous():
+    ql.check_ambiguities(ql.LoraArray, ql.NF4Array, ql.TrainableArray, ql.LoraBias)

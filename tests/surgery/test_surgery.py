@@ -1,0 +1,211 @@
+"""`loraify`, `merge`, `unmerge`, `trainable`, `select` and `summary` on whole models."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+
+@pytest.fixture
+def mlp():
+    return eqx.nn.MLP(5, 3, 16, depth=2, key=jax.random.key(0))
+
+
+X = np.linspace(-1, 1, 5, dtype=np.float32)
+KEY = jax.random.key(1)
+WEIGHTS = ["layers.0.weight", "layers.1.weight", "layers.2.weight"]
+
+OPTIONS = {
+    "kaiming": {},
+    "gaussian": {"init": "gaussian"},
+    "pissa": {"init": "pissa"},
+    "pissa, randomised": {"init": "pissa_niter_4"},
+    "olora": {"init": "olora"},
+    "dora": {"dora": True},
+    "rslora": {"rslora": True, "init": "pissa"},
+    "dora, olora": {"dora": True, "init": "olora"},
+    "biases": {"bias": "all"},
+    "adapter bias": {"lora_bias": True},
+    "saved": {"modules_to_save": ["layers.2"], "bias": "lora_only", "lora_bias": True},
+}
+
+
+def perturbed(model):
+    """The model after some training: what is trained is no longer what it was at first."""
+    keys = iter(jax.random.split(jax.random.key(2), 100))
+    params, rest = eqx.partition(model, ql.trainable(model))
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape, p.dtype), params)
+    return eqx.combine(params, rest)
+
+
+def same(x, y, tolerance=1e-6):
+    assert jax.tree.structure(x) == jax.tree.structure(y)
+    for p, q in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        if eqx.is_array(p):
+            np.testing.assert_allclose(p, q, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adapted_model(mlp, name):
+    """Same function at first; after training merge computes the same; unmerge gives the parts back."""
+    adapted = ql.loraify(mlp, rank=3, alpha=6, key=KEY, **OPTIONS[name])
+    with ql.on_materialise("error"):
+        np.testing.assert_allclose(ql.quaxify(adapted)(X), mlp(X), atol=1e-6)
+        trained = perturbed(adapted)
+        y = eqx.filter_jit(ql.quaxify(trained))(X)
+    assert np.abs(y - mlp(X)).max() > 1e-2
+    merged = ql.merge(trained)
+    assert jax.tree.structure(merged) == jax.tree.structure(mlp)
+    np.testing.assert_allclose(merged(X), y, atol=2e-6)
+    same(ql.unmerge(merged, trained), trained)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_of_what_is_trained(mlp, name):
+    model = perturbed(ql.loraify(mlp, rank=3, key=KEY, **OPTIONS[name]))
+    params, rest = eqx.partition(model, ql.trainable(model))
+    loss = lambda params: jnp.sum(jnp.sin(ql.quaxify(eqx.combine(params, rest))(X)))
+    grads = eqx.filter_grad(loss)(params)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert all(jnp.any(g != 0) for g in jax.tree.leaves(grads))
+    # The bases of the adapters are constants.
+    floats = eqx.filter(model, eqx.is_inexact_array)
+    whole = eqx.filter_grad(lambda m: jnp.sum(jnp.sin(ql.quaxify(m)(X))))(model)
+    adapters = jax.tree.leaves(eqx.filter(whole, ql.trainable(model)))
+    assert jax.tree.structure(whole) == jax.tree.structure(floats)
+    same(jax.tree.leaves(grads), adapters)
+    loras = [x for x in ql.select(whole, lambda *_: True).values() if isinstance(x, ql.LoraArray)]
+    assert loras
+    assert not any(jnp.any(x.w != 0) for x in loras)
+
+
+def test_options_reach_the_layers(mlp):
+    model = ql.loraify(
+        mlp, rank=4, alpha=8, key=KEY, rank_pattern={"layers.0": 2, r"layers\.\d": 3},
+        alpha_pattern={"1": 5.0}, exclude=["2"], dropout=0.25,
+    )  # fmt: skip
+    first, second, third = (model.layers[i].weight for i in range(3))
+    assert (first.rank, first.alpha, first.scaling) == (2, 8, 4)
+    assert (second.rank, second.alpha, second.dropout) == (3, 5, 0.25)
+    assert third is mlp.layers[2].weight
+
+
+def test_stacked_layers_get_an_adapter_each():
+    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))(jax.random.split(KEY, 3))
+    model = perturbed(ql.loraify(layers, rank=2, key=KEY))
+    assert model.weight.a.shape == (3, 2, 4)
+    x = jnp.ones(4)
+
+    def run(layers):
+        params, static = eqx.partition(layers, eqx.is_array)
+        return jax.lax.scan(lambda x, p: (jnp.tanh(eqx.combine(p, static)(x)), None), x, params)[0]
+
+    with ql.on_materialise("error"):
+        y = jax.jit(ql.quaxify(run))(model)
+    np.testing.assert_allclose(y, run(ql.merge(model)), atol=1e-6)
+
+
+def test_tied_weights_stay_tied():
+    table = jax.random.normal(KEY, (7, 4))
+    model = {"wte.weight": table, "out.weight": table, "mlp.weight": jnp.ones((4, 4))}
+    adapted = ql.loraify(model, rank=2, where=["wte", "out", "mlp"], key=KEY)
+    assert adapted["wte.weight"] is adapted["out.weight"]
+    merged = ql.merge(adapted)
+    assert merged["wte.weight"] is merged["out.weight"]
+
+
+def test_shared_layers_stay_tied():
+    class Tied(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self):
+            layers = (eqx.nn.Embedding(7, 4, key=KEY), eqx.nn.Linear(4, 7, key=KEY))
+            self.shared = eqx.nn.Shared(layers, lambda x: x[1].weight, lambda x: x[0].weight)
+
+        def __call__(self, i):
+            embed, out = self.shared()
+            return out(embed(i))
+
+    model = Tied()
+    adapted = perturbed(ql.loraify(model, rank=2, where=[r"0"], key=KEY))
+    with ql.on_materialise("error"):
+        y = eqx.filter_jit(ql.quaxify(adapted))(jnp.array(2))
+    np.testing.assert_allclose(y, ql.merge(adapted)(jnp.array(2)), atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------
+# select
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("all-linear", WEIGHTS),
+        (r"layers\.[01]", WEIGHTS[:2]),
+        (r".*bias", ["layers.0.bias", "layers.1.bias", "layers.2.bias"]),
+        (["1", "layers.2.weight"], WEIGHTS[1:]),
+        (lambda name, w: w.shape == (3, 16), WEIGHTS[2:]),
+    ],
+)
+def test_select(mlp, where, names):
+    assert list(ql.select(mlp, where)) == names
+
+
+def test_select_in_a_state_dict():
+    z = jnp.zeros
+    state = {
+        "wte.weight": z((9, 4)), "h.0.attn.q.weight": z((4, 4)), "h.0.attn.q.bias": z(4),
+        "h.0.ln.weight": z(4), "lm_head.weight": z((9, 4)), "embeddings.word_embeddings.weight": z((9, 4)),
+        "step": z((), jnp.int32),
+    }  # fmt: skip
+    assert list(ql.select(state)) == ["h.0.attn.q.weight"]
+    assert list(ql.select({"model": {"h": [state]}}, ["q"])) == ["model.h.0.h.0.attn.q.weight"]
+
+
+@pytest.mark.parametrize("where", ["layer.0", ["layers.0", "kayers.1"], r"layrs\.0\.(weight|bias)"])
+def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
+    with pytest.raises(ValueError, match=r"matches none of the arrays.*Did you mean .*layers\.[01]"):
+        ql.loraify(mlp, rank=2, where=where, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank_pattern": {"layer.0": 1}}, r"'layer\.0' in rank_pattern matches none.*layers\.0"),
+        ({"alpha_pattern": {"q": 1}}, r"'q' in alpha_pattern matches none"),
+        ({"exclude": ["layers.3"]}, r"'layers\.3' matches none"),
+        ({"modules_to_save": ["classifier"]}, r"'classifier' in modules_to_save is no part"),
+        ({"exclude": r"layers\.\d"}, "leave nothing"),
+        ({"where": r".*bias"}, r"no weight of two or more axes.*layers\.0\.bias \(16,\)"),
+        ({"init": "kaimin"}, "init must be one of 'kaiming'"),
+        ({"init": "pissa", "rank": 4}, r"rank of at most min\(out, in\) = 3 for layers\.2\.weight; found 4"),
+        ({"rank": 0}, "rank of at least 1"),
+    ],
+)
+def test_errors(mlp, options, message):
+    with pytest.raises(ValueError, match=message):
+        ql.loraify(mlp, key=KEY, **{"rank": 2} | options)
+
+
+def test_adapting_twice_is_an_error(mlp):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is a LoraArray already. Merge"):
+        ql.loraify(ql.loraify(mlp, rank=2, key=KEY), rank=2, key=KEY)
+
+
+def test_summary_counts(mlp):
+    model = ql.loraify(mlp, rank=2, key=KEY, exclude=["0"], bias="lora_only")
+    table = ql.summary(model)
+    base = sum(x.size for x in jax.tree.leaves(eqx.filter(mlp, eqx.is_array)))
+    adapters = 2 * (16 + 16) + 2 * (16 + 3)
+    assert table.size == base
+    assert table.trainable == adapters + 16 + 3
+    assert table.trainable_share == pytest.approx((adapters + 19) / (base + adapters))
+    assert table.logical_bytes == 4 * base
+    assert table.stored_bytes == 4 * (base + adapters)
+    assert [row.path for row in table.rows] == list(ql.select(model, lambda name, x: True))
+    assert f"{table.trainable:,}" in str(table).splitlines()[-1]
+    assert "LoraArray[r=2]" in str(table)
