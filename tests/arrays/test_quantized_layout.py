@@ -149,7 +149,7 @@ def test_what_cuts_through_blocks_is_materialised_and_says_so(move):
 
 def test_materialising_warns_unless_told_otherwise():
     w = ql.NF4Array.quantize(_normal(8, 64))
-    with pytest.warns(ql.MaterialisationWarning, match=r"NF4Array\[float32\[8,64\]\] is materialised"):
+    with pytest.warns(ql.MaterialisationWarning, match=r"^sin: no rule for \(NF4Array f32\[8,64\]\)"):
         ql.quaxify(jnp.sin)(w)
 
 
