@@ -169,6 +169,20 @@ def mosaic_gpu_refusal(platform: str) -> str | None:
     return None
 
 
+def pallas_tpu_refusal(platform: str) -> str | None:
+    """Why kernels for TPUs cannot be compiled for a platform or interpreted on it; None if they can."""
+    if platform not in ("tpu", "cpu"):
+        return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"
+    if platform == "tpu" and jax.default_backend() != "tpu":
+        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        if device is None:
+            return (
+                "Pallas must know which TPU it compiles for; where none is at hand, lower within "
+                "`jax.sharding.use_abstract_mesh` of a mesh with an `abstract_device`"
+            )
+    return None
+
+
 @functools.cache
 def _tell_once(name: str, asked: Backend, choice: Choice) -> None:
     warnings.warn(

@@ -11,9 +11,9 @@ from tests.primitives.jaxprs import names
 
 from .weights import quantised, relative_error
 
-BACKENDS = ["reference", "gpu"]
+BACKENDS = ["reference", "gpu", "tpu"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 8e-3}
-N, K, RANK = 96, 192, 8
+N, K, RANK = 128, 256, 8
 
 
 def _adapters(count=None, dtype="float32"):
@@ -122,11 +122,11 @@ def test_vmap_over_adapters_and_over_rows():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"a": jnp.ones((RANK, 7))}, r"a must be \(\.\.\., rank, 192\) .* got shapes \(8, 7\)"),
-        ({"b": jnp.ones((N, 5))}, r"b \(\.\.\., 96, rank\), got shapes"),
+        ({"a": jnp.ones((RANK, 7))}, r"a must be \(\.\.\., rank, 256\) .* got shapes \(8, 7\)"),
+        ({"b": jnp.ones((N, 5))}, r"b \(\.\.\., 128, rank\), got shapes"),
         ({"adapter_index": jnp.zeros(2, int)}, r"must have 3 axes with adapter_index"),
         ({"a": jnp.ones((2, RANK, K))}, r"must have 2 axes without adapter_index"),
-        ({"x": jnp.ones((2, 7))}, r"lora_matmul: the last axis of x must be K = 192"),
+        ({"x": jnp.ones((2, 7))}, r"lora_matmul: the last axis of x must be K = 256"),
     ],
 )
 def test_operands_that_do_not_fit(change, match):

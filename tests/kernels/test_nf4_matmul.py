@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +7,18 @@ import numpy as np
 import pytest
 
 from quaxlike import kernels
-from quaxlike.kernels import blockwise, nf4_matmul, nf4_matmul_p
+from quaxlike.kernels import NestedScales, blockwise, nf4_matmul, nf4_matmul_p
 from tests.primitives.jaxprs import names
 
-from .weights import quantised, relative_error
+from .weights import quantised, relative_error, tpu_at_hand
 
-BACKENDS = ["reference", "gpu"]
+BACKENDS = ["reference", "gpu", "tpu"]
 # Rounding of the inputs is no error of the operation: the oracle sees rounded activations. Weights
 # are rounded to the dtype of the activations.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3, "float16": 5e-4}
+
+
+_MAY_FALL_BACK = pytest.mark.filterwarnings("ignore::quaxlike.kernels.KernelFallbackWarning")
 
 
 def _x(w, lead, transpose=False, dtype="float32"):
@@ -37,12 +41,11 @@ class TestOnEachBackend:
     @pytest.mark.parametrize(
         ("shape", "lead", "dtype"),
         [
-            ((256, 512), (), "float32"),
+            ((128, 256), (), "float32"),
             ((256, 512), (1,), "bfloat16"),
-            ((96, 192), (3, 5), "bfloat16"),
-            ((96, 192), (16,), "float16"),
+            ((128, 256), (3, 5), "bfloat16"),
             ((256, 512), (130,), "float32"),
-            ((96, 192), (130,), "bfloat16"),
+            ((128, 768), (300,), "bfloat16"),
         ],
     )
     def test_equals_the_dense_product(self, backend, shape, lead, transpose, dtype):
@@ -54,10 +57,31 @@ class TestOnEachBackend:
 
     @pytest.mark.parametrize("codebook", ["FP4", "INT4"])
     def test_any_codebook(self, backend, codebook):
-        w = quantised((64, 128), codebook=codebook)
+        w = quantised((128, 256), codebook=codebook)
         x = _x(w, (4,))
         assert relative_error(nf4_matmul(x, *w.operands, **w.params), _expected(x, w)) < 1e-6
 
+    @pytest.mark.parametrize("transpose", [False, True])
+    def test_nested_scales(self, backend, transpose):
+        w = quantised((128, 256))
+        packed, absmax, codebook = w.operands
+        quant_map = jnp.asarray(blockwise.dynamic_map())
+        nested = NestedScales(*blockwise.quantize_scales(absmax), quant_map)
+        x = _x(w, (4,), transpose)
+        y = nf4_matmul(x, packed, nested, codebook, transpose=transpose, **w.params)
+        absmax = blockwise.dequantize_scales(*nested[:3])
+        expected = nf4_matmul(x, packed, absmax, codebook, transpose=transpose, **w.params)
+        assert relative_error(y, expected) < 1e-6
+        assert relative_error(y, _expected(x, w, transpose)) < 0.05
+
+    @_MAY_FALL_BACK
+    def test_half_precision(self, backend):
+        w = quantised((128, 256))
+        x = _x(w, (16,), dtype="float16")
+        y = nf4_matmul(x, *w.operands, **w.params)
+        assert relative_error(y, _expected(x, w)) < TOLERANCE["float16"]
+
+    @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize(
         ("shape", "block_size"), [((33, 35), 64), ((7, 96), 64), ((12, 64), 32), ((40, 100), 4096)]
@@ -69,14 +93,14 @@ class TestOnEachBackend:
         assert relative_error(y, _expected(x, w, transpose)) < 1e-6
 
     def test_the_result_can_be_wider_than_the_activations(self, backend):
-        w = quantised((256, 512))
+        w = quantised((128, 256))
         x = _x(w, (4,), dtype="bfloat16")
         y = nf4_matmul(x, *w.operands, out_dtype=jnp.float32, **w.params)
         assert y.dtype == jnp.float32
         assert relative_error(y, _expected(x, w)) < TOLERANCE["bfloat16"]
 
     def test_gradient_of_x_is_the_transposed_contraction(self, backend):
-        w = quantised((96, 128))
+        w = quantised((128, 256))
         x = _x(w, (3,))
         loss = lambda x: jnp.sum(nf4_matmul(x, *w.operands, **w.params) ** 2)
         assert names(jax.grad(loss), x).count("nf4_matmul") == 2
@@ -143,7 +167,7 @@ def test_vmap_over_weights(axis):
 def test_double_precision_is_kept(x64):
     w = quantised((48, 64))
     x = _x(w, (3,), dtype="float64")
-    for backend in BACKENDS:
+    for backend in ("reference", "gpu"):
         with kernels.backend(backend):
             y = nf4_matmul(x, *w.operands, **w.params)
         assert y.dtype == jnp.float64
@@ -191,12 +215,55 @@ def test_operands_that_do_not_fit(change, match):
 
 
 def test_chosen_backend_tells_what_runs():
-    w = quantised((48, 64))
-    eqn = jax.make_jaxpr(lambda x: nf4_matmul(x, *w.operands, **w.params))(jnp.ones((2, 64))).eqns[0]
+    w = quantised((128, 256))
+    x = jnp.ones((2, 256))
+    (eqn,) = jax.make_jaxpr(lambda x: nf4_matmul(x, *w.operands, **w.params))(x).eqns
     on = lambda platform: kernels.chosen_backend(
         eqn.primitive, *(v.aval for v in eqn.invars), platform=platform, **eqn.params
     )
     assert eqn.primitive is nf4_matmul_p
     assert on("cpu").backend == "reference"
     assert "no kernel for platform 'cpu'" in on("cpu").reason
-    assert on("cuda").backend == "gpu"
+    assert on("cuda").backend == on("rocm").backend == "gpu"
+    assert on("tpu").backend == "reference"
+    assert "must know which TPU" in on("tpu").reason
+    with tpu_at_hand():
+        assert on("tpu").backend == "tpu"
+    with kernels.backend("tpu"):
+        (eqn,) = jax.make_jaxpr(lambda x: nf4_matmul(x, *w.operands, **w.params))(x).eqns
+    assert on(None).reason == "a Pallas kernel, interpreted"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"shape": (96, 256)}, r"multiples of 128 and 256, not \(96, 256\)"),
+        ({"block_size": 96}, "blocks of a power of two within rows, not 96"),
+        ({"dtype": "float16"}, "bfloat16 and float32, not float16"),
+        ({"m": 0}, "at least one row"),
+        ({"platform": "cuda"}, "not on platform 'cuda'"),
+    ],
+)
+def test_what_the_tpu_kernel_takes(change, reason):
+    given = {"m": 4, "dtype": "bfloat16", "shape": (128, 256), "platform": "tpu"} | change
+    given = {"block_size": 64, "transpose": False, "backend": "tpu"} | given
+    x = jax.ShapeDtypeStruct((given.pop("m"), given["shape"][1]), given.pop("dtype"))
+    with tpu_at_hand():
+        choice = kernels.chosen_backend(nf4_matmul_p, x, None, None, None, **given)
+    assert choice.backend == "reference"
+    assert re.search(reason, choice.reason)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("m", [1, 64, 4096])
+@pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (4096, 14336)], ids=str)
+def test_lowers_for_tpu(shape, m, transpose):
+    n, k = shape
+    of = jax.ShapeDtypeStruct
+    operands = of((n * k // 2,), jnp.uint8), of((n * k // 64,), jnp.float32)
+    fn = lambda x, packed, absmax: nf4_matmul(
+        x, packed, absmax, blockwise.NF4, shape=shape, block_size=64, transpose=transpose
+    )
+    with tpu_at_hand():
+        traced = jax.jit(fn).trace(of((m, shape[not transpose]), jnp.bfloat16), *operands)
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -66,3 +66,13 @@ def relative_error(y, expected) -> float:
     y, expected = np.float64(y), np.float64(expected)
     assert y.shape == expected.shape
     return float(np.linalg.norm(y - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def tpu_at_hand():
+    """A context in which kernels are lowered for a TPU, as if one were there."""
+    kind = {"device_kind": "TPU v5 lite", "num_cores": 1}
+    try:
+        device = jax.sharding.AbstractDevice(**kind, platform="tpu")
+    except TypeError:  # up to JAX 0.10
+        device = jax.sharding.AbstractDevice(**kind)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))

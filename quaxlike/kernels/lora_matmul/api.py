@@ -18,6 +18,7 @@ from quaxlike.kernels.backends import (
     wanted,
 )
 from quaxlike.kernels.multilinear import map_rows
+from quaxlike.kernels.nf4_matmul import tpu
 from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
 from quaxlike.kernels.nf4_matmul.scales import NestedScales
 
@@ -135,9 +136,17 @@ def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) 
 
 
 def _choose(platform: str, x: Any, *operands: Any, backend: Backend | None = None, **params: Any) -> Choice:
-    if wanted(platform, backend) == "gpu":
-        return gpu.choose(platform, x, *operands, **params)
-    return reference_choice(platform, backend, lora_matmul_reference)
+    refusal = None
+    match wanted(platform, backend):
+        case "gpu":
+            return gpu.choose(platform, x, **params)
+        case "tpu":
+            # The kernel of the weight alone takes the low-rank term as two more operands.
+            choice = tpu.choose(platform, x, **params)
+            if isinstance(choice, Choice):
+                return choice
+            refusal = choice
+    return reference_choice(platform, backend, lora_matmul_reference, refusal)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

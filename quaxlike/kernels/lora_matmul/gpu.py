@@ -13,7 +13,7 @@ from quaxlike.kernels.nf4_matmul.scales import NestedScales
 from .reference import low_rank
 
 
-def choose(platform: str, x: Any, *operands: Any, **params: Any) -> Choice:
+def choose(platform: str, x: Any, **params: Any) -> Choice:
     """How the operation runs on a GPU."""
     refusal = nf4.fused_refusal(platform, x, **params)
     if refusal is None:

@@ -19,7 +19,7 @@ from quaxlike.kernels.backends import (
 )
 from quaxlike.kernels.multilinear import map_rows, sum_tangents
 
-from . import gpu
+from . import gpu, tpu
 from .reference import matmul_reference
 from .scales import NestedScales, dense_scales
 
@@ -129,9 +129,16 @@ def _reference(
 
 
 def _choose(platform: str, x: Any, *weight: Any, backend: Backend | None = None, **params: Any) -> Choice:
-    if wanted(platform, backend) == "gpu":
-        return gpu.choose(platform, x, **params)
-    return reference_choice(platform, backend, _reference)
+    refusal = None
+    match wanted(platform, backend):
+        case "gpu":
+            return gpu.choose(platform, x, **params)
+        case "tpu":
+            choice = tpu.choose(platform, x, **params)
+            if isinstance(choice, Choice):
+                return choice
+            refusal = choice
+    return reference_choice(platform, backend, _reference, refusal)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
