@@ -51,6 +51,7 @@ from .primitives import custom_dce as custom_dce
 from .surgery.loraify import loraify as loraify
 from .surgery.merge import merge as merge
 from .surgery.merge import unmerge as unmerge
+from .surgery.quantize import quantize as quantize
 from .surgery.select import path_of as path_of
 from .surgery.select import select as select
 from .surgery.summary import summary as summary

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
 from .inits import Init, initialise
-from .select import Where, layer_kinds, layer_of, named_arrays, near, replace, select, select_matrices
+from .select import Where, layer_kinds, layer_of, named_arrays, near, replace, select_matrices
 
 
 def loraify(
@@ -87,14 +87,11 @@ def loraify(
     """
     if rank < 1:
         raise ValueError(f"loraify takes a rank of at least 1; found {rank}.")
-    targets = select_matrices(model, where)
-    for pattern in [exclude] if isinstance(exclude, str) else exclude:
-        excluded = select(model, exclude if isinstance(exclude, str) else [pattern])
-        targets = {name: w for name, w in targets.items() if name not in excluded}
+    targets = select_matrices(model, where, exclude)
     saved = _inside(model, modules_to_save)
     targets = {name: w for name, w in targets.items() if name not in saved}
     if not targets:
-        raise ValueError("exclude and modules_to_save leave nothing of what `where` selects.")
+        raise ValueError("`modules_to_save` leaves nothing of what `where` selects.")
     for option, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
         for pattern in patterns:
             if not any(pattern_matches(pattern, name) for name in targets):

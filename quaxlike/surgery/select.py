@@ -107,7 +107,7 @@ def select(model: PyTree, where: Where = "all-linear") -> dict[str, Any]:
     return {name: leaf for name, leaf in arrays.items() if name in wanted}
 
 
-def select_matrices(model: PyTree, where: Where) -> dict[str, Any]:
+def select_matrices(model: PyTree, where: Where, exclude: str | Sequence[str] = ()) -> dict[str, Any]:
     """What `select` finds, less biases, norms and integers: what can be adapted or quantised."""
     chosen = select(model, where)
     matrices = {name: leaf for name, leaf in chosen.items() if _is_matrix(leaf)}
@@ -115,6 +115,12 @@ def select_matrices(model: PyTree, where: Where) -> dict[str, Any]:
         raise ValueError(
             f"`where` selects no weight of two or more axes and floating-point dtype, only {_some(chosen)}."
         )
+    if not exclude:
+        return matrices
+    excluded = select(model, exclude)
+    matrices = {name: leaf for name, leaf in matrices.items() if name not in excluded}
+    if not matrices:
+        raise ValueError("`exclude` leaves nothing of what `where` selects.")
     return matrices
 
 

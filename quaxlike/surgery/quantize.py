@@ -1,0 +1,92 @@
+"""`quantize`: weights of a model as codes with block scales."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import PyTree
+
+from ..arrays.lora import LoraArray
+from ..arrays.quantized import AbstractQuantizedArray, FP4Array, Int4Array, Int8Array, NF4Array
+from ..core.values import is_value
+from .select import Where, replace, select_matrices
+
+_SCHEMES: dict[str, type[FP4Array | Int4Array | Int8Array | NF4Array]] = {
+    "nf4": NF4Array,
+    "fp4": FP4Array,
+    "int8": Int8Array,
+    "int4": Int4Array,
+}
+
+
+def quantize(
+    model: PyTree,
+    scheme: str = "nf4",
+    *,
+    where: Where = "all-linear",
+    exclude: str | Sequence[str] = (),
+    **scheme_options: Any,
+) -> PyTree:
+    """Quantises weights of a model; all else about the model stays as it is.
+
+    Call the result through [`quaxlike.quaxify`][]. Of a weight with an adapter the base is quantised, so
+    that a model may be adapted first, by an init that needs dense weights, and quantised then.
+    A weight that stands at several places of the model (the same array object) is quantised once.
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`. Default: `"nf4"`.
+    - `where`: which weights, as [`quaxlike.select`][] takes it; what is no matrix is passed over.
+        Default: those of all linear layers.
+    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
+        their last components.
+    - `scheme_options`: for the type's `quantize`: `block_size`, `double_quant`, `axis`, `train_scales`.
+
+    **Returns:**
+
+    The model, with a [`quaxlike.NF4Array`][] or another quantised array in place of each weight.
+
+    **Raises:**
+
+    `ValueError` for a scheme that there is not, if a pattern matches nothing, with near misses, or if a
+    weight is neither a dense array nor an adapter over one.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        mlp = eqx.nn.MLP(64, 2, 64, depth=2, key=jax.random.key(0))
+        model = ql.quantize(mlp, "nf4", exclude=["layers.2"], double_quant=True)
+        ql.quaxify(model)(jnp.ones(64))
+        ```
+
+    Schemes and their names follow bitsandbytes.
+    """
+    if scheme not in _SCHEMES:
+        raise ValueError(f"quantize takes one of the schemes {', '.join(_SCHEMES)}; found {scheme!r}.")
+    done: dict[int, Any] = {}  # by the identity of the weight, which the model keeps alive
+    quantized: dict[str, Any] = {}
+    for name, w in select_matrices(model, where, exclude).items():
+        if id(w) not in done:
+            done[id(w)] = _quantized(name, w, _SCHEMES[scheme], scheme_options)
+        quantized[name] = done[id(w)]
+    return replace(model, quantized)
+
+
+def _quantized(
+    name: str, w: Any, cls: type[FP4Array | Int4Array | Int8Array | NF4Array], options: dict[str, Any]
+) -> Any:
+    if isinstance(w, LoraArray):
+        return w.replace(w=_quantized(name, w.w, cls, options))
+    if isinstance(w, AbstractQuantizedArray):
+        raise ValueError(
+            f"{name} is a {type(w).__name__} already. Leave it out with `exclude`, or make it dense with "
+            "`quaxlike.materialise` before it is quantised anew."
+        )
+    if is_value(w):
+        raise ValueError(
+            f"{name} is a {type(w).__name__}; quantize takes dense arrays and adapters over them. Leave it "
+            "out with `exclude`."
+        )
+    return cls.quantize(w, **options)

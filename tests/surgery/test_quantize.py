@@ -1,0 +1,105 @@
+"""`quantize` on whole models."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+SCHEMES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int8": ql.Int8Array, "int4": ql.Int4Array}
+KEY = jax.random.key(1)
+X = np.linspace(-1, 1, 64, dtype=np.float32)
+
+
+@pytest.fixture
+def mlp():
+    return eqx.nn.MLP(64, 32, 64, depth=2, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes(mlp, scheme):
+    """Weights have the type's own rounding, the rest stays, and nothing turns dense in the call."""
+    model = ql.quantize(mlp, scheme)
+    dense = mlp
+    for i, layer in enumerate(mlp.layers):
+        assert type(model.layers[i].weight) is SCHEMES[scheme]
+        assert model.layers[i].bias is layer.bias
+        rounded = SCHEMES[scheme].quantize(layer.weight).materialise()
+        assert np.any(rounded != layer.weight)
+        dense = eqx.tree_at(lambda m, i=i: m.layers[i].weight, dense, rounded)
+    with ql.on_materialise("error"):
+        y = eqx.filter_jit(ql.quaxify(model))(X)
+    np.testing.assert_allclose(y, dense(X), atol=1e-5)
+
+
+def test_stored_bytes(mlp):
+    rows = ql.summary(ql.quantize(mlp, "nf4", block_size=64)).rows
+    weights = [row for row in rows if row.path.endswith("weight")]
+    assert all(row.stored_bytes == row.size // 2 + 4 * row.size // 64 for row in weights)
+
+
+def test_options_and_where(mlp):
+    model = ql.quantize(mlp, "nf4", where=["layers.0"], double_quant=True, block_size=32)
+    want = ql.NF4Array.quantize(mlp.layers[0].weight, double_quant=True, block_size=32)
+    assert eqx.tree_equal(model.layers[0].weight, want)
+    assert model.layers[1].weight is mlp.layers[1].weight
+
+
+def test_exclude(mlp):
+    model = ql.quantize(mlp, "int8", exclude=r"layers\.[12]")
+    assert [ql.is_value(layer.weight) for layer in model.layers] == [True, False, False]
+
+
+def test_before_or_after_adapting(mlp):
+    """The base of an adapter is quantised: the same model, whichever comes first."""
+    before = ql.loraify(ql.quantize(mlp), rank=4, key=KEY)
+    after = ql.quantize(ql.loraify(mlp, rank=4, key=KEY))
+    assert eqx.tree_equal(before, after)
+    assert isinstance(after.layers[0].weight.w, ql.NF4Array)
+
+
+def test_tied_weights_stay_tied():
+    w = jnp.ones((64, 64))
+    model = ql.quantize({"encoder": {"weight": w}, "decoder": {"weight": w}})
+    assert model["encoder"]["weight"] is model["decoder"]["weight"]
+
+
+def test_stacked_layers():
+    """A quantised stack of layers scans, and each layer is as if quantised alone."""
+    keys = jax.random.split(KEY, 3)
+    make = lambda k: eqx.nn.Linear(64, 64, key=k)
+    stack = ql.quantize(eqx.filter_vmap(make)(keys), "nf4")
+
+    @ql.quaxify
+    def run(stack, x):
+        arrays, static = eqx.partition(stack, eqx.is_array)
+        return jax.lax.scan(lambda x, layer: (eqx.combine(layer, static)(x), None), x, arrays)[0]
+
+    want = X
+    for k in keys:
+        layer = make(k)
+        dense = ql.NF4Array.quantize(layer.weight).materialise()
+        want = dense @ want + layer.bias
+    with ql.on_materialise("error"):
+        np.testing.assert_allclose(run(stack, X), want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: ql.quantize(m, "nf3"), "one of the schemes nf4, fp4, int8, int4; found 'nf3'"),
+        (lambda m: ql.quantize(m, where="layer.0"), "'layer.0' matches none .* 'layers.0'"),
+        (lambda m: ql.quantize(m, where=r".*bias"), "no weight of two or more axes"),
+        (lambda m: ql.quantize(m, exclude=r"layers\..*"), "`exclude` leaves nothing"),
+        (lambda m: ql.quantize(ql.quantize(m)), "layers.0.weight is a NF4Array already"),
+        (
+            lambda m: ql.quantize(ql.loraify(m, rank=2, key=KEY, modules_to_save=["layers.1"])),
+            "layers.1.weight is a TrainableArray; .* `exclude`",
+        ),
+    ],
+)
+def test_refused(mlp, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(mlp)
