@@ -245,6 +245,22 @@ def scan_params(
     return params | {"jaxpr": jaxpr, "num_consts": consts, "num_carry": carry} | linear
 
 
+def is_jit_without_options(fun: Any) -> bool:
+    """Whether `fun` is what `jax.jit(f)` returns, with nothing else said."""
+    info = getattr(fun, "_jit_info", None)
+    if info is None:
+        return False
+    leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
+    said = (
+        info.static_argnums or info.static_argnames or info.donate_argnums or info.donate_argnames,
+        info.keep_unused or info.device or info.backend or info.compiler_options_kvs,
+        any(x is not None for x in (*info.in_layouts_leaves, *info.out_layouts_leaves)),
+        any(x is not UNSPECIFIED for x in leaves),
+        getattr(info.inline, "name", info.inline) not in (False, "AUTO"),
+    )
+    return not any(said)
+
+
 def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
     """Whether a jit leaves no equation behind (`inline` became an enumeration in JAX 0.11)."""
     inline = params["inline"]

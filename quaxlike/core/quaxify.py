@@ -1,18 +1,20 @@
 """`quaxify`: runs a function with Values where arrays stood."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import equinox as eqx
+import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from . import compat
+from . import compat, recording
 from .policy import MaterialisationError
-from .rules import RuleError, RuleSet, active_layers, mark_in_use, resolver
-from .trace import QuaxTrace, ValueTracer, innermost
+from .rules import GLOBAL, RuleError, RuleSet, active_layers, mark_in_use, resolver
+from .trace import QuaxTrace, ValueTracer, innermost, kind_of
 from .values import Value, is_value
 
 _P = ParamSpec("_P")
@@ -33,24 +35,46 @@ class _Quaxified(Generic[_P, _T]):
 
     @compat.api_boundary
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            if self._whole is not None and active_layers.get() == (GLOBAL,) and _is_outermost():
+                return self._whole(*args, **kwargs)
+            return self._call(*args, **kwargs)
+        except (MaterialisationError, RuleError) as error:
+            compat.shorten_traceback(error)
+            raise
+
+    @functools.cached_property
+    def _whole(self) -> Callable[..., Any] | None:
+        """For a function that is jitted anyway: all of it, as one jitted function of the leaves.
+
+        Called eagerly, that spares dispatching the jit itself each time.
+        """
+        if (
+            self._rules is not None
+            or self._filter_spec is not True
+            or not compat.is_jit_without_options(self._fn)
+        ):
+            return None
+        quaxified = _Quaxified(self._fn, True, None)
+        return jax.jit(functools.wraps(self._fn)(lambda *args, **kwargs: quaxified._call(*args, **kwargs)))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         layers = active = active_layers.get()
         if self._rules is not None and self._rules not in layers:
             layers = (self._rules, *layers)
         mark_in_use()
-        with jexc.take_current_trace() as parent:
-            trace = QuaxTrace(parent, jexc.TraceTag(), resolver(layers))
-            fn, args, kwargs = _select(trace, self._filter_spec, (self._fn, args, kwargs))
-            token = None if layers is active else active_layers.set(layers)
-            try:
-                with jexc.set_current_trace(trace):
-                    out = fn(*args, **kwargs)
-            except (MaterialisationError, RuleError) as error:
-                compat.shorten_traceback(error)
-                raise
-            finally:
-                if token is not None:
-                    active_layers.reset(token)
-            return trace.unwrap_tree(out)
+        parent = compat.current_trace()
+        trace = QuaxTrace(parent, jexc.TraceTag(), resolver(layers))
+        fn, args, kwargs = _select(trace, self._filter_spec, self._fn, args, kwargs)
+        token = None if layers is active else active_layers.set(layers)
+        try:
+            compat.set_trace(trace)
+            out = fn(*args, **kwargs)
+        finally:
+            compat.set_trace(parent)
+            if token is not None:
+                active_layers.reset(token)
+        return trace.unwrap_tree(out)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else jtu.Partial(self, instance)
@@ -112,14 +136,29 @@ def quaxify(
     return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
 
 
-def _select(trace: QuaxTrace, filter_spec: PyTree, tree: Any) -> Any:
-    """`tree`, of (fn, args, kwargs), with a tracer in place of each selected Value."""
+def _is_outermost() -> bool:
+    """Whether nothing traces or records the call."""
+    return compat.is_eval_trace(compat.current_trace()) and recording.active() is None
+
+
+def _select(
+    trace: QuaxTrace, filter_spec: PyTree, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """(fn, args, kwargs), with a tracer in place of each selected Value."""
 
     def box(leaf: Any) -> Any:
         return ValueTracer(trace, leaf) if is_value(leaf) else leaf
 
+    def box_tree(tree: Any) -> Any:
+        kind = kind_of(tree)
+        if kind == "value":
+            return ValueTracer(trace, tree)
+        plain = kind == "array" or isinstance(tree, types.FunctionType)
+        return tree if plain else jtu.tree_map(box, tree, is_leaf=is_value)
+
     if filter_spec is True:
-        return jtu.tree_map(box, tree, is_leaf=is_value)
+        return box_tree(fn), map(box_tree, args), {k: box_tree(v) for k, v in kwargs.items()}
+    tree = (fn, args, kwargs)
     try:
         dynamic, static = eqx.partition(tree, filter_spec, is_leaf=is_value)
     except ValueError as error:

@@ -21,6 +21,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
     __slots__ = ("_aval", "quax_tag", "quax_value")
+    __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX asks several times a call
 
     def __init__(self, trace: "QuaxTrace", value: Value) -> None:
         self._trace = trace
@@ -125,7 +126,7 @@ class QuaxTrace(jax.core.Trace):
     close over tracers of the level, and run under a second trace of it.
     """
 
-    def __init__(self, parent_trace: jax.core.Trace, tag: jexc.TraceTag, resolver: Resolver) -> None:
+    def __init__(self, parent_trace: Any, tag: jexc.TraceTag, resolver: Resolver) -> None:
         super().__init__()
         self.parent_trace = parent_trace
         self.tag = tag
@@ -225,6 +226,8 @@ class QuaxTrace(jax.core.Trace):
 
     def unwrap_tree(self, tree: Any) -> Any:
         """`tree` with the Value in place of each tracer of this level, those inside Values included."""
+        if kind_of(tree) == "array":
+            return self.unwrap(tree)
         return jtu.tree_map(self.unwrap, tree)
 
 
