@@ -151,7 +151,7 @@ def _compensated_sum(summands: list[jax.Array], error: jax.Array) -> _Sum:
     total, *others = summands
     for summand in others:
         total, lost = _two_sum(total, summand)
-        error = error + lost
+        error, _ = _two_sum(error, lost)  # as a plain sum, it could be merged with the next one
     # The error may have grown as large as the total: hand back a total that is rounded once.
     total, rest = _two_sum(total, error)
     return _Sum(total, -rest)

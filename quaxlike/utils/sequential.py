@@ -27,7 +27,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
     **Arguments:**
 
     - `func`: a function from pytrees to a pytree of arrays. It is traced at each call, and may
-        close over traced values.
+        close over traced values. Collectives over a mapped axis are an error.
 
     **Returns:**
 
@@ -74,12 +74,20 @@ def _call(*operands: Any, jaxpr: ClosedJaxpr) -> list[Any]:
 
 
 def _batch(
-    operands: Sequence[Any], axes: Sequence[int | None], *, jaxpr: ClosedJaxpr
-) -> tuple[list[Any], list[int]]:
-    is_mapped = [axis is not None for axis in axes]
+    axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: ClosedJaxpr
+) -> tuple[list[Any], Sequence[int | None]]:
+    if any(getattr(effect, "name", None) == axis.name for effect in jaxpr.effects):
+        raise NotImplementedError(
+            f"A function under sequential_vmap_with_vjp has a collective over the axis {axis.name!r} of a "
+            "vmap around it, but is run for one item after the other. Move the collective out of it."
+        )
+    if all(dim is None for dim in dims):
+        outs = sequential_call_p.bind(*operands, jaxpr=jaxpr)
+        return outs, [None] * len(outs)
+    is_mapped = [dim is not None for dim in dims]
     _, shared = split(is_mapped, operands)
-    pairs = zip(operands, axes, strict=True)
-    mapped = [jnp.moveaxis(x, axis, 0) for x, axis in pairs if axis is not None]
+    pairs = zip(operands, dims, strict=True)
+    mapped = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
         # Another vmap around this one has to find the call again.
@@ -141,5 +149,5 @@ sequential_call_p.def_impl(_call)
 sequential_call_p.def_effectful_abstract_eval(lambda *avals, jaxpr: (jaxpr.out_avals, jaxpr.effects))
 ad.primitive_jvps[sequential_call_p] = _jvp
 ad.primitive_transposes[sequential_call_p] = _transpose
-batching.primitive_batchers[sequential_call_p] = _batch
+batching.fancy_primitive_batchers[sequential_call_p] = _batch
 mlir.register_lowering(sequential_call_p, mlir.lower_fun(_call, multiple_results=True))

@@ -3,7 +3,7 @@
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
 
 import jax
@@ -132,15 +132,15 @@ def jit(
 
 
 @overload
-def vectorize(pyfunc: _F, *, excluded: frozenset[int | str] = ..., signature: str | None = ...) -> _F: ...
+def vectorize(pyfunc: _F, *, excluded: Set[int | str] = ..., signature: str | None = ...) -> _F: ...
 @overload
 def vectorize(
-    pyfunc: None = None, *, excluded: frozenset[int | str] = ..., signature: str | None = ...
+    pyfunc: None = None, *, excluded: Set[int | str] = ..., signature: str | None = ...
 ) -> Callable[[_F], _F]: ...
 def vectorize(
     pyfunc: Any = None,
     *,
-    excluded: frozenset[int | str] = frozenset(),
+    excluded: Set[int | str] = frozenset(),
     signature: str | None = None,
 ) -> Any:
     """`jnp.vectorize`, which keeps the type and takes every argument by position or by keyword.
@@ -192,7 +192,7 @@ def _by_position(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    excluded: frozenset[int | str],
+    excluded: Set[int | str],
 ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[int]]:
     """The positional arguments, those that stay keywords, and the excluded positions."""
     indices = frozenset(e for e in excluded if isinstance(e, int))
@@ -235,8 +235,8 @@ def shard_map(
     *,
     out_specs: Any,
     in_specs: Any = None,
-    mesh: Any = None,
-    axis_names: frozenset[str] = frozenset(),
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    axis_names: Set[Hashable] = frozenset(),
     check_vma: bool = True,
 ) -> _F:
     """`jax.shard_map`, which keeps the type and takes arguments by position or by keyword.
@@ -304,7 +304,7 @@ def shard_map(
     return cast(_F, wrapper)
 
 
-def _require_explicit_axes(mesh: Any, axis_names: frozenset[str]) -> None:
+def _require_explicit_axes(mesh: Any, axis_names: Set[Hashable]) -> None:
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     others = {

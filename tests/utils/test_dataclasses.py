@@ -315,6 +315,14 @@ def test_static_fields_set_after_init_are_checked():
         Late(1)
 
 
+def test_unhashable_defaults_are_refused_with_the_class():
+    with pytest.raises(ValueError, match=r"mutable default .* for field tags is not allowed"):
+
+        @dataclass
+        class _:
+            tags: Any = field(default=[], static=True)
+
+
 def test_inherited_static_fields_are_checked_with_the_name_of_the_subclass():
     @dataclass
     class Child(Named):

@@ -375,6 +375,13 @@ def test_of_equinox_modules_with_converters_checks_and_inits():
     assert eqx.tree_equal(changed, expected)
 
 
+def test_the_order_of_bases_does_not_matter():
+    class Other(eqx.Module, HasLensFields):
+        w: LensField[Any]
+
+    assert Other.w.set(Other(1), 2).w == 2
+
+
 def test_of_a_subclass_of_a_module():
     class Child(Module):
         extra: LensField[int] = lens_field(default=1)

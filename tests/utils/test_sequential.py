@@ -291,6 +291,40 @@ def test_inside_scan_and_cond():
     np.testing.assert_allclose(jax.vmap(choose)(Y), expected, rtol=1e-6)
 
 
+def test_a_vmap_that_maps_nothing():
+    g = sequential_vmap_with_vjp(jnp.sin)
+    out = jax.vmap(g, in_axes=None, axis_size=3)(Y[0])
+    np.testing.assert_allclose(out, jnp.sin(jnp.stack([Y[0]] * 3)))
+    assert "scan" not in names(jax.vmap(lambda x, y: g(y) * x, in_axes=(0, None)), jnp.ones(3), 2.0)
+
+
+def test_collectives_over_the_mapped_axis():
+    centered = sequential_vmap_with_vjp(lambda x: x - jax.lax.pmean(x, "items"))
+    with pytest.raises(
+        NotImplementedError, match=r"collective over the axis 'items' .* Move the collective out"
+    ):
+        jax.vmap(centered, axis_name="items")(Y)
+    np.testing.assert_allclose(jax.vmap(sequential_vmap_with_vjp(jnp.sin), axis_name="items")(Y), jnp.sin(Y))
+
+
+def test_a_function_with_a_vjp_of_its_own():
+    @jax.custom_vjp
+    def external(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def backward(x, ct):
+        assert x.shape == ct.shape == ()
+        return (jax.pure_callback(np.cos, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * ct,)
+
+    external.defvjp(lambda x: (external(x), x), backward)
+    g = jax.vmap(sequential_vmap_with_vjp(lambda x: external(x) * x))
+    found = jax.jit(jax.grad(lambda x: jnp.sum(g(x) ** 2)))(Y[0])
+    expected = jax.grad(lambda x: jnp.sum((jnp.sin(x) * x) ** 2))(Y[0])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
+        jax.jvp(g, (Y[0],), (Y[0],))
+
+
 def test_inside_shard_map():
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
     g = sequential_vmap_with_vjp(lambda x: jnp.sum(x**2))

@@ -102,6 +102,24 @@ def test_dataclasses_and_lenses_with_values():
     assert_value(out, Strict, -X @ X.T)
 
 
+class Scaled(HasLensFields, ql.ArrayValue):
+    array: LensField[jax.Array]
+    scale: LensField[jax.Array]
+
+    def materialise(self):
+        return self.array * self.scale
+
+
+def test_lenses_of_values():
+    value = Scaled(X, jnp.float32(2))
+    changed = Scaled.scale.set(value, jnp.float32(3))
+    np.testing.assert_allclose(ql.materialise(changed), 3 * X)
+    np.testing.assert_allclose(ql.materialise(value), 2 * X)
+    assert (changed.shape, changed.dtype) == (X.shape, X.dtype)
+    doubled = Layer.w.focus(Scaled.array).update(Layer(value), lambda x: 2 * x)
+    np.testing.assert_allclose(ql.materialise(doubled.w), 4 * X)
+
+
 # Inside quaxify
 
 

@@ -162,7 +162,7 @@ def transforms() -> None:
     def power(x: Array, n: int = 2) -> Array:
         return x**n
 
-    @vectorize(signature="(n)->()", excluded=frozenset({1}))
+    @vectorize(signature="(n)->()", excluded={1})
     def norm(x: Array, order: int = 2) -> Array:
         return jnp.sum(x**order)
 
@@ -204,7 +204,7 @@ def wrong_transforms(x: Array, f: Callable[[Array], Array]) -> None:
     jit(f, static=True)  # pyright: ignore[reportCallIssue]
     jit(3)  # pyright: ignore[reportArgumentType, reportCallIssue]
     vectorize(f)(1)  # pyright: ignore[reportArgumentType]
-    vectorize(f, excluded={1})  # pyright: ignore[reportArgumentType, reportCallIssue]
+    vectorize(f, excluded=1)  # pyright: ignore[reportArgumentType, reportCallIssue]
     shard_map(f)  # pyright: ignore[reportCallIssue]
     shard_map(f, out_specs=None)("text")  # pyright: ignore[reportArgumentType]
     linearize(f, "text")  # pyright: ignore[reportArgumentType]
