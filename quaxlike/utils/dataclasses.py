@@ -8,20 +8,15 @@ from typing import Any, TypeVar, cast, dataclass_transform, overload
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
+from .equality import equal, hash_of, is_static, made
 from .lenses import LensField, LensSpec, make_lens_fields, make_slot_lenses
 
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type[Any])
 _MISSING = dataclasses.MISSING
 _Missing = dataclasses._MISSING_TYPE  # pyright: ignore[reportPrivateUsage]
-
-# The classes that `dataclass` has made. JAX's registry keeps classes alive as well.
-_made: set[type[Any]] = set()
 
 
 def field(
@@ -193,6 +188,7 @@ def dataclass(
     !!! example
 
         ```python
+        import jax.numpy as jnp
         from quaxlike.utils import dataclass, field
 
         @dataclass
@@ -206,7 +202,7 @@ def dataclass(
     """
 
     def decorate(cls: Any) -> Any:
-        if cls in _made:
+        if cls in made:
             return cls
         if issubclass(cls, eqx.Module):
             raise TypeError(
@@ -230,20 +226,16 @@ def dataclass(
         )
         make_slot_lenses(cls)
         if eq and "__eq__" not in before:
-            cls.__eq__ = _equal
+            cls.__eq__ = equal
         if vars(cls).get("__hash__") not in (None, before.get("__hash__")):
-            cls.__hash__ = _hash
+            cls.__hash__ = hash_of
         if "__init__" in vars(cls):
             cls.__init__ = _checking_static_fields(cls.__init__)
         _register(cls)
-        _made.add(cls)
+        made.add(cls)
         return cls
 
     return decorate if cls is None else decorate(cls)
-
-
-def _is_static(field: dataclasses.Field[Any]) -> bool:
-    return field.metadata.get("static", False)
 
 
 def _checking_static_fields(init: Callable[..., None]) -> Callable[..., None]:
@@ -251,7 +243,7 @@ def _checking_static_fields(init: Callable[..., None]) -> Callable[..., None]:
     def checked_init(self: Any, /, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         for f in dataclasses.fields(self):
-            if not _is_static(f) or not hasattr(self, f.name):
+            if not is_static(f) or not hasattr(self, f.name):
                 continue
             value = getattr(self, f.name)
             try:
@@ -272,8 +264,8 @@ _Structure = tuple[tuple[str, ...], tuple[str, ...], tuple[Hashable, ...]]
 
 def _register(cls: type[Any]) -> None:
     fields = dataclasses.fields(cls)
-    children = tuple(f.name for f in fields if not _is_static(f))
-    static = tuple(f.name for f in fields if _is_static(f))
+    children = tuple(f.name for f in fields if not is_static(f))
+    static = tuple(f.name for f in fields if is_static(f))
     get_children, get_static = _getter(children), _getter(static)
 
     def flatten(obj: Any) -> tuple[Iterable[Any], _Structure]:
@@ -306,71 +298,3 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     if len(names) < 2:  # then attrgetter gives no tuple, or cannot be made
         return lambda obj: tuple(getattr(obj, name) for name in names)
     return operator.attrgetter(*names)
-
-
-def _equal(self: Any, other: Any) -> Any:
-    """`__eq__`: a bool, or a traced one where arrays are traced."""
-    if type(other) is not type(self):
-        return NotImplemented
-    names = [f.name for f in dataclasses.fields(self) if f.compare and not _is_static(f)]
-    static = [f.name for f in dataclasses.fields(self) if f.compare and _is_static(f)]
-    if any(getattr(self, name) != getattr(other, name) for name in static):
-        return False
-    leaves, structure = _flatten_to_dataclasses([getattr(self, name) for name in names])
-    others, other_structure = _flatten_to_dataclasses([getattr(other, name) for name in names])
-    if structure != other_structure:
-        return False
-    equal: Any = True
-    for leaf, other_leaf in zip(leaves, others, strict=True):
-        same = _leaf_equal(leaf, other_leaf)
-        if same is False:
-            return False
-        equal = equal & same
-    return equal
-
-
-def _hash(self: Any) -> int:
-    """`__hash__`: equal instances have equal hashes."""
-    fields = [f for f in dataclasses.fields(self) if (f.compare if f.hash is None else f.hash)]
-    static = tuple(getattr(self, f.name) for f in fields if _is_static(f))
-    leaves, _ = _flatten_to_dataclasses([getattr(self, f.name) for f in fields if not _is_static(f)])
-    return hash((static, *map(_leaf_hash, leaves)))
-
-
-def _flatten_to_dataclasses(tree: Any) -> Any:
-    # Nested ones compare by their own `__eq__`, which may leave fields out.
-    return jax.tree.flatten(tree, is_leaf=lambda node: type(node) in _made)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
-
-
-def _on_host(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        with jax.ensure_compile_time_eval():
-            x = jax.random.key_data(x)
-    return np.asarray(x)
-
-
-def _leaf_equal(x: Any, y: Any) -> Any:
-    if not _is_array(x) and not _is_array(y):
-        return x == y
-    if not (_is_array(x) and _is_array(y)) or x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if isinstance(x, Tracer) or isinstance(y, Tracer):
-        return jnp.all(jnp.asarray(x) == jnp.asarray(y))
-    return bool(np.array_equal(_on_host(x), _on_host(y)))
-
-
-def _leaf_hash(x: Any) -> int:
-    if not _is_array(x):
-        return hash(x)
-    if isinstance(x, Tracer):
-        raise TypeError(
-            f"Cannot hash a dataclass that holds a traced array ({x.aval}), whose values are not "
-            "known yet. Hash it outside of jit, grad and vmap."
-        )
-    # Adding zero makes -0.0 and 0.0, which are equal, the same bytes.
-    values = _on_host(x) + np.zeros((), _on_host(x).dtype)
-    return hash((x.shape, str(x.dtype), values.tobytes()))

@@ -431,6 +431,12 @@ def test_equality_of_traced_arrays_is_traced():
     jax.jit(lambda x: x if (Point(x, 0) == Point(x, 1)) is False else None)(1.0)
 
 
+def test_equality_of_nested_traced_ones():
+    equal = jax.jit(lambda x, y: Point(Named(x), [Point(y, 0)]) == Point(Named(y), [Point(x, 0)]))
+    assert bool(equal(jnp.ones(2), jnp.ones(2))) is True
+    assert bool(equal(jnp.ones(2), jnp.zeros(2))) is False
+
+
 def test_hash_of_traced_arrays_is_an_error():
     with pytest.raises(TypeError, match=r"holds a traced array .*float32"):
         jax.jit(lambda x: hash(Point(x, 0)))(1.0)
