@@ -102,6 +102,11 @@ def _plain_sum(primitive: jexc.Primitive, x: Array, y: Linear, **params):
     return _sum_plain(primitive, y, x, **params)
 
 
+@ql.register("sub")
+def _plain_difference(x: Array, y: Linear, **params):
+    return _sum_plain(jax.lax.add_p, jtu.tree_map(jnp.negative, y), x)
+
+
 @ql.register(["mul", "div"])
 def _scale(primitive: jexc.Primitive, x: Linear, y: Array, **params):
     return jtu.tree_map(lambda leaf: primitive.bind(leaf, y, **params), x)
@@ -222,3 +227,31 @@ def _pad_product(x: Product, fill: Array, **params):
 def _update_product(x: Product, y: Product, *starts: Array, **params):
     out = jax.lax.dynamic_update_slice_p.bind(x.x * x.y, y.x * y.y, *starts, **params)
     return Product(out, jnp.ones_like(out))
+
+
+class Through(ql.ArrayValue):
+    """Passes every primitive through to its array by `default`; refuses to materialise."""
+
+    linear: ClassVar[bool] = True
+    array: Any
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self) -> Array:
+        raise RuntimeError("Through refuses to materialise")
+
+    def leading_axis(self):
+        return [0]
+
+    @classmethod
+    def promote(cls, array, like):
+        return cls(array)
+
+    @staticmethod
+    def default(primitive, values, params):
+        arrays = [x.array if isinstance(x, Through) else x for x in values]
+        cls = next(type(x) for x in values if isinstance(x, Through))
+        out = primitive.bind(*arrays, **primitive.get_bind_params(params))
+        wrap = lambda x: cls(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        return [wrap(x) for x in out] if primitive.multiple_results else wrap(out)

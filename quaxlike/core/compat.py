@@ -183,6 +183,10 @@ def opened(jaxpr: jexc.ClosedJaxpr) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def jvp_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
+    return ad.primitive_jvps[primitive]
+
+
 def weakly_cached(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Memoises a function of one object, for as long as the object lives."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)

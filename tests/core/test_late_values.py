@@ -101,7 +101,10 @@ def test_built_inside_an_inner_transform_is_materialised_under_the_policy():
 
     f = ql.quaxify(jax.grad(lambda y: jnp.sum(lax.mul(Plain(y), y))))
     np.testing.assert_allclose(f(jnp.arange(3.0)), 4.0 * jnp.arange(3.0))
-    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="inner transform took apart"):
+    with (
+        ql.on_materialise("error"),
+        pytest.raises(ql.MaterialisationError, match="inner transform took apart"),
+    ):
         f(jnp.arange(3.0))
 
 

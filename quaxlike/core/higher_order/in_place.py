@@ -1,14 +1,19 @@
-"""Primitives that are evaluated in place: composites, and JAX's high-level primitives (`lax.custom_root` is
-one from 0.12), whose jvp rule is kept."""
+"""Primitives that are evaluated in place, their jvp rules kept: composites, JAX's high-level primitives
+(`lax.custom_root` is one from 0.12), and lineax's `linear_solve`."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 from .. import compat
+from ..policy import dense
+from ..quaxify import value_of
 from ..subjaxpr import evaluate
 from ..trace import QuaxTrace, builtin
 
@@ -28,14 +33,55 @@ def _call_hi_primitive(
 ) -> list[Any]:
     hi = params["_prim"]
 
-    @jax.custom_jvp
-    def call(*args: Any) -> Any:
-        return hi.expand(*args)
+    def implementation(*flat: Any) -> list[Any]:
+        return jtu.tree_leaves(hi.expand(*jtu.tree_unflatten(hi.in_tree, flat)))
 
-    call.defjvp(hi.jvp)
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        out, out_dot = hi.jvp(*(tuple(jtu.tree_unflatten(hi.in_tree, xs)) for xs in (primals, tangents)))
+        return jtu.tree_leaves(out), jtu.tree_leaves(out_dot)
+
+    return _call(trace, implementation, jvp, operands, symbolic_zeros=False)
+
+
+@builtin("linear_solve")
+def _lineax_solve(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    def implementation(*flat: Any) -> list[Any]:
+        return primitive.impl(*flat, **params)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        # The tangent solve has to stay the primitive, which knows its transpose: so it is one of arrays.
+        tangents = [dense(value_of(t), "linear_solve") for t in tangents]
+        tangents = [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
+        return compat.jvp_rule(primitive)(primals, tangents, **params)
+
+    return _call(trace, implementation, jvp, operands, symbolic_zeros=True)
+
+
+def _call(
+    trace: QuaxTrace,
+    implementation: Callable[..., list[Any]],
+    jvp: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]],
+    operands: Sequence[Any],
+    *,
+    symbolic_zeros: bool,
+) -> list[Any]:
+    """Runs a primitive as the function of arrays that it stands for, with its own derivative."""
+    call = jax.custom_jvp(implementation)
+
+    @functools.partial(call.defjvp, symbolic_zeros=symbolic_zeros)
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        out, out_dot = jvp(primals, tangents)
+        dots = zip(out, out_dot, strict=True)
+        return out, [SymbolicZero(jax.typeof(x).to_tangent_aval()) if _is_zero(t) else t for x, t in dots]
+
     with jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         with jexc.set_current_trace(inner):
-            args = jtu.tree_unflatten(hi.in_tree, [inner.box(x) for x in operands])
-            out = (hi.expand if compat.is_eval_trace(parent) else call)(*args)
-        return [inner.unwrap(x) for x in jtu.tree_leaves(out)]
+            out = (implementation if compat.is_eval_trace(parent) else call)(*map(inner.box, operands))
+        return [inner.unwrap(x) for x in out]
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, ad.Zero | SymbolicZero)

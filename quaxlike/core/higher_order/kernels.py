@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import jax.extend.core as jexc
 
+from .. import compat
 from ..trace import QuaxTrace, builtin
 from ..values import is_value
 
@@ -13,7 +14,7 @@ from ..values import is_value
 def _pallas_call(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> NoReturn:
-    name = params.get("name") or getattr(params.get("name_and_src_info"), "name", None) or "unnamed"
+    name = params.get("name") or compat.debug_info_of(params["jaxpr"]).func_name
     raise _takes_arrays(f"The Pallas kernel {name!r}", operands)
 
 

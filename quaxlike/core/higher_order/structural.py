@@ -106,6 +106,23 @@ def _write(
     return trace.dispatch(primitive, [buffer, *operands[1:]], params)
 
 
+@builtin("maybe_set")
+def _maybe_set(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """The same for the buffers of Equinox's loops, which are written where a predicate holds."""
+    which, buffer, x, *index = operands
+    if not is_value(x) or any(map(is_value, (which, *index))):
+        return by_default(primitive, operands, params)
+    if not is_value(buffer):
+        buffer = type(x).promote(buffer, x)
+    if buffer is NotImplemented or jtu.tree_structure(buffer) != jtu.tree_structure(x):
+        return by_default(primitive, operands, params)
+    into, (slot,) = flatten([buffer])
+    pairs = zip(into, flatten([x])[0], strict=True)
+    return [slot.unflatten([primitive.bind(which, to, leaf, *index, **params)[0] for to, leaf in pairs])]
+
+
 @builtin("add_any", "add_jaxvals")
 def _add_jaxvals(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]

@@ -1,0 +1,178 @@
+"""Programs of other libraries, unmodified, with Values flowing through."""
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import optax
+import optimistix as optx
+import pytest
+
+import quaxlike as ql
+from tests.strict import Through
+
+Y0 = (1.0, -2.0, 3.0, 0.5)
+
+
+class Dense(Through):
+    """The same, for where a library asks for a plain array."""
+
+    def materialise(self):
+        return self.array
+
+
+def _decay(y0, saveat=None, dtmax=None):
+    term = diffrax.ODETerm(lambda t, y, args: y * -0.5)
+    controller = diffrax.PIDController(rtol=1e-5, atol=1e-5)
+    saveat = diffrax.SaveAt(t1=True) if saveat is None else saveat
+    solution = diffrax.diffeqsolve(
+        term, diffrax.Tsit5(), 0.0, 1.0, 0.1, y0, saveat=saveat, stepsize_controller=controller
+    )
+    return solution.ys
+
+
+@pytest.mark.usefixtures("default_promotion")
+class TestDiffrax:
+    def test_saved_outputs_keep_the_type(self):
+        y0, saveat = jnp.array(Y0), diffrax.SaveAt(ts=jnp.linspace(0.0, 1.0, 3))
+        controlled = ql.quaxify(_decay)(Through(y0), saveat)
+        assert type(controlled) is Through
+        np.testing.assert_allclose(controlled.array, _decay(y0, saveat), rtol=1e-5)
+
+    @pytest.mark.slow
+    def test_gradient_through_the_default_adjoint(self):
+        y0 = jnp.array(Y0)
+        found = jax.jit(jax.grad(lambda y: jnp.sum(ql.quaxify(_decay)(Dense(y)).array)))(y0)
+        np.testing.assert_allclose(found, jax.grad(lambda y: jnp.sum(_decay(y)))(y0), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("default_promotion")
+class TestSolvers:
+    def test_lineax(self):
+        operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0, 4.0]))
+        solve = lambda b: lx.linear_solve(operator, b).value
+        found = ql.quaxify(solve)(Through(jnp.array(Y0)))
+        assert type(found) is Through
+        np.testing.assert_allclose(found.array, solve(jnp.array(Y0)), rtol=1e-6)
+
+    def test_gradient_through_lineax(self):
+        operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0, 4.0]))
+        solve = lambda b: lx.linear_solve(operator, b).value
+        found = jax.grad(lambda b: jnp.sum(ql.quaxify(solve)(Dense(b)).array))(jnp.array(Y0))
+        np.testing.assert_allclose(found, 1.0 / jnp.array([1.0, 2.0, 3.0, 4.0]), rtol=1e-6)
+
+    @pytest.mark.parametrize("method", ["root", "fixed_point"])
+    def test_optimistix(self, method):
+        def solve(a):
+            if method == "root":
+                solver = optx.Newton(rtol=1e-5, atol=1e-5)
+                return optx.root_find(lambda y, a: 2.0 * y - a, solver, jnp.zeros(4), args=a).value
+            solver = optx.FixedPointIteration(rtol=1e-5, atol=1e-5)
+            return optx.fixed_point(lambda y, a: 0.5 * y + a, solver, jnp.zeros(4), args=a).value
+
+        found = ql.quaxify(solve)(Through(jnp.array(Y0)))
+        assert type(found) is Through
+        np.testing.assert_allclose(found.array, solve(jnp.array(Y0)), rtol=1e-4)
+
+
+def _train(model, forward, steps=10):
+    """Losses of an optax loop over the trainable part of a model."""
+    params, static = eqx.partition(model, ql.trainable(model))
+    schedule = optax.cosine_decay_schedule(1e-2, steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    x = jax.random.normal(jax.random.key(3), (16, 4))
+    y = jnp.sum(x, axis=1, keepdims=True)
+
+    @jax.jit
+    def step(params, state):
+        loss = lambda params: jnp.mean((ql.quaxify(forward)(eqx.combine(params, static), x) - y) ** 2)
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return eqx.apply_updates(params, updates), state, value
+
+    state, losses = optimizer.init(params), []
+    with ql.on_materialise("error"):
+        for _ in range(steps):
+            params, state, value = step(params, state)
+            losses.append(float(value))
+    return losses
+
+
+@pytest.mark.usefixtures("default_promotion")
+class TestOptax:
+    def test_equinox_model(self):
+        model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+        model = ql.loraify(model, rank=2, key=jax.random.key(1))
+        static = eqx.filter(model, eqx.is_array, inverse=True)
+        arrays = eqx.filter(model, eqx.is_array)
+        losses = _train(arrays, lambda m, x: jax.vmap(eqx.combine(m, static))(x))
+        assert losses[-1] < losses[0]
+
+    def test_plain_jax_model(self):
+        keys = jax.random.split(jax.random.key(0), 2)
+        model = {
+            "hidden": {"weight": jax.random.normal(keys[0], (8, 4)), "bias": jnp.zeros(8)},
+            "out": {"weight": jax.random.normal(keys[1], (1, 8)), "bias": jnp.zeros(1)},
+        }
+        model = ql.loraify(model, rank=2, where=r".*weight", key=jax.random.key(1))
+
+        def forward(model, x):
+            hidden = jax.nn.relu(x @ model["hidden"]["weight"].T + model["hidden"]["bias"])
+            return hidden @ model["out"]["weight"].T + model["out"]["bias"]
+
+        losses = _train(model, forward)
+        assert losses[-1] < losses[0]
+
+
+class TestAheadOfTime:
+    def test_lower_and_compile(self):
+        x = Through(jnp.array(Y0))
+        compiled = jax.jit(ql.quaxify(lambda v: v * 2.0)).lower(x).compile()
+        np.testing.assert_array_equal(compiled(x).array, 2.0 * x.array)
+
+    def test_export(self):
+        f = jax.jit(lambda x: ql.quaxify(lambda v: v * 2.0)(Through(x)).array)
+        x = jnp.array(Y0)
+        np.testing.assert_array_equal(jax.export.export(f)(x).call(x), 2.0 * x)
+
+    def test_shapes_and_jaxprs(self):
+        x, f = Through(jnp.array(Y0)), ql.quaxify(lambda v: v * 2.0)
+        assert jax.eval_shape(f, x).array.shape == (4,)
+        assert [eqn.primitive.name for eqn in jax.make_jaxpr(f)(x).eqns] == ["mul"]
+
+
+def test_keys_beside_values():
+    x = Through(jnp.array(Y0))
+    found = ql.quaxify(lambda v, key: v * jax.random.normal(key, (4,)))(x, jax.random.key(0))
+    np.testing.assert_allclose(found.array, x.array * jax.random.normal(jax.random.key(0), (4,)))
+
+
+def test_debug_print_shows_the_value(capfd):
+    ql.quaxify(lambda v: jax.debug.print("v = {v}", v=v))(Through(jnp.array(Y0)))
+    jax.effects_barrier()
+    assert "v = Through(" in capfd.readouterr().out
+
+
+def test_debug_callback_sees_the_value():
+    seen = []
+    ql.quaxify(jax.jit(lambda v: jax.debug.callback(seen.append, v)))(Through(jnp.array(Y0)))
+    jax.effects_barrier()
+    assert [type(x) for x in seen] == [Through]
+
+
+def test_pallas_kernel_is_named():
+    from jax.experimental import pallas as pl
+
+    def double(x_ref, out_ref):
+        out_ref[...] = 2.0 * x_ref[...]
+
+    call = pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct((4,), jnp.float32), interpret=True)
+    with pytest.raises(NotImplementedError, match=r"kernel '?double.*takes arrays; found Through"):
+        ql.quaxify(call)(Through(jnp.array(Y0)))
+
+
+def test_ref_of_a_value():
+    with pytest.raises(NotImplementedError, match=r"new_ref.*takes arrays; found Through"):
+        ql.quaxify(lambda v: jax.new_ref(v)[...])(Through(jnp.array(Y0)))
