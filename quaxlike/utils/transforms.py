@@ -174,14 +174,17 @@ def vectorize(
     """
 
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        mapped = jnp.vectorize(fun, excluded=excluded, signature=signature)
+        has_names = any(isinstance(e, str) for e in excluded)
+
         @functools.wraps(fun)
         def vectorized(*args: Any, **kwargs: Any) -> Any:
-            # jnp.vectorize maps positional arguments only; others it drops.
-            args, kept, handed_on = _by_position(fun, args, kwargs, excluded)
-            positional = jnp.vectorize(
-                functools.partial(fun, **kept), excluded=handed_on, signature=signature
-            )
-            return positional(*args)
+            if not kwargs and not has_names:
+                return mapped(*args)
+            # jnp.vectorize maps over positional arguments only; others it drops.
+            args, kept, indices = _by_position(fun, args, kwargs, excluded)
+            bound = functools.partial(fun, **kept)
+            return jnp.vectorize(bound, excluded=indices, signature=signature)(*args)
 
         return vectorized
 
@@ -195,18 +198,16 @@ def _by_position(
     excluded: Set[int | str],
 ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[int]]:
     """The positional arguments, those that stay keywords, and the excluded positions."""
-    indices = frozenset(e for e in excluded if isinstance(e, int))
-    if not kwargs and indices == excluded:
-        return args, {}, indices
     signature = inspect.signature(fun)
     given = signature.bind(*args, **kwargs).arguments
     parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
     last = max((i for i, p in enumerate(parameters) if p.name in given), default=-1)
+    by_position = [given.get(p.name, p.default) for p in parameters[: last + 1]]
+    by_position += args[len(parameters) :]
+    indices = {e for e in excluded if isinstance(e, int)}
     indices |= {i for i, p in enumerate(parameters) if p.name in excluded}
     # A parameter left to its default, in front of one that is given, is not mapped over.
     indices |= {i for i, p in enumerate(parameters[: last + 1]) if p.name not in given}
-    by_position = [given.get(p.name, p.default) for p in parameters[: last + 1]]
-    by_position += args[len(parameters) :]
     kept = {name: x for name, x in kwargs.items() if name not in signature.parameters}
     kept |= {
         p.name: kwargs[p.name]
@@ -219,7 +220,7 @@ def _by_position(
             f"vectorize maps over positional arguments; {', '.join(mapped)} of {_name(fun)} can "
             "only be given by keyword. Add it to `excluded`, or make the parameter positional."
         )
-    return tuple(by_position), kept, indices
+    return tuple(by_position), kept, frozenset(indices)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -258,7 +259,7 @@ def shard_map(
 
     **Raises:**
 
-    - `ValueError`: if `in_specs` is absent and an axis of the mesh is not `Explicit`.
+    - `ValueError`: if `in_specs` is absent and an axis of the mesh is of type `Auto`.
     - `TypeError`: if a keyword-only parameter of `f` is given, for which `in_specs` has no place.
 
     !!! example
@@ -310,7 +311,7 @@ def _require_explicit_axes(mesh: Any, axis_names: Set[Hashable]) -> None:
     others = {
         name: kind.name
         for name, kind in types.items()
-        if (not axis_names or name in axis_names) and kind != jax.sharding.AxisType.Explicit
+        if (not axis_names or name in axis_names) and kind == jax.sharding.AxisType.Auto
     }
     if others:
         raise ValueError(

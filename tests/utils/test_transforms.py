@@ -246,6 +246,11 @@ def test_arguments_that_do_not_fit():
         norm(order=1)
 
 
+def test_wrong_exclusions():
+    with pytest.raises(ValueError, match="contains negative numbers"):
+        vectorize(power, excluded=frozenset({-1}))
+
+
 def test_vectorize_under_transforms():
     np.testing.assert_allclose(jax.jit(lambda x: norm(x, order=1))(X), X.sum(-1))
     grad = jax.grad(lambda x: norm(x, order=1).sum())(X + 1)
