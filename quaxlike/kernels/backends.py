@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -89,11 +89,7 @@ def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, 
 
     **Returns:** the [`Choice`][quaxlike.kernels.Choice].
     """
-    if platform is None:
-        device = jax.devices()[0]
-        platform = device.platform
-        if platform == "gpu":
-            platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+    platform = _device_platform() if platform is None else platform
     return primitive.slot("backend")(platform, *operands, **params)
 
 
@@ -118,8 +114,9 @@ def kernel_primitive(
 
     def run_on(platform: str, *operands: Any, **params: Any) -> jax.Array:
         choice = choose(platform, *operands, **params)
-        asked = wanted(platform, params.pop("backend"))
-        if choice.backend != asked:
+        asked = _asked(platform, params.pop("backend"))
+        # What is lowered for ROCm besides CUDA, and never run, is not worth a word.
+        if choice.backend != asked and platform in (_device_platform(), "cuda", "tpu"):
             _tell_once(name, asked, choice)
         return choice.run(*operands, **params)
 
@@ -135,18 +132,38 @@ def kernel_primitive(
     return primitive
 
 
-def wanted(platform: str, forced: Backend | None) -> Backend:
-    """The backend to try first on a platform."""
-    return forced or _NATIVE.get(platform, "reference")
-
-
-def reference_choice(
-    platform: str, forced: Backend | None, run: Callable[..., jax.Array], refusal: str | None = None
+def first_choice(
+    platform: str,
+    forced: Backend | None,
+    reference: Callable[..., jax.Array],
+    kernels: Mapping[str, Callable[..., Choice | str]],
+    *operands: Any,
+    **params: Any,
 ) -> Choice:
-    """The reference, with the reason why nothing better takes the operation."""
-    if refusal is None:
-        refusal = "forced" if forced else f"there is no kernel for platform {platform!r}"
-    return Choice("reference", refusal, run)
+    """What the platform's kernels choose, or the reference and why.
+
+    **Arguments:**
+
+    - `kernels`: for a backend, `choose(platform, *operands, **params)`: its choice, or the reason
+        why it does not take the operation.
+    """
+    asked = _asked(platform, forced)
+    if asked in kernels:
+        choice = kernels[asked](platform, *operands, **params)
+        return choice if isinstance(choice, Choice) else Choice("reference", choice, reference)
+    reason = "forced" if forced else f"there is no kernel for platform {platform!r}"
+    return Choice("reference", reason, reference)
+
+
+def _device_platform() -> str:
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def _asked(platform: str, forced: Backend | None) -> Backend:
+    return forced or _NATIVE.get(platform, "reference")
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 import functools
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,25 +11,28 @@ from hypothesis.extra.numpy import arrays
 
 from quaxlike import kernels
 from quaxlike.kernels import block_sparse_matmul, transposed_index
-from quaxlike.kernels.block_sparse_matmul import column_index
+from quaxlike.kernels.block_sparse_matmul import column_index, gpu
 from tests.primitives.jaxprs import equations, names
 
-from .weights import block_sparse, densify, relative_error
+from .weights import block_sparse, densify, relative_error, tpu_at_hand
 
-BACKENDS = ["reference"]
+BACKENDS = ["reference", "tpu"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 
 MASKS = {
     "mixed": np.array([[1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0]], bool),
     "one block": np.array([[0, 1]], bool),
     "dense": np.ones((2, 2), bool),
-    "empty": np.zeros((2, 3), bool),
+    "tall": np.array([[1, 0], [1, 0], [1, 1], [1, 0], [1, 0]], bool),
 }
 
 
 def _x(w, lead, transpose=False, dtype="float32"):
     features = w.dense.shape[not transpose]
     return jax.random.normal(jax.random.key(5), (*lead, features), dtype)
+
+
+_MAY_FALL_BACK = pytest.mark.filterwarnings("ignore::quaxlike.kernels.KernelFallbackWarning")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -40,18 +44,33 @@ class TestOnEachBackend:
 
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize("mask", MASKS)
-    @pytest.mark.parametrize(
-        ("b", "lead", "dtype"),
-        [(64, (), "float32"), (64, (3, 5), "bfloat16"), (128, (130,), "bfloat16")],
-    )
-    def test_equals_the_dense_product(self, backend, b, lead, dtype, mask, transpose):
-        w = block_sparse(MASKS[mask], b, dtype)
-        x = _x(w, lead, transpose, dtype)
+    def test_equals_the_dense_product(self, backend, mask, transpose):
+        w = block_sparse(MASKS[mask], 128, "bfloat16")
+        x = _x(w, (2, 35), transpose, "bfloat16")
         y = jax.jit(functools.partial(block_sparse_matmul, transpose=transpose))(x, *w)
         assert y.dtype == x.dtype
         expected = np.float64(x) @ (w.dense if transpose else w.dense.T)
+        assert relative_error(y, expected) < TOLERANCE["bfloat16"]
+
+    @_MAY_FALL_BACK
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize(
+        ("mask", "b", "lead", "dtype"),
+        [
+            (MASKS["mixed"], 64, (300,), "bfloat16"),
+            (MASKS["mixed"], 128, (), "float32"),
+            (MASKS["mixed"], 8, (3,), "float32"),
+            (np.zeros((2, 3), bool), 64, (3,), "float32"),
+        ],
+    )
+    def test_sizes_and_dtypes(self, backend, mask, b, lead, dtype, transpose):
+        w = block_sparse(mask, b, dtype)
+        x = _x(w, lead, transpose, dtype)
+        y = block_sparse_matmul(x, *w, transpose=transpose)
+        expected = np.float64(x) @ (w.dense if transpose else w.dense.T)
         assert relative_error(y, expected) < TOLERANCE[dtype]
 
+    @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
     def test_gradients_on_stored_blocks(self, backend, transpose):
         w = block_sparse(MASKS["mixed"], 64)
@@ -66,6 +85,32 @@ class TestOnEachBackend:
         assert names(of(fused), x, w.blocks).count("block_sparse_matmul") == 2
         pairs = zip(of(fused)(x, w.blocks), of(product)(x, w.blocks), strict=True)
         assert max(relative_error(*pair) for pair in pairs) < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this Mosaic GPU has no interpreter")
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "b", "lead", "dtype"),
+    [
+        ("mixed", 128, (2, 35), "bfloat16"),
+        ("mixed", 64, (300,), "bfloat16"),
+        ("one block", 64, (), "float16"),
+        ("tall", 128, (1,), "bfloat16"),
+    ],
+)
+def test_the_gpu_kernel_interpreted(mask, b, lead, dtype, transpose):
+    # Not by way of the primitive: interpreting has effects, which a primitive must not have.
+    w = block_sparse(MASKS[mask], b, dtype)
+    x = _x(w, lead, transpose, dtype)
+    y = gpu.matmul(
+        x,
+        *map(jnp.asarray, w),
+        transpose=transpose,
+        out_dtype=jnp.dtype(dtype),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    expected = np.float64(x) @ (w.dense if transpose else w.dense.T)
+    assert relative_error(y, expected) < TOLERANCE["bfloat16"]
 
 
 def test_second_derivatives():
@@ -143,3 +188,49 @@ def test_operands_that_do_not_fit(change, match):
     w = block_sparse(MASKS["mixed"], 8)
     with pytest.raises(ValueError, match=match):
         block_sparse_matmul(**({"x": jnp.ones((2, 24))} | w._asdict() | change))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("density", [0.1, 0.5])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lowers(platform, density, transpose):
+    of = jax.ShapeDtypeStruct
+    blocks = 4096 // 128
+    slots = round(density * blocks)
+    w = of((blocks, slots, 128, 128), jnp.bfloat16)
+    index = [of((blocks, n), jnp.int32) for n in (slots, slots + 3)]
+    fn = functools.partial(block_sparse_matmul, transpose=transpose)
+    with tpu_at_hand():
+        traced = jax.jit(fn).trace(of((4096, 4096), jnp.bfloat16), w, *index)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}[platform] in text
+
+
+@pytest.mark.parametrize(
+    ("change", "platform", "reason"),
+    [
+        ({"b": 32}, "cuda", "blocks of 64 or 128, not 32"),
+        ({"b": 64}, "tpu", "a multiple of 128, not 64"),
+        ({"dtype": "float32"}, "cuda", "bfloat16 or float16, not float32 and float32"),
+        ({"dtype": "float16"}, "tpu", "bfloat16 or float32, not float16 and float16"),
+        ({"m": 0}, "cuda", "at least one row"),
+        ({"m": 0}, "tpu", "at least one row"),
+        ({}, "rocm", "compiles for CUDA, not for platform 'rocm'"),
+        ({"out_dtype": np.dtype("float32")}, "cuda", "is of the dtype of x, not float32"),
+    ],
+)
+def test_what_the_kernels_take(change, platform, reason):
+    given = {"b": 128, "dtype": "bfloat16", "m": 4, "out_dtype": jnp.bfloat16} | change
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=given["dtype"])
+    b, out_dtype = given["b"], given["out_dtype"]
+    operands = of((given["m"], 4 * b)), of((4, 2, b, b)), of((4, 2)), of((4, 3))
+    with tpu_at_hand():
+        choice = kernels.chosen_backend(
+            kernels.block_sparse_matmul_p,
+            *operands,
+            platform=platform,
+            transpose=False,
+            out_dtype=out_dtype,
+        )
+    assert choice.backend == "reference"
+    assert reason in choice.reason

@@ -11,12 +11,13 @@ from jaxtyping import Array, ArrayLike, Float, Int32
 from quaxlike.kernels.backends import (
     Backend,
     Choice,
+    first_choice,
     forced_backend,
     kernel_primitive,
-    reference_choice,
 )
 from quaxlike.kernels.multilinear import map_rows, sum_tangents
 
+from . import gpu, tpu
 from .reference import matmul_reference, sampled_reference
 
 
@@ -98,8 +99,11 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
         )
 
 
-def _choose(platform: str, x: Any, *weight: Any, backend: Backend | None = None, **params: Any) -> Choice:
-    return reference_choice(platform, backend, matmul_reference)
+def _choose(
+    platform: str, x: Any, blocks: Any, *index: Any, backend: Backend | None = None, **params: Any
+) -> Choice:
+    kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
+    return first_choice(platform, backend, matmul_reference, kernels, x, blocks, **params)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 from quaxlike.kernels.backends import (
     Backend,
     Choice,
+    first_choice,
     forced_backend,
     kernel_primitive,
-    reference_choice,
-    wanted,
 )
 from quaxlike.kernels.multilinear import map_rows
 from quaxlike.kernels.nf4_matmul import tpu
@@ -136,17 +135,9 @@ def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) 
 
 
 def _choose(platform: str, x: Any, *operands: Any, backend: Backend | None = None, **params: Any) -> Choice:
-    refusal = None
-    match wanted(platform, backend):
-        case "gpu":
-            return gpu.choose(platform, x, **params)
-        case "tpu":
-            # The kernel of the weight alone takes the low-rank term as two more operands.
-            choice = tpu.choose(platform, x, **params)
-            if isinstance(choice, Choice):
-                return choice
-            refusal = choice
-    return reference_choice(platform, backend, lora_matmul_reference, refusal)
+    # The TPU kernel of the weight alone takes the low-rank term as two more operands.
+    kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
+    return first_choice(platform, backend, lora_matmul_reference, kernels, x, **params)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Float32, UInt8
 from quaxlike.kernels.backends import (
     Backend,
     Choice,
+    first_choice,
     forced_backend,
     kernel_primitive,
-    reference_choice,
-    wanted,
 )
 from quaxlike.kernels.multilinear import map_rows, sum_tangents
 
@@ -129,16 +128,8 @@ def _reference(
 
 
 def _choose(platform: str, x: Any, *weight: Any, backend: Backend | None = None, **params: Any) -> Choice:
-    refusal = None
-    match wanted(platform, backend):
-        case "gpu":
-            return gpu.choose(platform, x, **params)
-        case "tpu":
-            choice = tpu.choose(platform, x, **params)
-            if isinstance(choice, Choice):
-                return choice
-            refusal = choice
-    return reference_choice(platform, backend, _reference, refusal)
+    kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
+    return first_choice(platform, backend, _reference, kernels, x, **params)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

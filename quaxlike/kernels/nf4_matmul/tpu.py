@@ -125,7 +125,7 @@ class _Weight(NamedTuple):
 
 def _forward(
     x: tuple[Array, Array],
-    low_rank: tuple[Array, ...],
+    low_rank: Sequence[Array],
     weight: _Weight,
     rows: int,
     out_dtype: np.dtype,
@@ -137,8 +137,7 @@ def _forward(
     m, (n, half_k) = x[0].shape[0], weight.packed.shape
 
     def kernel(x_even: Any, x_odd: Any, *refs: Any) -> None:
-        *refs, out, acc = refs
-        weight_refs, low_rank_refs = refs[:3], refs[3:]
+        packed, scales, table, *low_rank_refs, out, acc = refs
         k = pl.program_id(2)
 
         @pl.when(k == 0)
@@ -149,7 +148,7 @@ def _forward(
             else:
                 acc[...] = jnp.zeros_like(acc)
 
-        for at, even, odd in weight.decode(weight_refs, k, x_even.dtype):
+        for at, even, odd in weight.decode((packed, scales, table), k, x_even.dtype):
             acc[...] += _dot(x_even[:, at], even, 1) + _dot(x_odd[:, at], odd, 1)
 
         @pl.when(k == pl.num_programs(2) - 1)

@@ -1,0 +1,103 @@
+"""The block-sparse matmul on TPUs: the index, known before the tiles are, says which to load."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from quaxlike.kernels.backends import Choice, pallas_tpu_refusal
+
+_LANES = 128
+_ROWS_OF_X = 512  # in a tile
+
+
+def choose(platform: str, x: Any, blocks: Any, **params: Any) -> Choice | str:
+    """How the operation runs on a TPU, or why it does not."""
+    refusal = pallas_tpu_refusal(platform)
+    if refusal is not None:
+        return refusal
+    b = blocks.shape[-1]
+    if b % _LANES:
+        return f"the TPU kernel takes blocks of a multiple of 128, not {b}"
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or blocks.dtype != x.dtype:
+        return f"the TPU kernel takes bfloat16 or float32, not {x.dtype} and {blocks.dtype}"
+    if x.size == 0 or blocks.size == 0:
+        return "the TPU kernel takes at least one row of x and one slot"
+    interpret = platform != "tpu"
+    how = "a Pallas kernel" + (", interpreted" if interpret else "")
+    return Choice("tpu", how, functools.partial(matmul, interpret=interpret))
+
+
+def matmul(
+    x: Array,
+    blocks: Array,
+    col_idx: Array,
+    transposed_idx: Array,
+    *,
+    transpose: bool,
+    out_dtype: np.dtype,
+    interpret: bool = False,
+) -> Array:
+    """The Pallas kernel; its operands are cut and numbered alike for both contractions."""
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.tpu as pltpu
+
+    rows, slots, b, _ = blocks.shape
+    index = transposed_idx if transpose else col_idx
+    lead, m = x.shape[:-1], math.prod(x.shape[:-1])
+    tile_m = min(_ROWS_OF_X, -(-m // 16) * 16)
+    x = jnp.pad(x.reshape(m, x.shape[-1]), ((0, -m % tile_m), (0, 0)))
+    weight = blocks.reshape(rows * slots, b, b)
+    absent = rows * slots if transpose else transposed_idx.shape[0]
+
+    # A slot without a block is skipped; what its index would load is not there.
+    def x_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any]:
+        number = lax.min(index[feature, slot], absent - 1)
+        return i, number // slots if transpose else number
+
+    def weight_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any, Any]:
+        number = feature * slots + slot
+        return lax.min(index[feature, slot], absent - 1) if transpose else number, 0, 0
+
+    def kernel(index: Any, x: Any, w: Any, out: Any, acc: Any) -> None:
+        feature, slot = pl.program_id(1), pl.program_id(2)
+
+        @pl.when(slot == 0)
+        def _() -> None:
+            acc[...] = jnp.zeros_like(acc)
+
+        @pl.when(index[feature, slot] < absent)
+        def _() -> None:
+            acc[...] += lax.dot_general(
+                x[...],
+                w[0],
+                (((1,), (0 if transpose else 1,)), ((), ())),
+                precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+                preferred_element_type=jnp.float32,
+            )
+
+        @pl.when(slot == pl.num_programs(2) - 1)
+        def _() -> None:
+            out[...] = acc[...].astype(out.dtype)
+
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(x.shape[0] // tile_m, *index.shape),
+        in_specs=[pl.BlockSpec((tile_m, b), x_at), pl.BlockSpec((1, b, b), weight_at)],
+        out_specs=pl.BlockSpec((tile_m, b), lambda i, feature, slot, index: (i, feature)),
+        scratch_shapes=[pltpu.VMEM((tile_m, b), jnp.float32)],
+    )
+    out = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], index.shape[0] * b), out_dtype),
+        grid_spec=grid_spec,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name="block_sparse_matmul",
+    )(index, x, weight)
+    return out[:m].reshape(*lead, out.shape[1])
