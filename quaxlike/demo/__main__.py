@@ -1,0 +1,77 @@
+"""The command line of the demonstration."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+#: What the `demo` extra brings.
+_EXTRA = ("matplotlib", "optax", "rich", "sklearn")
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.lstrip("+-").isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text) if text.lstrip("+-").isdecimal() else -1
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**32 - 1, found {text!r}")
+    return value
+
+
+def _make_writable(directory: Path) -> str | None:
+    """Makes a directory; returns why one cannot write to it, or None where one can."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m quaxlike.demo",
+        description="Train a small vision transformer on upright digits, then adapt it to rotated "
+        "ones in full, by LoRA and by QLoRA (LoRA over NF4 weights).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=_positive, default=300, help="steps of each of the four runs")
+    parser.add_argument("--seed", type=_seed, default=0, help="of data, weights and batches")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("quaxlike-demo"),
+        metavar="DIR",
+        help="where the figure goes; made if it is not there",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the demonstration; the exit status is 2 where it cannot start."""
+    # Arguments first: importing JAX and scikit-learn takes seconds.
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if reason := _make_writable(arguments.output):
+        parser.error(
+            f"argument --output: cannot write to '{arguments.output}' ({reason}); "
+            "choose a directory that you may write to"
+        )
+    try:
+        from .show import show
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        parser.error(f"{package} is not installed: pip install 'quaxlike[demo]'")
+    show(seed=arguments.seed, steps=arguments.steps, output=arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

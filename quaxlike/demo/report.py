@@ -1,0 +1,42 @@
+"""The closing tables: what each method cost and gave, and which rules carried it."""
+
+import re
+
+from rich.table import Table
+
+import quaxlike as ql
+
+from ..surgery.summary import Summary
+from .experiment import ADAPTED, Result
+
+
+def float32_share(summary: Summary) -> float:
+    """What the adapted layers are stored in, as a share of their dense size in float32."""
+    rows = [row for row in summary.rows if re.fullmatch(ADAPTED, row.path)]
+    return sum(row.stored_bytes for row in rows) / sum(row.logical_bytes for row in rows)
+
+
+def results_table(pretraining: Result, adapted: list[Result]) -> Table:
+    """A row for each training run."""
+    table = Table(title="Upright digits, then digits turned by 90°", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for column in ("before", "after", "trained", "stored", "share", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in (pretraining, *adapted):
+        summary = ql.summary(result.fit.model)
+        table.add_row(
+            result.name,
+            f"{result.accuracy_before:.1%}",
+            f"{result.accuracy:.1%}",
+            f"{result.trainable_parameters:,}",
+            f"{summary.stored_bytes / 1000:,.0f} kB",
+            f"{float32_share(summary):.2f}",
+            f"{result.fit.seconds:.1f}",
+            end_section=result is pretraining,
+        )
+    table.caption = (
+        "before, after: accuracy on held-out digits; trained: parameters; stored: all weights; "
+        "share: bytes of the adapted layers, adapters included, against float32"
+    )
+    table.caption_justify = "left"
+    return table

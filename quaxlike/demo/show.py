@@ -1,0 +1,53 @@
+"""The demonstration itself: progress bars while it trains, then tables and a figure."""
+
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import experiment
+from .data import Task, load_tasks
+from .figure import save_figure
+from .model import VisionTransformer
+from .report import results_table
+
+
+def show(*, seed: int, steps: int, output: Path) -> None:
+    """Trains, adapts three ways, prints the tables and writes `demo.png` to a directory.
+
+    **Arguments:**
+
+    - `seed`: of data, weights and batches.
+    - `steps`: of each of the four training runs.
+    - `output`: a directory that exists.
+    """
+    console = Console()
+    upright, rotated = load_tasks(seed)
+    model = VisionTransformer(key=jax.random.key(seed))
+    progress = Progress(
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:7.4f}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+    def run(method: experiment.Method, model: VisionTransformer, task: Task) -> experiment.Result:
+        bar = progress.add_task(method.name, total=steps, loss=float("nan"))
+
+        def on_step(loss: float) -> None:
+            progress.update(bar, advance=1, loss=loss)
+
+        return experiment.run(method, model, task, steps=steps, seed=seed, on_step=on_step)
+
+    with progress:
+        pretraining = run(experiment.PRETRAINING, model, upright)
+        base = pretraining.fit.model
+        adapted = [
+            run(method, base, rotated) for method in (experiment.FULL, experiment.LORA, experiment.QLORA)
+        ]
+    console.print(results_table(pretraining, adapted))
+    save_figure(output / "demo.png", adapted, rotated.test.images)
+    console.print(f"Figure: {output / 'demo.png'}")
