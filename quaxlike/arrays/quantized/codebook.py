@@ -130,18 +130,25 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         dense = dataclasses.replace(self, scale=dense_scales(self.scale))
         return dense._with_inner(self.inner_shape)
 
+    def flattened(self: _C) -> _C | None:
+        """The same codes as one row of bytes, as `from_flat` takes them; None if they do not form one."""
+        if self.axes or (self.num_lead and not self.joins(in_columns=True)):
+            return None
+        if not self.num_lead:
+            return self
+        if isinstance(self.scale, NestedScales):
+            return None
+        return jax.tree.map(lambda leaf: leaf.reshape(-1), self)
+
     def reshaped(self: _C, shape: tuple[int, ...]) -> _C | None:
         if self.axes:
             return None
         kept, cut = shape[: self.num_lead], shape[self.num_lead :]
         if kept == self.codes.shape[:-1] and math.prod(cut) == math.prod(self.inner_shape):
             return self._with_inner(cut)
-        if not self.joins(in_columns=True):
-            return None
-        flat = jax.tree.map(
-            lambda leaf: leaf.reshape(-1), dataclasses.replace(self, scale=dense_scales(self.scale))
-        )
-        return flat._with_inner(shape)
+        dense = dataclasses.replace(self, scale=dense_scales(self.scale))
+        flat = dense.flattened()
+        return None if flat is None else flat._with_inner(shape)
 
     @classmethod
     def decode(

@@ -1,0 +1,3 @@
+"""File formats: checkpoints that other libraries write and read."""
+
+from .errors import CheckpointError as CheckpointError

@@ -1,0 +1,162 @@
+"""4-bit checkpoints as bitsandbytes and transformers write them.
+
+A weight `X` is stored as packed codes under its name, with companions `X.absmax`, `X.quant_map`, for
+double quantisation `X.nested_absmax` and `X.nested_quant_map`, and
+`X.quant_state.bitsandbytes__nf4` (or `__fp4`), the bytes of a JSON object with the statics.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quaxlike.arrays.quantized import FP4Array, NF4Array
+from quaxlike.core.values import is_value
+
+from .errors import complain
+from .quant_state import (
+    COMPANIONS,
+    Storage,
+    check_no_orphans,
+    find_states,
+    read_weight,
+    storage_for,
+    weight_tensors,
+)
+from .tensors import Tensors, open_tensors, write_tensors
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The weights of a 4-bit checkpoint by name; each look-up reads one of them.
+
+    **Attributes:**
+
+    - `storage`: how the file holds the codes of each quantised weight; `save` does it alike.
+    - `metadata`: the free text entries of the header.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._states = find_states(tensors)
+        companions = {name + suffix for name in self._states for suffix in COMPANIONS} | {
+            key for key, _ in self._states.values()
+        }
+        self._names = [name for name in tensors if name not in companions]
+        self.storage = {
+            name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self._states
+        }
+        self.metadata = tensors.metadata
+        check_no_orphans(tensors, self._states, self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._states:
+            return read_weight(self._tensors, name, *self._states[name])
+        if name not in self._names:
+            raise KeyError(name)
+        return _as_jax(self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Weights(dict[str, Any]):
+    """The weights of a 4-bit checkpoint by name, in memory; remembers how the file held them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.storage = checkpoint.storage
+        self.metadata = checkpoint.metadata
+
+
+def load(path: str | os.PathLike[str]) -> Weights:
+    """Reads a checkpoint: 4-bit weights stay packed.
+
+    **Arguments:**
+
+    - `path`: a `.safetensors` file, a `.safetensors.index.json` of several, or a folder that holds one.
+
+    **Returns:** a dict from the names in the file to `jax.Array`, `NF4Array` or `FP4Array`. Arrays of
+    64 bits stay NumPy arrays unless JAX has 64-bit types enabled.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged or
+    incomplete, with file, entry, expected and found. Nothing is returned then.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike.interop import bitsandbytes
+
+        w = ql.NF4Array.quantize(jax.random.normal(jax.random.key(0), (32, 128)))
+        bitsandbytes.save("linear.safetensors", {"weight": w})
+        weights = bitsandbytes.load("linear.safetensors")
+        ```
+    """
+    return Weights(open_checkpoint(path))
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The same as `load`, but reads each weight when it is looked up.
+
+    **Arguments:**
+
+    - `path`: as for `load`.
+
+    **Returns:** a mapping from the names in the file.
+
+    **Raises:** as `load`; what is wrong with a single weight, when that is looked up.
+    """
+    return Checkpoint(open_tensors(path))
+
+
+def save(
+    path: str | os.PathLike[str],
+    mapping: Mapping[str, Any],
+    *,
+    quant_storage: Any = None,
+) -> None:
+    """Writes a checkpoint that bitsandbytes and transformers load.
+
+    What `load` gave is written byte for byte as it was read. The file appears once it is complete.
+
+    **Arguments:**
+
+    - `path`: the file to write.
+    - `mapping`: arrays, `NF4Array`s and `FP4Array`s by name.
+    - `quant_storage`: the dtype that packed codes are viewed as. Default: that of the file that `mapping`
+        was loaded from, else uint8.
+
+    **Raises:** `CheckpointError` for a value that the format cannot hold; then no file is written.
+    """
+    path = Path(path)
+    storage = getattr(mapping, "storage", {})
+    tensors: dict[str, np.ndarray] = {}
+
+    def put(name: str, array: np.ndarray) -> None:
+        if name in tensors:
+            raise complain(path, name, "two entries would have this name")
+        tensors[name] = array
+
+    for name, value in mapping.items():
+        if isinstance(value, NF4Array | FP4Array):
+            view = storage_for(path, name, value, storage.get(name), quant_storage)
+            for key, array in weight_tensors(path, name, value, view).items():
+                put(key, array)
+        elif is_value(value):
+            raise complain(
+                path, name, f"the format has no place for a {type(value).__name__}; materialise it"
+            )
+        else:
+            put(name, np.asarray(value))
+    write_tensors(path, tensors, getattr(mapping, "metadata", {"format": "pt"}))
+
+
+def _as_jax(array: np.ndarray) -> Any:
+    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array

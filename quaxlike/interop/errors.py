@@ -1,0 +1,12 @@
+"""What is raised where a file is not what it should be."""
+
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, or of a kind that cannot be read or written."""
+
+
+def complain(path: Any, key: str | None, problem: str) -> CheckpointError:
+    """An error that names the file, and the entry in it."""
+    return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {key!r}: {problem}")

@@ -1,0 +1,220 @@
+"""One 4-bit weight of a bitsandbytes checkpoint: its tensors, and the array they stand for."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from quaxlike.arrays.quantized import AbstractCodebookArray, FP4Array, NestedScales, NF4Array
+from quaxlike.kernels import blockwise
+
+from .errors import CheckpointError, complain
+from .tensors import Tensors, read_json
+
+TYPES: dict[str, type[AbstractCodebookArray]] = {"nf4": NF4Array, "fp4": FP4Array}
+_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+_STATE = ".quant_state.bitsandbytes__"
+COMPANIONS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+
+
+class Storage(NamedTuple):
+    """How a file holds the packed codes of a weight: viewed as `dtype`, in `shape`."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
+    """For each quantised weight the name of its statics, and its type."""
+    states: dict[str, tuple[str, str]] = {}
+    for key in tensors:
+        name, found, kind = key.partition(_STATE)
+        if not found:
+            continue
+        if kind not in TYPES:
+            raise complain(tensors.path, key, f"unknown type {kind!r}; there are {', '.join(TYPES)}")
+        if name in states:
+            raise complain(tensors.path, key, f"the weight has another one, {states[name][0]!r}")
+        for needed in (name, name + ".absmax", name + ".quant_map"):
+            if needed not in tensors:
+                raise complain(tensors.path, needed, f"is missing beside {key!r}")
+        states[name] = key, kind
+    return states
+
+
+def check_no_orphans(tensors: Tensors, states: Mapping[str, Any], plain: list[str]) -> None:
+    for key in plain:
+        for suffix in COMPANIONS:
+            name = key.removesuffix(suffix)
+            if name != key and name in tensors and name not in states:
+                needed = f"{name}{_STATE}nf4"
+                raise complain(tensors.path, needed, f"is missing (or __fp4) beside {key!r}")
+
+
+class _State(NamedTuple):
+    """The statics of a quantised weight."""
+
+    block_size: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    nested_offset: float | None
+
+    def to_json(self, kind: str) -> bytes:
+        name = next(name for name, dtype in _DTYPES.items() if dtype == self.dtype)
+        out = {"quant_type": kind, "blocksize": self.block_size, "dtype": name, "shape": list(self.shape)}
+        if self.nested_offset is not None:
+            out |= {
+                "nested_blocksize": blockwise.NESTED_BLOCK,
+                "nested_dtype": "float32",
+                "nested_offset": self.nested_offset,
+            }
+        return json.dumps(out).encode()
+
+
+_PLAIN_FIELDS = {"quant_type", "blocksize", "dtype", "shape"}
+_NESTED_FIELDS = {"nested_blocksize", "nested_dtype", "nested_offset"}
+
+
+def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
+    raw = tensors[key]
+
+    def bad(problem: str) -> CheckpointError:
+        return complain(tensors.path, key, problem)
+
+    if raw.dtype != np.uint8 or raw.ndim != 1:
+        raise bad(f"must be bytes, found {raw.dtype} of shape {raw.shape}")
+    fields = read_json(tensors.path, raw.tobytes(), f"{key!r}")
+    nested = bool(_NESTED_FIELDS & set(fields))
+    expected = _PLAIN_FIELDS | (_NESTED_FIELDS if nested else set())
+    if set(fields) != expected:
+        differing = ", ".join(sorted(expected ^ set(fields)))
+        raise bad(f"expected the fields {', '.join(sorted(expected))}; missing or unknown: {differing}")
+    if fields["quant_type"] != kind:
+        raise bad(f"quant_type must be {kind!r}, found {fields['quant_type']!r}")
+    block_size, shape, offset = fields["blocksize"], fields["shape"], fields.get("nested_offset")
+    if type(block_size) is not int:
+        raise bad(f"blocksize must be an integer, found {block_size!r}")
+    try:
+        blockwise.check_block_size(block_size)
+    except ValueError as error:
+        raise bad(str(error)) from None
+    if not isinstance(fields["dtype"], str) or fields["dtype"] not in _DTYPES:
+        raise bad(f"dtype must be one of {', '.join(_DTYPES)}, found {fields['dtype']!r}")
+    if not isinstance(shape, list) or not shape or not all(type(n) is int and 0 < n < 2**63 for n in shape):
+        raise bad(f"shape must be a list of positive sizes, found {shape!r}")
+    if nested:
+        if fields["nested_blocksize"] != blockwise.NESTED_BLOCK or fields["nested_dtype"] != "float32":
+            raise bad(
+                f"scales nested in blocks of {blockwise.NESTED_BLOCK} float32 are supported, found "
+                f"{fields['nested_blocksize']!r} of {fields['nested_dtype']!r}"
+            )
+        if not isinstance(offset, int | float) or not abs(offset) < np.finfo(np.float32).max:
+            raise bad(f"nested_offset must be a finite number, found {offset!r}")
+    return _State(block_size, _DTYPES[fields["dtype"]], tuple(shape), offset)
+
+
+def read_weight(tensors: Tensors, name: str, key: str, kind: str) -> AbstractCodebookArray:
+    state = _read_state(tensors, key, kind)
+    cls = TYPES[kind]
+    size = math.prod(state.shape)
+    blocks = -(-size // state.block_size)
+
+    def companion(suffix: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+        if name + suffix not in tensors:
+            raise complain(tensors.path, name + suffix, f"is missing beside {key!r}")
+        info = tensors.info[name + suffix]
+        if info.dtype != dtype or info.shape != shape:
+            raise complain(
+                tensors.path,
+                name + suffix,
+                f"expected {np.dtype(dtype)} of shape {shape} for a weight of shape {state.shape} in blocks "
+                f"of {state.block_size}, found {info.dtype} of shape {info.shape}",
+            )
+        return tensors[name + suffix]
+
+    info = tensors.info[name]
+    if info.nbytes != (size + 1) // 2 or math.prod(info.shape) != max(info.shape, default=1):
+        raise complain(
+            tensors.path,
+            name,
+            f"expected {(size + 1) // 2:,} bytes in a row or a column for a weight of shape {state.shape}, "
+            f"found {info.nbytes:,} in shape {info.shape}",
+        )
+    if not np.array_equal(companion(".quant_map", np.float32, (16,)), cls.codebook):
+        raise complain(tensors.path, name + ".quant_map", f"is not the table of {kind}")
+    if state.nested_offset is None:
+        for suffix in (".nested_absmax", ".nested_quant_map"):
+            if name + suffix in tensors:
+                raise complain(tensors.path, name + suffix, f"has no counterpart in {key!r}")
+        scale = jnp.asarray(companion(".absmax", np.float32, (blocks,)))
+    else:
+        nested_blocks = -(-blocks // blockwise.NESTED_BLOCK)
+        quant_map = companion(".nested_quant_map", np.float32, (256,))
+        usual = np.array_equal(quant_map, blockwise.dynamic_map())
+        scale = NestedScales(
+            jnp.asarray(companion(".absmax", np.uint8, (blocks,))),
+            jnp.asarray(companion(".nested_absmax", np.float32, (nested_blocks,))),
+            jnp.float32(state.nested_offset),
+            None if usual else tuple(quant_map.tolist()),
+        )
+    return cls.from_flat(
+        jnp.asarray(tensors[name].reshape(-1).view(np.uint8)),
+        scale,
+        shape=state.shape,
+        block_size=state.block_size,
+        dtype=state.dtype,
+    )
+
+
+def weight_tensors(
+    path: Path, name: str, w: AbstractCodebookArray, storage: Storage
+) -> dict[str, np.ndarray]:
+    kind = next(kind for kind, cls in TYPES.items() if cls is type(w))
+    flat = w.flattened()
+    if flat is None:
+        raise complain(
+            path,
+            name,
+            "the format stores one row-major matrix; transposed views and stacks of weights "
+            "quantised one by one have to be saved one by one",
+        )
+    if w.dtype not in _DTYPES.values():
+        raise complain(path, name, f"the format has no dtype {w.dtype} for quantised weights")
+    codes = np.asarray(flat.codes).view(storage.dtype).reshape(storage.shape)
+    out = {name: codes, name + ".quant_map": type(w).codebook}
+    offset = None
+    if isinstance(flat.scale, NestedScales):
+        offset = float(flat.scale.offset)
+        quant_map = flat.scale.quant_map
+        out[name + ".absmax"] = np.asarray(flat.scale.codes)
+        out[name + ".nested_absmax"] = np.asarray(flat.scale.absmax)
+        out[name + ".nested_quant_map"] = (
+            blockwise.dynamic_map() if quant_map is None else np.asarray(quant_map, np.float32)
+        )
+    else:
+        out[name + ".absmax"] = np.asarray(flat.scale)
+    state = _State(w.block, w.dtype, w.shape, offset).to_json(kind)
+    out[f"{name}{_STATE}{kind}"] = np.frombuffer(state, np.uint8)
+    return out
+
+
+def storage_for(
+    path: Path, name: str, w: AbstractCodebookArray, loaded: Storage | None, quant_storage: Any
+) -> Storage:
+    nbytes = w.codes.size
+    fits = loaded is not None and math.prod(loaded.shape) * loaded.dtype.itemsize == nbytes
+    if quant_storage is None and fits:
+        return loaded
+    dtype = np.dtype(np.uint8 if quant_storage is None else jnp.dtype(quant_storage))
+    if nbytes % dtype.itemsize:
+        raise complain(path, name, f"{nbytes:,} bytes of codes cannot be viewed as {dtype}")
+    return Storage(dtype, (nbytes // dtype.itemsize, 1))

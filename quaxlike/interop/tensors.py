@@ -1,0 +1,275 @@
+"""The safetensors container: one file, or several with an index. Tensors are read when asked for.
+
+Source: the format's specification, <https://huggingface.co/docs/safetensors>.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .errors import complain
+
+# In the order in which the reference implementation lays tensors out, smallest alignment first.
+_DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "I16": np.int16,
+        "U16": np.uint16,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "I32": np.int32,
+        "U32": np.uint32,
+        "F32": np.float32,
+        "C64": np.complex64,
+        "F64": np.float64,
+        "I64": np.int64,
+        "U64": np.uint64,
+    }.items()
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_RANK = {name: rank for rank, name in enumerate(_DTYPES)}
+
+_MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor is, and what."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # from the start of the file
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """The tensors of a checkpoint by name. Only headers are in memory: each look-up reads one tensor.
+
+    **Attributes:**
+
+    - `path`: the file or folder that was opened.
+    - `info`: dtype, shape and place of each tensor.
+    - `metadata`: the free text entries of the header; for several files, of the first one.
+    """
+
+    def __init__(self, path: Path, info: dict[str, TensorInfo], metadata: dict[str, str]) -> None:
+        self.path = path
+        self.info = info
+        self.metadata = metadata
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        info = self.info[name]
+        with open(info.file, "rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.nbytes)
+        if len(data) != info.nbytes:
+            raise complain(info.file, name, "the file has been cut short since its header was read")
+        return np.frombuffer(data, info.dtype).reshape(info.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info)
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+
+def open_tensors(path: str | os.PathLike[str]) -> Tensors:
+    """Reads and checks the headers of a checkpoint.
+
+    **Arguments:**
+
+    - `path`: a `.safetensors` file, a `.safetensors.index.json`, or a folder that holds
+        `model.safetensors.index.json`, `model.safetensors` or a single `.safetensors` file.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`, `CheckpointError` if it is damaged.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _in_folder(path)
+    if not path.exists():
+        raise FileNotFoundError(f"No checkpoint at {path}.")
+    if path.suffix == ".json":
+        return _open_index(path)
+    info, metadata = _read_header(path)
+    return Tensors(path, info, metadata)
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes one file, all of it or nothing: it appears under its name once it is complete.
+
+    The same tensors give the same bytes, those that the reference implementation writes.
+    """
+    path = Path(path)
+    for name, array in tensors.items():
+        if array.dtype not in _NAMES:
+            raise complain(path, name, f"the format has no dtype {array.dtype}")
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    ordered = sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
+    offset = 0
+    for name in ordered:
+        array = tensors[name]
+        end = offset + array.nbytes
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for name in ordered:
+                file.write(np.ascontiguousarray(tensors[name]).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_json(path: Path, text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object from untrusted bytes."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            raise ValueError("a name appears twice")
+        return out
+
+    try:
+        out = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise complain(path, None, f"{what} is not JSON: {error}") from None
+    if not isinstance(out, dict):
+        raise complain(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
+    return out
+
+
+def _in_folder(folder: Path) -> Path:
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        if (folder / name).exists():
+            return folder / name
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        names = ", ".join(p.name for p in found) or "none"
+        raise FileNotFoundError(
+            f"{folder} holds neither model.safetensors nor its index, and not one .safetensors file but: "
+            f"{names}."
+        )
+    return found[0]
+
+
+def _open_index(path: Path) -> Tensors:
+    index = read_json(path, path.read_bytes(), "the index")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise complain(path, "weight_map", "must map the names of tensors to files")
+    shards: dict[str, tuple[dict[str, TensorInfo], dict[str, str]]] = {}
+    info: dict[str, TensorInfo] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain_name(file):
+            raise complain(path, name, f"the file must be a plain name beside the index, found {file!r}")
+        if file not in shards:
+            shard = path.parent / file
+            if not shard.is_file():
+                raise complain(path, name, f"the file {file!r} is missing")
+            shards[file] = _read_header(shard)
+        tensors, _ = shards[file]
+        if name not in tensors:
+            raise complain(path, name, f"is not in the file {file!r}")
+        info[name] = tensors[name]
+    return Tensors(path, info, next(iter(shards.values()))[1])
+
+
+def _is_plain_name(file: str) -> bool:
+    return file not in ("", ".", "..") and not set(file) & set("/\\:\0")
+
+
+def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+            raise complain(
+                path, None, f"the header claims {length:,} bytes, the file has {max(size - 8, 0):,} for it"
+            )
+        header = read_json(path, file.read(length), "the header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise complain(path, "__metadata__", "must map names to text")
+    data = size - 8 - length
+    info = {name: _read_entry(path, name, entry, 8 + length, data) for name, entry in header.items()}
+    _check_coverage(path, info, 8 + length, size)
+    return info, metadata
+
+
+def _read_entry(path: Path, name: str, entry: Any, start: int, size: int) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise complain(path, name, f"expected dtype, shape and data_offsets, found {_short(entry)}")
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise complain(path, name, f"unknown dtype {_short(entry['dtype'])}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _are_sizes(shape):
+        raise complain(path, name, f"the shape must be a list of sizes, found {_short(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
+        raise complain(path, name, f"data_offsets {_short(offsets)} do not lie within {size:,} bytes of data")
+    expected = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != expected:
+        raise complain(
+            path,
+            name,
+            f"{entry['dtype']} of shape {shape} takes {expected:,} bytes, found {offsets[1] - offsets[0]:,}",
+        )
+    return TensorInfo(path, dtype, tuple(shape), start + offsets[0])
+
+
+def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: int) -> None:
+    """Tensors neither overlap nor leave bytes that belong to none."""
+    at = start
+    for name, tensor in sorted(info.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != at:
+            raise complain(path, name, f"begins at byte {tensor.offset:,}, the one before ends at {at:,}")
+        at += tensor.nbytes
+    if at != end:
+        raise complain(path, None, f"{end - at:,} bytes after the last tensor belong to none")
+
+
+def _are_sizes(x: Any) -> bool:
+    return isinstance(x, list) and all(type(n) is int and 0 <= n < 2**63 for n in x)
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
