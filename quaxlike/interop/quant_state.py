@@ -32,6 +32,10 @@ class Storage(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
     """For each quantised weight the name of its statics, and its type."""
@@ -211,8 +215,7 @@ def storage_for(
     path: Path, name: str, w: AbstractCodebookArray, loaded: Storage | None, quant_storage: Any
 ) -> Storage:
     nbytes = w.codes.size
-    fits = loaded is not None and math.prod(loaded.shape) * loaded.dtype.itemsize == nbytes
-    if quant_storage is None and fits:
+    if quant_storage is None and loaded is not None and loaded.nbytes == nbytes:
         return loaded
     dtype = np.dtype(np.uint8 if quant_storage is None else jnp.dtype(quant_storage))
     if nbytes % dtype.itemsize:

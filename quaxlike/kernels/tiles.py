@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 # Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: amortises the
@@ -18,7 +19,7 @@ _FEW_ROWS_OF_X = 32
 
 Decode = Callable[[Array | int, int], list[Array]]
 """`decode(start, rows)`: rows of `W` from an even `start` on, as one array for every `stride`-th column:
-columns 0, stride, 2·stride, …; columns 1, stride + 1, …; and so on, each (rows, K / stride)."""
+columns 0, stride, 2·stride, …; columns 1, stride + 1, …; and so on."""
 
 
 def contract_columns(
@@ -50,11 +51,20 @@ def contract_rows(
         return [a + _dot(part, w, ((1,), (0,))) for a, w in zip(acc, tile, strict=True)]
 
     tiles, rows = _tiling(x.shape[0], n, k)
-    acc = [jnp.zeros((x.shape[0], k // stride), x.dtype) for _ in range(stride)]
+    widths = [len(range(i, k, stride)) for i in range(stride)]
+    acc = [jnp.zeros((x.shape[0], width), x.dtype) for width in widths]
     acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
     if tiles * rows < n:
         acc = add(acc, tiles * rows, n - tiles * rows)
-    return jnp.stack(acc, axis=-1).reshape(x.shape[0], k)
+    acc = [jnp.pad(a, ((0, 0), (0, widths[0] - a.shape[1]))) for a in acc]
+    return jnp.stack(acc, axis=-1).reshape(x.shape[0], widths[0] * stride)[:, :k]
+
+
+def as_weights(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """`values` with the precision of a floating `dtype`, as they are after a cast to it."""
+    info = jnp.finfo(dtype)
+    # Not by a pair of casts, which XLA elides.
+    return values if info.bits >= 32 else lax.reduce_precision(values, info.nexp, info.nmant)
 
 
 def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
@@ -65,5 +75,4 @@ def _tiling(m: int, n: int, k: int) -> tuple[int, int]:
     """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
     weights = _TILE_FEW if m <= _FEW_ROWS_OF_X else _TILE_MANY
     tiles = -(-n // max(2, weights // max(k, 1)))
-    rows = n // max(tiles, 1) // 2 * 2
-    return (tiles, rows) if rows else (0, 1)
+    return (tiles, n) if tiles < 2 else (tiles, n // tiles // 2 * 2)

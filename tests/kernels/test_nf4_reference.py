@@ -59,7 +59,7 @@ def test_many_tiles_and_a_remainder(monkeypatch, m, shape, transpose):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("transpose", [False, True])
-def test_weights_are_rounded_to_their_dtype(dtype, transpose):
+def test_weights_are_rounded_to_the_dtype_of_x(dtype, transpose):
     x, packed, absmax, expected = _operands(4, (64, 96), 64, transpose, dtype=dtype)
     y = jax.jit(
         lambda *operands: reference.matmul_reference(
@@ -68,7 +68,6 @@ def test_weights_are_rounded_to_their_dtype(dtype, transpose):
             shape=(64, 96),
             block_size=64,
             transpose=transpose,
-            weight_dtype=dtype,
             out_dtype=jnp.float32,
         )
     )(x, packed, absmax)

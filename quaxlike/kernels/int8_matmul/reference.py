@@ -2,13 +2,13 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int8
 
 from quaxlike.kernels.blockwise import dequantize_int
-from quaxlike.kernels.tiles import contract_columns, contract_rows
+from quaxlike.kernels.multilinear import accumulator_dtype
+from quaxlike.kernels.tiles import as_weights, contract_columns, contract_rows
 
 
 def tiled(
@@ -20,15 +20,14 @@ def tiled(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """Decodes some rows of `W` at a time, exactly, and accumulates in float32 or wider."""
+    """Decodes some rows of `W` at a time, to the precision of `x`, and accumulates in float32 or wider."""
     n, k = codes.shape
-    batch = x.shape[:-1]
-    x = x.reshape(math.prod(batch), x.shape[-1])
-    x = x if jnp.finfo(x.dtype).bits > 32 else x.astype(jnp.float32)
+    batch, dtype = x.shape[:-1], x.dtype
+    x = x.reshape(math.prod(batch), x.shape[-1]).astype(accumulator_dtype(dtype))
 
     def decode(start: Array | int, rows: int) -> list[Array]:
         tile = [lax.dynamic_slice_in_dim(leaf, start, rows) for leaf in (codes, scale)]
-        return [dequantize_int(*tile, block_size=block_size).astype(x.dtype)]
+        return [as_weights(dequantize_int(*tile, block_size=block_size), dtype).astype(x.dtype)]
 
     y = (contract_rows if transpose else contract_columns)(x, decode, n, k)
     return y.reshape(*batch, y.shape[-1]).astype(out_dtype)
@@ -46,5 +45,5 @@ def whole(
     """Decodes `W` to the dtype of `x` in one expression, for compilers that fuse it into the dot."""
     w = dequantize_int(codes, scale, block_size=block_size, dtype=x.dtype)
     contract = ((x.ndim - 1,), (0 if transpose else 1,))
-    y = lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=jnp.float32)
+    y = lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=accumulator_dtype(x.dtype))
     return y.astype(out_dtype)

@@ -12,7 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Float32, UInt8
 
-from quaxlike.kernels.tiles import contract_columns, contract_rows
+from quaxlike.kernels.multilinear import accumulator_dtype
+from quaxlike.kernels.tiles import as_weights, contract_columns, contract_rows
 
 
 def matmul_reference(
@@ -24,13 +25,12 @@ def matmul_reference(
     shape: tuple[int, int],
     block_size: int,
     transpose: bool = False,
-    weight_dtype: DTypeLike = jnp.float32,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
     """`x @ W.T` for a weight `W` of shape `(N, K)` stored as 4-bit codes; `x @ W` if transposed.
 
-    Weights are decoded exactly, as `dequantize_codebook` does; products are accumulated in float32,
-    or in the dtype of `x` if that is wider.
+    Weights are decoded exactly and rounded to the dtype of `x`, as `dequantize_codebook` does it; products
+    are accumulated in float32, or in the dtype of `x` if that is wider.
 
     **Arguments:**
 
@@ -41,26 +41,20 @@ def matmul_reference(
     - `shape`: `(N, K)`.
     - `block_size`: an even number.
     - `transpose`: contracts over `N` instead of `K`.
-    - `weight_dtype`: what decoded weights are rounded to before they are multiplied.
     - `out_dtype`: dtype of the result; that of `x` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
     """
     n, k = shape
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    batch = x.shape[:-1]
-    x = x.reshape(math.prod(batch), x.shape[-1])
-    x = x if jnp.finfo(x.dtype).bits > 32 else x.astype(jnp.float32)
+    batch, dtype = x.shape[:-1], x.dtype
+    x = x.reshape(math.prod(batch), x.shape[-1]).astype(accumulator_dtype(dtype))
     packed, absmax = packed.reshape(-1), absmax.reshape(-1)
     code = jnp.arange(256)
     tables = [jnp.asarray(codebook)[c] for c in (code >> 4, code & 15)]
-    weight = jnp.finfo(weight_dtype)
 
     def look_up(pairs: Array, scale: Array) -> list[Array]:
-        values = [table[pairs] * scale for table in tables]
-        if weight.bits < 32:  # not a pair of casts: XLA would elide it
-            values = [lax.reduce_precision(v, weight.nexp, weight.nmant) for v in values]
-        return [v.astype(x.dtype) for v in values]
+        return [as_weights(table[pairs] * scale, dtype).astype(x.dtype) for table in tables]
 
     def paired(start: Array | int, rows: int) -> list[Array]:
         """Rows of `W` as its even and its odd columns, each (rows, K / 2)."""
@@ -76,10 +70,9 @@ def matmul_reference(
         first, count = start * k // 2, (rows * k + 1) // 2
         pairs = lax.dynamic_slice_in_dim(packed, first, count)
         scale = absmax[(first + jnp.arange(count)) // (block_size // 2)]
-        values = jnp.stack(look_up(pairs, scale), axis=-1)
-        return [values.reshape(-1)[: rows * k].reshape(rows, k)]
+        values = jnp.stack(look_up(pairs, scale), axis=-1).reshape(-1)[: rows * k].reshape(rows, k)
+        return [values[:, 0::2], values[:, 1::2]]
 
-    decode, stride = (paired, 2) if k % 2 == 0 else (unaligned, 1)
     contract = contract_rows if transpose else contract_columns
-    y = contract(x, decode, n, k, stride)
+    y = contract(x, unaligned if k % 2 else paired, n, k, stride=2)
     return y.reshape(*batch, y.shape[-1]).astype(out_dtype)
