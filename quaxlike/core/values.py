@@ -89,6 +89,10 @@ class Value(eqx.Module, metaclass=_ValueMeta):
     linear: ClassVar[bool] = False
     """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then."""
 
+    # Equinox looks attributes up in Python, so as to make pytrees of bound methods. On Values that lookup is
+    # most of the cost of a rule; their methods are bound as those of any other Python object.
+    __getattribute__ = object.__getattribute__
+
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
         """The JAX type that this value has towards the code that uses it."""
