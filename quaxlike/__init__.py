@@ -10,7 +10,9 @@ from .arrays.quantized import Int8Array as Int8Array
 from .arrays.quantized import NF4Array as NF4Array
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core.coverage import check_ambiguities as check_ambiguities
+from .core.coverage import compare_rules as compare_rules
 from .core.coverage import rules_for as rules_for
+from .core.explain import explain as explain
 from .core.operators import ArrayOperators as ArrayOperators
 from .core.policy import (
     MaterialisationError as MaterialisationError,

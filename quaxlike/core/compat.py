@@ -8,7 +8,6 @@ supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where i
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import os
 import pathlib
@@ -20,11 +19,14 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
+import beartype
 import jax
 import jax.core
 import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
+import jaxlib
+import jaxtyping
 from jax._src import (
     array,
     config,
@@ -118,6 +120,11 @@ def bind_with_trace(
 def trace_context() -> Hashable:
     """All of JAX's settings that change what a function is traced to (mesh, x64, axis names, ...)."""
     return config.trace_context()
+
+
+def set_user_context(context: Any, value: Any) -> None:
+    """Sets what `jax.make_user_context` made, for this thread, without a `with` that would restore it."""
+    context._obj.set_local(value)
 
 
 def register_late_values(
@@ -297,14 +304,14 @@ class SourceLine(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.function})"
+        return f"{self.file}:{self.line} ({self.function.rpartition('<locals>.')[2]})"
 
 
 def source_lines() -> Iterator[SourceLine]:
     """The lines outside of JAX and of this package that are being executed, innermost first.
 
-    What runs from a jaxpr is not on Python's stack: its lines are those kept in the equations. JAX's
-    interpreters of jaxprs have the one at work in a local variable.
+    What runs from a jaxpr is not on Python's stack: its lines are those kept in the equations. Interpreters
+    of jaxprs have the one at work in a local variable, JAX's as `eqn` and ours as `step`.
     """
     yield from _recorded_lines(source_info_util.current().traceback)
     frame = sys._getframe(1)
@@ -312,8 +319,10 @@ def source_lines() -> Iterator[SourceLine]:
         file = frame.f_code.co_filename
         if not _is_internal(file):
             yield SourceLine(file, frame.f_lineno, frame.f_code.co_qualname)
-        elif "eqn" in frame.f_code.co_varnames and (eqn := frame.f_locals.get("eqn")) is not None:
-            yield from _recorded_lines(eqn.source_info.traceback)
+        elif not {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
+            step = frame.f_locals.get("step")
+            eqn = frame.f_locals.get("eqn") or getattr(step, "eqn", None)
+            yield from _recorded_lines(getattr(getattr(eqn, "source_info", None), "traceback", None))
         frame = frame.f_back
 
 
@@ -326,8 +335,7 @@ def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
 
 # JAX, and what wraps functions only to check the types of their arguments.
 _MACHINERY = tuple(
-    f"{pathlib.Path(str(importlib.util.find_spec(name).origin)).parent}{os.sep}"  # pyright: ignore
-    for name in ("jax", "jaxlib", "jaxtyping", "beartype")
+    f"{pathlib.Path(str(m.__file__)).parent}{os.sep}" for m in (jax, jaxlib, jaxtyping, beartype)
 )
 _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 

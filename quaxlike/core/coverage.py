@@ -1,15 +1,18 @@
 """What is registered: the rules of a type, and the pairs of rules that no order decides between."""
 
+import dataclasses
+import functools
 import inspect
 import itertools
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import plum
 
-from .rules import GLOBAL, Ambiguity, AmbiguousRuleError, Rule, RuleSet, in_order, more_specific, signature_of
-from .values import Value
+from .rules import GLOBAL, Ambiguity, AmbiguousRuleError, Rule, RuleSet, in_order, more_specific
+from .values import ArrayValue, Value
 
 
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
@@ -31,11 +34,73 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 
 
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
+    """Whether the rule is about the type: a parameter that takes any Value does not make it so, unless all
+    of them do."""
     hints = list(rule.signature.types)
     if rule.signature.has_varargs:
         hints.append(rule.signature.varargs)
     flat = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in hints)
-    return any(isinstance(h, type) and issubclass(h, Value) and issubclass(cls, h) for h in flat)
+    named = {h for h in flat if isinstance(h, type) and issubclass(h, Value)}
+    return any(issubclass(cls, h) for h in (named - {Value, ArrayValue} or named))
+
+
+@dataclasses.dataclass(frozen=True)
+class RulesDiff:
+    """Which primitives have rules for one type and not for another. Prints as a table."""
+
+    types: tuple[type[Value], type[Value]]
+    rules: dict[str, tuple[tuple[Rule, ...], tuple[Rule, ...]]]
+    """For each primitive, by name: the rules of the first type, and those of the second."""
+
+    @property
+    def only_first(self) -> list[str]:
+        """The primitives that have rules for the first type alone."""
+        return [name for name, (_, second) in self.rules.items() if not second]
+
+    @property
+    def only_second(self) -> list[str]:
+        """The primitives that have rules for the second type alone."""
+        return [name for name, (first, _) in self.rules.items() if not first]
+
+    @property
+    def both(self) -> list[str]:
+        """The primitives that have rules for both types."""
+        return [name for name, (first, second) in self.rules.items() if first and second]
+
+    def __str__(self) -> str:
+        head = ("primitive", *(cls.__name__ for cls in self.types))
+        lines = [(name, *("yes" if rules else "-" for rules in each)) for name, each in self.rules.items()]
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *lines)
+        )
+
+
+def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
+    """Which primitives two types have rules for: what one can do and the other cannot.
+
+    **Arguments:**
+
+    - `first`, `second`: subclasses of [`quaxlike.Value`][].
+    - `rules`: a [`quaxlike.RuleSet`][]. Default: the global one.
+
+    **Returns:**
+
+    A [`RulesDiff`][quaxlike.core.coverage.RulesDiff], which prints as a table.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+
+        print(ql.compare_rules(ql.LoraArray, ql.NF4Array))
+        ```
+    """
+    found = [rules_for(cls, rules=rules) for cls in (first, second)]
+    names = sorted({r.primitive.name for each in found for r in each})
+    of = lambda name, each: tuple(r for r in each if r.primitive.name == name)
+    return RulesDiff((first, second), {name: (of(name, found[0]), of(name, found[1])) for name in names})
 
 
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
@@ -85,7 +150,7 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
     for operands in itertools.product(*slots):
         if all(t is jax.Array for t in operands):
             continue
-        signature = signature_of(operands)
+        signature = plum.Signature(*operands)
         order = in_order(a.primitive, signature, [r for r in registered if signature <= r.signature])
         first = order[0]  # what comes after is asked only where a better match declines
         if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
@@ -97,9 +162,18 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
     if types:
         return [jax.Array, *types]
     named = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in (x, y))
-    concrete = [t for t in named if isinstance(t, type) and issubclass(t, Value)]
-    return [jax.Array, *dict.fromkeys(t for t in concrete if not inspect.isabstract(t))]
+    values = [t for t in named if isinstance(t, type) and issubclass(t, Value)]
+    return [jax.Array, *dict.fromkeys(itertools.chain.from_iterable(map(_concrete, values)))]
 
 
+def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
+    """The class itself; what derives from it, if it is abstract and not the base of all types."""
+    if not inspect.isabstract(cls):
+        yield cls
+    elif cls not in (Value, ArrayValue):
+        yield from itertools.chain.from_iterable(map(_concrete, cls.__subclasses__()))
+
+
+@functools.lru_cache(maxsize=4096)
 def _matches(cls: type, hint: Any) -> bool:
-    return signature_of([cls]) <= signature_of([hint])
+    return plum.Signature(cls) <= plum.Signature(hint)

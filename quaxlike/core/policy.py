@@ -13,16 +13,15 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import plum
 
-from . import recording
-from .recording import describe, user_source
-from .rules import Rule, active_layers, signature_of
+from . import compat, recording
+from .recording import describe, in_bytes, user_source
+from .rules import Rule, active_layers
 from .values import Value, aval_of, is_value, materialise
 
 Mode = Literal["allow", "warn", "error"]
 _MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from the laxest
-
-_mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar("on_materialise", default=None)
 
 # The mode, as a setting that JAX keeps in the keys of its caches: under another mode than the one in
 # which `jax.jit(quaxify(f))` was traced, it is traced again, so that its losses are seen.
@@ -66,28 +65,30 @@ class on_materialise(contextlib.ContextDecorator):
         if mode not in _MODES:
             raise ValueError(f"on_materialise takes one of {_MODES}; found {mode!r}.")
         self.mode: Mode = mode
-        self._seen: set[Any] = set()
-        self._exits: list[contextlib.ExitStack] = []
-
-    def _recreate_cm(self) -> "on_materialise":
-        fresh = on_materialise(self.mode)  # each decorated call enters and leaves on its own
-        fresh._seen = self._seen
-        return fresh
+        self.warned: set[Any] = set()  # where, already
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(_mode.reset, _mode.set(self.mode))
-            stack.callback(_seen.reset, _seen.set(self._seen))
-            stack.enter_context(_jit_mode(self.mode))
-            self._exits.append(stack.pop_all())
+        _enter((*_entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        self._exits.pop().close()
+        _enter(_entered.get()[:-1])
 
 
-def policy_key() -> Any:
-    """What a cached retracing depends on, beside its operands."""
-    return _mode.get()
+_entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.ContextVar(
+    "on_materialise", default=()
+)
+
+
+def _enter(stack: tuple[on_materialise, ...]) -> None:
+    _entered.set(stack)
+    # JAX's setting belongs to the thread; set anew, and not restored, it also follows tasks that overlap.
+    compat.set_user_context(_jit_mode, policy_key())
+
+
+def policy_key() -> Mode | None:
+    """The mode in force: what a cached retracing depends on, beside its operands."""
+    stack = _entered.get()
+    return stack[-1].mode if stack else None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 
     - `what`: what asks for it: the name of a primitive, or a phrase such as "bool()".
     - `operands`: all operands of the primitive, for the message. Default: `value` alone.
-    - `hint`: what the author of the type can do. Default: register a rule for the primitive `what`.
+    - `hint`: why, or what can be done. Default: register a rule for the primitive `what`.
     """
     if not is_value(value):
         return value
@@ -116,7 +117,7 @@ def dense_operands(primitive: jexc.Primitive, operands: Sequence[Any]) -> list[A
 
 
 def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> list[Any]:
-    mode = _mode.get() or _strictest(values)
+    mode = policy_key() or _strictest(values)
     loss = _Loss(values, what, operands, hint)
     if (recorder := recording.active()) is not None:
         notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
@@ -164,9 +165,8 @@ def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any
 # Messages
 # -------------------------------------------------------------------------------------------------
 
-# Where a warning was given already: for each `on_materialise`, and for those of types.
-_seen: contextvars.ContextVar[set[Any]] = contextvars.ContextVar("quaxlike_warned", default=set())  # noqa: B039
-_seen_lock = threading.Lock()
+_warned_for_types: set[Any] = set()
+_warned_lock = threading.Lock()
 
 
 class _Loss:
@@ -186,10 +186,13 @@ class _Loss:
     def message(self) -> str:
         source, through = user_source()
         types = ", ".join(map(describe, self.operands))
-        lost = " and ".join(dict.fromkeys(type(v).__name__ for v in self.values))
+        why = "" if self.hint else f"no rule for ({types}); "
+        lost = " and ".join(
+            dict.fromkeys(describe(v) if self.hint else type(v).__name__ for v in self.values)
+        )
         return "\n".join(
             [
-                f"{self.what}: no rule for ({types}); {lost} would be made dense, {_in_bytes(self.size)},",
+                f"{self.what}: {why}{lost} would be made dense, {in_bytes(self.size)},",
                 f"  at {source}" + (f", which calls {through}" if through else ""),
                 *(f"  {how}: {rule}" for how, rule in self._nearest()),
                 *(f"  {line}" for line in self.remedy.splitlines()),
@@ -220,7 +223,7 @@ class _Loss:
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
                 return len(types) + 1
             hints = rule.signature.expand_varargs(len(types))
-            return sum(not signature_of([t]) <= signature_of([h]) for t, h in zip(types, hints, strict=False))
+            return sum(not plum.Signature(t) <= plum.Signature(h) for t, h in zip(types, hints, strict=False))
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
         for rule in sorted(rules, key=misfit)[:2]:
@@ -230,22 +233,15 @@ class _Loss:
         """Once for each call site, primitive and types of operands; shown at the user's own line."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
-        seen = _seen.get()
-        with _seen_lock:
-            if site in seen:
+        stack = _entered.get()
+        warned = stack[-1].warned if stack else _warned_for_types
+        with _warned_lock:
+            if site in warned:
                 return
-            seen.add(site)
+            warned.add(site)
         warnings.warn_explicit(MaterialisationWarning(self.message), None, source.file, source.line)
 
 
 def _logical_bytes(value: Value) -> int:
     aval = aval_of(value)
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
-
-
-def _in_bytes(size: int) -> str:
-    """`size` as bytes, and as a number one can read."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size:,} bytes ({size / scale:.1f} {unit})"
-    return f"{size} bytes"

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from . import compat, recording
 from .policy import MaterialisationError
-from .rules import GLOBAL, RuleError, RuleSet, active_layers, mark_in_use, resolver
+from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import QuaxTrace, ValueTracer, innermost, kind_of
 from .values import Value, is_value
 
@@ -59,21 +59,19 @@ class _Quaxified(Generic[_P, _T]):
         return jax.jit(functools.wraps(self._fn)(lambda *args, **kwargs: quaxified._call(*args, **kwargs)))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        layers = active = active_layers.get()
-        if self._rules is not None and self._rules not in layers:
-            layers = (self._rules, *layers)
+        layers = active_layers.get()
+        if self._rules is not None and self._rules is not layers[0]:
+            with asking((self._rules, *(x for x in layers if x is not self._rules))):
+                return self._call(*args, **kwargs)
         mark_in_use()
         parent = compat.current_trace()
         trace = QuaxTrace(parent, jexc.TraceTag(), resolver(layers))
         fn, args, kwargs = _select(trace, self._filter_spec, self._fn, args, kwargs)
-        token = None if layers is active else active_layers.set(layers)
         try:
             compat.set_trace(trace)
             out = fn(*args, **kwargs)
         finally:
             compat.set_trace(parent)
-            if token is not None:
-                active_layers.reset(token)
         return trace.unwrap_tree(out)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -3,9 +3,10 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.core
@@ -13,6 +14,8 @@ import jax.core
 from . import compat
 from .rules import Checked, Rule
 from .values import aval_of, is_value
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 Outcome = Literal["rule", "default", "built-in", "materialised"]
 
@@ -35,6 +38,11 @@ class Event:
     # that of several tracings (of a loop's body, for its carry) the last one counts.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether this is an inlined jit: its equations stand in its place."""
+        return self.outcome == "built-in" and self.primitive in ("jit", "pjit") and [*self.inside] == [None]
+
     def into(self, key: Any, what: str) -> list["Event"]:
         return self.inside.setdefault(key, (what, []))[1]
 
@@ -55,7 +63,7 @@ class Recorder:
         event = self._new(primitive.name, operands)
         what = ""
         if isinstance(rule, Rule):
-            event.outcome, event.rule, what = "rule", rule, f"rule of {rule.primitive} at {rule.source}"
+            event.outcome, event.rule, what = "rule", rule, f"rule of {rule.primitive}"
         before = self._open, self._into
         self._open, self._into = event, event.into(None, what)
         try:
@@ -86,11 +94,8 @@ class Recorder:
         """Records that Values among the operands are materialised: by the primitive that is at work, if
         it is that which asks."""
         event = self._open
-        if (
-            event.outcome in ("rule", "default")
-            or not event.primitive
-            or primitive.split()[0].find(event.primitive)
-        ):
+        asks = event is not self.root and primitive.startswith(event.primitive)
+        if not asks or event.outcome in ("rule", "default"):
             event = self._new(primitive, operands)
             self._into.append(event)
         event.outcome = "materialised"
@@ -102,6 +107,15 @@ class Recorder:
         """Records that the primitive that is at work follows the `default` of a type."""
         self._open.outcome = "default"
         self._open.notes.append(f"{cls.__name__}.default")
+
+    @contextlib.contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """What is recorded within it is shown as inside of `what`."""
+        before, self._into = self._into, self._open.into(what, what)
+        try:
+            yield
+        finally:
+            self._into = before
 
     def note(self, text: str) -> None:
         if self._open is not self.root:
@@ -120,7 +134,8 @@ def _walk(where: tuple[str, ...], event: Event) -> Iterator[tuple[tuple[str, ...
     for what, events in event.inside.values():
         inner = (*where, what) if what else where
         for e in events:
-            yield inner, e
+            if not e.leaves_nothing:
+                yield inner, e
             yield from _walk(inner, e)
 
 
@@ -142,6 +157,22 @@ def recording() -> Iterator[Recorder]:
             yield recorder
     finally:
         _active.reset(token)
+
+
+def shown_as(what: str) -> Callable[[_Fn], _Fn]:
+    """For functions that dispatch on their own: what they lead to is shown as inside of `what`."""
+
+    def decorator(function: _Fn) -> _Fn:
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if (recorder := active()) is None:
+                return function(*args, **kwargs)
+            with recorder.inside(what):
+                return function(*args, **kwargs)
+
+        return cast(_Fn, recorded)
+
+    return decorator
 
 
 def note(text: str) -> None:
@@ -178,3 +209,11 @@ def user_source() -> tuple[compat.SourceLine, compat.SourceLine | None]:
             return line, first
         first = first or line
     return first or compat.SourceLine("<unknown>", 1, "?"), None
+
+
+def in_bytes(size: int) -> str:
+    """`size` as bytes, and as a number one can read."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size:,} bytes ({size / scale:.1f} {unit})"
+    return f"{size} bytes"

@@ -208,7 +208,8 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
     if found == slot:
         return x
     if slot.treedef is None:
-        x = dense(x, what)
+        other = "the other side is a plain array that it does not lift; `promote(array, like)` can."
+        x = dense(x, what, hint=f"{type(x).__name__}: {other}")
     elif found.treedef is None:
         x = _promote(x, slot)
     leaves, (found,) = flatten([x])

@@ -82,7 +82,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 
     def _concrete(self, what: str) -> Any:
         with jexc.set_current_trace(self._trace.parent_trace):
-            return dense(self.quax_value, what)
+            return dense(self.quax_value, what, hint="Python asks for its elements.")
 
 
 def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
@@ -309,7 +309,8 @@ class _Adopt:
             return ValueTracer(level, level.unwrap_tree(value))
         # A transform inside the quaxified function traced its arrays: built there, or passed to a jitted
         # function, which takes a Value that is not traced apart. This level would leave that transform out.
-        return dense(value, "a Value that an inner transform took apart")
+        hint = "Pass it into that transform as a traced Value, or call `quaxify` inside of it."
+        return dense(value, "a Value that an inner transform took apart", hint=hint)
 
 
 def _lives_below(level: QuaxTrace, value: Value) -> bool:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from types import NotImplementedType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -14,8 +14,6 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from . import compat
-
-_V = TypeVar("_V", bound="Value")
 
 
 class _ValueMeta(type(eqx.Module)):
@@ -90,10 +88,6 @@ class Value(eqx.Module, metaclass=_ValueMeta):
 
     linear: ClassVar[bool] = False
     """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then."""
-
-    # Equinox looks attributes up in Python, so as to make pytrees of bound methods. On Values that lookup is
-    # most of the cost of a rule; their methods are bound as those of any other Python object.
-    __getattribute__ = object.__getattribute__
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
@@ -217,15 +211,6 @@ class ArrayValue(Value):
 adopters: list[Any] = []
 
 
-def replace_fields(value: _V, **fields: Any) -> _V:
-    """`value` with some of its fields replaced, past its construction and what that checks: for rules,
-    which have made the parts to fit."""
-    new = object.__new__(type(value))
-    for f in dataclasses.fields(value):
-        object.__setattr__(new, f.name, fields[f.name] if f.name in fields else getattr(value, f.name))
-    return new
-
-
 def is_value(x: Any) -> bool:
     """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`."""
     return isinstance(x, Value)
@@ -318,8 +303,11 @@ def _carries_aval(x: Any) -> bool:
     return known
 
 
+# In what follows errors are no `TypeError`s: where JAX asks for an aval it puts its own in place of those.
+
+
 def not_an_array(value: Value, leaf: Any) -> ValueError:
-    """The error for a field that is not an array. Not a `TypeError`: `jax.jit` would put its own in place."""
+    """The error for a field that is not an array."""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(
@@ -333,7 +321,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     if isinstance(aval, jax.ShapeDtypeStruct):
         aval = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
     if not isinstance(aval, jax.core.AbstractValue):
-        raise TypeError(
+        raise ValueError(
             f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "
             f"found {aval!r}."
         )

@@ -196,8 +196,31 @@ class TestWhere:
             await tasks
 
         asyncio.run(both())
-        with pytest.raises(ql.MaterialisationError):
-            jax.jit(ql.quaxify(tanh))(Strict(X))
+        f = jax.jit(ql.quaxify(tanh))
+        f(Plain(X))
+        with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError):
+            f(Plain(X))
+
+    def test_one_object_in_several_threads(self):
+        strict = ql.on_materialise("error")
+        barrier = threading.Barrier(4)
+        raised = []
+
+        def run():
+            with strict:
+                barrier.wait()
+                with pytest.raises(ql.MaterialisationError):
+                    ql.quaxify(tanh)(Plain(X))
+                barrier.wait()
+            ql.quaxify(tanh)(Plain(X))
+            raised.append(True)
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert raised == [True] * 4
 
 
 class TestWarnings:
@@ -260,7 +283,7 @@ class TestMessage:
         assert f"  nearest rule: lgamma(Strict) at {rule.source}" in lines
         assert [line for line in lines if "nearest" not in line] == [
             "lgamma: no rule for (Plain f32[2,3]); Plain would be made dense, 24 bytes,",
-            f"  at {_line_of(lgamma)} (TestMessage.test_whole.<locals>.lgamma)",
+            f"  at {_line_of(lgamma)} (lgamma)",
             "  To keep the type, write a rule:",
             '    @quaxlike.register("lgamma")',
             "    def _(x: Plain, **params): ...",
@@ -299,6 +322,14 @@ class TestMessage:
 
         with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError) as caught:
             ql.quaxify(jax.jit(f))(Plain(X))
+        assert f"at {_line_of(f)} " in str(caught.value)
+
+    def test_names_the_line_under_several_jits(self):
+        def f(x):
+            return jnp.where(x > 0, 1.0, x)
+
+        with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError) as caught:
+            ql.quaxify(jax.jit(lambda x: jax.jit(f)(x)))(Plain(X))
         assert f"at {_line_of(f)} " in str(caught.value)
 
     def test_in_the_backward_pass(self):

@@ -19,12 +19,15 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..policy import dense
+from ..recording import shown_as
+from ..rules import asking
 from ..slots import Slot, StructureError, conform, flatten, split, spread, unflatten
 from ..trace import QuaxTrace, ValueTracer, builtin
 from ..values import is_value, materialise
 
 
 @builtin("custom_jvp_call")
+@shown_as("custom_jvp")
 def _custom_jvp(
     trace: QuaxTrace,
     primitive: jexc.Primitive,
@@ -70,6 +73,7 @@ def _custom_jvp(
 
 
 @builtin("custom_vjp_call")
+@shown_as("custom_vjp")
 def _custom_vjp(
     trace: QuaxTrace,
     primitive: jexc.Primitive,
@@ -134,6 +138,8 @@ def _custom_vjp(
 
 
 _WHAT = "a custom derivative"
+_PLAIN = "It is the derivative of a plain array."
+_HINT = "Its class is not `linear`, so that it has no tangents of its own."
 
 
 class _Results:
@@ -154,7 +160,9 @@ class _Results:
         the tangent of an operand (whose slot is then given), or is dense."""
         if not self.decided:
             outs = [
-                dense(x, _WHAT) if is_value(x) and not (type(x).linear or flatten([x])[1] == (slot,)) else x
+                dense(x, _WHAT, hint=_HINT)
+                if is_value(x) and not (type(x).linear or flatten([x])[1] == (slot,))
+                else x
                 for x, slot in zip(outs, forwarded, strict=True)
             ]
         for slot, other in zip(self.slots, forwarded, strict=True) if self.decided else ():
@@ -192,7 +200,8 @@ def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
     for store in fun.stores:
         if store:
             store.reset()
-    with jexc.take_current_trace() as parent:
+    # The backward pass runs when the quaxified function has returned; a `quaxify` in it still inherits.
+    with asking(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         with jexc.set_current_trace(inner):
             outs = fun.call_wrapped(*[inner.box(x) for x in operands])
@@ -277,7 +286,7 @@ def _is_forwarded(slot: Slot, tangent: Any, forwarded: dict[int, tuple[Slot, Seq
 
 def _tangent_out(slot: Slot, tangent: Any) -> list[Any]:
     if slot.treedef is None:
-        return [dense(tangent, "custom_jvp")]
+        return [dense(tangent, "custom_jvp", hint=_PLAIN)]
     if _is_zero(tangent):
         return [
             SymbolicZero(a.to_tangent_aval()) if _has_tangent(a) else _zeros(a.to_tangent_aval())
@@ -326,7 +335,7 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
-            out.append(dense(ct, "custom_vjp"))
+            out.append(dense(ct, "custom_vjp", hint=_PLAIN))
             continue
         primals = [next(kept) for _ in slot.avals]
         inexact = [_has_tangent(a) for a in slot.avals]
@@ -336,7 +345,7 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
             moving = (x for x, has in zip(flatten([ct])[0], inexact, strict=True) if has)
         else:
             fun, at = _materialise_of_inexact(slot, primals, inexact)
-            moving = iter(jax.vjp(fun, *at)[1](dense(ct, "custom_vjp")))
+            moving = iter(jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_PLAIN)))
         leaves = [next(moving) if has else None for has in inexact]
         out += [ad.Zero(a.to_ct_aval()) if x is None else x for x, a in zip(leaves, slot.avals, strict=True)]
     return out

@@ -12,6 +12,7 @@ from ..trace import QuaxTrace, builtin
 from ..values import is_value
 
 _WHAT = "custom_linear_solve"
+_HINT = "Its class is not `linear`, as the solution of a linear system has to be."
 
 
 @builtin("custom_linear_solve")
@@ -27,12 +28,12 @@ def _linear_solve(
         return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
 
     # The primitive is linear in the leaves of `b`, so a type that is not has to be dense here.
-    b = [x if not is_value(x) or type(x).linear else dense(x, _WHAT, operands) for x in b]
+    b = [x if not is_value(x) or type(x).linear else dense(x, _WHAT, operands, hint=_HINT) for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
     if not _leaves_agree(solve.out, b_slots):
         # The primitive maps a space to itself, so what is solved for has the leaves of `b`.
-        b = [dense(x, _WHAT, operands) for x in b]
+        b = [dense(x, _WHAT, operands, hint="The solution has other leaves.") for x in b]
         b_leaves, b_slots = flatten(b)
         solve = solve_for(b_slots, [slot.dense() for slot in solve_for(b_slots).out])
     x_slots = solve.out

@@ -62,7 +62,8 @@ def _scan(
 def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
     """`x`, materialised if it is a Value whose rows its type cannot cut."""
     if is_value(x) and x.leading_axis() is NotImplemented:
-        return dense(x, "scan", operands)
+        hint = f"To scan over its rows, define `{type(x).__name__}.leading_axis()`."
+        return dense(x, "scan", operands, hint=hint)
     return x
 
 

@@ -6,11 +6,13 @@ from typing import Any
 import jax.extend.core as jexc
 
 from .. import compat
+from ..recording import shown_as
 from ..slots import Slot, flatten, leaf_specs, unflatten
 from ..trace import QuaxTrace, builtin
 
 
 @builtin("shard_map")
+@shown_as("shard_map")
 def _shard_map(
     trace: QuaxTrace,
     primitive: jexc.Primitive,

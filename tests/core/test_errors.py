@@ -1,0 +1,319 @@
+"""What a user is told about mistakes: what, where, expected, found, what to do."""
+
+import inspect
+import traceback
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+
+class Box(ql.ArrayValue):
+    array: jax.Array
+
+    def materialise(self):
+        return self.array
+
+
+X = jnp.ones((2, 3))
+
+
+def _rule(primitive, function, annotation=Box):
+    """A private set with one rule, and how messages name that rule."""
+    rules = ql.RuleSet()
+    function.__annotations__["x"] = annotation
+    ql.register(primitive, rules=rules)(function)
+    (rule,) = rules
+    return rules, repr(rule)
+
+
+class TestResultsOfRules:
+    @pytest.mark.parametrize(
+        ("primitive", "result", "message"),
+        [
+            (jax.lax.sin_p, jnp.ones(7), r"must return float32\[2,3\], as `sin` does .*; found float32\[7\]"),
+            (jax.lax.sin_p, jnp.ones((2, 3), int), r"must return float32\[2,3\].*; found int32\[2,3\]"),
+            (jax.lax.sin_p, Box(jnp.ones(7)), r"must return float32\[2,3\].*; found Box of float32\[7\]"),
+            (jax.lax.sin_p, None, "must return an array or a Value; found None"),
+            (jax.lax.sin_p, [X], r"must return an array or a Value; found \["),
+            (jax.lax.sin_p, "text", "must return an array or a Value; found 'text'"),
+            (jax.lax.sort_p, X, r"must return a sequence of 1 result\(s\); found float32\[2,3\]"),
+            (jax.lax.sort_p, Box(X), r"must return a sequence of 1 result\(s\); found Box of float32\[2,3\]"),
+            (jax.lax.sort_p, [X, X], r"must return a sequence of 1 result\(s\); found one of 2"),
+            (jax.lax.sort_p, [jnp.ones(7)], r"must return float32\[2,3\] as result 0, .* found float32\[7\]"),
+            (jax.lax.sort_p, [None], "must return an array or a Value as result 0; found None"),
+        ],
+    )  # fmt: skip
+    def test_wrong(self, primitive, result, message):
+        rules, name = _rule(primitive, lambda x, **params: result)
+        params = {"dimension": 0, "is_stable": True, "num_keys": 1} if primitive.name == "sort" else {}
+        params |= {"accuracy": None} if primitive.name == "sin" else {}
+        run = ql.quaxify(lambda x: primitive.bind(x, **params), rules=rules)
+        for f in (run, jax.jit(run), ql.quaxify(jax.jit(lambda x: primitive.bind(x, **params)), rules=rules)):
+            with pytest.raises(ql.RuleError, match=message) as caught:
+                f(Box(X))
+            assert f"The rule {name} must" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "result", [np.ones((2, 3)), np.ones((2, 3), np.float32), jnp.ones((2, 3)), Box(X)], ids=repr
+    )
+    def test_right(self, result):
+        rules, _ = _rule("sin", lambda x, **params: result)
+        out = ql.materialise(ql.quaxify(jnp.sin, rules=rules)(Box(X)))
+        assert (out.shape, out.dtype) == ((2, 3), jnp.float32)
+
+    @pytest.mark.parametrize("result", [1.5, np.float32(1.5), np.float64(1.5), np.array(1.5)])
+    def test_scalars_of_python_and_numpy(self, result):
+        rules, _ = _rule("sin", lambda x, **params: result)
+        assert ql.quaxify(lambda x: jnp.sin(x) * 2, rules=rules)(Box(jnp.float32(0))) == 3.0
+
+    def test_checked_until_right_once(self):
+        """The check costs as much as tracing the primitive, so a rule that was right is trusted."""
+        results = [jnp.ones(7), X, jnp.ones(7)]
+        rules, _ = _rule("sin", lambda x, **params: results.pop(0))
+        f = ql.quaxify(jax.lax.sin, rules=rules)
+        with pytest.raises(ql.RuleError):
+            f(Box(X))
+        assert f(Box(X)) is X
+        assert f(Box(X)).shape == (7,)
+
+    def test_checked_always_if_asked_for(self):
+        results = [X, jnp.ones(7)]
+        rules, _ = _rule("sin", lambda x, **params: results.pop(0))
+        f = ql.quaxify(jax.lax.sin, rules=rules)
+        jax.config.update("jax_enable_checks", True)
+        try:
+            f(Box(X))
+            with pytest.raises(ql.RuleError):
+                f(Box(X))
+        finally:
+            jax.config.update("jax_enable_checks", False)
+
+    def test_a_rule_reached_later_is_checked_too(self):
+        """One that another rule declined to for the first call."""
+        rules, _ = _rule("sin", lambda x, **params: X if x.shape == (2, 3) else NotImplemented)
+        _, name = _rule("sin", wrong := lambda x, **params: X, ql.ArrayValue)
+        ql.register("sin", rules=rules)(wrong)
+        f = ql.quaxify(jax.lax.sin, rules=rules)
+        f(Box(X))
+        with pytest.raises(ql.RuleError, match=r"found float32\[2,3\]") as caught:
+            f(Box(jnp.ones(7)))
+        assert name in str(caught.value)
+
+
+class TestParametersOfRules:
+    def test_a_parameter_that_is_not_taken(self):
+        rules, name = _rule("transpose", lambda x: x.array)
+        with pytest.raises(ql.RuleError, match=r"does not take .* permutation. Add `\*\*params`") as caught:
+            ql.quaxify(jnp.transpose, rules=rules)(Box(X))
+        assert name in str(caught.value)
+
+    def test_one_that_is_none_is_not_passed(self):
+        """JAX adds parameters, whose default is None, in every release."""
+        rules, _ = _rule("sin", lambda x: x.array)
+        assert ql.quaxify(lambda x: jax.lax.sin_p.bind(x, accuracy=None), rules=rules)(Box(X)) is X
+
+    def test_annotations_that_cannot_be_evaluated(self):
+        with pytest.raises(TypeError, match=r"annotations of the rule .* cannot be evaluated.*NotDefined"):
+
+            @ql.register("sin", rules=ql.RuleSet())
+            def _(x: "NotDefined", **params):
+                raise NotImplementedError
+
+
+class TestPrimitives:
+    def test_near_misses(self):
+        with pytest.raises(ValueError, match=r"No JAX primitive is called 'dot_genral'. Did you mean 'dot_"):
+            ql.register("dot_genral")
+
+    def test_nothing_near(self):
+        with pytest.raises(ValueError, match=r"called 'qqqqqqq'.$"):
+            ql.register("qqqqqqq")
+
+    @pytest.mark.parametrize("name", ["dot_general", "dot_general_p", "jit", "random_bits", "custom_lin"])
+    def test_beyond_lax(self, name):
+        rules = ql.RuleSet()
+
+        @ql.register(name, rules=rules)
+        def _(*args: Box, **params):
+            raise NotImplementedError
+
+        (rule,) = rules
+        assert rule.primitive.name.startswith(name.removesuffix("_p")) or name == "jit"
+
+
+class TestFilterSpec:
+    @pytest.mark.parametrize(
+        ("spec", "reason"),
+        [
+            ((True, (True, False)), "different lengths of tuple"),
+            ((True, (True, False), False), "different lengths of tuple"),
+            ((True, [True], False), "different types"),
+            ("all", "booleans and callables"),
+        ],
+    )
+    def test_wrong_structure(self, spec, reason):
+        with pytest.raises(
+            ValueError, match="filter_spec of quaxify must be a bool, a function on leaves, or"
+        ) as caught:
+            ql.quaxify(jnp.sin, spec)(Box(X))
+        assert f"found {spec!r} for PyTreeDef((*, (*,), {{}}))" in str(caught.value)
+        assert reason in str(caught.value)
+        assert caught.value.__cause__ is None
+
+    def test_of_a_large_model(self):
+        with pytest.raises(ValueError, match="filter_spec") as caught:
+            ql.quaxify(lambda *xs: xs, (True,))(*[Box(X)] * 1000)
+        assert len(str(caught.value)) < 800
+
+    def test_not_callable(self, unchecked):
+        with pytest.raises(TypeError, match=r"quaxify takes a callable; found 3\."):
+            ql.quaxify(3)
+
+
+class TestValues:
+    @pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+    @pytest.mark.parametrize("static", [[1], {"a": 1}, np.ones(2)], ids=repr)
+    def test_static_fields_that_are_not_hashable(self, static):
+        class Odd(ql.ArrayValue):
+            array: jax.Array
+            option: object = eqx.field(static=True)
+
+            def materialise(self):
+                return self.array
+
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"Odd.option is a static field, .* must be hashable; found"):
+                Odd(X, static)
+
+    def _loose(self):
+        class Loose(ql.ArrayValue):
+            array: object
+            option: object = None
+
+            def materialise(self):
+                return self.array
+
+        return Loose
+
+    @pytest.mark.parametrize("option", ["text", jnp.sin], ids=["text", "function"])
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, jax.grad, lambda f: lambda x: jax.jit(f)(x)])
+    def test_fields_that_are_not_arrays(self, option, wrap):
+        value = self._loose()(X, option)
+        message = r"Loose.option holds .* where an array is expected. .*eqx.field\(static=True\)"
+        with pytest.raises(ValueError, match=message):
+            ql.quaxify(wrap(jnp.sin))(value)
+
+    @pytest.mark.parametrize("operand", ["text", None, object()], ids=["text", "None", "object"])
+    def test_operands_that_are_not_arrays(self, operand):
+        with pytest.raises(TypeError, match=r"add.*position 1"):
+            ql.quaxify(lambda x: jax.lax.add(x, operand))(Box(X))
+        with pytest.raises((TypeError, ValueError)):
+            ql.quaxify(lambda x: x + operand)(Box(X))
+
+    def test_outside_of_quaxify(self):
+        with pytest.raises(
+            RuntimeError, match=r"A Box was given to a JAX primitive outside `quaxlike.quaxify`"
+        ):
+            jax.lax.sin(Box(X))
+
+    def test_aval_of_the_wrong_type(self):
+        class Odd(ql.ArrayValue):
+            array: jax.Array
+
+            def aval(self):
+                return (2, 3)
+
+            def materialise(self):
+                return self.array
+
+        with pytest.raises(
+            ValueError, match=r"Odd.aval\(\) must return a jax.core.ShapedArray .*; found \(2, 3\)"
+        ):
+            ql.quaxify(jax.lax.sin)(Odd(X))
+
+
+class TestLeaks:
+    """A tracer that is kept beyond the quaxified function it belongs to."""
+
+    def _leaked(self):
+        kept = []
+        ql.quaxify(kept.append)(Box(X))
+        return kept[0]
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda x: x + 1.0,
+            lambda x: -x,
+            lambda x: jnp.sin(x),
+            lambda x: jax.lax.sin(x),
+            lambda x: x[0],
+            lambda x: jax.jit(lambda: x * 2.0)(),
+            lambda x: jax.jit(lambda x: x * 2.0)(x),
+            lambda x: ql.quaxify(lambda y: y + x)(Box(X)),
+            lambda x: ql.quaxify(lambda y: jnp.dot(y, x.T))(X),
+        ],
+    )
+    def test_use(self, use):
+        with pytest.raises(
+            jax.errors.UnexpectedTracerError, match="A Box got out of the quaxified"
+        ) as caught:
+            use(self._leaked())
+        assert f"{__file__}:" in str(caught.value)
+        assert "Return it from the function instead" in str(caught.value)
+
+    def test_it_can_be_shown(self):
+        assert repr(self._leaked()) == "ValueTracer<Box[float32[2,3]]>"
+
+    def test_within_it_is_no_leak(self):
+        kept = []
+
+        def f(x):
+            kept.append(x)
+            return jax.jit(lambda y: y + kept[0])(x)
+
+        np.testing.assert_array_equal(ql.quaxify(f)(Box(X)), 2 * X)
+
+
+class TestTracebacks:
+    """Frames of JAX and quaxlike are left out, where JAX leaves out its own."""
+
+    def _shown(self, f, *args):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (any error)
+            f(*args)
+        return "".join(traceback.format_exception(caught.value))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_the_user_s_own_errors(self, wrap):
+        def f(x):
+            raise KeyError("mine")
+
+        shown = self._shown(wrap(ql.quaxify(f)), Box(X))
+        assert "quaxlike/core" not in shown
+        assert "in f\n" in shown
+
+    def test_errors_in_rules(self):
+        def rule(x, **params):
+            raise KeyError("mine")
+
+        rules, _ = _rule("sin", rule)
+        shown = self._shown(ql.quaxify(jnp.sin, rules=rules), Box(X))
+        assert "quaxlike/core" not in shown
+        assert "in rule\n" in shown
+
+    def test_errors_about_rules(self):
+        rules, name = _rule("sin", lambda x, **params: None)
+
+        def f(x):
+            return jnp.sin(x)
+
+        shown = self._shown(ql.quaxify(f, rules=rules), Box(X)).splitlines()
+        assert not any("site-packages" in line or "quaxlike/core" in line for line in shown)
+        line = inspect.getsourcelines(f)[1] + 1
+        assert any(f'test_errors.py", line {line}, in f' in text for text in shown)
+        assert any(text.startswith(f"quaxlike.RuleError: The rule {name} must") for text in shown)
