@@ -8,6 +8,7 @@ supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where i
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import os
 import pathlib
@@ -19,14 +20,11 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-import beartype
 import jax
 import jax.core
 import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
-import jaxlib
-import jaxtyping
 from jax._src import (
     array,
     config,
@@ -335,7 +333,8 @@ def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
 
 # JAX, and what wraps functions only to check the types of their arguments.
 _MACHINERY = tuple(
-    f"{pathlib.Path(str(m.__file__)).parent}{os.sep}" for m in (jax, jaxlib, jaxtyping, beartype)
+    f"{pathlib.Path(str(importlib.util.find_spec(name).origin)).parent}{os.sep}"  # pyright: ignore
+    for name in ("jax", "jaxlib", "jaxtyping", "beartype")
 )
 _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 

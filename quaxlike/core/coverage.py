@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import plum
 
-from .rules import GLOBAL, Ambiguity, AmbiguousRuleError, Rule, RuleSet, in_order, more_specific
+from .rules import GLOBAL, Ambiguity, AmbiguousRuleError, Rule, RuleSet, in_order, more_specific, signature_of
 from .values import ArrayValue, Value
 
 
@@ -150,7 +149,7 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
     for operands in itertools.product(*slots):
         if all(t is jax.Array for t in operands):
             continue
-        signature = plum.Signature(*operands)
+        signature = signature_of(operands)
         order = in_order(a.primitive, signature, [r for r in registered if signature <= r.signature])
         first = order[0]  # what comes after is asked only where a better match declines
         if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
@@ -176,4 +175,4 @@ def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
 
 @functools.lru_cache(maxsize=4096)
 def _matches(cls: type, hint: Any) -> bool:
-    return plum.Signature(cls) <= plum.Signature(hint)
+    return signature_of([cls]) <= signature_of([hint])

@@ -13,11 +13,10 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import plum
 
 from . import compat, recording
 from .recording import describe, in_bytes, user_source
-from .rules import Rule, active_layers
+from .rules import Rule, active_layers, signature_of
 from .values import Value, aval_of, is_value, materialise
 
 Mode = Literal["allow", "warn", "error"]
@@ -223,7 +222,7 @@ class _Loss:
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
                 return len(types) + 1
             hints = rule.signature.expand_varargs(len(types))
-            return sum(not plum.Signature(t) <= plum.Signature(h) for t, h in zip(types, hints, strict=False))
+            return sum(not signature_of([t]) <= signature_of([h]) for t, h in zip(types, hints, strict=False))
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
         for rule in sorted(rules, key=misfit)[:2]:

@@ -10,18 +10,22 @@ import itertools
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.extend.core as jexc
-import plum
 from jaxtyping import AbstractArray
 
 from . import compat
 from .checks import Checked, RuleError
 
+if TYPE_CHECKING:
+    import plum
+
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_PACKAGE = __name__.partition(".")[0] + "."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +34,7 @@ class Rule:
 
     primitive: jexc.Primitive
     function: Callable[..., Any]
-    signature: plum.Signature
+    signature: "plum.Signature"
     takes_primitive: bool
     keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
 
@@ -91,15 +95,19 @@ class RuleSet:
 
     def __init__(self) -> None:
         self._rules: dict[jexc.Primitive, tuple[Rule, ...]] = {}
+        self._waiting: dict[jexc.Primitive, list[tuple[Callable[..., Any], int]]] = {}
 
     def __iter__(self) -> Iterator[Rule]:
-        return itertools.chain.from_iterable(list(self._rules.values()))
+        return itertools.chain.from_iterable(rules for _, rules in self.items())
 
     def items(self) -> list[tuple[jexc.Primitive, tuple[Rule, ...]]]:
-        return list(self._rules.items())
+        return [(primitive, self[primitive]) for primitive in list(self._rules)]
 
     def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
-        return self._rules.get(primitive, ())
+        with _lock:
+            for function, precedence in self._waiting.pop(primitive, ()):
+                self.add(Rule(primitive, function, *_inspect(function, precedence)))
+            return self._rules.get(primitive, ())
 
     def add(self, rule: Rule) -> None:
         kept = [r for r in self[rule.primitive] if r.signature != rule.signature]
@@ -107,6 +115,11 @@ class RuleSet:
             if replaced.function.__module__ != rule.function.__module__:
                 warnings.warn(f"{rule} replaces {replaced}.", stacklevel=4)
         self._rules[rule.primitive] = (*kept, rule)
+
+    def add_later(self, primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> None:
+        """Adds a rule whose annotations are looked at when `primitive` is first dispatched."""
+        self._rules.setdefault(primitive, ())
+        self._waiting.setdefault(primitive, []).append((function, precedence))
 
 
 GLOBAL = RuleSet()
@@ -190,12 +203,16 @@ def register(
 
     def decorator(function: _Fn) -> _Fn:
         global _epoch
-        signature, takes_primitive, keywords = _inspect(function, precedence)
+        into = GLOBAL if rules is None else rules
+        # Our own rules wait until they are asked for: importing the package inspects none of them.
+        wait = function.__module__.startswith(_PACKAGE)
+        inspected = None if wait else _inspect(function, precedence)
         with _lock:
             for p in primitives:
-                (GLOBAL if rules is None else rules).add(
-                    Rule(p, function, signature, takes_primitive, keywords)
-                )
+                if inspected is None:
+                    into.add_later(p, function, precedence)
+                else:
+                    into.add(Rule(p, function, *inspected))
             _epoch += 1
             _resolver.cache_clear()
             if _in_use:
@@ -223,7 +240,9 @@ def _as_primitive(primitive: jexc.Primitive | str) -> jexc.Primitive:
 
 def _inspect(
     function: Callable[..., Any], precedence: int
-) -> tuple[plum.Signature, bool, frozenset[str] | None]:
+) -> "tuple[plum.Signature, bool, frozenset[str] | None]":
+    import plum  # takes longer than all of this package
+
     types: list[Any] = []
     varargs: Any = plum.Signature().varargs
     keywords: set[str] | None = set()
@@ -254,8 +273,16 @@ def _inspect(
     return signature, takes_primitive, None if keywords is None else frozenset(keywords)
 
 
+def signature_of(types: Iterable[Any]) -> "plum.Signature":
+    import plum
+
+    return plum.Signature(*types)
+
+
 def _plain_hint(hint: Any) -> Any:
     """Dispatch is by class: `Float[Array, "m n"]` selects what `Array` selects."""
+    import plum
+
     while isinstance(hint, type) and issubclass(hint, AbstractArray):
         hint = hint.array_type
     return plum.resolve_type_hint(hint)
@@ -278,7 +305,7 @@ class Resolver:
         """The rules for `key`, a primitive and then for each operand the class of a Value or None for
         anything else. Best first; they are asked in turn while they return `NotImplemented`."""
         primitive, *types = key
-        operands = plum.Signature(*(jax.Array if t is None else t for t in types))
+        operands = signature_of(jax.Array if t is None else t for t in types)
         found: list[Callable[..., Any]] = []
         for layer in self.layers:
             found += in_order(primitive, operands, [r for r in layer[primitive] if operands <= r.signature])
@@ -322,7 +349,7 @@ def _resolver(layers: tuple[RuleSet, ...], at: int, checks: bool) -> Resolver:
 
 
 def in_order(
-    primitive: jexc.Primitive, operands: plum.Signature, matching: list[Rule]
+    primitive: jexc.Primitive, operands: "plum.Signature", matching: list[Rule]
 ) -> list[Callable[..., Any]]:
     order: list[Callable[..., Any]] = []
     while matching:
@@ -345,7 +372,7 @@ class Ambiguity:
     """Stands where the order of rules is undecided; asking it is the error."""
 
     primitive: jexc.Primitive
-    operands: plum.Signature
+    operands: "plum.Signature"
     rules: list[Rule]
 
     def __call__(self, *_: Any) -> Any:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from types import NotImplementedType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -14,6 +14,8 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from . import compat
+
+_V = TypeVar("_V", bound="Value")
 
 
 class _ValueMeta(type(eqx.Module)):
@@ -88,6 +90,10 @@ class Value(eqx.Module, metaclass=_ValueMeta):
 
     linear: ClassVar[bool] = False
     """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then."""
+
+    # Equinox looks attributes up in Python, so as to make pytrees of bound methods. On Values that lookup is
+    # most of the cost of a rule; their methods are bound as those of any other Python object.
+    __getattribute__ = object.__getattribute__
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
@@ -209,6 +215,15 @@ class ArrayValue(Value):
 
 # The one way up from here: trace.py puts in it what turns a late Value into a tracer, and back.
 adopters: list[Any] = []
+
+
+def replace_fields(value: _V, **fields: Any) -> _V:
+    """`value` with some of its fields replaced, past its construction and what that checks: for rules,
+    which have made the parts to fit."""
+    new = object.__new__(type(value))
+    for f in dataclasses.fields(value):
+        object.__setattr__(new, f.name, fields[f.name] if f.name in fields else getattr(value, f.name))
+    return new
 
 
 def is_value(x: Any) -> bool:

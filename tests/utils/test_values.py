@@ -70,6 +70,18 @@ def test_stacked_values_are_scanned_over():
     np.testing.assert_allclose(out, 6 * X)
 
 
+def test_stacked_lora_arrays():
+    layers = [ql.LoraArray(i * jnp.eye(2), jnp.full((1, 2), 0.1 * i), jnp.ones((2, 1))) for i in (1.0, 2.0)]
+    stacked = tree_stack(*layers)
+    assert type(stacked) is ql.LoraArray
+    assert (stacked.shape, stacked.a.shape) == ((2, 2, 2), (2, 1, 2))
+    apply = ql.quaxify(lambda w, x: w @ x)
+    out, _ = jax.lax.scan(lambda x, w: (apply(w, x), None), jnp.ones(2), stacked)
+    np.testing.assert_allclose(out, apply(layers[1], apply(layers[0], jnp.ones(2))), rtol=1e-6)
+    for x, y in zip(layers, [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in (0, 1)], strict=True):
+        assert eqx.tree_equal(x, y)
+
+
 def test_values_as_leaves():
     tree = {"a": strict(X), "b": X, "c": None}
     out = tree_map(lambda leaf: type(leaf).__name__, tree, is_leaf=ql.is_value)

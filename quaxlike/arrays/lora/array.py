@@ -1,6 +1,5 @@
 """`LoraArray`: a weight with a low-rank adapter."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -14,7 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ...core.operators import ArrayOperators
-from ...core.values import ArrayValue, Value, is_value, materialise
+from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
 # The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
@@ -127,8 +126,8 @@ class LoraArray(ArrayOperators, ArrayValue):
         return self.w if self.train_base else frozen(self.w)
 
     def replace(self, **fields: Any) -> "LoraArray":
-        """This array with some of its fields replaced."""
-        return dataclasses.replace(self, **fields)
+        """This array with some of its fields replaced, which are not checked against the others."""
+        return replace_fields(self, **fields)
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(_shape(self), self.w.dtype)

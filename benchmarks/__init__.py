@@ -1,0 +1,1 @@
+"""Side by side with plain JAX, hand-written modules and peers: `python -m benchmarks`."""

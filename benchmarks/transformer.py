@@ -1,0 +1,76 @@
+"""Tracing a 12-layer transformer whose weights are LoRA over NF4, beside the same model written by hand."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import quaxlike as ql
+from quaxlike.kernels import nf4_matmul
+
+from .harness import Case
+
+LAYERS, WIDTH, HEADS, TOKENS = 12, 64, 4, 8
+
+
+class Block(eqx.Module):
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    output: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array) -> None:
+        keys = jax.random.split(key, 6)
+        linear = lambda i, o, k: eqx.nn.Linear(i, o, use_bias=False, key=k)
+        self.query, self.key, self.value, self.output = (linear(WIDTH, WIDTH, k) for k in keys[:4])
+        self.up, self.down = linear(WIDTH, 4 * WIDTH, keys[4]), linear(4 * WIDTH, WIDTH, keys[5])
+
+
+def _block(block: Any, x: jax.Array, linear: Any) -> jax.Array:
+    heads = lambda y: y.reshape(TOKENS, HEADS, WIDTH // HEADS)
+    q, k, v = (heads(linear(layer, x)) for layer in (block.query, block.key, block.value))
+    scores = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k))
+    mixed = jnp.einsum("hqk,khd->qhd", scores, v).reshape(TOKENS, WIDTH)
+    x = x + linear(block.output, mixed)
+    return x + linear(block.down, jax.nn.relu(linear(block.up, x)))
+
+
+def _model(blocks: Any, x: jax.Array, linear: Any) -> jax.Array:
+    for block in blocks:
+        x = _block(block, x, linear)
+    return x
+
+
+def _ordinary(layer: eqx.nn.Linear, x: jax.Array) -> jax.Array:
+    return x @ layer.weight.T
+
+
+def _by_hand(layer: eqx.nn.Linear, x: jax.Array) -> jax.Array:
+    """What the rules of LoraArray and NF4Array come to."""
+    lora = layer.weight
+    base = lora.w
+    codebook = jnp.asarray(base.codebook)
+    y = nf4_matmul(
+        x, base.codes.reshape(-1), base.scale.reshape(-1), codebook, shape=base.shape, block_size=64
+    )
+    return y + ((x @ lora.a.T) @ lora.b.T) * lora.scaling
+
+
+def cases() -> list[Case]:
+    blocks = [Block(key) for key in jax.random.split(jax.random.key(0), LAYERS)]
+    blocks = ql.quantize(blocks, "nf4", where="all-linear")
+    blocks = ql.loraify(blocks, rank=4, where="all-linear", key=jax.random.key(1))
+    x = jnp.ones((TOKENS, WIDTH))
+    quaxified = ql.quaxify(lambda blocks, x: _model(blocks, x, _ordinary))
+    return [
+        Case(
+            "tracing a 12-layer transformer, LoRA over NF4",
+            {
+                "by hand": lambda: jax.make_jaxpr(lambda b, x: _model(b, x, _by_hand))(blocks, x),
+                "quaxlike": lambda: jax.make_jaxpr(lambda b, x: quaxified(b, x))(blocks, x),
+            },
+        )
+    ]
