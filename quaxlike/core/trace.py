@@ -173,7 +173,7 @@ class QuaxTrace(jax.core.Trace):
             out = rule(primitive, operands, params)
             if out is not NotImplemented:
                 return out
-        builtin = BUILTIN.get(primitive.name) or BUILTIN.get(type(primitive).__name__)
+        builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = by_default if builtin is None else functools.partial(builtin, self)
         if recorder is not None:
             return recorder.follow(rest, primitive, operands, params)
@@ -245,7 +245,7 @@ def kind_of(x: Any) -> str:
 
 # What the interpreter itself does with a primitive, unless a rule says otherwise: primitives that
 # carry code, and structural ones. Filled by `higher_order`, keyed by the primitive's name, since not
-# all of them have a public name that could be imported, or by the name of its class.
+# all of them have a public name that could be imported, or by the `family` that it says it is of.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.extend.core.primitives as jax_primitives
@@ -49,6 +49,9 @@ class DefinedPrimitive(Primitive):
     - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None for one that was defined.
     - `impl_fn`: the function the root was defined from.
     """
+
+    # What the interpreter of Values knows all of these primitives by.
+    family: ClassVar[str] = "defined"
 
     def __init__(
         self,
@@ -291,6 +294,9 @@ class DefinedPrimitive(Primitive):
             ) from error
 
 
+_DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
+
+
 def define_primitive(
     name: str,
     impl: Callable[..., Any],
@@ -305,7 +311,8 @@ def define_primitive(
     transpose: Callable[..., Any] | None = None,
     batching: Callable[..., Any] | None = None,
     partitioning: Partitioning | Callable[..., Partitioning] | None = None,
-) -> DefinedPrimitive:
+    cls: type[_DefinedT] = DefinedPrimitive,
+) -> _DefinedT:
     """Makes a JAX primitive of a function, with everything that JAX asks of a primitive derived.
 
     The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: an equation of it,
@@ -355,6 +362,7 @@ def define_primitive(
     - `partitioning`: how the primitive can be split over devices, for implementations that the
         compiler cannot look into; a [`Partitioning`][quaxlike.primitives.Partitioning], or a
         function that makes one of the operands' types (leaves) and the parameters.
+    - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 
@@ -377,7 +385,7 @@ def define_primitive(
         _defined[name] = _where(impl)
     platforms: dict[str | None, Callable[..., Any] | None]
     platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}
-    return DefinedPrimitive(
+    return cls(
         name,
         {platform: fn for platform, fn in platforms.items() if fn is not None},
         multiple_results=multiple_results,

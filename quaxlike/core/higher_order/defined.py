@@ -10,7 +10,7 @@ from ..trace import QuaxTrace, builtin
 from ..values import aval_of, is_value
 
 
-@builtin("DefinedPrimitive")
+@builtin("defined")
 def _defined(trace: QuaxTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     avals = [aval_of(x) if is_value(x) else jax.typeof(x) for x in operands]
     out = evaluate(trace, primitive.jaxpr(avals, params), operands)

@@ -1,0 +1,136 @@
+"""D-RTRL: real-time recurrent learning with a diagonal state Jacobian."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .graph import Op, Relation
+from .learner import Learner, Linearised, Weights, over_lead
+from .step import Step
+
+
+class DRTRL(Learner):
+    """D-RTRL: a trace for every weight and example, discounted as the state forgets.
+
+    With D = ∂hᵗ/∂hᵗ⁻¹ (position by position, the weights' own outputs held fixed) and x the input of a
+    weight, ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. It is exact for states that act on
+    themselves position by position, and leaves out how the state comes back through weights. Memory is
+    O(batch · in · out).
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.online_learning import DRTRL, matmul
+
+        def step(model, h, x):
+            h = jnp.tanh(0.5 * h + matmul(x, model["in"]))
+            return h, h @ model["out"]
+
+        def loss(output, target):
+            return jnp.mean((output - target) ** 2)
+
+        model = {"in": jnp.ones((2, 3)), "out": jnp.ones((3, 1))}
+        learner = DRTRL(step)
+        h, x, y = jnp.zeros((4, 3)), jnp.ones((4, 2)), jnp.ones((4, 1))
+        traces = learner.init(model, h, x)
+        learn = jax.jit(lambda *args: learner.value_and_grad(loss, *args, targets=(y,)))
+        loss_value, grads, h, traces, output = learn(model, h, traces, x)
+        ```
+
+    **Arguments:**
+
+    - `step`: `step(model, state, *inputs) -> (state, output)`. The state is a tree of arrays.
+    - `trainable`: what of the model is trained; a filter as `equinox.partition` takes it.
+    - `untraced`: what happens if a parameter acts on the state without a trace: `"warn"`, `"allow"` (its
+        gradient is that within the step) or `"error"`.
+
+    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (2024), where it
+    is called D-RTRL; Zenke & Neftci (2021) for the diagonal approximation.
+    """
+
+    def _first_traces(self, step: Step) -> PyTree:
+        traces = []
+        for relation in step.relations:
+            op, group = step.ops[relation.op], step.groups[relation.group]
+            init = op.primitive.slot("init_drtrl").rule
+            first = init(op.x_var, op.y_var, op.weight_vars, len(group.states))
+            lead = group.shape[: relation.lead]
+            traces.append({key: jnp.zeros((*lead, *t.shape), t.dtype) for key, t in first.items()})
+        return traces
+
+    def _advance(self, here: Linearised, traces: PyTree) -> PyTree:
+        step = here.step
+        by_state = [here.by_state(g) for g in range(len(step.groups))]
+        return [
+            self._advance_one(here, relation, by_state[relation.group], trace)
+            for relation, trace in zip(step.relations, traces, strict=True)
+        ]
+
+    def _advance_one(
+        self, here: Linearised, relation: Relation, by_state: Array, trace: dict[str, Any]
+    ) -> dict[str, Any]:
+        op = here.step.ops[relation.op]
+        x, weights = here.operands[relation.op]
+        by_output = here.by_output(relation)
+        scale = over_lead(op.rule("yw_to_w"), relation.lead, True, True)
+        num_batch = _num_batch(trace, weights) - relation.lead
+        instant = over_lead(lambda g: _instant(op, num_batch)(x, g, weights), relation.lead, True)
+
+        def to_state(i: int) -> dict[str, Any]:
+            total = instant(by_output[..., i])
+            for j in range(by_output.shape[-1]):
+                carried = scale(by_state[..., i, j], jax.tree.map(lambda t: t[..., j], trace))
+                total = jax.tree.map(jnp.add, total, carried)
+            return total
+
+        states = [to_state(i) for i in range(by_output.shape[-1])]
+        return jax.tree.map(lambda *ts: jnp.stack(ts, axis=-1), *states)
+
+    def _solve(
+        self, here: Linearised, traces: PyTree, number: int, relation: Relation, signal: Array
+    ) -> Weights:
+        op = here.step.ops[relation.op]
+        _, weights = here.operands[relation.op]
+        solve = over_lead(lambda g, trace: _solve(op)(g, trace, weights), relation.lead, True, True)
+        total = None
+        for i in range(signal.shape[-1]):
+            found = solve(signal[..., i], jax.tree.map(lambda t: t[..., i], traces[number]))
+            found = jax.tree.map(lambda t: t.sum(range(relation.lead)), found)
+            total = found if total is None else jax.tree.map(jnp.add, total, found)
+        assert total is not None
+        return total
+
+
+def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
+    """How many axes traces of the shape of their weights have in front of it."""
+    return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
+
+
+def _instant(op: Op, num_batch: int) -> Callable[..., Any]:
+    if op.has_rule("instant"):
+        return op.rule("instant")
+    xy_to_dw = op.rule("xy_to_dw")
+    if not num_batch:
+        return xy_to_dw
+    # One example after the other, each as a batch of one.
+    fn = lambda x, g, weights: xy_to_dw(x[None], g[None], weights)
+    for _ in range(num_batch):
+        fn = jax.vmap(fn, in_axes=(0, 0, None))
+    return fn
+
+
+def _solve(op: Op) -> Callable[..., Any]:
+    if op.has_rule("solve"):
+        return op.rule("solve")
+    yw_to_w = op.rule("yw_to_w")
+
+    def summed(g: Any, trace: dict[str, Any], weights: Weights) -> Weights:
+        scaled = yw_to_w(g, trace)
+        return {key: t.sum(range(t.ndim - weights[key].ndim)) for key, t in scaled.items()}
+
+    return summed

@@ -1,0 +1,233 @@
+"""Gradients of a recurrent network while it runs: one step at a time, forward."""
+
+import abc
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .graph import Op, Relation, bind
+from .step import Step, reached
+from .traced import TracedStep
+
+Weights = dict[str, Any]
+
+
+class UntracedParameterWarning(UserWarning):
+    """A parameter acts on the state in a way of which no trace is kept."""
+
+
+class Learned(NamedTuple):
+    """What a learner returns for one step.
+
+    - `loss`: the loss of this step.
+    - `grads`: its gradient, in the structure of the model with None for what is not trained.
+    - `state`: the next state.
+    - `traces`: the next traces.
+    - `output`: the output of the step.
+    """
+
+    loss: Array
+    grads: PyTree
+    state: PyTree
+    traces: PyTree
+    output: PyTree
+
+
+class Learner(abc.ABC):
+    """Learns a recurrent network forward in time.
+
+    Backpropagation through time keeps the whole past and goes through it in reverse. A learner carries
+    *traces* instead: how the state depends on the weights. Every step gives a gradient of its own loss;
+    memory does not grow with the length of the sequence, and weights may change at every step.
+
+    Traced are the weights that the step uses by ETP primitives, such as
+    [`matmul`][quaxlike.online_learning.matmul]. The gradient of any other parameter is that within the step.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        *,
+        trainable: PyTree = eqx.is_inexact_array,
+        untraced: Literal["warn", "allow", "error"] = "warn",
+    ) -> None:
+        if untraced not in ("warn", "allow", "error"):
+            raise ValueError(f'untraced must be "warn", "allow" or "error", got {untraced!r}')
+        self.step = step
+        self.trainable = trainable
+        self.untraced = untraced
+
+    def init(self, model: PyTree, state: PyTree, *inputs: PyTree) -> PyTree:
+        """The traces before the first step.
+
+        **Arguments:** as for the step; only types matter.
+
+        **Returns:** the traces, all zero.
+
+        **Raises:** `ValueError` for a step that cannot be learned in this way, and says why.
+        """
+        step = self._traced(model, state, inputs).step
+        return self._first_traces(step)
+
+    def value_and_grad(
+        self,
+        loss: Callable[..., Array],
+        model: PyTree,
+        state: PyTree,
+        traces: PyTree,
+        *inputs: PyTree,
+        targets: Sequence[PyTree] = (),
+    ) -> Learned:
+        """Takes one step, and the gradient of its loss. It is meant to be called under `jax.jit`.
+
+        The gradient of a sequence is the sum over its steps.
+
+        **Arguments:**
+
+        - `loss`: `loss(output, *targets)`, a scalar.
+        - `model`, `state`, `inputs`: as for the step.
+        - `traces`: from `init`, or from the last step.
+        - `targets`: what the loss is given beside the output.
+
+        **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
+        """
+        traced = self._traced(model, state, inputs)
+        step, params = traced.step, traced.params
+
+        def of_output(params: Sequence[Any], shifts: dict[int, Any]) -> Any:
+            next_state, output = step.with_shifts(params, traced.state, traced.inputs, shifts)
+            output = traced.output_of(output)
+            return loss(output, *targets), (next_state, output)
+
+        shifts = [jnp.zeros(aval.shape, aval.dtype) for aval in step.state_avals]
+        shifts = {i: shifts[i] for group in step.groups for i in group.states}
+        differentiate = jax.value_and_grad(of_output, argnums=(0, 1), has_aux=True)
+        (value, (next_state, output)), (grads, signals) = differentiate(params, shifts)
+
+        here = Linearised(step, params, traced.state, traced.inputs)
+        signals = [jnp.stack([signals[i] for i in group.states], axis=-1) for group in step.groups]
+        traces = self._advance(here, traces)
+        weights = {k: weights for k, (_, weights) in here.operands.items()}
+        if weights:
+            cotangents = {k: jax.tree.map(jnp.zeros_like, w) for k, w in weights.items()}
+            for r, relation in enumerate(step.relations):
+                found = self._solve(here, traces, r, relation, signals[relation.group])
+                cotangents[relation.op] = jax.tree.map(jnp.add, cotangents[relation.op], found)
+            by_params = jax.vjp(lambda p: _weights(step, p, traced.state, traced.inputs), params)[1]
+            grads = [g + h for g, h in zip(grads, by_params(cotangents)[0], strict=True)]
+        return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
+
+    def _traced(self, model: PyTree, state: PyTree, inputs: Sequence[PyTree]) -> TracedStep:
+        traced = TracedStep(self.step, self.trainable, model, state, inputs)
+        if self.untraced != "allow":
+            self._check_parameters(traced)
+        return traced
+
+    def _check_parameters(self, traced: TracedStep) -> None:
+        step = traced.step
+        avals = [*step.param_avals, *step.state_avals, *step.input_avals]
+        n, m = len(step.param_avals), len(step.param_avals) + step.num_state
+
+        def next_state(*leaves: Any) -> list[Any]:
+            return step.with_shifts(leaves[:n], leaves[n:m], leaves[m:], {})[0]
+
+        for i, name in enumerate(traced.param_names):
+            if any(reached(next_state, avals, i)):
+                message = (
+                    f"parameter model{name} acts on the state other than through an ETP primitive of its "
+                    "own, so its gradient does not reach back in time. Use it by one (such as "
+                    "online_learning.matmul or online_learning.elementwise), leave it out of `trainable`, "
+                    'or set untraced="allow"'
+                )
+                if self.untraced == "error":
+                    raise ValueError(message)
+                warnings.warn(message, UntracedParameterWarning, stacklevel=4)
+
+    @abc.abstractmethod
+    def _first_traces(self, step: Step) -> PyTree:
+        """Traces of zeros."""
+
+    @abc.abstractmethod
+    def _advance(self, here: "Linearised", traces: PyTree) -> PyTree:
+        """The traces after the step."""
+
+    @abc.abstractmethod
+    def _solve(
+        self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
+    ) -> Weights:
+        """The cotangents of the weights of a relation, for the cotangent `(*states, S)` of the states."""
+
+
+class Linearised:
+    """A step around its operands: how the next state moves with the last one, and with each y."""
+
+    def __init__(
+        self, step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
+    ) -> None:
+        self.step = step
+        self.operands = _operands(step, params, state, inputs)
+        moving = sorted(i for group in step.groups for i in group.states)
+        self._moving = moving
+
+        def next_state(moved: Sequence[Any], shifts: Sequence[Any]) -> list[Any]:
+            last = list(state)
+            for i, x in zip(moving, moved, strict=True):
+                last[i] = x
+            result = step.isolated(params, inputs, last, shifts)
+            return [result[i] for i in moving]
+
+        self._primals = [state[i] for i in moving]
+        self._shifts = [jnp.zeros(op.y_var.aval.shape, op.y_var.aval.dtype) for op in step.ops]
+        self._push = jax.linearize(next_state, self._primals, self._shifts)[1]
+
+    def by_state(self, group: int) -> Array:
+        """∂h/∂h of a group, position by position: `(*states, S, S)`, by the last state in the last axis."""
+        states = self.step.groups[group].states
+        return jnp.stack([self._columns(states, state=j) for j in states], axis=-1)
+
+    def by_output(self, relation: Relation) -> Array:
+        """∂h/∂y of the states of a relation, position by position: `(*states, S)`."""
+        return self._columns(self.step.groups[relation.group].states, op=relation.op)
+
+    def _columns(self, states: Sequence[int], state: int | None = None, op: int | None = None) -> Array:
+        primals = [
+            jnp.ones_like(x) if i == state else jnp.zeros_like(x)
+            for i, x in zip(self._moving, self._primals, strict=True)
+        ]
+        shifts = [jnp.ones_like(x) if k == op else x for k, x in enumerate(self._shifts)]
+        pushed = dict(zip(self._moving, self._push(primals, shifts), strict=True))
+        return jnp.stack([pushed[i] for i in states], axis=-1)
+
+
+def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[..., Any]:
+    """Maps `fn` over the axes that states have in front of those of y, of the arguments that have them."""
+    for _ in range(lead):
+        fn = jax.vmap(fn, in_axes=[0 if m else None for m in mapped])
+    return fn
+
+
+def _operands(
+    step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
+) -> dict[int, tuple[Any, Weights]]:
+    """The input and the weights of each traced op."""
+    found: dict[int, tuple[Any, Weights]] = {}
+
+    def note(op: Op, operands: Sequence[Any]) -> list[Any]:
+        k = step.ops.index(op)
+        if k in step.traced:
+            found[k] = op.operands(operands)
+        return bind(op.eqn, operands)
+
+    step.evaluate(params, state, inputs, note)
+    return found
+
+
+def _weights(
+    step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
+) -> dict[int, Weights]:
+    return {k: weights for k, (_, weights) in _operands(step, params, state, inputs).items()}

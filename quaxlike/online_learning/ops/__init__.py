@@ -1,0 +1,1 @@
+"""The built-in ETP primitives, one kind of operation a file."""

@@ -1,0 +1,78 @@
+"""`etp_mm`, `etp_mv`: y = x @ w + b, for batches and for single examples."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import ArrayLike
+
+from ..primitive import ETPPrimitive, register_primitive, vjp_of, zeros_like_output, zeros_like_weights
+
+
+def _matmul(x: Any, w: Any, *bias: Any, has_bias: bool = False) -> jax.Array:
+    y = jnp.matmul(x, w)
+    return y + jnp.broadcast_to(bias[0], y.shape) if has_bias else y
+
+
+def weight_and_bias(params: Mapping[str, Any]) -> dict[str, int]:
+    return {"weight": 1, "bias": 2} if params.get("has_bias", False) else {"weight": 1}
+
+
+def scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
+    """Every weight acts on one element of y, which its last axis names; a bias on its own."""
+    return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
+
+
+def onto_batched(batched: Callable[[], ETPPrimitive], num_weights: int) -> Callable[..., Any]:
+    """A batching rule: the primitive for single examples, mapped over x alone, is the one for batches."""
+
+    def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        x, *weights = args
+        x_dim, *weight_dims = dims
+        if x_dim is None or any(d is not None for d in weight_dims):
+            return NotImplemented
+        return batched()(jnp.moveaxis(x, x_dim, 0), *weights, **params), 0
+
+    return rule
+
+
+etp_mm_p = register_primitive(
+    "etp_mm",
+    _matmul,
+    batched=True,
+    trainable_invars_fn=weight_and_bias,
+    batching=onto_batched(lambda: etp_mm_p, 1),
+)
+"""y = x @ w: x `(batch..., in)`, w `(in, out)`, and b `(out,)` with `has_bias=True`."""
+
+etp_mv_p = register_primitive(
+    "etp_mv",
+    _matmul,
+    trainable_invars_fn=weight_and_bias,
+    batching=onto_batched(lambda: etp_mm_p, 1),
+)
+"""The same for x `(in,)`."""
+
+for _p in (etp_mm_p, etp_mv_p):
+    _p.register_etp_rules(
+        yw_to_w=scale_columns,
+        xy_to_dw=vjp_of(_matmul, ("weight", "bias")),
+        init_drtrl=zeros_like_weights(lambda x: len(x.shape) - 1),
+        init_pp=zeros_like_output,
+    )
+
+
+def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
+    """`x @ w + bias`, with `w` and `bias` trained online.
+
+    **Arguments:**
+
+    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `w`: `(in, out)`, an array or a Value.
+    - `bias`: `(out,)`.
+
+    **Returns:** `(..., out)`.
+    """
+    primitive = etp_mv_p if jnp.ndim(x) == 1 else etp_mm_p
+    return primitive(x, w) if bias is None else primitive(x, w, bias, has_bias=True)

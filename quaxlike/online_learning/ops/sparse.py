@@ -1,0 +1,97 @@
+"""`etp_sp_mm`, `etp_sp_mv`: y = x @ w for a weight of which few entries are there, always the same."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import ArrayLike
+
+from ..primitive import register_primitive, vjp_of, zeros_like_output, zeros_like_weights
+from .dense import onto_batched
+
+
+class SparsePattern:
+    """Where the entries of a sparse weight are. Hashable, and equal to another one with the same entries.
+
+    **Arguments:**
+
+    - `rows`, `columns`: integers, `(entries,)`.
+    - `shape`: `(in, out)`.
+
+    **Raises:** `ValueError` for entries outside of the shape.
+    """
+
+    def __init__(self, rows: ArrayLike, columns: ArrayLike, shape: tuple[int, int]) -> None:
+        self.rows, self.columns = (np.array(i, dtype=np.int32) for i in (rows, columns))
+        self.shape = tuple(shape)
+        if self.rows.ndim != 1 or self.rows.shape != self.columns.shape:
+            raise ValueError(
+                "rows and columns of a SparsePattern are vectors of one length; found shapes "
+                f"{self.rows.shape} and {self.columns.shape}"
+            )
+        for name, indices, size in (("rows", self.rows, shape[0]), ("columns", self.columns, shape[1])):
+            if indices.size and not (indices.min() >= 0 and indices.max() < size):
+                raise ValueError(
+                    f"{name} of a SparsePattern of shape {self.shape} must be in [0, {size}); found "
+                    f"[{indices.min()}, {indices.max()}]"
+                )
+        for indices in (self.rows, self.columns):
+            indices.flags.writeable = False
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return self.rows.tobytes(), self.columns.tobytes(), self.shape
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SparsePattern) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return f"SparsePattern({self.rows.size} of {self.shape[0]} × {self.shape[1]})"
+
+
+def _sparse_matmul(x: Any, data: Any, *, pattern: SparsePattern) -> jax.Array:
+    terms = x[..., pattern.rows] * data
+    y = jnp.zeros((*x.shape[:-1], pattern.shape[1]), terms.dtype)
+    return y.at[..., pattern.columns].add(terms)
+
+
+def _yw_to_w(g: Any, trace: Mapping[str, Any], *, pattern: SparsePattern) -> dict[str, Any]:
+    return {"weight": trace["weight"] * g[..., pattern.columns]}
+
+
+etp_sp_mm_p = register_primitive(
+    "etp_sp_mm", _sparse_matmul, batched=True, batching=onto_batched(lambda: etp_sp_mm_p, 1)
+)
+"""y = x @ w: x `(batch..., in)`, the entries of w `(entries,)`, where they are in `pattern`."""
+
+etp_sp_mv_p = register_primitive("etp_sp_mv", _sparse_matmul, batching=onto_batched(lambda: etp_sp_mm_p, 1))
+"""The same for x `(in,)`."""
+
+for _p in (etp_sp_mm_p, etp_sp_mv_p):
+    _p.register_etp_rules(
+        yw_to_w=_yw_to_w,
+        xy_to_dw=vjp_of(_sparse_matmul, ("weight",)),
+        init_drtrl=zeros_like_weights(lambda x: len(x.shape) - 1),
+        init_pp=zeros_like_output,
+    )
+
+
+def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.Array:
+    """`x @ w` for a sparse w, with its entries trained online.
+
+    **Arguments:**
+
+    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `data`: the entries, `(entries,)`.
+    - `pattern`: where they are; entries in the same place add up.
+
+    **Returns:** `(..., out)`.
+    """
+    primitive = etp_sp_mv_p if jnp.ndim(x) == 1 else etp_sp_mm_p
+    return primitive(x, data, pattern=pattern)

@@ -1,0 +1,97 @@
+"""pp_prop: online learning with traces of inputs and outputs alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .graph import Op, Relation
+from .learner import Learner, Linearised, Weights
+from .step import Step
+
+
+class PPProp(Learner):
+    """pp_prop (ES-D-RTRL): a trace of what goes into a weight, and one of what it does to the state.
+
+    The trace of D-RTRL is approximated by a product of two: ε_x ← α ε_x + x and
+    ε_f ← α D ε_f + (1 − α) ∂h/∂y. The gradient is that of the weights at input ε_x, for the cotangent
+    Σ ε_f ∘ ∂L/∂h / (1 − αᵗ⁺¹) of y. Memory is O(batch · (in + out)).
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.online_learning import PPProp, matmul
+
+        def step(w, h, x):
+            h = jnp.tanh(0.5 * h + matmul(x, w))
+            return h, h
+
+        learner = PPProp(step, decay=0.9)
+        w, h, x = jnp.ones((2, 3)), jnp.zeros((4, 3)), jnp.ones((4, 2))
+        traces = learner.init(w, h, x)
+        learner.value_and_grad(jnp.sum, w, h, traces, x).grads
+        ```
+
+    **Arguments:**
+
+    - `step`, `trainable`, `untraced`: see [`DRTRL`][quaxlike.online_learning.DRTRL].
+    - `decay`: α: a float in [0, 1), or an integer rank r ≥ 1, for α = (r − 1) / (r + 1).
+
+    **Raises:** `ValueError` for another decay.
+
+    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (2024).
+    """
+
+    def __init__(
+        self, step: Callable[..., tuple[PyTree, PyTree]], *, decay: float | int, **options: Any
+    ) -> None:
+        super().__init__(step, **options)
+        is_rank = isinstance(decay, int) and not isinstance(decay, bool)
+        if (is_rank and decay < 1) or (not is_rank and not 0 <= decay < 1):
+            raise ValueError(
+                f"decay must be a float in [0, 1) or an integer rank of at least 1, got {decay!r}"
+            )
+        self.decay = (decay - 1) / (decay + 1) if is_rank else float(decay)
+
+    def _first_traces(self, step: Step) -> PyTree:
+        x, f = {}, []
+        for k in sorted(step.traced):
+            op = step.ops[k]
+            if op.x_var is not None:
+                zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in (op.x_var, *op.weight_vars.values())]
+                x[k] = _pp_input(op, zeros[0], dict(zip(op.weight_vars, zeros[1:], strict=True)))
+                x[k] = jnp.zeros_like(x[k])
+        for relation in step.relations:
+            op, group = step.ops[relation.op], step.groups[relation.group]
+            first = op.primitive.slot("init_pp").rule(op.x_var, op.y_var, op.weight_vars, len(group.states))
+            f.append(jnp.zeros((*group.shape[: relation.lead], *first.shape), first.dtype))
+        return {"x": x, "f": f, "steps": jnp.zeros((), jnp.int32)}
+
+    def _advance(self, here: Linearised, traces: PyTree) -> PyTree:
+        step, decay = here.step, self.decay
+        x = {k: decay * trace + _pp_input(step.ops[k], *here.operands[k]) for k, trace in traces["x"].items()}
+        by_state = [here.by_state(g) for g in range(len(step.groups))]
+        f = []
+        for relation, trace in zip(step.relations, traces["f"], strict=True):
+            carried = jnp.einsum("...ij,...j->...i", by_state[relation.group], trace)
+            f.append(decay * carried + (1 - decay) * here.by_output(relation))
+        return {"x": x, "f": f, "steps": traces["steps"] + 1}
+
+    def _solve(
+        self, here: Linearised, traces: PyTree, number: int, relation: Relation, signal: Array
+    ) -> Weights:
+        op = here.step.ops[relation.op]
+        _, weights = here.operands[relation.op]
+        # The traces start from zero: what a decaying mean of as many steps lacks is made up for.
+        steps = traces["steps"].astype(signal.dtype)
+        correction = 1 - jnp.asarray(self.decay, signal.dtype) ** steps
+        g = jnp.sum(traces["f"][number] * signal, axis=-1) / correction
+        g = g.sum(range(relation.lead))
+        return op.rule("xy_to_dw")(traces["x"].get(relation.op), g, weights)
+
+
+def _pp_input(op: Op, x: Any, weights: Weights) -> Array:
+    return op.rule("pp_input")(x, weights) if op.has_rule("pp_input") else x

@@ -1,0 +1,241 @@
+"""ETP primitives: "here a trainable weight is used", with the rules that learning forward in time needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..primitives import DefinedPrimitive, define_primitive
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_DEFAULT_TRAINABLES = {"weight": 1}
+
+
+class ETPPrimitive(DefinedPrimitive):
+    """A primitive that marks the use of trainable weights; made by
+    [`register_primitive`][quaxlike.online_learning.register_primitive].
+
+    ETP stands for eligibility trace propagation. The primitive computes y from an input x and the
+    weights. A learner finds its equations in a step of a recurrent network, and asks its rules how
+    weights, traces and gradients relate. Each rule is in a slot of its name.
+    """
+
+    batched: bool = False
+    gradient_enabled: bool = False
+    trainable_invars_fn: Callable[[Mapping[str, Any]], dict[str, int]] | None = None
+    x_invar_index: int | None = 0
+    y_outvar_index: int = 0
+
+    def register_yw_to_w(self, rule: _F) -> _F:
+        """Sets how a factor per element of y acts on a trace.
+
+        **Arguments:**
+
+        - `rule`: `rule(g, trace, **params) -> trace`; `g` has the shape of y, `trace` is a dict by
+            trainable. For y = x @ w the trace is `(..., in, out)` and the rule `trace * g[..., None, :]`.
+
+        **Returns:** the rule.
+        """
+        return self.slot("yw_to_w").register(rule)
+
+    def register_xy_to_dw(self, rule: _F) -> _F:
+        """Sets the cotangents of the weights.
+
+        **Arguments:**
+
+        - `rule`: `rule(x, g, weights, **params) -> dict`: for each trainable the cotangent, in the shape
+            of the weight, for the cotangent `g` of y (summed over a batch).
+
+        **Returns:** the rule.
+        """
+        return self.slot("xy_to_dw").register(rule)
+
+    def register_init_drtrl(self, rule: _F) -> _F:
+        """Sets the first traces of D-RTRL.
+
+        **Arguments:**
+
+        - `rule`: `rule(x_var, y_var, weight_vars, num_states) -> dict` of zeros, for each trainable
+            `(batch..., *weight, num_states)`. The variables have an `aval`; `x_var` is None without input.
+
+        **Returns:** the rule.
+        """
+        return self.slot("init_drtrl").register(rule)
+
+    def register_init_pp(self, rule: _F) -> _F:
+        """Sets the first output trace of pp_prop.
+
+        **Arguments:**
+
+        - `rule`: `rule(x_var, y_var, weight_vars, num_states)`, zeros of shape `(*y, num_states)`.
+
+        **Returns:** the rule.
+        """
+        return self.slot("init_pp").register(rule)
+
+    def register_etp_rules(
+        self,
+        *,
+        yw_to_w: Callable[..., Any] | None = None,
+        xy_to_dw: Callable[..., Any] | None = None,
+        init_drtrl: Callable[..., Any] | None = None,
+        init_pp: Callable[..., Any] | None = None,
+        instant: Callable[..., Any] | None = None,
+        solve: Callable[..., Any] | None = None,
+        pp_input: Callable[..., Any] | None = None,
+    ) -> None:
+        """Sets several rules; None leaves one as it is.
+
+        **Arguments:**
+
+        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods of these names.
+        - `instant`: `instant(x, g, weights, **params)`: what one step adds to the traces of D-RTRL for the
+            factor `g`. Default: `xy_to_dw`, example by example. Needed where a trace is not of the shape of
+            its weight.
+        - `solve`: `solve(g, trace, weights, **params)`: the cotangents of the weights, for traces and the
+            cotangent `g` of y. Default: `yw_to_w`, summed over the batch.
+        - `pp_input`: `pp_input(x, weights, **params)`: what pp_prop keeps a trace of, something that y is
+            linear in. Default: x.
+        """
+        rules = {
+            "yw_to_w": yw_to_w,
+            "xy_to_dw": xy_to_dw,
+            "init_drtrl": init_drtrl,
+            "init_pp": init_pp,
+            "instant": instant,
+            "solve": solve,
+            "pp_input": pp_input,
+        }
+        for slot, rule in rules.items():
+            if rule is not None:
+                self.slot(slot).register(rule)
+
+
+def register_primitive(
+    name: str,
+    impl_fn: Callable[..., Any],
+    *,
+    batched: bool = False,
+    gradient_enabled: bool = False,
+    trainable_invars_fn: Callable[[Mapping[str, Any]], dict[str, int]] | None = None,
+    x_invar_index: int | None = 0,
+    y_outvar_index: int = 0,
+    multiple_results: bool = False,
+    batching: Callable[..., Any] | None = None,
+) -> ETPPrimitive:
+    """Makes an ETP primitive of a function; all that JAX asks of a primitive is derived from it.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        from quaxlike import online_learning
+
+        scaled_p = online_learning.register_primitive(
+            "scaled_matmul", lambda x, w, *, scale: scale * (x @ w), batched=True
+        )
+        scaled_p.register_yw_to_w(lambda g, trace, **_: {"weight": trace["weight"] * g[..., None, :]})
+        scaled_p(jnp.ones((4, 3)), jnp.ones((3, 2)), scale=0.5)
+        ```
+
+    **Arguments:**
+
+    - `name`: an identifier that no primitive has yet.
+    - `impl_fn`: computes y, of arrays by position and static parameters by keyword.
+    - `batched`: whether x and y lead with a batch.
+    - `gradient_enabled`: whether y may be a link in the way from another y, or from the last state, to the
+        state: True for what acts element by element. A way through any other ETP primitive is cut.
+    - `trainable_invars_fn`: from the parameters to the positions of the trainable operands by name.
+        Default: `{"weight": 1}`.
+    - `x_invar_index`: the position of the input, None for a primitive without.
+    - `y_outvar_index`: the position of y among the results of the equation.
+    - `multiple_results`, `batching`: see [`define_primitive`][quaxlike.primitives.define_primitive].
+
+    **Returns:** the primitive.
+
+    **Raises:** `ValueError` for a name that is taken.
+    """
+    primitive = define_primitive(
+        name, impl_fn, multiple_results=multiple_results, batching=batching, cls=ETPPrimitive
+    )
+    primitive.batched = batched
+    primitive.gradient_enabled = gradient_enabled
+    primitive.trainable_invars_fn = trainable_invars_fn
+    primitive.x_invar_index = x_invar_index
+    primitive.y_outvar_index = y_outvar_index
+    return primitive
+
+
+def is_etp_primitive(primitive: Any) -> bool:
+    """Whether a primitive marks the use of trainable weights."""
+    return isinstance(primitive, ETPPrimitive)
+
+
+def is_batched_primitive(primitive: Any) -> bool:
+    """Whether it is an ETP primitive whose x and y lead with a batch."""
+    return is_etp_primitive(primitive) and primitive.batched
+
+
+def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
+    """Whether it is an ETP primitive that the way from a y or a state to the state may go through."""
+    return is_etp_primitive(primitive) and primitive.gradient_enabled
+
+
+def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """The positions of the trainable operands, by name, of an equation with these parameters."""
+    if primitive.trainable_invars_fn is None:
+        return dict(_DEFAULT_TRAINABLES)
+    return primitive.trainable_invars_fn({} if params is None else params)
+
+
+def get_x_invar_index(primitive: ETPPrimitive) -> int | None:
+    """The position of the input among the operands; None if there is none."""
+    return primitive.x_invar_index
+
+
+def get_y_outvar_index(primitive: ETPPrimitive) -> int:
+    """The position of y among the results."""
+    return primitive.y_outvar_index
+
+
+# -------------------------------------------------------------------------------------------------
+# Rules that many primitives share
+# -------------------------------------------------------------------------------------------------
+
+
+def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
+    """An `init_drtrl` rule: the batch axes of x, the shape of each weight, the states.
+
+    **Arguments:**
+
+    - `batch`: how many leading axes of x are a batch, or a function of x's aval that tells.
+    """
+
+    def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
+        num_batch = batch(x_var.aval) if callable(batch) else batch
+        leading = x_var.aval.shape[:num_batch] if num_batch else ()
+        return {
+            key: jnp.zeros((*leading, *var.aval.shape, num_states), y_var.aval.dtype)
+            for key, var in weight_vars.items()
+        }
+
+    return init
+
+
+def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> Any:
+    """An `init_pp` rule."""
+    return jnp.zeros((*y_var.aval.shape, num_states), y_var.aval.dtype)
+
+
+def vjp_of(fn: Callable[..., Any], keys: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """An `xy_to_dw` rule: the transposed derivative of `fn(x, *weights, **params)`, for weights in the
+    order of `keys`."""
+
+    def xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
+        present = [key for key in keys if key in weights]
+        pullback = jax.vjp(lambda *w: fn(x, *w, **params), *[weights[key] for key in present])[1]
+        return dict(zip(present, pullback(g), strict=True))
+
+    return xy_to_dw

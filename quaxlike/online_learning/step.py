@@ -1,0 +1,217 @@
+"""A step of a recurrent network, run in the ways that learning forward in time needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from ..core import compat
+from ..primitives.derive import symbolic_tangents
+from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops
+from .primitive import ETPPrimitive, get_trainable_invars
+
+OnOp = Callable[[Op, Sequence[Any]], list[Any]]
+
+
+class Step:
+    """A traced step: from leaves of parameters, state and inputs to leaves of the next state and output.
+
+    Calls are inlined, so that the equations stand in one row and every result of the step is a variable
+    that later equations use.
+    """
+
+    def __init__(self, jaxpr: Any, num_params: int, num_state: int, state_names: Sequence[str]) -> None:
+        avals = [v.aval for v in compat.opened(jaxpr).invars]
+        self.closed = jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*avals)
+        self.jaxpr = compat.opened(self.closed)
+        self.num_params, self.num_state = num_params, num_state
+        self.state_names = state_names
+        self.eqns: list[JaxprEqn] = list(self.jaxpr.eqns)
+        self.param_avals = avals[:num_params]
+        self.state_avals = avals[num_params : num_params + num_state]
+        self.input_avals = avals[num_params + num_state :]
+        self.ops = self._find_ops()
+        self.ops_at = {op.index: op for op in self.ops}
+        self.groups = self._find_groups()
+        self.relations = self._find_relations()
+        self.traced = {relation.op for relation in self.relations}
+
+    def evaluate(
+        self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs the step, with `on_op` to compute the results of ops: the next state and the output."""
+        read, env = self._environment(params, state, inputs)
+        for i, eqn in enumerate(self.eqns):
+            operands = list(map(read, eqn.invars))
+            results = on_op(self.ops_at[i], operands) if i in self.ops_at else bind(eqn, operands)
+            env |= zip(eqn.outvars, results, strict=True)
+        results = list(map(read, self.jaxpr.outvars))
+        return results[: self.num_state], results[self.num_state :]
+
+    def with_shifts(
+        self,
+        params: Sequence[Any],
+        state: Sequence[Any],
+        inputs: Sequence[Any],
+        shifts: Mapping[int, Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """The next state and the output, with what is not in the traces for derivatives.
+
+        By a shift of a next state: what it does to the output, directly and through ops, but not what it
+        does to other states otherwise, since the traces of those know. By parameters: all but what weights
+        that are traced do to the state by their own op.
+        """
+        # Two worlds side by side, equal in value. In `seen`, which the output and the inputs of ops are
+        # computed in, states are shifted and weights are live. In `inner`, where states come from, states
+        # are not shifted, and ops give what they do in `seen`, with traced weights held fixed.
+        read_seen, seen = self._environment(params, state, inputs)
+        read_inner, inner = self._environment(params, state, inputs)
+        next_vars = self.jaxpr.outvars[: self.num_state]
+        next_state: dict[int, Any] = {}
+        for i, eqn in enumerate(self.eqns):
+            from_seen, from_inner = (list(map(read, eqn.invars)) for read in (read_seen, read_inner))
+            op = self.ops_at.get(i)
+            if op is not None:
+                given = from_inner if op.primitive.gradient_enabled else from_seen
+                from_inner = self._with_fixed_weights(op, given)
+            seen |= zip(eqn.outvars, bind(eqn, from_seen), strict=True)
+            inner |= zip(eqn.outvars, bind(eqn, from_inner), strict=True)
+            for j, var in enumerate(next_vars):
+                if any(var is v for v in eqn.outvars):
+                    next_state[j] = inner[var] + shifts[j] if j in shifts else inner[var]
+                    seen[var] = next_state[j]
+        results = list(map(read_seen, self.jaxpr.outvars))
+        return results[: self.num_state], results[self.num_state :]
+
+    def _with_fixed_weights(self, op: Op, operands: Sequence[Any]) -> list[Any]:
+        if self.ops.index(op) not in self.traced:
+            return list(operands)
+        weights = op.weights.values()
+        return [lax.stop_gradient(x) if i in weights else x for i, x in enumerate(operands)]
+
+    def _environment(
+        self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[Callable[[Any], Any], dict[Any, Any]]:
+        env = dict(zip(self.jaxpr.constvars, getattr(self.closed, "consts", ()), strict=True))
+        env |= dict(zip(self.jaxpr.invars, (*params, *state, *inputs), strict=True))
+        return lambda atom: atom.val if isinstance(atom, Literal) else env[atom], env
+
+    def isolated(
+        self, params: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], shifts: Sequence[Any]
+    ) -> list[Any]:
+        """The next state as a function of the last one and of a shift of each y, where a way through an
+        op counts only if that is gradient-enabled."""
+
+        def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
+            results = bind(op.eqn, operands)
+            if not op.primitive.gradient_enabled:
+                results = [lax.stop_gradient(r) for r in results]
+            i = op.primitive.y_outvar_index
+            results[i] = results[i] + shifts[self.ops.index(op)]
+            return results
+
+        return self.evaluate(params, state, inputs, on_op)[0]
+
+    # ----------------------------------------------------------------------------------------------
+    # Analysis
+    # ----------------------------------------------------------------------------------------------
+
+    def _find_ops(self) -> list[Op]:
+        found = []
+        depends_on_data = dict.fromkeys(self.jaxpr.invars[self.num_params :], True)
+        trained = dict.fromkeys(self.jaxpr.invars[: self.num_params], True)
+        for i, eqn in enumerate(self.eqns):
+            atoms = [a for a in eqn.invars if not isinstance(a, Literal)]
+            for var in eqn.outvars:
+                depends_on_data[var] = any(depends_on_data.get(a, False) for a in atoms)
+                trained[var] = any(trained.get(a, False) for a in atoms)
+            primitive = eqn.primitive
+            if not isinstance(primitive, ETPPrimitive):
+                refuse_hidden_ops(eqn)
+                continue
+            weights = get_trainable_invars(primitive, eqn.params)
+            for key, j in weights.items():
+                if depends_on_data.get(eqn.invars[j], False):
+                    raise ValueError(
+                        f"the {key!r} of ETP primitive {primitive.name!r} depends on the state or the input "
+                        "of the step; a trace is kept for weights, which depend on parameters alone"
+                    )
+            if any(trained.get(eqn.invars[j], False) for j in weights.values()):
+                found.append(Op(i, eqn, weights))
+        return found
+
+    def _find_groups(self) -> list[Group]:
+        """States that reach each other from one step to the next are in one group."""
+        parent = list(range(self.num_state))
+
+        def root(i: int) -> int:
+            return i if parent[i] == i else root(parent[i])
+
+        for j in range(self.num_state):
+            for i, reached in enumerate(self._reached_by_state(j)):
+                if not reached or i == j:
+                    continue
+                shapes = [self.state_avals[k].shape for k in (j, i)]
+                if shapes[0] != shapes[1]:
+                    raise ValueError(
+                        f"state {self.state_names[i]!r} of shape {shapes[1]} depends on state "
+                        f"{self.state_names[j]!r} of shape {shapes[0]}, and not through an ETP primitive: "
+                        "states that act on each other do so position by position"
+                    )
+                parent[root(i)] = root(j)
+        members: dict[int, list[int]] = {}
+        for i, aval in enumerate(self.state_avals):
+            if jnp.issubdtype(aval.dtype, jnp.inexact):
+                members.setdefault(root(i), []).append(i)
+        return [Group(tuple(m), self.state_avals[m[0]].shape) for m in members.values()]
+
+    def _find_relations(self) -> list[Relation]:
+        relations = []
+        for k, op in enumerate(self.ops):
+            reached = self._reached_by_op(k)
+            for g, group in enumerate(self.groups):
+                if not any(reached[i] for i in group.states):
+                    continue
+                y = op.y_var.aval.shape
+                lead = len(group.shape) - len(y)
+                if lead < 0 or group.shape[lead:] != y:
+                    names = ", ".join(repr(self.state_names[i]) for i in group.states)
+                    raise ValueError(
+                        f"the y of ETP primitive {op.primitive.name!r} has shape {y}, and acts on state "
+                        f"{names} of shape {group.shape}; each element of y acts on the position of its own. "
+                        "Where y holds several gates, use one ETP primitive for each"
+                    )
+                relations.append(Relation(k, g, lead))
+        return relations
+
+    def _reached_by_state(self, j: int) -> list[bool]:
+        return self._reached_by(len(self.param_avals) + len(self.input_avals) + j)
+
+    def _reached_by_op(self, k: int) -> list[bool]:
+        return self._reached_by(len(self.param_avals) + len(self.input_avals) + self.num_state + k)
+
+    def _reached_by(self, number: int) -> list[bool]:
+        shifts = [op.y_var.aval for op in self.ops]
+        avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]
+        n, m = len(self.param_avals), len(self.param_avals) + len(self.input_avals)
+
+        def fn(*leaves: Any) -> list[Any]:
+            state, shifts = leaves[m : m + self.num_state], leaves[m + self.num_state :]
+            return self.isolated(leaves[:n], leaves[n:m], state, shifts)
+
+        return reached(fn, avals, number)
+
+
+def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:
+    """Which results of `fn` have a derivative by the argument of that number."""
+
+    def tangents(primals: Sequence[Any], tangent: Any) -> list[Any]:
+        return symbolic_tangents(fn, [i == number for i in range(len(avals))], primals, [tangent])
+
+    tangent = avals[number].to_tangent_aval()
+    if tangent.dtype == jax.dtypes.float0:
+        return [False] * len(jax.eval_shape(fn, *avals))
+    return [t is not None for t in jax.eval_shape(tangents, list(avals), tangent)]
