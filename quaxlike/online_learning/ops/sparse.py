@@ -1,7 +1,7 @@
 """`etp_sp_mm`, `etp_sp_mv`: y = x @ w for a weight of which few entries are there, always the same."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,9 @@ from jaxtyping import ArrayLike
 
 from ..primitive import register_primitive, vjp_of, zeros_like_output, zeros_like_weights
 from .dense import onto_batched
+
+
+_Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
@@ -24,7 +27,7 @@ class SparsePattern:
     **Raises:** `ValueError` for entries outside of the shape.
     """
 
-    def __init__(self, rows: ArrayLike, columns: ArrayLike, shape: tuple[int, int]) -> None:
+    def __init__(self, rows: _Indices, columns: _Indices, shape: tuple[int, int]) -> None:
         self.rows, self.columns = (np.array(i, dtype=np.int32) for i in (rows, columns))
         self.shape = tuple(shape)
         if self.rows.ndim != 1 or self.rows.shape != self.columns.shape:

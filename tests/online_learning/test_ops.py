@@ -1,0 +1,155 @@
+"""Each built-in ETP primitive computes what it says, and learns exactly where D-RTRL is exact."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quaxlike.online_learning import (
+    DRTRL,
+    PPProp,
+    SparsePattern,
+    conv,
+    elementwise,
+    embedding,
+    etp_emb_p,
+    etp_lora_mm_p,
+    etp_lora_mv_p,
+    etp_mm_p,
+    etp_mv_p,
+    etp_sp_mm_p,
+    etp_sp_mv_p,
+    lora_matmul,
+    matmul,
+    sparse_matmul,
+)
+
+from ..primitives.jaxprs import primitives
+from .oracles import backpropagated, errors_by_leaf, online
+
+pytestmark = pytest.mark.usefixtures("x64", "default_promotion")
+
+BATCH, IN, HIDDEN, STEPS = 3, 4, 5, 7
+PATTERN = SparsePattern([0, 1, 1, 3, 3, 0], [4, 0, 2, 2, 1, 4], (IN, HIDDEN))
+
+
+def _normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def _cell(use):
+    """A leaky cell with a non-linear read-out."""
+
+    def step(model, h, x):
+        h = jax.nn.sigmoid(elementwise(model["leak"])) * h + use(model, x)
+        return h, jnp.sin(h)
+
+    return step
+
+
+def _indices():
+    return np.random.default_rng(0).integers(0, 6, (STEPS, BATCH))
+
+
+CASES = {
+    "matmul": (lambda m, x: matmul(x, m["w"], m["b"]), {"w": (IN, HIDDEN), "b": (HIDDEN,)}, (BATCH, IN)),
+    "matmul_one": (lambda m, x: matmul(x, m["w"], m["b"]), {"w": (IN, HIDDEN), "b": (HIDDEN,)}, (IN,)),
+    "matmul_batches": (lambda m, x: matmul(x, m["w"]), {"w": (IN, HIDDEN)}, (2, BATCH, IN)),
+    "matmul_vmap": (lambda m, x: jax.vmap(lambda x: matmul(x, m["w"]))(x), {"w": (IN, HIDDEN)}, (BATCH, IN)),
+    "lora": (
+        lambda m, x: lora_matmul(x, m["b"], m["a"], scale=0.5),
+        {"b": (IN, 2), "a": (2, HIDDEN)},
+        (BATCH, IN),
+    ),
+    "lora_one": (lambda m, x: lora_matmul(x, m["b"], m["a"]), {"b": (IN, 2), "a": (2, HIDDEN)}, (IN,)),
+    "sparse": (lambda m, x: sparse_matmul(x, m["w"], PATTERN), {"w": (6,)}, (BATCH, IN)),
+    "sparse_one": (lambda m, x: sparse_matmul(x, m["w"], PATTERN), {"w": (6,)}, (IN,)),
+    "conv": (lambda m, x: conv(x, m["k"], m["b"]), {"k": (3, 2, HIDDEN), "b": (HIDDEN,)}, (BATCH, 6, 2)),
+    "conv_strided": (
+        lambda m, x: conv(x, m["k"], strides=(2, 1), padding=((1, 0), (0, 0)), dilation=(1, 2)),
+        {"k": (2, 2, 3, HIDDEN)},
+        (BATCH, 5, 4, 3),
+    ),
+    "embedding": (lambda m, x: embedding(x, m["t"]), {"t": (6, HIDDEN)}, None),
+}
+
+
+def _problem(case, steps=STEPS):
+    use, shapes, x_shape = CASES[case]
+    model = {key: jnp.asarray(_normal(i, *shape)) for i, (key, shape) in enumerate(shapes.items())}
+    model["leak"] = jnp.asarray(_normal(9, HIDDEN))
+    xs = jnp.asarray(_indices() if x_shape is None else _normal(10, STEPS, *x_shape))[:steps]
+    y = jax.eval_shape(use, model, xs[0])
+    state = jnp.asarray(_normal(11, *y.shape))
+    return _cell(use), model, state, xs, jnp.asarray(_normal(12, steps, *y.shape))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_d_rtrl_is_exact(case):
+    step, *problem = _problem(case)
+    errors = errors_by_leaf(online(DRTRL(step), *problem), backpropagated(step, *problem))
+    assert max(jax.tree.leaves(errors)) < 1e-13
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pp_prop_is_exact_for_one_step(case):
+    step, *problem = _problem(case, 1)
+    errors = errors_by_leaf(online(PPProp(step, decay=0.7), *problem), backpropagated(step, *problem))
+    assert max(jax.tree.leaves(errors)) < 1e-13
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pp_prop_points_where_backpropagation_does(case):
+    step, *problem = _problem(case)
+    found, expected = online(PPProp(step, decay=0.5), *problem), backpropagated(step, *problem)
+    for key in CASES[case][1]:
+        a, b = np.ravel(found[key]), np.ravel(expected[key])
+        assert a @ b > 0.5 * np.linalg.norm(a) * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    ("mapped", "single", "weights"),
+    [
+        (etp_mm_p, etp_mv_p, [_normal(0, IN, HIDDEN)]),
+        (etp_lora_mm_p, etp_lora_mv_p, [_normal(0, IN, 2), _normal(1, 2, HIDDEN)]),
+        (etp_sp_mm_p, etp_sp_mv_p, [_normal(0, 6)]),
+    ],
+)
+def test_a_single_example_under_vmap_is_a_batch(mapped, single, weights):
+    params = {"pattern": PATTERN} if single is etp_sp_mv_p else {}
+    x = _normal(2, IN, BATCH)
+    fn = jax.vmap(lambda x: single(x, *weights, **params), in_axes=1)
+    assert primitives(fn, x) == {mapped} | primitives(lambda x: jnp.moveaxis(x, 1, 0), x)
+    np.testing.assert_allclose(fn(x), mapped(x.T, *weights, **params))
+    twice = jax.vmap(jax.vmap(lambda x: single(x, *weights, **params)))
+    assert mapped in primitives(twice, np.stack([x.T, x.T]))
+
+
+def test_values():
+    x, w, b = _normal(0, BATCH, IN), _normal(1, IN, HIDDEN), _normal(2, HIDDEN)
+    np.testing.assert_allclose(matmul(x, w, b), x @ w + b)
+    np.testing.assert_allclose(lora_matmul(x, w, w.T, scale=2.0), 2 * x @ w @ w.T)
+    dense = np.zeros(PATTERN.shape)
+    np.add.at(dense, (PATTERN.rows, PATTERN.columns), np.arange(6.0))
+    np.testing.assert_allclose(sparse_matmul(x, np.arange(6.0), PATTERN), x @ dense)
+    np.testing.assert_array_equal(embedding(np.array([2, 0]), w), w[[2, 0]])
+    assert etp_emb_p in primitives(embedding, np.array([2, 0]), w)
+    np.testing.assert_array_equal(elementwise(b), b)
+    kernel = _normal(3, 3, IN, HIDDEN)
+    signal = _normal(4, BATCH, 8, IN)
+    windows = np.lib.stride_tricks.sliding_window_view(signal, 3, axis=1)
+    np.testing.assert_allclose(
+        conv(signal, kernel, b, padding="VALID"), np.einsum("bsiw,wio->bso", windows, kernel) + b
+    )
+
+
+def test_patterns():
+    same = SparsePattern(PATTERN.rows.copy(), PATTERN.columns.tolist(), (IN, HIDDEN))
+    assert same == PATTERN
+    assert hash(same) == hash(PATTERN)
+    assert same != SparsePattern(PATTERN.rows, PATTERN.columns, (IN, HIDDEN + 1))
+    assert repr(PATTERN) == "SparsePattern(6 of 4 × 5)"
+    with pytest.raises(ValueError, match=r"columns of a SparsePattern .* in \[0, 5\); found \[0, 5\]"):
+        SparsePattern([0, 1], [0, 5], (IN, HIDDEN))
+    with pytest.raises(ValueError, match=r"vectors of one length; found shapes \(2,\) and \(1,\)"):
+        SparsePattern([0, 1], [0], (IN, HIDDEN))
