@@ -1,5 +1,6 @@
 """Recurrent networks learned forward in time: ETP primitives, D-RTRL and pp_prop."""
 
+from . import values as _values  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .d_rtrl import DRTRL as DRTRL
 from .learner import Learned as Learned
 from .learner import Learner as Learner

@@ -56,8 +56,6 @@ class Learner(abc.ABC):
         trainable: PyTree = eqx.is_inexact_array,
         untraced: Literal["warn", "allow", "error"] = "warn",
     ) -> None:
-        if untraced not in ("warn", "allow", "error"):
-            raise ValueError(f'untraced must be "warn", "allow" or "error", got {untraced!r}')
         self.step = step
         self.trainable = trainable
         self.untraced = untraced

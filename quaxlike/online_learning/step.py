@@ -23,7 +23,9 @@ class Step:
     that later equations use.
     """
 
-    def __init__(self, jaxpr: Any, num_params: int, num_state: int, state_names: Sequence[str]) -> None:
+    def __init__(
+        self, jaxpr: Any, num_params: int, num_state: int, num_held: int, state_names: Sequence[str]
+    ) -> None:
         avals = [v.aval for v in compat.opened(jaxpr).invars]
         self.closed = jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*avals)
         self.jaxpr = compat.opened(self.closed)
@@ -33,7 +35,7 @@ class Step:
         self.param_avals = avals[:num_params]
         self.state_avals = avals[num_params : num_params + num_state]
         self.input_avals = avals[num_params + num_state :]
-        self.ops = self._find_ops()
+        self.ops = self._find_ops(num_held)
         self.ops_at = {op.index: op for op in self.ops}
         self.groups = self._find_groups()
         self.relations = self._find_relations()
@@ -119,10 +121,13 @@ class Step:
     # Analysis
     # ----------------------------------------------------------------------------------------------
 
-    def _find_ops(self) -> list[Op]:
+    def _find_ops(self, num_held: int) -> list[Op]:
+        """The equations with weights that are trained; `num_held` inputs in front are of the model."""
         found = []
-        depends_on_data = dict.fromkeys(self.jaxpr.invars[self.num_params :], True)
-        trained = dict.fromkeys(self.jaxpr.invars[: self.num_params], True)
+        n, m = self.num_params, self.num_params + self.num_state
+        data = [*self.jaxpr.invars[n:m], *self.jaxpr.invars[m + num_held :]]
+        depends_on_data = dict.fromkeys(data, True)
+        trained = dict.fromkeys(self.jaxpr.invars[:n], True)
         for i, eqn in enumerate(self.eqns):
             atoms = [a for a in eqn.invars if not isinstance(a, Literal)]
             for var in eqn.outvars:
@@ -133,14 +138,15 @@ class Step:
                 refuse_hidden_ops(eqn)
                 continue
             weights = get_trainable_invars(primitive, eqn.params)
+            if not any(trained.get(eqn.invars[j], False) for j in weights.values()):
+                continue
             for key, j in weights.items():
                 if depends_on_data.get(eqn.invars[j], False):
                     raise ValueError(
                         f"the {key!r} of ETP primitive {primitive.name!r} depends on the state or the input "
                         "of the step; a trace is kept for weights, which depend on parameters alone"
                     )
-            if any(trained.get(eqn.invars[j], False) for j in weights.values()):
-                found.append(Op(i, eqn, weights))
+            found.append(Op(i, eqn, weights))
         return found
 
     def _find_groups(self) -> list[Group]:

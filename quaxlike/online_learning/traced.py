@@ -15,8 +15,8 @@ from .step import Step
 class TracedStep:
     """`step(model, state, *inputs) -> (state, output)`, traced for given arguments.
 
-    The leaves of the arguments: `params`, those of the model that are trained; `state`; and `inputs`, which
-    are all other arrays.
+    The leaves of the arguments: `params`, those of the model that are trained; `state`; and `inputs`, the
+    other arrays of the model and then those of the inputs.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class TracedStep:
     ) -> None:
         trained, held = eqx.partition(model, trainable)
         others, static = eqx.partition((held, list(inputs)), eqx.is_array_like)
+        num_held = len(jtu.tree_leaves(others[0]))
         paths_and_params, self._trained_tree = jtu.tree_flatten_with_path(trained)
         self.param_names = [jtu.keystr(path) for path, _ in paths_and_params]
         self.params = [leaf for _, leaf in paths_and_params]
@@ -56,7 +57,7 @@ class TracedStep:
         leaves = [*self.params, *self.state, *self.inputs]
         jaxpr = jax.make_jaxpr(on_leaves)(*leaves)
         state_names = [jtu.keystr(path) or "state" for path, _ in paths_and_state]
-        self.step = Step(jaxpr, len(self.params), len(self.state), state_names)
+        self.step = Step(jaxpr, len(self.params), len(self.state), num_held, state_names)
 
     def _checked_state(self, next_state: PyTree) -> list[Any]:
         leaves, tree = jtu.tree_flatten(next_state)

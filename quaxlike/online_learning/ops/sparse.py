@@ -12,7 +12,6 @@ from jaxtyping import ArrayLike
 from ..primitive import register_primitive, vjp_of, zeros_like_output, zeros_like_weights
 from .dense import onto_batched
 
-
 _Indices = Sequence[int] | np.ndarray | jax.Array
 
 

@@ -1,0 +1,306 @@
+"""How a learner is used: models of any kind, Values as weights, memory, and what is refused."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.arrays.quantized import NF4Array
+from quaxlike.online_learning import (
+    DRTRL,
+    PPProp,
+    UntracedParameterWarning,
+    conv,
+    elementwise,
+    etp_conv_p,
+    matmul,
+)
+
+from .oracles import backpropagated, online, relative_error, squared_error
+
+BATCH, IN, HIDDEN, STEPS = 3, 4, 6, 8
+
+
+def _normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def _sequence(steps=STEPS):
+    return _normal(0, steps, BATCH, IN), _normal(1, steps, BATCH, HIDDEN)
+
+
+def _leaky(w, h, x):
+    h = 0.5 * h + matmul(x, w)
+    return h, jnp.sin(h)
+
+
+# -------------------------------------------------------------------------------------------------
+# Models
+# -------------------------------------------------------------------------------------------------
+
+
+class Cell(eqx.Module):
+    weight: jax.Array
+    leak: jax.Array
+    activation: object = jnp.tanh
+    name: str = eqx.field(static=True, default="cell")
+
+    def __call__(self, state, x):
+        h = elementwise(self.leak)[None] * state["h"] + self.activation(matmul(x, self.weight))
+        return {"h": h, "count": state["count"] + 1}, (h, self.activation)
+
+
+def test_modules_and_states_that_are_not_floats():
+    cell = Cell(_normal(2, IN, HIDDEN), _normal(3, HIDDEN))
+    learner = DRTRL(Cell.__call__)
+    state = {"h": jnp.zeros((BATCH, HIDDEN)), "count": jnp.array(0)}
+    x, target = _sequence(1)
+    learned = learner.value_and_grad(
+        lambda out, target: squared_error(out[0], target),
+        cell,
+        state,
+        learner.init(cell, state, x[0]),
+        x[0],
+        targets=(target[0],),
+    )
+    assert learned.state["count"] == 1
+    assert learned.output[1] is jnp.tanh
+    assert isinstance(learned.grads, Cell)
+    assert learned.grads.activation is None
+    expected = eqx.filter_grad(lambda c: squared_error(c(state, x[0])[1][0], target[0]))(cell)
+    np.testing.assert_allclose(learned.grads.weight, expected.weight, rtol=1e-5)
+    np.testing.assert_allclose(learned.grads.leak, expected.leak, atol=1e-6)
+    np.testing.assert_allclose(learned.loss, squared_error(learned.output[0], target[0]))
+
+
+def test_what_is_trained_can_be_chosen():
+    model = {"w": _normal(2, IN, HIDDEN), "v": _normal(3, IN, HIDDEN)}
+
+    def step(model, h, x):
+        masked = jnp.where(model["v"] > 0, model["w"], 0.0)
+        return _leaky(masked, h, x)[0] + matmul(x, model["v"]), h
+
+    h, (xs, _) = jnp.zeros((BATCH, HIDDEN)), _sequence()
+    learner = DRTRL(step, trainable={"w": True, "v": False})
+    traces = learner.init(model, h, xs[0])
+    assert len(jax.tree.leaves(traces)) == 1
+    learned = learner.value_and_grad(lambda out: jnp.sum(out), model, h, traces, xs[0])
+    assert learned.grads["v"] is None
+
+
+def test_under_vmap():
+    """Examples may be mapped over with a learner that knows of one."""
+    w, h = _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+    xs, targets = _sequence()
+    learner = DRTRL(_leaky)
+    traces = jax.vmap(lambda h, x: learner.init(w, h, x))(h, xs[0])
+    learn = jax.vmap(lambda h, t, x, y: learner.value_and_grad(squared_error, w, h, t, x, targets=(y,)))
+    total = 0.0
+    for x, target in zip(xs, targets, strict=True):
+        learned = learn(h, traces, x, target)
+        h, traces = learned.state, learned.traces
+        total += learned.grads.sum(0)
+    expected = backpropagated(_leaky, w, jnp.zeros((BATCH, HIDDEN)), xs, targets)
+    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------
+# Values
+# -------------------------------------------------------------------------------------------------
+
+
+def _lora(base, *, by_column, train_base=False):
+    """An adapted weight of logical shape (in, out)."""
+    if by_column:
+        return ql.LoraArray(
+            base,
+            0.3 * _normal(5, 2, IN),
+            0.3 * _normal(6, HIDDEN, 2),
+            alpha=4,
+            out_axes=(-1,),
+            in_axes=(-2,),
+            train_base=train_base,
+        )
+    return ql.LoraArray(
+        base, 0.3 * _normal(5, 2, HIDDEN), 0.3 * _normal(6, IN, 2), alpha=4, train_base=train_base
+    )
+
+
+@pytest.mark.parametrize("by_column", [True, False])
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
+def test_an_adapter_learns_over_a_quantised_base(learner, by_column):
+    base = NF4Array.quantize(_normal(2, IN, HIDDEN), block_size=32)
+    model = {"w": _lora(base, by_column=by_column), "b": _normal(7, HIDDEN)}
+
+    def step(model, h, x):
+        h = 0.5 * h + matmul(x, model["w"], model["b"])
+        return h, jnp.sin(h)
+
+    trainable = {"w": ql.trainable(model["w"]), "b": True}
+    h, (xs, targets) = jnp.zeros((BATCH, HIDDEN)), _sequence(STEPS if learner is DRTRL else 1)
+    found = online(learner(step, trainable=trainable, untraced="error"), model, h, xs, targets)
+    assert found["w"].w.__class__ is NF4Array
+    assert not jax.tree.leaves(found["w"].w)
+
+    def dense_step(params, h, x):
+        update = 2.0 * params["b"] @ params["a"]
+        w = ql.materialise(base) + (update.T if by_column else update)
+        h = 0.5 * h + x @ w + params["bias"][None]
+        return h, jnp.sin(h)
+
+    params = {"a": model["w"].a, "b": model["w"].b, "bias": model["b"]}
+    expected = backpropagated(dense_step, params, h, xs, targets)
+    found = {"a": found["w"].a, "b": found["w"].b, "bias": found["b"]}
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_a_base_that_is_trained_as_well():
+    model = _lora(_normal(2, IN, HIDDEN), by_column=False, train_base=True)
+    h, (xs, targets) = jnp.zeros((BATCH, HIDDEN)), _sequence()
+    found = online(DRTRL(_leaky, untraced="error"), model, h, xs, targets)
+    dense = lambda p, h, x: _leaky(p["w"] + 2.0 * p["b"] @ p["a"], h, x)
+    expected = backpropagated(dense, {"w": model.w, "a": model.a, "b": model.b}, h, xs, targets)
+    assert relative_error({"w": found.w, "a": found.a, "b": found.b}, expected) < 1e-5
+
+
+# -------------------------------------------------------------------------------------------------
+# Memory
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learner", [DRTRL(_leaky), PPProp(_leaky, decay=0.9)])
+def test_memory_does_not_grow_with_the_sequence(learner):
+    w, h = _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+
+    def forward(w, xs, targets):
+        def body(carry, x_and_target):
+            total, h, traces = carry
+            x, target = x_and_target
+            learned = learner.value_and_grad(squared_error, w, h, traces, x, targets=(target,))
+            return (total + learned.grads, learned.state, learned.traces), None
+
+        carry = (jnp.zeros_like(w), h, learner.init(w, h, xs[0]))
+        return jax.lax.scan(body, carry, (xs, targets))[0][0]
+
+    def temporary_bytes(fn, steps):
+        compiled = jax.jit(fn).lower(w, *_sequence(steps)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    reverse = lambda w, xs, targets: backpropagated(_leaky, w, h, xs, targets)
+    assert temporary_bytes(forward, 1000) == temporary_bytes(forward, 10)
+    assert temporary_bytes(reverse, 1000) > 10 * temporary_bytes(reverse, 10)
+
+
+def test_the_size_of_traces():
+    sizes = {}
+    for n in (8, 16):
+        w, h, x = jnp.zeros((2 * n, n)), jnp.zeros((BATCH, n)), jnp.zeros((BATCH, 2 * n))
+        for name, learner in (("drtrl", DRTRL(_leaky)), ("pp", PPProp(_leaky, decay=0.9))):
+            traces = learner.init(w, h, x)
+            sizes[name, n] = sum(t.size for t in jax.tree.leaves(traces) if t.ndim)
+    assert sizes["drtrl", 16] == BATCH * 32 * 16
+    assert sizes["pp", 16] == BATCH * (32 + 16)
+    assert sizes["drtrl", 16] == 4 * sizes["drtrl", 8]
+    assert sizes["pp", 16] == 2 * sizes["pp", 8]
+
+
+# -------------------------------------------------------------------------------------------------
+# What is told and refused
+# -------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_without_a_trace_is_told():
+    def step(model, h, x):
+        h = jnp.tanh(matmul(x, model["w"]) + h @ model["plain"])
+        return h, h @ model["out"]
+
+    model = {"w": _normal(2, IN, HIDDEN), "plain": jnp.eye(HIDDEN), "out": jnp.eye(HIDDEN)}
+    h, (xs, _) = jnp.zeros((BATCH, HIDDEN)), _sequence()
+    message = r"parameter model\['plain'\] acts on the state other than through an ETP primitive"
+    with pytest.warns(UntracedParameterWarning, match=message):
+        DRTRL(step).init(model, h, xs[0])
+    with pytest.raises(ValueError, match=message):
+        DRTRL(step, untraced="error").init(model, h, xs[0])
+    DRTRL(step, untraced="allow").init(model, h, xs[0])
+
+
+def _init(step, model, state, x):
+    return DRTRL(step, untraced="allow").init(model, state, x)
+
+
+def _in_scan(w, h, x):
+    return jax.lax.scan(lambda h, _: (_leaky(w, h, x)[0], None), h, None, length=2)[0], x
+
+
+def _in_cond(w, h, x):
+    return jax.lax.cond(x[0, 0] > 0, lambda: matmul(x, w), lambda: h), x
+
+
+def _in_custom_vjp(w, h, x):
+    f = jax.custom_vjp(matmul)
+    f.defvjp(lambda x, w: (matmul(x, w), None), lambda r, g: (g, g))
+    return f(x, w), x
+
+
+def _in_grad(w, h, x):
+    return h + jax.grad(lambda x: matmul(x, w).sum())(x).sum(), x
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (_in_scan, "'etp_mm' is inside of `scan`"),
+        (_in_cond, "'etp_mm' is inside of `cond`"),
+        (_in_custom_vjp, "'etp_mm' is inside of `custom_vjp_call`"),
+        (_in_grad, r"'etp_mm' is under vmap or differentiated .* became 'etp_mm.vjp'"),
+        (
+            lambda w, h, x: (h + matmul(x, w * x[0, 0]), x),
+            "'weight' of ETP primitive 'etp_mm' depends on the",
+        ),
+        (lambda w, h, x: (h + matmul(x, w).reshape(BATCH, 2, 3).sum(1, keepdims=True), x), "shape"),
+        (
+            lambda w, h, x: (jnp.sum(matmul(x, jnp.tile(w, (1, 2))).reshape(2, BATCH, HIDDEN), 0), x),
+            "several gates",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_learned(step, message):
+    h = jnp.zeros((BATCH, HIDDEN))
+    with pytest.raises((ValueError, TypeError), match=message):
+        _init(step, _normal(2, IN, HIDDEN), h, _normal(0, BATCH, IN))
+
+
+def test_mapped_convolutions_are_refused():
+    kernel, x = _normal(2, 3, 2, 4), _normal(0, 2, BATCH, 6, 2)
+    step = lambda k, h, x: (h + jax.vmap(lambda x: conv(x, k))(x), h)
+    with pytest.raises(ValueError, match=f"'{etp_conv_p}' is under vmap .* map or differentiate the learner"):
+        _init(step, kernel, jnp.zeros((2, BATCH, 6, 4)), x)
+
+
+def test_states_that_do_not_fit():
+    def mixes(w, state, x):
+        small, large = state
+        large = large + small[..., None]
+        return (0.5 * small + matmul(x, w), large), large
+
+    state = (jnp.zeros((BATCH, HIDDEN)), jnp.zeros((BATCH, HIDDEN, 2)))
+    message = r"state '\[1\]' of shape .* depends on state '\[0\]' of shape .* position by position"
+    with pytest.raises(ValueError, match=message):
+        _init(mixes, _normal(2, IN, HIDDEN), state, _normal(0, BATCH, IN))
+    x, w, h = _normal(0, BATCH, IN), _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+    with pytest.raises(TypeError, match="must return a pair"):
+        _init(lambda w, h, x: matmul(x, w), w, h, x)
+    with pytest.raises(TypeError, match="state of the structure that it is given"):
+        _init(lambda w, h, x: ((h, matmul(x, w)), h), w, h, x)
+    with pytest.raises(TypeError, match="state of the types that it is given; found"):
+        _init(lambda w, h, x: (matmul(x, w)[0], h), w, h, x)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, 0, -2, True])
+def test_decays_that_are_none(decay):
+    with pytest.raises(ValueError, match=r"decay must be a float in \[0, 1\) or an integer rank"):
+        PPProp(_leaky, decay=decay)

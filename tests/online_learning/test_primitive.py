@@ -1,0 +1,166 @@
+"""ETP primitives: what they are registered with, and what is told of them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+
+from quaxlike.online_learning import (
+    DRTRL,
+    ETPPrimitive,
+    PPProp,
+    elementwise,
+    etp_conv_p,
+    etp_elemwise_p,
+    etp_emb_p,
+    etp_lora_mm_p,
+    etp_mm_p,
+    etp_mv_p,
+    get_trainable_invars,
+    get_x_invar_index,
+    get_y_outvar_index,
+    is_batched_primitive,
+    is_etp_enable_gradient_primitive,
+    is_etp_primitive,
+    register_primitive,
+)
+from quaxlike.primitives import DefinedPrimitive, MissingRuleError
+
+from ..primitives.jaxprs import primitives
+
+X, W = jnp.arange(12.0).reshape(4, 3), jnp.arange(6.0).reshape(3, 2)
+
+
+def _scaled(x, w, *, scale=1.0):
+    return scale * (x.astype(w.dtype) @ w)
+
+
+scaled_p = register_primitive("test_etp_scaled", _scaled, batched=True)
+
+
+def test_it_is_a_primitive_with_everything_derived():
+    assert isinstance(scaled_p, ETPPrimitive)
+    assert isinstance(scaled_p, DefinedPrimitive)
+    assert isinstance(scaled_p, Primitive)
+    np.testing.assert_allclose(scaled_p.bind(X, W, scale=2.0), 2 * X @ W)
+    loss = lambda w, x: scaled_p(x, w, scale=2.0).sum()
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(W, X), jax.grad(lambda w: 2 * (X @ w).sum())(W))
+    assert scaled_p in primitives(jax.grad(loss), W, X)
+    by_integers = jax.grad(loss)(W, X.astype(jnp.int32))
+    np.testing.assert_allclose(by_integers, jax.grad(loss)(W, X))
+
+
+def test_defaults_and_accessors():
+    p = register_primitive("test_etp_defaults", _scaled)
+    assert is_etp_primitive(p)
+    assert not is_batched_primitive(p)
+    assert not is_etp_enable_gradient_primitive(p)
+    assert get_trainable_invars(p) == {"weight": 1}
+    assert get_trainable_invars(p, {"scale": 1.0}) == {"weight": 1}
+    assert get_x_invar_index(p) == 0
+    assert get_y_outvar_index(p) == 0
+    assert is_batched_primitive(scaled_p)
+    assert not is_etp_primitive(jax.lax.dot_general_p)
+    assert not is_batched_primitive(jax.lax.dot_general_p)
+    assert not is_etp_enable_gradient_primitive(jax.lax.dot_general_p)
+
+
+def test_options():
+    p = register_primitive(
+        "test_etp_options",
+        lambda w, v, *, both: (w, w + v),
+        gradient_enabled=True,
+        trainable_invars_fn=lambda params: {"w": 0, "v": 1} if params["both"] else {"w": 0},
+        x_invar_index=None,
+        y_outvar_index=1,
+        multiple_results=True,
+    )
+    assert is_etp_enable_gradient_primitive(p)
+    assert get_trainable_invars(p, {"both": True}) == {"w": 0, "v": 1}
+    assert get_trainable_invars(p, {"both": False}) == {"w": 0}
+    assert get_x_invar_index(p) is None
+    assert get_y_outvar_index(p) == 1
+
+
+def test_built_in_layouts():
+    assert get_trainable_invars(etp_mm_p, {"has_bias": True}) == {"weight": 1, "bias": 2}
+    assert get_trainable_invars(etp_mv_p, {}) == {"weight": 1}
+    assert get_trainable_invars(etp_lora_mm_p, {}) == {"b": 1, "a": 2}
+    assert get_x_invar_index(etp_elemwise_p) is None
+    gradient_enabled = [p for p in (etp_mm_p, etp_conv_p, etp_emb_p, etp_elemwise_p) if p.gradient_enabled]
+    assert gradient_enabled == [etp_elemwise_p]
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batch'"):
+        register_primitive("test_etp_unknown", _scaled, batch=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'xy'"):
+        scaled_p.register_etp_rules(xy=lambda *_: None)
+    with pytest.raises(ValueError, match="'test_etp_scaled' was already defined"):
+        register_primitive("test_etp_scaled", _scaled)
+
+
+def test_rules_are_registered_one_by_one_or_together():
+    p = register_primitive("test_etp_rules", _scaled)
+    one, two = (lambda *args, **params: 1), (lambda *args, **params: 2)
+
+    @p.register_yw_to_w
+    def yw_to_w(g, trace, **params):
+        return trace
+
+    assert p.slot("yw_to_w").rule is yw_to_w
+    assert p.register_xy_to_dw(one) is one
+    assert p.register_init_drtrl(one) is one
+    assert p.register_init_pp(one) is one
+    p.register_etp_rules(xy_to_dw=two, init_pp=None)
+    assert p.slot("xy_to_dw").rule is two
+    assert p.slot("init_pp").rule is one
+    assert p.slot("yw_to_w").rule is yw_to_w
+    with pytest.raises(MissingRuleError, match="primitive 'test_etp_rules' has no rule in slot 'solve'"):
+        p.slot("solve")()
+
+
+# -------------------------------------------------------------------------------------------------
+# A primitive of one's own
+# -------------------------------------------------------------------------------------------------
+
+
+def _step(model, h, x):
+    h = jnp.tanh(elementwise(model["a"])[None] * h + scaled_p(x, model["w"], scale=0.5))
+    return h, h
+
+
+def _problem():
+    return {"a": jnp.array([0.5, -0.5]), "w": W}, jnp.ones((4, 2)), X / 12
+
+
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.5)])
+def test_a_missing_rule_is_named(learner):
+    missing = "init_drtrl" if learner is DRTRL else "init_pp"
+    model, h, x = _problem()
+    message = f"primitive 'test_etp_scaled' has no rule in slot '{missing}'"
+    with pytest.raises(MissingRuleError, match=message):
+        learner(_step).init(model, h, x)
+
+
+def test_rules_of_ones_own_are_used():
+    p = register_primitive("test_etp_own", _scaled, batched=True)
+    p.register_etp_rules(
+        yw_to_w=lambda g, trace, *, scale: {"weight": trace["weight"] * g[..., None, :]},
+        xy_to_dw=lambda x, g, weights, *, scale: {"weight": scale * x.T @ g},
+        init_drtrl=lambda x, y, w, s: {"weight": jnp.zeros((x.aval.shape[0], *w["weight"].aval.shape, s))},
+        init_pp=lambda x, y, w, s: jnp.zeros((*y.aval.shape, s)),
+    )
+
+    def step(model, h, x):
+        h = jnp.tanh(elementwise(model["a"])[None] * h + p(x, model["w"], scale=0.5))
+        return h, h
+
+    model, h, x = _problem()
+    for learner in (DRTRL(step), PPProp(step, decay=0.5)):
+        found = learner.value_and_grad(jnp.sum, model, h, learner.init(model, h, x), x)
+        expected = jax.grad(lambda m: step(m, h, x)[1].sum())(model)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found.grads, expected)
