@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
 from quaxlike.arrays.quantized import FP4Array, NF4Array
@@ -27,7 +26,7 @@ from .quant_state import (
     storage_for,
     weight_tensors,
 )
-from .tensors import Tensors, open_tensors, write_tensors
+from .tensors import Tensors, as_jax, open_tensors, write_tensors
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -57,7 +56,7 @@ class Checkpoint(Mapping[str, Any]):
             return read_weight(self._tensors, name, *self._states[name])
         if name not in self._names:
             raise KeyError(name)
-        return _as_jax(self._tensors[name])
+        return as_jax(self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -66,13 +65,29 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._names)
 
 
+@jtu.register_pytree_with_keys_class
 class Weights(dict[str, Any]):
-    """The weights of a 4-bit checkpoint by name, in memory; remembers how the file held them."""
+    """The weights of a 4-bit checkpoint by name, in memory: a dict that remembers how the file held them.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint)
-        self.storage = checkpoint.storage
-        self.metadata = checkpoint.metadata
+    **Attributes:** `storage` and `metadata`, as of `Checkpoint`.
+    """
+
+    def __init__(
+        self, items: Mapping[str, Any], storage: Mapping[str, Storage], metadata: Mapping[str, str]
+    ) -> None:
+        super().__init__(items)
+        self.storage = storage
+        self.metadata = metadata
+
+    def tree_flatten_with_keys(self) -> Any:
+        names = sorted(self)
+        statics = tuple(names), tuple(self.storage.items()), tuple(self.metadata.items())
+        return [(jtu.DictKey(name), self[name]) for name in names], statics
+
+    @classmethod
+    def tree_unflatten(cls, statics: Any, children: Any) -> "Weights":
+        names, storage, metadata = statics
+        return cls(dict(zip(names, children, strict=True)), dict(storage), dict(metadata))
 
 
 def load(path: str | os.PathLike[str]) -> Weights:
@@ -99,7 +114,8 @@ def load(path: str | os.PathLike[str]) -> Weights:
         weights = bitsandbytes.load("linear.safetensors")
         ```
     """
-    return Weights(open_checkpoint(path))
+    checkpoint = open_checkpoint(path)
+    return Weights(checkpoint, checkpoint.storage, checkpoint.metadata)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -156,7 +172,3 @@ def save(
         else:
             put(name, np.asarray(value))
     write_tensors(path, tensors, getattr(mapping, "metadata", {"format": "pt"}))
-
-
-def _as_jax(array: np.ndarray) -> Any:
-    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -149,6 +151,11 @@ def write_tensors(
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def as_jax(array: np.ndarray) -> Any:
+    """`array` on the default device; as it is if JAX would cut its 64 bits."""
+    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
 def read_json(path: Path, text: bytes, what: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
+from quaxlike.core.operators import ArrayOperators
 from quaxlike.core.values import ArrayValue
 
 from .scales import NestedScales, dense_scales
@@ -31,7 +32,7 @@ from .scales import NestedScales, dense_scales
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 
 
-class AbstractQuantizedArray(ArrayValue):
+class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     """An array of integer codes, with a scale for each block of them.
 
     Make one with `quantize`. It behaves as the array of dtype `logical_dtype` that it stands for:
@@ -63,6 +64,22 @@ class AbstractQuantizedArray(ArrayValue):
 
     codes_per_entry: ClassVar[int]
     """How many codes one element of `codes` holds."""
+
+    def __check_init__(self) -> None:
+        inner = self.inner_shape
+        expected = [*self.codes.shape[:-1], -(-math.prod(inner) // max(self.block, 1))]
+        held = self.codes.shape[-1] * self.codes_per_entry
+        scale = self.scale.codes if isinstance(self.scale, NestedScales) else self.scale
+        wanted = np.uint8 if self.codes_per_entry == 2 else np.int8
+        fits = held - self.codes_per_entry < math.prod(inner) <= held
+        if self.codes.dtype != wanted or not fits or list(scale.shape) != expected:
+            raise ValueError(
+                f"{type(self).__name__} with inner axes {inner} in blocks of {self.block} takes codes of "
+                f"dtype {np.dtype(wanted)} and scales of shape {tuple(expected)}; found codes "
+                f"{self.codes.dtype}{list(self.codes.shape)} and scales of shape {tuple(scale.shape)}."
+            )
+        if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
+            raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
     @classmethod
     @abc.abstractmethod

@@ -119,12 +119,11 @@ class AbstractCodebookArray(AbstractQuantizedArray):
             whole = (n for n in range(1, tied) if math.prod(shape[tied - n :]) % self.block == 0)
             tied = next(whole, tied)
         lead, inner = shape[: len(shape) - tied], shape[len(shape) - tied :]
-        one_axis = len(inner) == 1 and inner[0] % 2 == 0
-        out = dataclasses.replace(self, inner=None if one_axis else inner)
-        if not lead:
-            return out
         cut = lambda leaf: leaf.reshape(*leaf.shape[:-1], *lead, leaf.shape[-1] // max(math.prod(lead), 1))
-        return jax.tree.map(cut, out)
+        one_axis = len(inner) == 1 and inner[0] % 2 == 0
+        return dataclasses.replace(
+            jax.tree.map(cut, self) if lead else self, inner=None if one_axis else inner
+        )
 
     def untied(self: _C) -> _C:
         dense = dataclasses.replace(self, scale=dense_scales(self.scale))

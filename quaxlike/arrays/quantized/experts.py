@@ -34,7 +34,8 @@ def _ragged_dot_general(
     if unusual or group_offset is not None or params.get("out_sharding") is not None:
         return NotImplemented
     (group_axis,) = dims.rhs_group_dimensions
-    stack = with_free_axes(w, [group_axis]) or w
+    free = with_free_axes(w, [group_axis])
+    stack = w if free is None else free
     stored = stack.permutation
     if stored[group_axis] != 0 or not jnp.issubdtype(x.dtype, jnp.floating):
         return NotImplemented

@@ -28,6 +28,15 @@ class NestedScales(eqx.Module):
     offset: Float32[Array, "*lead"]
     quant_map: tuple[float, ...] | None = eqx.field(static=True, default=None)
 
+    def __check_init__(self) -> None:
+        *lead, blocks = self.codes.shape
+        expected = (*lead, -(-blocks // blockwise.NESTED_BLOCK)), tuple(lead)
+        if (self.absmax.shape, self.offset.shape) != expected:
+            raise ValueError(
+                f"NestedScales with codes of shape {self.codes.shape} takes absmax and offset of shapes "
+                f"{expected[0]} and {expected[1]}; found {self.absmax.shape} and {self.offset.shape}."
+            )
+
     @classmethod
     def quantize(cls, scale: Float32[Array, " blocks"]) -> "NestedScales":
         return cls(*blockwise.quantize_scales(scale))

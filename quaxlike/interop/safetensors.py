@@ -1,0 +1,164 @@
+"""Whole models in a safetensors file, arrays of any shipped type included."""
+
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from quaxlike.core.values import is_value
+from quaxlike.surgery.select import path_of
+
+from .errors import CheckpointError, complain
+from .manifest import Types, decode, encode, shipped_types
+from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
+
+_VERSION = 1
+_MANIFEST = "quaxlike"
+_Model = TypeVar("_Model")
+
+
+def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
+    """Writes the arrays of a model, quantised, adapted, sparse or plain, under their dotted names.
+
+    Everything else about the model (its structure, functions, numbers) comes from code when it is loaded.
+    Plain arrays are tensors that any reader of the format finds; for other arrays their parts are, and a
+    manifest in the header says how they belong together. The file appears once it is complete, and the
+    same model gives the same bytes.
+
+    **Arguments:**
+
+    - `path`: the file to write.
+    - `model`: any pytree.
+    - `types`: classes of your own, dataclasses such as `quaxlike.ArrayValue`s, that the model holds beside
+        those that ship with quaxlike.
+
+    **Raises:** `CheckpointError` for something that a file cannot hold; then none is written.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.interop import safetensors
+
+        make = lambda: eqx.nn.MLP(64, 2, 64, depth=2, key=jax.random.key(0))
+        safetensors.save("mlp.safetensors", ql.quantize(make(), "nf4"))
+        model = safetensors.load("mlp.safetensors", like=eqx.filter_eval_shape(make))
+        ```
+    """
+    path = Path(path)
+    known = _known(types)
+    tensors: dict[str, np.ndarray] = {}
+    values: dict[str, Any] = {}
+
+    def put(name: str, array: np.ndarray) -> None:
+        if name in tensors:
+            raise complain(path, name, "two arrays of the model have this name")
+        tensors[name] = array
+
+    for key_path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value):
+        name = path_of(key_path)
+        if not is_value(leaf) and not _is_array(leaf):
+            continue
+        try:
+            node = encode(leaf, name, known, put)
+        except TypeError as error:
+            raise complain(path, name, str(error)) from None
+        if set(node) != {"array"}:
+            values[name] = node
+    manifest = json.dumps({"version": _VERSION, "values": values}, sort_keys=True)
+    write_tensors(path, tensors, {_MANIFEST: manifest})
+
+
+def load(
+    path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
+) -> _Model:
+    """Reads what `save` wrote; or any safetensors file whose names are those of the model.
+
+    What the file holds decides of which type an array is, `like` of which shape and dtype: a quantised file
+    loads into the model that was quantised.
+
+    **Arguments:**
+
+    - `path`: a `.safetensors` file, an index of several, or a folder with one.
+    - `like`: a model of the same structure; its arrays may be shapes (`eqx.filter_eval_shape`).
+    - `types`: as for `save`.
+    - `strict`: whether arrays in the file that the model has no place for are an error. Default True.
+
+    **Returns:** `like` with the arrays of the file.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged, of an
+    unknown version, or does not fit the model, with file, name, expected and found.
+    """
+    tensors = open_tensors(path)
+    nodes = _read_manifest(tensors)
+    known = _known(types)
+    used: set[str] = set()
+
+    def get(name: str) -> Any:
+        if name not in tensors:
+            raise ValueError(f"its tensor {name!r} is missing")
+        used.add(name)
+        return as_jax(tensors[name])
+
+    def read(key_path: Any, leaf: Any) -> Any:
+        if not (is_value(leaf) or _is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
+            return leaf
+        name = path_of(key_path)
+        if name not in nodes and name not in tensors:
+            near = difflib.get_close_matches(name, [*nodes, *tensors], n=3)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise complain(tensors.path, name, f"is missing.{hint}")
+        try:
+            found = decode(nodes[name], known, get) if name in nodes else get(name)
+            shape, dtype = tuple(found.shape), found.dtype
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever an inconsistent value makes its type do
+            raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
+        if shape != tuple(leaf.shape) or dtype != leaf.dtype:
+            raise complain(
+                tensors.path,
+                name,
+                f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}",
+            )
+        return np.asarray(found) if isinstance(leaf, np.ndarray) and not is_value(found) else found
+
+    out = jtu.tree_map_with_path(read, like, is_leaf=is_value)
+    left = sorted(set(tensors) - used)
+    if strict and left:
+        names = ", ".join(map(repr, left[:5])) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise complain(
+            tensors.path, None, f"the model has no place for {names}; pass strict=False to leave out"
+        )
+    return out
+
+
+def _read_manifest(tensors: Tensors) -> dict[str, Any]:
+    if _MANIFEST not in tensors.metadata:
+        return {}
+    manifest = read_json(tensors.path, tensors.metadata[_MANIFEST].encode(), "the manifest")
+    if manifest.get("version") != _VERSION:
+        raise complain(
+            tensors.path,
+            "version",
+            f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}",
+        )
+    values = manifest.get("values")
+    if not isinstance(values, dict):
+        raise complain(tensors.path, "values", "the manifest must hold an object here")
+    return values
+
+
+def _known(types: Iterable[type]) -> Types:
+    return {**shipped_types(), **{cls.__name__: cls for cls in types}}
+
+
+def _is_array(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
