@@ -254,7 +254,7 @@ def _inspect(
             "rule, so their names must be importable at run time."
         ) from error
     takes_primitive = False
-    for i, p in enumerate(inspect.signature(function).parameters.values()):
+    for i, p in enumerate(inspect.signature(function, follow_wrapped=False).parameters.values()):
         hint = _plain_hint(hints.get(p.name, Any))
         if p.kind is p.VAR_KEYWORD:
             keywords = None

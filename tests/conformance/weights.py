@@ -1,0 +1,36 @@
+"""Every shipped array type as a weight of shape (4, 4): one line each, and it is in the table."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import quaxlike as ql
+from quaxlike.arrays import zero
+
+
+def _dense() -> Array:
+    return jax.random.normal(jax.random.key(0), (4, 4)) * 0.3
+
+
+def _lora(w: Array | ql.ArrayValue) -> ql.LoraArray:
+    a, b = jax.random.normal(jax.random.key(1), (2, 2, 4)) * 0.3
+    return ql.LoraArray(w, a, b.T, alpha=4)
+
+
+WEIGHTS: dict[str, Callable[[], ql.ArrayValue]] = {
+    "LoraArray": lambda: _lora(_dense()),
+    "NF4Array": lambda: ql.NF4Array.quantize(_dense(), block_size=32),
+    "NF4Array, double": lambda: ql.NF4Array.quantize(_dense(), block_size=32, double_quant=True),
+    "FP4Array": lambda: ql.FP4Array.quantize(_dense(), block_size=32),
+    "Int4Array": lambda: ql.Int4Array.quantize(_dense(), block_size=32),
+    "Int8Array": lambda: ql.Int8Array.quantize(_dense()),
+    "LoraArray of NF4Array": lambda: _lora(ql.NF4Array.quantize(_dense(), block_size=32)),
+    "Zero": lambda: zero.Zero((4, 4), jnp.float32),
+    "Full": lambda: zero.Full(0.25, (4, 4)),
+    "Identity": lambda: zero.Identity(4),
+}
+
+# Constants that are not weights: a product with one is a product with a dense array.
+DENSE_IN_PRODUCTS = {"Full"}
