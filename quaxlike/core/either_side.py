@@ -43,7 +43,7 @@ def register_on_either_side(
 
             typed.__annotations__ |= {"x": left, "y": right}
             register(primitive, precedence=precedence, rules=rules)(typed)
-            typed.__wrapped__ = rule  # pyright: ignore[reportFunctionMemberAccess] (where it was written)
+            typed.written_as = rule  # pyright: ignore[reportFunctionMemberAccess] (for its source line)
         return rule
 
     return decorator

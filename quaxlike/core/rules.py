@@ -41,7 +41,7 @@ class Rule:
     @property
     def source(self) -> str:
         """Where the rule was written, as `file:line`."""
-        code = inspect.unwrap(self.function).__code__
+        code = inspect.unwrap(getattr(self.function, "written_as", self.function)).__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -254,7 +254,7 @@ def _inspect(
             "rule, so their names must be importable at run time."
         ) from error
     takes_primitive = False
-    for i, p in enumerate(inspect.signature(function, follow_wrapped=False).parameters.values()):
+    for i, p in enumerate(inspect.signature(function).parameters.values()):
         hint = _plain_hint(hints.get(p.name, Any))
         if p.kind is p.VAR_KEYWORD:
             keywords = None
