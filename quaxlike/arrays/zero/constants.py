@@ -167,7 +167,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     """The constant of `fn` of the elements; worked out at once if they are known."""
     scalars = [_scalar(x) for x in constants]
     if all(known(x) is not None for x in constants):
-        with jax.ensure_compile_time_eval():
+        with jax.core.eval_context():  # also inside an eager shard_map
             number = np.asarray(fn(*map(jnp.asarray, scalars)))
         return _constant(number.item(), shape, number.dtype)
     batches = {np.shape(v) for v in scalars} - {()}
