@@ -6,7 +6,6 @@ Source: the format's specification, <https://huggingface.co/docs/safetensors>.
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from .errors import complain
+from .files import replacing
 
 # In the order in which the reference implementation lays tensors out, smallest alignment first.
 _DTYPES: dict[str, np.dtype] = {
@@ -137,20 +137,11 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
 
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for name in ordered:
-                file.write(np.ascontiguousarray(tensors[name]).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in ordered:
+            file.write(np.ascontiguousarray(tensors[name]).tobytes())
 
 
 def as_jax(array: np.ndarray) -> Any:
@@ -274,9 +265,3 @@ def _are_sizes(x: Any) -> bool:
 def _short(x: Any) -> str:
     text = repr(x)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -128,7 +128,7 @@ def blank(
     n = len(w.shape)
     if kind == "conv":
         out_axes, in_axes = (-n,), tuple(range(1 - n, 0))
-    elif kind == "embedding" or fan_in_fan_out:
+    elif kind == "embedding" or (fan_in_fan_out and kind != "linear"):
         out_axes, in_axes = (-1,), (-2,)
     else:
         out_axes, in_axes = (-2,), (-1,)

@@ -91,7 +91,7 @@ def select(model: PyTree, where: Where = "all-linear") -> dict[str, Any]:
         chosen = {
             name: leaf
             for name, leaf in arrays.items()
-            if kinds[name] == "linear" and not _HEAD.fullmatch(name)
+            if kinds[name] in ("linear", "matrix") and not _HEAD.fullmatch(name)
         }
         if not chosen:
             raise ValueError(
@@ -199,7 +199,8 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def layer_kinds(model: PyTree) -> dict[str, str | None]:
-    """For each array: "linear", "embedding" or "conv" if it is the weight of such a layer, else None."""
+    """For each array: "linear", "embedding" or "conv" if it is the weight of such a layer, "matrix" if
+    it may be that of a linear layer for all that is known, else None."""
     return {path_of(path): _kind(_owner(model, path), path, leaf) for path, leaf in _leaves(model)}
 
 
@@ -235,4 +236,4 @@ def _kind(owner: Any, path: Sequence[Any], leaf: Any) -> str | None:
         return "embedding"
     if isinstance(owner, eqx.Module) and not field.startswith(("weight", "kernel")):
         return None
-    return "linear" if len(leaf.shape) == 2 else None
+    return "matrix" if len(leaf.shape) == 2 else None

@@ -1,0 +1,43 @@
+"""A checkpoint's `config.json`: what a model takes from it, and what it cannot do."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+_C = TypeVar("_C", bound="Config")
+
+
+class UnsupportedConfigError(ValueError):
+    """A checkpoint asks for something that the example models do not do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The entries of `config.json` that shape a model; subclasses name them."""
+
+    @classmethod
+    def read(cls: type[_C], config: Mapping[str, Any], **required: Any) -> _C:
+        """Takes its fields from `config`, with their defaults where absent.
+
+        **Arguments:**
+
+        - `required`: values that other entries must have where they are given. A tuple lists several.
+
+        **Raises:**
+
+        `UnsupportedConfigError` for an entry with another value, or a missing one without a default.
+        """
+        for name, allowed in required.items():
+            allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+            if name in config and config[name] not in allowed:
+                raise UnsupportedConfigError(
+                    f"config.json has {name}={config[name]!r}; {cls.__name__} supports "
+                    f"{' or '.join(map(repr, allowed))}."
+                )
+        values = {}
+        for field in dataclasses.fields(cls):
+            if config.get(field.name) is not None:
+                values[field.name] = config[field.name]
+            elif field.default is dataclasses.MISSING:
+                raise UnsupportedConfigError(f"config.json has no {field.name}, which {cls.__name__} needs.")
+        return cls(**values)

@@ -1,0 +1,153 @@
+"""`adapter_config.json`."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...surgery.loraify import value_for
+from ..errors import complain
+from ..tensors import read_json
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+# Entries that say nothing about what the adapter computes once it is trained.
+_INFORMATIVE = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "inference_mode",
+    "lora_ga_config", "loftq_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
+    "revision", "runtime_config", "task_type", "corda_config",
+}  # fmt: skip
+# Initialisations that leave the base alone, and those that take a part of it into the adapter.
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", None)
+CHANGES_BASE = ("pissa", "olora")
+
+
+class AdapterConfig(NamedTuple):
+    """What an adapter's configuration says, with PEFT's defaults."""
+
+    r: int = 8
+    lora_alpha: float | int = 8
+    target_modules: str | Sequence[str] | None = None
+    exclude_modules: str | Sequence[str] | None = None
+    rank_pattern: Mapping[str, int] = {}
+    alpha_pattern: Mapping[str, float | int] = {}
+    bias: str = "none"
+    lora_bias: bool = False
+    lora_dropout: float | int = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    modules_to_save: Sequence[str] | None = None
+    init_lora_weights: Any = True
+    layers_to_transform: int | Sequence[int] | None = None
+    layers_pattern: str | Sequence[str] | None = None
+
+    def rank(self, name: str) -> int:
+        return value_for(self.rank_pattern, name, self.r)
+
+    def alpha(self, name: str) -> float:
+        return float(value_for(self.alpha_pattern, name, self.lora_alpha))
+
+    def targets(self, layer: str) -> bool:
+        """Whether this layer is one that the adapter was put on. Not to be asked of `"all-linear"`."""
+        if _named(self.exclude_modules or (), layer) or self.saves(layer):
+            return False
+        if not _named(self.target_modules or (), layer):
+            return False
+        if self.layers_to_transform is None or isinstance(self.target_modules, str):
+            return True
+        wanted = self.layers_to_transform
+        patterns = self.layers_pattern or ()
+        found = re.match(r".*?\.[^.]*\.(\d+)\.", layer) if not patterns else None
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = found or re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", layer)
+        return found is not None and int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
+
+    def saves(self, name: str) -> bool:
+        """Whether an array is part of `modules_to_save`."""
+        return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in self.modules_to_save or ())
+
+
+def _is_int(x: Any) -> bool:
+    return type(x) is int
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(name, str) for name in x)
+
+
+def _is_pattern(x: Any) -> bool:
+    return isinstance(x, str) or _is_names(x)
+
+
+def _is_flag(x: Any) -> bool:
+    return type(x) is bool
+
+
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("a positive integer", lambda x: _is_int(x) and x > 0),
+    "lora_alpha": ("a number", _is_number),
+    "target_modules": ("a regular expression or a list of names", _is_pattern),
+    "exclude_modules": ("a regular expression or a list of names", _is_pattern),
+    "rank_pattern": (
+        "positive integers by pattern",
+        lambda x: isinstance(x, dict) and all(_is_int(v) and v > 0 for v in x.values()),
+    ),
+    "alpha_pattern": (
+        "numbers by pattern",
+        lambda x: isinstance(x, dict) and all(map(_is_number, x.values())),
+    ),
+    "bias": ("'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
+    "lora_bias": ("true or false", _is_flag),
+    "lora_dropout": ("a number from 0 to 1", lambda x: _is_number(x) and 0 <= x < 1),
+    "use_rslora": ("true or false", _is_flag),
+    "use_dora": ("true or false", _is_flag),
+    "fan_in_fan_out": ("true or false", _is_flag),
+    "modules_to_save": ("a list of names", _is_names),
+    "init_lora_weights": (
+        f"one of {', '.join(map(repr, (*_KEEPS_BASE, *CHANGES_BASE)))}, since others change the base in a "
+        "way that the file does not tell",
+        lambda x: x in (*_KEEPS_BASE, *CHANGES_BASE),
+    ),
+    "layers_to_transform": (
+        "layer numbers",
+        lambda x: _is_int(x) or (isinstance(x, list) and all(map(_is_int, x))),
+    ),
+    "layers_pattern": ("a name or a list of names", _is_pattern),
+}
+
+
+def _named(patterns: str | Sequence[str], layer: str) -> bool:
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, layer) is not None
+    return any(layer == p or layer.endswith(f".{p}") for p in patterns)
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Reads and checks the configuration of an adapter."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no {path}: an adapter's directory has {CONFIG_FILE} in it.")
+    fields = read_json(path, path.read_bytes(), "the configuration")
+    if fields.get("peft_type") != "LORA":
+        raise complain(path, "peft_type", f"expected 'LORA', found {fields.get('peft_type')!r}")
+    unknown = {
+        name: value
+        for name, value in fields.items()
+        if name not in (*AdapterConfig._fields, *_INFORMATIVE) and value not in (None, False, {}, [])
+    }
+    if unknown:
+        name, value = next(iter(unknown.items()))
+        raise complain(path, name, f"{value!r} is not supported, and what the adapter computes depends on it")
+    known = {name: fields[name] for name in AdapterConfig._fields if fields.get(name) is not None}
+    for name, value in known.items():
+        expected, fits = _CHECKS[name]
+        if not fits(value):
+            raise complain(path, name, f"expected {expected}; found {value!r}")
+    return AdapterConfig(**known)

@@ -1,0 +1,268 @@
+"""`load_adapter`: an adapter's directory onto a model."""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ...arrays.lora import LoraArray, LoraBias, TrainableArray
+from ...surgery.inits import initialise
+from ...surgery.loraify import blank
+from ...surgery.select import layer_kinds, layer_of, named_arrays, near, replace, select
+from ..errors import CheckpointError, complain
+from ..tensors import Tensors, open_tensors
+from .config import CHANGES_BASE, PREFIX, TENSORS_FILE, AdapterConfig, read_config
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+
+# How the tensors of an adapter end, and what they are.
+SUFFIXES = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_B.bias": "b_bias",
+    ".lora_embedding_A": "a",
+    ".lora_embedding_B": "b",
+    ".lora_magnitude_vector": "magnitude",
+}
+
+
+def load_adapter(
+    directory: str | os.PathLike[str],
+    model: PyTree,
+    *,
+    rename: Rename = None,
+    adapter_name: str = "default",
+) -> PyTree:
+    """Puts an adapter that PEFT saved on a model.
+
+    **Arguments:**
+
+    - `directory`: with `adapter_config.json` and `adapter_model.safetensors` in it.
+    - `model`: the base model; any pytree whose dotted names are those of the state dict that the adapter
+        was trained on, or become so by `rename`. An adapter that it has already is taken off.
+    - `rename`: from names of the model's arrays and layers to names in the file: a function, or a mapping
+        of names or their beginnings.
+    - `adapter_name`: adapters other than `"default"` are in a folder of this name in `directory`.
+
+    **Returns:**
+
+    The model with the adapter on it. `model` itself is as it was.
+
+    **Raises:**
+
+    `FileNotFoundError`; `CheckpointError` for a missing, unknown, misshapen or damaged entry, with file,
+    key, expected and found, and for an option of PEFT's that is not supported, with its name.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+        from quaxlike.interop import peft
+        from quaxlike.demo.models import load_model
+
+        def adapted(base_directory, adapter_directory):
+            model, _ = load_model(base_directory)
+            return ql.quaxify(peft.load_adapter(adapter_directory, model))
+        ```
+    """
+    folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
+    config, tensors = read_config(folder), open_tensors(folder / TENSORS_FILE)
+    file = _File(tensors)
+    arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
+    layers = {
+        layer_of(new): (name, leaf)
+        for new, (name, leaf) in arrays.items()
+        if leaf is not None and len(leaf.shape) >= 2
+    }
+    _check_layers(config, file, model, layers)
+    kinds = layer_kinds(model)
+    loaded: dict[str, Any] = dict(arrays.values())
+    for layer, keys in file.adapters.items():
+        name, leaf = layers[layer]
+        bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
+        lora, lora_bias = _adapter(config, file, layer, keys, leaf, kinds[name], bias)
+        loaded[name] = lora
+        if lora_bias is not None:
+            loaded[bias_name] = lora_bias
+    for new, key in _beside(config, file, arrays).items():
+        name, leaf = arrays[new]
+        array = TrainableArray(file.read(key, leaf.shape))
+        held = loaded.get(name)
+        loaded[name] = LoraBias(array, held.b, held.scaling) if isinstance(held, LoraBias) else array
+    return replace(model, loaded)
+
+
+class _File:
+    """The tensors of an adapter, sorted by what they belong to."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
+        self.beside: dict[str, str] = {}  # name in the model -> key
+        self.bases: dict[str, str] = {}  # layer -> key: embeddings that are saved along
+        for key in tensors:
+            if not key.startswith(PREFIX):
+                raise self.complain(key, f"expected a name that starts with {PREFIX!r}")
+            name = key.removeprefix(PREFIX)
+            suffix = next((s for s in SUFFIXES if name.endswith(s)), None)
+            if suffix is not None:
+                self.adapters[name.removesuffix(suffix)][SUFFIXES[suffix]] = key
+            elif name.endswith(".base_layer.weight"):
+                self.bases[name.removesuffix(".base_layer.weight")] = key
+            elif ".original_module." not in name and ".modules_to_save." not in name:
+                # (With bias="all" PEFT writes the biases of such modules once more, under these names.)
+                self.beside[name.replace(".base_layer.", ".")] = key
+        for layer, key in self.bases.items():
+            if layer not in self.adapters:
+                raise self.complain(key, "is not expected: the layer has no adapter")
+
+    def complain(self, key: str, problem: str) -> CheckpointError:
+        return complain(self.tensors.path, key, problem)
+
+    def read(self, key: str, shape: Sequence[int]) -> Any:
+        info = self.tensors.info[key]
+        if info.shape != tuple(shape):
+            raise self.complain(key, f"expected shape {tuple(shape)}; found {info.shape}")
+        if (
+            not jnp.issubdtype(info.dtype, jnp.floating)
+            or jax.dtypes.canonicalize_dtype(info.dtype) != info.dtype
+        ):
+            raise self.complain(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
+        return jnp.asarray(self.tensors[key])
+
+
+def _check_layers(config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any]) -> None:
+    """The file has adapters for exactly those layers that the configuration is for."""
+    for layer, keys in file.adapters.items():
+        if layer not in layers:
+            raise file.complain(
+                next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, layers)}"
+            )
+    if config.target_modules is None:
+        return
+    if config.target_modules == "all-linear":
+        chosen = select(model, "all-linear")
+        targets = [layer for layer, (name, _) in layers.items() if name in chosen and not config.saves(layer)]
+    else:
+        targets = [layer for layer in layers if config.targets(layer)]
+    for layer in targets:
+        if layer not in file.adapters:
+            raise file.complain(
+                f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer"
+            )
+    for layer, keys in file.adapters.items():
+        if layer not in targets:
+            raise file.complain(
+                next(iter(keys.values())), "is not expected: target_modules does not name this layer"
+            )
+
+
+def _adapter(
+    config: AdapterConfig,
+    file: _File,
+    layer: str,
+    keys: Mapping[str, str],
+    leaf: Any,
+    kind: str | None,
+    bias: Any,
+) -> tuple[LoraArray, LoraBias | None]:
+    embedding = any("lora_embedding" in key for key in keys.values())
+    stem = f"{PREFIX}{layer}.lora_embedding_" if embedding else f"{PREFIX}{layer}.lora_"
+    ending = "" if embedding else ".weight"
+    wanted = {"a": f"{stem}A{ending}", "b": f"{stem}B{ending}"}
+    wanted |= {"b_bias": f"{stem}B.bias"} if config.lora_bias and not embedding else {}
+    wanted |= {"magnitude": f"{PREFIX}{layer}.lora_magnitude_vector"} if config.use_dora else {}
+    for part in wanted.keys() | keys.keys():
+        if part not in keys:
+            raise file.complain(wanted[part], "is missing")
+        if part not in wanted or keys[part] != wanted[part]:
+            raise file.complain(keys[part], "is not expected with this configuration")
+
+    if embedding:
+        kind = "embedding"
+    elif kind == "embedding":  # a name that looks like one
+        kind = "linear"
+    base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
+    rank = config.rank(layer)
+    lora = blank(
+        base, kind, rank, fan_in_fan_out=config.fan_in_fan_out, dtype=None, alpha=config.alpha(layer),
+        rslora=config.use_rslora, dropout=config.lora_dropout,
+    )  # fmt: skip
+    if lora.ndim != len(lora.out_axes) + len(lora.in_axes):
+        raise file.complain(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
+    if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):
+        raise file.complain(
+            keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
+        )
+    if config.init_lora_weights in CHANGES_BASE:
+        lora = initialise(config.init_lora_weights, kind, layer, lora, None)
+    ones = (1,) * (len(lora.in_axes) - 1)  # a convolution's second factor has a window of one
+    lora = lora.replace(
+        a=file.read(keys["a"], lora.a.shape),
+        b=file.read(keys["b"], lora.b.shape + ones).reshape(lora.b.shape),
+    )
+    if config.use_dora:
+        shape = lora.b.shape[:1]
+        magnitude = file.read(keys["magnitude"], ((1,) if ones else ()) + shape + ones)
+        lora = lora.replace(magnitude=magnitude.reshape(shape))
+    if "b_bias" not in wanted:
+        return lora, None
+    return lora, LoraBias(bias, file.read(keys["b_bias"], lora.b.shape[:1]), lora.scaling)
+
+
+def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]) -> dict[str, str]:
+    """What the file trains in full, by the names that the model's arrays have in the file."""
+    held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
+    floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    wanted = [new for new in floats if config.saves(new)]
+    if config.bias == "all":
+        wanted += [new for new in floats if new.endswith(".bias") and new not in wanted]
+    elif config.bias == "lora_only":
+        wanted += [
+            new for new in (f"{layer}.bias" for layer in file.adapters) if new in held and new not in wanted
+        ]
+    for new in wanted:
+        if new not in file.beside:
+            raise file.complain(
+                PREFIX + new, "is missing: modules_to_save or bias of the configuration names it"
+            )
+    for new, key in file.beside.items():
+        if new not in wanted:
+            hint = near(new, arrays) if new not in arrays else "modules_to_save and bias do not name it."
+            raise file.complain(key, f"is not expected. {hint}")
+    return {new: file.beside[new] for new in wanted}
+
+
+def _base(leaf: Any) -> Any:
+    """What an array was before it was adapted; trained in full it stays as it is."""
+    if isinstance(leaf, LoraArray | LoraBias):
+        return _base(leaf.w)
+    return leaf.array if isinstance(leaf, TrainableArray) else leaf
+
+
+def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
+    """Each array of the model: what it is called in the file, its name and itself."""
+    out: dict[str, tuple[str, str, Any]] = {}
+    for name, leaf in named_arrays(model).items():
+        new = renamed(name, rename)
+        if new in out:
+            raise ValueError(f"`rename` gives {out[new][1]} and {name} the same name, {new}.")
+        out[new] = (new, name, leaf)
+    return list(out.values())
+
+
+def renamed(name: str, rename: Rename) -> str:
+    if rename is None:
+        return name
+    if callable(rename):
+        return rename(name)
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        if (head := ".".join(parts[:n])) in rename:
+            return ".".join([rename[head], *parts[n:]])
+    return name

@@ -1,0 +1,249 @@
+"""`save_adapter`: the adapter of a model into a directory that PEFT loads."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ...arrays.lora import LoraArray, LoraBias, TrainableArray
+from ...core.values import is_value
+from ...surgery.select import layer_kinds, layer_of
+from ..files import replacing
+from ..tensors import write_tensors
+from .config import CONFIG_FILE, PREFIX, TENSORS_FILE
+from .load import Rename, names_in_file
+
+
+def save_adapter(
+    directory: str | os.PathLike[str],
+    model: PyTree,
+    *,
+    base_model: str | None = None,
+    rename: Rename = None,
+    adapter_name: str = "default",
+    task_type: str | None = None,
+) -> None:
+    """Writes the adapter of a model as PEFT does: what is trained, without the base.
+
+    Each file appears once it is complete.
+
+    **Arguments:**
+
+    - `directory`: is made if it does not exist.
+    - `model`: what [`quaxlike.loraify`][] or `load_adapter` made.
+    - `base_model`: the name or path of the base model, for PEFT to find it. Default: none.
+    - `rename`: from names of the model to names in the file, as for `load_adapter`.
+    - `adapter_name`: adapters other than `"default"` go to a folder of this name in `directory`.
+    - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. The head of a
+        classifier is a part of the file then. Default: none.
+
+    **Raises:**
+
+    `ValueError` for what PEFT's format has no place for, such as several adapters stacked, or layers that
+    differ in more than rank and alpha.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.interop import peft
+
+        mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
+        model = ql.loraify(mlp, rank=2, key=jax.random.key(1))
+        peft.save_adapter("adapter", model)
+        again = peft.load_adapter("adapter", mlp)
+        ```
+
+    An adapter that took a part of the base with it (`init="pissa"`, `"olora"`, LoftQ) belongs to the base
+    that is left, which has to be saved as well.
+    """
+    arrays = names_in_file(model, rename)
+    kinds = layer_kinds(model)
+    adapters = {
+        layer_of(new): (leaf, kinds[name]) for new, name, leaf in arrays if isinstance(leaf, LoraArray)
+    }
+    if not adapters:
+        raise ValueError("The model has no adapter to save: it holds no LoraArray.")
+    tensors: dict[str, Any] = {}
+    for layer, (lora, kind) in adapters.items():
+        tensors |= _adapter_tensors(layer, lora, kind)
+    names = {new: leaf for new, _, leaf in arrays}
+    lora_bias, trained = _biases(names, adapters)
+    for new, leaf in names.items():
+        layer = new.rpartition(".")[0].rpartition(".")[2]
+        if layer in _HEADS.get(task_type or "", ()) and not is_value(leaf):
+            trained[new] = leaf
+    tensors |= {f"{layer}.lora_B.bias": bias for layer, bias in lora_bias.items()}
+    for new, array in trained.items():
+        layer, _, field = new.rpartition(".")
+        tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
+    config = {
+        "base_model_name_or_path": base_model,
+        "task_type": task_type,
+        **_layers(names, adapters, kinds_in_file={new: kinds[name] for new, name, _ in arrays}),
+        **_beside(names, adapters, trained),
+        **({"lora_bias": True} if lora_bias else {}),
+    }
+
+    folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {PREFIX + key: np.asarray(array) for key, array in tensors.items()}
+    write_tensors(folder / TENSORS_FILE, stored, {"format": "pt"})
+    with replacing(folder / CONFIG_FILE) as file:
+        file.write(json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+
+
+# What PEFT trains for a task without being asked, and so expects in the file.
+_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+_DEFAULTS = {
+    "auto_mapping": None, "exclude_modules": None, "inference_mode": True, "init_lora_weights": True,
+    "layers_pattern": None, "layers_to_transform": None, "peft_type": "LORA", "revision": None,
+}  # fmt: skip
+
+
+def _adapter_tensors(layer: str, lora: LoraArray, kind: str | None) -> dict[str, Any]:
+    n = lora.ndim
+    ones: tuple[int, ...] = ()
+    if lora.shape != lora.w.shape or n != len(lora.out_axes) + len(lora.in_axes):
+        raise ValueError(
+            f"{layer} is of shape {lora.shape}, with adapters of shapes {lora.a.shape} and {lora.b.shape}: "
+            "PEFT's files hold one adapter a layer. Save layers and adapters of a stack one by one."
+        )
+    if kind == "embedding" and lora.out_axes == (-1,):
+        return {f"{layer}.lora_embedding_A": lora.a, f"{layer}.lora_embedding_B": lora.b} | _magnitude(
+            layer, lora
+        )
+    if kind == "conv" and lora.out_axes == (-n,):
+        ones = (1,) * (n - 2)
+    elif n != 2:
+        raise ValueError(
+            f"PEFT's files have no place for {layer}, a weight of shape {lora.shape} of no layer."
+        )
+    a, b = lora.a, lora.b.reshape(lora.b.shape + ones)
+    if kind == "linear" and lora.out_axes == (-1,):  # shares its adapter with the embedding it is tied to
+        if lora.magnitude is not None:
+            raise ValueError(f"PEFT has no DoRA for {layer}, an output layer tied to an embedding.")
+        a, b = lora.b.T, lora.a.T
+    return {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b} | _magnitude(layer, lora, ones)
+
+
+def _magnitude(layer: str, lora: LoraArray, ones: tuple[int, ...] = ()) -> dict[str, Any]:
+    if lora.magnitude is None:
+        return {}
+    shape = ((1,) if ones else ()) + lora.magnitude.shape + ones
+    return {f"{layer}.lora_magnitude_vector": lora.magnitude.reshape(shape)}
+
+
+def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The biases of adapters by layer, and what is trained in full by name."""
+    lora_bias: dict[str, Any] = {}
+    trained: dict[str, Any] = {}
+    for new, leaf in names.items():
+        if isinstance(leaf, LoraBias):
+            lora_bias[new.removesuffix(".bias")] = leaf.b
+            leaf = leaf.w
+        if isinstance(leaf, TrainableArray):
+            trained[new] = leaf.array
+    if lora_bias and lora_bias.keys() != adapters.keys():
+        raise ValueError(
+            "In PEFT's files all adapters have biases of their own, or none; here these differ: "
+            f"{', '.join(sorted(lora_bias.keys() ^ adapters.keys()))}."
+        )
+    return lora_bias, trained
+
+
+def _layers(
+    names: Mapping[str, Any],
+    adapters: Mapping[str, tuple[LoraArray, str | None]],
+    kinds_in_file: Mapping[str, str | None],
+) -> dict[str, Any]:
+    """What the configuration says about the adapted layers."""
+    loras = {layer: lora for layer, (lora, _) in adapters.items()}
+
+    def shared(what: str, values: dict[str, Any]) -> Any:
+        if len(set(values.values())) > 1:
+            differing = ", ".join(f"{layer}: {value}" for layer, value in values.items())
+            raise ValueError(f"PEFT's files have one {what} for all layers; found {differing}.")
+        return next(iter(values.values()))
+
+    def pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        common, _ = Counter(values.values()).most_common(1)[0]
+        out: dict[str, Any] = {}
+        for layer, value in values.items():
+            last = layer.rpartition(".")[2]
+            alike = {v for other, v in values.items() if other.rpartition(".")[2] == last} == {value}
+            if value != common:
+                out[last if alike else f"^{layer}"] = value
+        return common, out
+
+    r, rank_pattern = pattern({layer: lora.rank for layer, lora in loras.items()})
+    alpha, alpha_pattern = pattern({layer: _as_int(lora.alpha) for layer, lora in loras.items()})
+    return {
+        "r": r,
+        "lora_alpha": alpha,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "lora_dropout": shared("dropout", {layer: lora.dropout for layer, lora in loras.items()}),
+        "use_rslora": shared("use_rslora", {layer: lora.rslora for layer, lora in loras.items()}),
+        "use_dora": shared("use_dora", {layer: lora.magnitude is not None for layer, lora in loras.items()}),
+        "fan_in_fan_out": any(
+            x.out_axes == (-1,) and kind not in ("embedding", "linear") for x, kind in adapters.values()
+        ),
+        "target_modules": _targets(names, adapters, kinds_in_file),
+    }
+
+
+def _as_int(x: float) -> float | int:
+    return int(x) if x == int(x) else x
+
+
+def _targets(
+    names: Mapping[str, Any], adapters: Mapping[str, Any], kinds: Mapping[str, str | None]
+) -> list[str]:
+    """The last components of the adapted layers' names if they say it all, else whole names."""
+    short = sorted({layer.rpartition(".")[2] for layer in adapters})
+    meant = {
+        layer_of(new)
+        for new, leaf in names.items()
+        if kinds[new] is not None and layer_of(new).rpartition(".")[2] in short
+        and not isinstance(leaf, TrainableArray)
+    }  # fmt: skip
+    return short if meant == adapters.keys() else sorted(adapters)
+
+
+def _beside(
+    names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the configuration says about what is trained in full."""
+    modules = {new.rpartition(".")[0] or new for new in trained if not new.endswith(".bias")}
+    for new, leaf in names.items():
+        if (
+            new.rpartition(".")[0] in modules
+            and new not in trained
+            and jnp.issubdtype(leaf.dtype, jnp.floating)
+        ):
+            raise ValueError(
+                f"PEFT's files hold whole modules; {new} is not trained, and other arrays of its module are. "
+                "Name the module in `modules_to_save`."
+            )
+    biases = {new for new in trained if new.rpartition(".")[0] not in modules}
+    everywhere = {new for new in names if new.endswith(".bias") and new.rpartition(".")[0] not in modules}
+    of_adapted = {new for new in everywhere if new.removesuffix(".bias") in adapters}
+    modes = {"none": set(), "lora_only": of_adapted, "all": everywhere} if biases else {"none": set()}
+    bias = next((mode for mode, those in modes.items() if those == biases), None)
+    if bias is None:
+        raise ValueError(
+            "PEFT's files hold the biases of all layers, of the adapted ones or of none; here are trained: "
+            f"{', '.join(sorted(biases))}."
+        )
+    return {"bias": bias, "modules_to_save": sorted(modules - {""}) or None}
