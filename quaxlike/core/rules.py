@@ -205,7 +205,7 @@ def register(
         global _epoch
         into = GLOBAL if rules is None else rules
         # Our own rules wait until they are asked for: importing the package inspects none of them.
-        wait = function.__module__.startswith(_PACKAGE)
+        wait = (function.__module__ or "").startswith(_PACKAGE)
         inspected = None if wait else _inspect(function, precedence)
         with _lock:
             for p in primitives:
