@@ -224,4 +224,6 @@ class TestShipped:
     def test_no_rule_is_on_plain_arrays(self):
         """Importing an array type changes nothing for code that does not use it."""
         covered = {rule for cls in _shipped() for rule in ql.rules_for(cls)}
-        assert [rule for rule in GLOBAL if rule not in covered] == []
+        ours = [rule for rule in GLOBAL if rule.function.__module__.startswith("quaxlike.")]
+        assert len(ours) > 100
+        assert [rule for rule in ours if rule not in covered] == []
