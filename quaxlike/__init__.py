@@ -53,6 +53,7 @@ from .primitives import custom_dce as custom_dce
 from .surgery.loraify import loraify as loraify
 from .surgery.merge import merge as merge
 from .surgery.merge import unmerge as unmerge
+from .surgery.quantize import fake_quantize as fake_quantize
 from .surgery.quantize import quantize as quantize
 from .surgery.select import path_of as path_of
 from .surgery.select import select as select

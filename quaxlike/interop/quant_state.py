@@ -198,12 +198,9 @@ def weight_tensors(
     offset = None
     if isinstance(flat.scale, NestedScales):
         offset = float(flat.scale.offset)
-        quant_map = flat.scale.quant_map
         out[name + ".absmax"] = np.asarray(flat.scale.codes)
         out[name + ".nested_absmax"] = np.asarray(flat.scale.absmax)
-        out[name + ".nested_quant_map"] = (
-            blockwise.dynamic_map() if quant_map is None else np.asarray(quant_map, np.float32)
-        )
+        out[name + ".nested_quant_map"] = flat.scale.table
     else:
         out[name + ".absmax"] = np.asarray(flat.scale)
     state = _State(w.block, w.dtype, w.shape, offset).to_json(kind)

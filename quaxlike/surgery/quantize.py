@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
@@ -40,7 +42,8 @@ def quantize(
         Default: those of all linear layers.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
         their last components.
-    - `scheme_options`: for the type's `quantize`: `block_size`, `double_quant`, `axis`, `train_scales`.
+    - `scheme_options`: for the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
+        `train_scales`.
 
     **Returns:**
 
@@ -72,6 +75,69 @@ def quantize(
             done[id(w)] = _quantized(name, w, _SCHEMES[scheme], scheme_options)
         quantized[name] = done[id(w)]
     return replace(model, quantized)
+
+
+def fake_quantize(
+    model: PyTree,
+    scheme: str = "nf4",
+    *,
+    where: Where = "all-linear",
+    exclude: str | Sequence[str] = (),
+    **scheme_options: Any,
+) -> PyTree:
+    """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
+
+    Quantisation-aware training: call it in the loss, and train the weights that go in. The gradient passes
+    as if nothing had been rounded (the straight-through estimator).
+
+    **Arguments:** as of [`quaxlike.quantize`][].
+
+    **Returns:**
+
+    The model, with the rounded weights in place of those selected.
+
+    **Raises:**
+
+    As [`quaxlike.quantize`][].
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        def loss(model, x):
+            return jnp.sum(ql.fake_quantize(model, "int4")(x) ** 2)
+
+        mlp = eqx.nn.MLP(64, 2, 64, depth=2, key=jax.random.key(0))
+        eqx.filter_grad(loss)(mlp, jnp.ones(64))
+        ```
+
+    Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013).
+    """
+    quantized = quantize(model, scheme, where=where, exclude=exclude, **scheme_options)
+    rounded: dict[int, Any] = {}  # tied weights stay tied
+
+    def estimate(q: Any, w: Any) -> Any:
+        if isinstance(q, LoraArray):
+            return q.replace(w=estimate(q.w, w.w))
+        if not isinstance(q, AbstractQuantizedArray):
+            return q
+        if id(w) not in rounded:
+            rounded[id(w)] = _straight_through(w, q.materialise())
+        return rounded[id(w)]
+
+    return jtu.tree_map(estimate, quantized, model, is_leaf=is_value)
+
+
+@jax.custom_jvp
+def _straight_through(w: Any, rounded: Any) -> Any:
+    """`rounded`, with the derivative of `w`."""
+    return rounded
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
 
 
 def _quantized(

@@ -139,6 +139,8 @@ def test_stacked_layers(double_quant):
         expected = jax.vmap(product, in_axes=(0, None))(dense, x)
         _close(jax.vmap(ql.quaxify(product), in_axes=(0, None))(stack, x), expected)
         _close(ql.quaxify(jax.vmap(product, in_axes=(0, None)))(stack, x), expected)
+        joined = lambda w, x: jnp.einsum("lio,bo->bli", w, x)
+        _close(ql.quaxify(joined)(stack, x), joined(dense, x))
 
 
 @pytest.mark.parametrize("train_scales", [False, True])

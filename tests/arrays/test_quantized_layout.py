@@ -171,3 +171,14 @@ def test_partition_specs_follow_the_logical_array():
     assert list(nested.shard_spec(jax.P("a"))) == [jax.P("a", None)] * 3 + [jax.P("a")]
     with pytest.raises(ValueError, match=r"the axes \(8, 64\) share blocks"):
         nested.shard_spec(jax.P(None, "a"))
+
+
+@pytest.mark.parametrize("axis", [-1, 1, -2])
+@pytest.mark.parametrize("quantize", [_NF4, _double, _INT8])
+def test_stacks_are_quantised_one_by_one(quantize, axis):
+    x = _normal(3, 7, 9)
+    w = quantize(x, axis=axis, stacked=1)
+    one = quantize(x[1], axis=axis if axis < 0 else axis - 1)
+    assert eqx.tree_equal(ql.quaxify(lambda w: w[1])(w), one)
+    with pytest.raises(ValueError, match="axis 0 is not an axis of one of the arrays in 1 axes of stacks"):
+        quantize(x, axis=0, stacked=1)

@@ -103,3 +103,44 @@ def test_stacked_layers():
 def test_refused(mlp, call, message):
     with pytest.raises(ValueError, match=message):
         call(mlp)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantisation_aware_training(mlp, scheme):
+    """The loss sees rounded weights; its gradient at them goes to the weights behind."""
+    loss = lambda model: jnp.sum(jax.nn.softplus(model(X)))
+    actual, gradient = eqx.filter_value_and_grad(lambda model: loss(ql.fake_quantize(model, scheme)))(mlp)
+    rounded = ql.materialise(ql.quantize(mlp, scheme))
+    expected, expected_gradient = eqx.filter_value_and_grad(loss)(rounded)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, expected_gradient)
+
+
+def test_fake_quantisation_keeps_ties_and_adapters(mlp):
+    tied = eqx.tree_at(lambda m: m.layers[1].weight, mlp, mlp.layers[0].weight)
+    model = ql.fake_quantize(tied)
+    assert model.layers[0].weight is model.layers[1].weight
+    adapted = ql.fake_quantize(ql.loraify(mlp, rank=2, key=KEY))
+    rounded = ql.quantize(mlp).layers[0].weight.materialise()
+    np.testing.assert_array_equal(adapted.layers[0].weight.w, rounded)
+
+
+def test_a_training_step_holds_no_dense_copy_of_a_frozen_weight():
+    """QLoRA: the bytes that the step needs beside its arguments are fewer than those of one dense weight."""
+    width = 1024
+    mlp = eqx.nn.MLP(width, width, width, depth=4, key=KEY)
+    model = ql.loraify(ql.quantize(mlp), rank=4, key=KEY)
+    trained, frozen = eqx.partition(model, ql.trainable(model))
+    arrays, rest = eqx.partition(frozen, eqx.is_array)
+
+    @jax.jit
+    def step(trained, arrays, x):
+        def loss(trained):
+            model = eqx.combine(trained, arrays, rest)
+            return jnp.mean(ql.quaxify(jax.vmap(model))(x) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, trained, jax.grad(loss)(trained))
+
+    with ql.on_materialise("error"):
+        compiled = step.lower(trained, arrays, jnp.ones((8, width))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * width * width

@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -101,14 +101,15 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         cls,
         x: Float[Array, "*batch contracted"],
         codes: Array,
-        scale: Float32[Array, " ..."],
+        scale: Array | NestedScales,
         *,
         shape: tuple[int, int],
         block_size: int,
         transpose: bool,
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
-        """`x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`."""
+        """`x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `codes` and `scale`
+        are its leaves, on leading axes that together are axes of the matrix; nested scales have none."""
 
     # The array that this stands for
 
@@ -237,3 +238,18 @@ def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:
         )
     axis %= x.ndim
     return jnp.moveaxis(x, axis, -1), [*range(axis), x.ndim - 1, *range(axis, x.ndim - 1)]
+
+
+def quantize_stack(cls: Any, x: ArrayLike, axis: int, stacked: int, options: dict[str, Any]) -> Any:
+    """Each array of a stack on its own; `axis` is one of the whole."""
+    x = jnp.asarray(x)
+    from_end = axis - x.ndim if axis >= 0 else axis
+    if stacked >= x.ndim or not stacked - x.ndim <= from_end < 0:
+        raise ValueError(
+            f"{cls.__name__}.quantize: axis {axis} is not an axis of one of the arrays in {stacked} axes of "
+            f"stacks, found the shape {x.shape}."
+        )
+    quantize = lambda x: cls.quantize(x, axis=from_end, **options)
+    for _ in range(stacked):
+        quantize = jax.vmap(quantize)
+    return quantize(x)

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 from quaxlike.kernels import blockwise
 from quaxlike.kernels.nf4_matmul import nf4_matmul
 
-from .base import AbstractQuantizedArray, as_floating
+from .base import AbstractQuantizedArray, as_floating, quantize_stack
 from .scales import NestedScales, dense_scales
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
@@ -38,6 +38,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         block_size: int = 64,
         double_quant: bool = False,
         axis: int = -1,
+        stacked: int = 0,
         train_scales: bool = False,
     ) -> _C:
         """Quantises an array of any shape.
@@ -49,6 +50,8 @@ class AbstractCodebookArray(AbstractQuantizedArray):
             flattened, so that blocks may cross rows and the last one may be partial. Default 64.
         - `double_quant`: stores the scales in 8 bits as well. Default False.
         - `axis`: the axis that blocks run along, last where the array is flattened. Default -1.
+        - `stacked`: how many leading axes count the arrays of a stack, each quantised on its own: those
+            that `vmap` or `lax.scan` will run over. Default 0.
         - `train_scales`: whether gradients flow into the scales. Default False.
 
         **Returns:** `x` rounded, as an array of this type, of the same shape and dtype.
@@ -65,6 +68,9 @@ class AbstractCodebookArray(AbstractQuantizedArray):
             ql.quaxify(jnp.dot)(ql.NF4Array.quantize(w), jnp.ones(128))
             ```
         """
+        options = {"block_size": block_size, "double_quant": double_quant, "train_scales": train_scales}
+        if stacked:
+            return quantize_stack(cls, x, axis, stacked, options)
         stored, permutation = as_floating(cls, x, axis)
         largest = np.float32(cls.largest)
         codes, scale = blockwise.quantize_codebook(stored, cls.codebook / largest, block_size)
@@ -171,7 +177,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         cls,
         x: Float[Array, "*batch contracted"],
         codes: Array,
-        scale: Array,
+        scale: Array | NestedScales,
         *,
         shape: tuple[int, int],
         block_size: int,
@@ -181,7 +187,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         return nf4_matmul(
             x,
             codes.reshape(-1),
-            scale.reshape(-1),
+            scale.for_kernels() if isinstance(scale, NestedScales) else scale.reshape(-1),
             cls.codebook,
             shape=shape,
             block_size=block_size,

@@ -20,6 +20,7 @@ from jaxtyping import Array
 from quaxlike.core.either_side import register_on_either_side
 
 from .base import AbstractQuantizedArray
+from .scales import NestedScales, dense_scales
 
 _Names = tuple[int, ...]
 
@@ -71,14 +72,19 @@ def contract(
     kept = len(plan.batch) + len(x_free)
     x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
 
-    order = plan.lead_order(w.num_lead)
-    codes = w.codes.transpose(*order, w.num_lead)
-    scale = w.dense_scale().transpose(*order, w.num_lead)
+    lead = plan.lead_order(w.num_lead)
+    if len(lead) > len(plan.batch) + len(plan.mapped):
+        # Nested scales belong to one matrix, not to the larger one that is formed here.
+        w = dataclasses.replace(w, scale=dense_scales(w.scale))
+    frozen = w if w.train_scales else jax.tree.map(lax.stop_gradient, w)
+    codes, scale = jax.tree.map(
+        lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), (frozen.codes, frozen.scale)
+    )
     sizes = w.stored_shape
     rows, columns = (plan.contracted, plan.free) if plan.transpose else (plan.free, plan.contracted)
     shape = (math.prod(sizes[name] for name in rows), math.prod(sizes[name] for name in columns))
 
-    def matmul(x: Array, codes: Array, scale: Array) -> Array:
+    def matmul(x: Array, codes: Array, scale: Array | NestedScales) -> Array:
         return type(w).matmul(
             x,
             codes,

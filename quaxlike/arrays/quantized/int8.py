@@ -9,8 +9,8 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int
 
 from quaxlike.kernels import blockwise, int8_matmul
 
-from .base import AbstractQuantizedArray, as_floating
-from .scales import NestedScales
+from .base import AbstractQuantizedArray, as_floating, quantize_stack
+from .scales import NestedScales, dense_scales
 
 _I = TypeVar("_I", bound="Int8Array")
 
@@ -27,6 +27,7 @@ class Int8Array(AbstractQuantizedArray):
         *,
         block_size: int | None = None,
         axis: int = -1,
+        stacked: int = 0,
         train_scales: bool = False,
     ) -> _I:
         """Quantises an array of any shape but a scalar; needs no calibration.
@@ -37,6 +38,8 @@ class Int8Array(AbstractQuantizedArray):
         - `block_size`: how many elements along `axis` share a scale; the last block may be partial.
             None (default) for one scale a channel.
         - `axis`: the axis that blocks run along, the contracted one of a weight. Default -1.
+        - `stacked`: how many leading axes count the arrays of a stack: those that `vmap` or `lax.scan` will
+            run over. Default 0.
         - `train_scales`: whether gradients flow into the scales. Default False.
 
         **Returns:** `x` rounded, as an array of this type, of the same shape and dtype.
@@ -53,6 +56,9 @@ class Int8Array(AbstractQuantizedArray):
             ql.quaxify(jnp.dot)(ql.Int8Array.quantize(w), jnp.ones(128))
             ```
         """
+        if stacked:
+            options = {"block_size": block_size, "train_scales": train_scales}
+            return quantize_stack(cls, x, axis, stacked, options)
         stored, permutation = as_floating(cls, x, axis)
         if stored.ndim == 0:
             raise ValueError("Int8Array.quantize takes an array of at least one axis; found a scalar.")
@@ -85,7 +91,7 @@ class Int8Array(AbstractQuantizedArray):
         cls,
         x: Float[Array, "*batch contracted"],
         codes: Array,
-        scale: Array,
+        scale: Array | NestedScales,
         *,
         shape: tuple[int, int],
         block_size: int,
@@ -95,7 +101,7 @@ class Int8Array(AbstractQuantizedArray):
         return int8_matmul(
             x,
             codes.reshape(shape),
-            scale.reshape(shape[0], -1 if shape[0] else 0),
+            dense_scales(scale).reshape(shape[0], -1 if shape[0] else 0),
             block_size=block_size,
             transpose=transpose,
             out_dtype=out_dtype,

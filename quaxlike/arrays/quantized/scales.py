@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
+from quaxlike import kernels
 from quaxlike.kernels import blockwise
 
 
@@ -41,12 +42,23 @@ class NestedScales(eqx.Module):
     def quantize(cls, scale: Float32[Array, " blocks"]) -> "NestedScales":
         return cls(*blockwise.quantize_scales(scale))
 
+    @property
+    def table(self) -> Float32[np.ndarray, "256"]:
+        """The values of the map."""
+        if self.quant_map is None:
+            return blockwise.dynamic_map()
+        return np.asarray(self.quant_map, np.float32)
+
+    def for_kernels(self) -> kernels.NestedScales:
+        """As the kernels take them, for scales without leading axes."""
+        return kernels.NestedScales(self.codes, self.absmax, self.offset, jnp.asarray(self.table))
+
     def dense(self) -> Float32[Array, "*lead blocks"]:
         """The float32 scales."""
-        quant_map = None if self.quant_map is None else np.asarray(self.quant_map, np.float32)
+        table = self.table
 
         def dense(codes: Array, absmax: Array, offset: Array) -> Array:
-            return blockwise.dequantize_scales(codes, absmax, offset, quant_map=quant_map)
+            return blockwise.dequantize_scales(codes, absmax, offset, quant_map=table)
 
         for _ in range(self.offset.ndim):
             dense = jax.vmap(dense)
