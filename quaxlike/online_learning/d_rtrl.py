@@ -76,10 +76,12 @@ class DRTRL(Learner):
     ) -> dict[str, Any]:
         op = here.step.ops[relation.op]
         x, weights = here.operands[relation.op]
-        by_output = here.by_output(relation)
+        by_output = here.by_output(relation).astype(op.y_var.aval.dtype)
         scale = over_lead(op.rule("yw_to_w"), relation.lead, True, True)
         num_batch = _num_batch(trace, weights) - relation.lead
         instant = over_lead(lambda g: _instant(op, num_batch)(x, g, weights), relation.lead, True)
+
+        by_state = by_state.astype(by_output.dtype)
 
         def to_state(i: int) -> dict[str, Any]:
             total = instant(by_output[..., i])
@@ -97,6 +99,7 @@ class DRTRL(Learner):
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
         solve = over_lead(lambda g, trace: _solve(op)(g, trace, weights), relation.lead, True, True)
+        signal = signal.astype(op.y_var.aval.dtype)
         total = None
         for i in range(signal.shape[-1]):
             found = solve(signal[..., i], jax.tree.map(lambda t: t[..., i], traces[number]))

@@ -76,8 +76,8 @@ class PPProp(Learner):
         by_state = [here.by_state(g) for g in range(len(step.groups))]
         f = []
         for relation, trace in zip(step.relations, traces["f"], strict=True):
-            carried = jnp.einsum("...ij,...j->...i", by_state[relation.group], trace)
-            f.append(decay * carried + (1 - decay) * here.by_output(relation))
+            carried = jnp.einsum("...ij,...j->...i", by_state[relation.group].astype(trace.dtype), trace)
+            f.append(decay * carried + (1 - decay) * here.by_output(relation).astype(trace.dtype))
         return {"x": x, "f": f, "steps": traces["steps"] + 1}
 
     def _solve(
@@ -86,10 +86,9 @@ class PPProp(Learner):
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
         # The traces start from zero: what a decaying mean of as many steps lacks is made up for.
-        steps = traces["steps"].astype(signal.dtype)
-        correction = 1 - jnp.asarray(self.decay, signal.dtype) ** steps
-        g = jnp.sum(traces["f"][number] * signal, axis=-1) / correction
-        g = g.sum(range(relation.lead))
+        correction = 1 - self.decay ** traces["steps"].astype(signal.dtype)
+        g = jnp.sum(traces["f"][number].astype(signal.dtype) * signal, axis=-1) / correction
+        g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)
         return op.rule("xy_to_dw")(traces["x"].get(relation.op), g, weights)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
-import jax.extend.core.primitives as jax_primitives
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import Primitive, mapped_aval
@@ -378,10 +377,10 @@ def define_primitive(
                 "is reserved; give it another name"
             )
     with _lock:
-        if name in _builtin_names():
-            raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
         if name in _defined:
             raise ValueError(f"a primitive called {name!r} was already defined from {_defined[name]}")
+        if name in compat.named_primitives():
+            raise ValueError(f"the name {name!r} is taken by a primitive of JAX or of a library")
         _defined[name] = _where(impl)
     platforms: dict[str | None, Callable[..., Any] | None]
     platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}
@@ -392,12 +391,6 @@ def define_primitive(
         rules=Rules(jvp, vjp, vjp_with_results, transpose, batching),
         partitioning=partitioning,
     )
-
-
-@functools.cache
-def _builtin_names() -> frozenset[str]:
-    builtin = vars(jax_primitives).values()
-    return frozenset(p.name for p in builtin if isinstance(p, Primitive))
 
 
 @functools.cache

@@ -92,6 +92,18 @@ def test_what_is_trained_can_be_chosen():
     assert learned.grads["v"] is None
 
 
+@pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
+def test_weights_of_another_precision(learner):
+    def step(w, h, x):
+        h = 0.5 * h + matmul(x.astype(w.dtype), w).astype(h.dtype)
+        return h, jnp.sin(h)
+
+    w, h = _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+    single, half = (online(learner(step), w.astype(t), h, *_sequence()) for t in (jnp.float32, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    assert relative_error(half.astype(jnp.float32), single) < 3e-2
+
+
 def test_under_vmap():
     """Examples may be mapped over with a learner that knows of one."""
     w, h = _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))

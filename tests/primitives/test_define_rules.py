@@ -233,7 +233,7 @@ def test_names():
     define_primitive("test_taken", jnp.sin)
     with pytest.raises(ValueError, match=r"'test_taken' was already defined from"):
         define_primitive("test_taken", jnp.cos)
-    with pytest.raises(ValueError, match="'dot_general' is taken by a primitive of JAX"):
+    with pytest.raises(ValueError, match="'dot_general' is taken by a primitive of JAX or of a library"):
         define_primitive("dot_general", jnp.dot)
     with pytest.raises(ValueError, match=r"must be an identifier, got 'a\.b'"):
         define_primitive("a.b", jnp.sin)
