@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaxlike.online_learning import DRTRL, PPProp, elementwise, matmul
+from quaxlike.online_learning import DRTRL, PPProp, elementwise, matmul, register_primitive
 
 from .oracles import backpropagated, errors_by_leaf, online, recurrent, relative_error, squared_error
 
@@ -191,6 +191,28 @@ def test_what_d_rtrl_leaves_out_of_a_rolled_output():
     expected = _by_backpropagation(cell)
     assert relative_error(_online(DRTRL(rolled), cell)["w"], expected["w"]) > 0.5
     assert relative_error(recurrent(*_arrays(cell), *_sequence()), expected) < 1e-13
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_way_through_an_op_counts_if_it_is_gradient_enabled(enabled):
+    """A diagonal recurrent weight, in an op that takes the state for its input."""
+    times_p = register_primitive(
+        f"test_etp_times_{enabled}", lambda x, w: x * w[None], batched=True, gradient_enabled=enabled
+    )
+    times_p.register_etp_rules(
+        yw_to_w=lambda g, trace: {"weight": trace["weight"] * g},
+        xy_to_dw=lambda x, g, weights: {"weight": (x * g).sum(0)},
+        init_drtrl=lambda x, y, w, s: {"weight": jnp.zeros((*y.aval.shape, s))},
+        init_pp=lambda x, y, w, s: jnp.zeros((*y.aval.shape, s)),
+    )
+
+    def step(m, h, x):
+        h = jnp.tanh(times_p(h, m["a"]) + matmul(x, m["w"]))
+        return h, h @ m["out"]
+
+    cell = (step, _model(w=_weights(), a=_normal(4, HIDDEN)), _state())
+    error = relative_error(_online(DRTRL(step), cell), _by_backpropagation(cell))
+    assert error < 1e-13 if enabled else error > 1e-2
 
 
 # -------------------------------------------------------------------------------------------------

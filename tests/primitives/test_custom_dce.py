@@ -191,6 +191,27 @@ def test_inputs_the_rule_does_not_need_are_not_computed():
     assert live(jax.grad(lambda x, y: f(x, jnp.cosh(y))[0].sum()), X, Y).isdisjoint({"cosh", "sinh"})
 
 
+def test_what_only_the_backward_pass_needs():
+    """Residuals of a custom_vjp function that come out of a kernel beside its result."""
+    kernel = custom_dce(lambda x: (jnp.sinh(x), jnp.exp(x) - jnp.sinh(x)))
+    kernel.def_dce(lambda used, x: (jnp.sinh(x) if used[0] else None, jnp.cosh(x) if used[1] else None))
+
+    @jax.custom_vjp
+    def f(x):
+        return kernel(x)[0]
+
+    f.defvjp(kernel, lambda cosh, ct: (ct * cosh,))
+    loss = lambda x: f(jnp.cos(x)).sum()
+    assert live(lambda x: jax.vjp(loss, x)[0], X).isdisjoint({"exp", "cosh"})
+    assert live(jax.grad(loss), X).isdisjoint({"exp", "sinh"})
+    assert {"exp", "sinh"} <= live(jax.value_and_grad(loss), X)
+    # The forward pass of checkpoint keeps no residuals; the backward pass computes those alone.
+    remat = live(jax.value_and_grad(lambda x: jnp.exp2(jax.checkpoint(loss)(x))), X)
+    assert {"sinh", "cosh"} <= remat
+    assert "exp" not in remat
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X), -jnp.cosh(jnp.cos(X)) * jnp.sin(X), rtol=1e-5)
+
+
 def test_later_rounds_merge_their_masks():
     asked = []
     f = custom_dce(lambda x: (jnp.sin(x), jnp.cos(x), jnp.tan(x)))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -329,3 +331,28 @@ def test_retracing_is_memoised():
     for _ in range(3):
         grad(X)
     assert len(calls) == before
+
+
+# Each makes a function of a vector, with a vector of the same size for a result, of another one.
+STACKABLE = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
+    "vjp": lambda f: lambda x: jax.vjp(f, x)[1](jnp.cos(x))[0],
+    "vmap": lambda f: lambda x: jax.vmap(f, in_axes=1, out_axes=1)(jnp.stack([x, 2 * x], 1)).sum(1),
+    "shared": lambda f: lambda x: jax.vmap(lambda s: s * f(x))(jnp.arange(2.0)).sum(0),
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (0.5 * f(c), None), x, None, length=2)[0],
+}
+
+
+@settings(max_examples=15)
+@given(st.lists(st.sampled_from(sorted(STACKABLE)), min_size=1, max_size=4))
+def test_any_stack_of_transforms(transforms):
+    with jax.enable_x64(True):
+        w = jnp.asarray([[0.2, -1.0, 0.4], [0.9, 0.3, -0.5], [-0.7, 0.6, 0.1]])
+        x = jnp.asarray([0.3, -0.2, 0.8])
+        defined, plain = (lambda x, g=g: g(x, w, power=3) for g in (gate_p, _gate))
+        for name in transforms:
+            defined, plain = STACKABLE[name](defined), STACKABLE[name](plain)
+        np.testing.assert_allclose(defined(x), plain(x), rtol=1e-10, atol=1e-12)
+        assert lax.tanh_p not in primitives(defined, x)
