@@ -49,8 +49,8 @@ class DRTRL(Learner):
     - `untraced`: what happens if a parameter acts on the state without a trace: `"warn"`, `"allow"` (its
         gradient is that within the step) or `"error"`.
 
-    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (2024), where it
-    is called D-RTRL; Zenke & Neftci (2021) for the diagonal approximation.
+    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
+    Communications, 2026).
     """
 
     def _first_traces(self, step: Step) -> PyTree:

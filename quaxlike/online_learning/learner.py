@@ -83,7 +83,8 @@ class Learner(abc.ABC):
     ) -> Learned:
         """Takes one step, and the gradient of its loss. It is meant to be called under `jax.jit`.
 
-        The gradient of a sequence is the sum over its steps.
+        The gradient of a sequence is the sum over its steps. The step is run in several ways that the
+        compiler makes one of, so what it prints is printed several times.
 
         **Arguments:**
 

@@ -42,7 +42,8 @@ class PPProp(Learner):
 
     **Raises:** `ValueError` for another decay.
 
-    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (2024).
+    Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
+    Communications, 2026).
     """
 
     def __init__(
