@@ -22,8 +22,8 @@ TABLE = [tiling for _, _, tiling in mosaic._TILINGS]
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
-def _problem(m, n, k, block_size=64, rank=0, nested=False, dtype="bfloat16", out_dtype="float32"):
-    return Problem(m, n, k, block_size, rank, nested, dtype, out_dtype)
+def _problem(m, n, k, block_size=64, adapters=0, rank=0, nested=False, dtype="bfloat16", out_dtype="float32"):
+    return Problem(m, n, k, block_size, adapters, rank, nested, dtype, out_dtype)
 
 
 def _execute(p: Problem, tiling: Tiling, seed=0):
@@ -50,11 +50,11 @@ def _execute(p: Problem, tiling: Tiling, seed=0):
     dense = rounded[codes] * np.repeat(absmax.astype(np.float64), p.block_size).reshape(p.n, p.k)
     expected = x.astype(np.float64) @ dense.T
     low_rank = []
-    if p.rank:
-        t = rng.standard_normal((p.m, p.rank)).astype(dtype)
-        b = rng.standard_normal((p.n, p.rank)).astype(dtype)
+    if p.adapters:
+        t = rng.standard_normal((p.m, p.adapters, p.rank)).astype(dtype)
+        b = rng.standard_normal((p.adapters, p.n, p.rank)).astype(dtype)
         low_rank = [t, b]
-        expected += t.astype(np.float64) @ b.astype(np.float64).T
+        expected += np.einsum("mar,anr->mn", t.astype(np.float64), b.astype(np.float64))
     tables, sums = mosaic.shared_words(p, tiling)
     y, stats = simt.run(
         functools.partial(mosaic.emit, p=p, tiling=tiling),
@@ -84,8 +84,9 @@ def test_the_program_computes_the_product(tiling):
         _problem(100, 40, 128),
         _problem(3, 40, 512, block_size=256),
         _problem(9, 40, 128, nested=True),
-        _problem(9, 40, 128, rank=48),
-        _problem(70, 33, 256, block_size=128, rank=16, nested=True, dtype="float16"),
+        _problem(9, 40, 128, adapters=1, rank=48),
+        _problem(9, 40, 64, adapters=5, rank=32),
+        _problem(70, 33, 256, block_size=128, adapters=3, rank=16, nested=True, dtype="float16"),
     ],
     ids=str,
 )
@@ -104,7 +105,8 @@ def test_kinds_of_problems(p, tiling):
         n=st.integers(1, 80),
         k=st.integers(1, 4).map(lambda i: 128 * i),
         block_size=st.sampled_from([64, 128]),
-        rank=st.sampled_from([0, 16, 80]),
+        adapters=st.integers(0, 3),
+        rank=st.sampled_from([16, 80]),
         nested=st.booleans(),
         dtype=st.sampled_from(["bfloat16", "float16"]),
     ),

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
@@ -17,11 +18,10 @@ from quaxlike.kernels.backends import (
     kernel_primitive,
 )
 from quaxlike.kernels.multilinear import map_rows
-from quaxlike.kernels.nf4_matmul import tpu
+from quaxlike.kernels.nf4_matmul import gpu, tpu
 from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
 from quaxlike.kernels.nf4_matmul.scales import NestedScales
 
-from . import gpu
 from .reference import lora_matmul_reference, low_rank
 
 
@@ -87,9 +87,8 @@ def lora_matmul(
     _check_adapters(x, a, b, shape, adapter_index)
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     if adapter_index is None:
-        t = low_rank(x, a, np.dtype(x.dtype))
-    else:
-        t, b = _select(x, a, b, adapter_index)
+        a, b = a[None], b[None]
+    t = _to_ranks(x, a, adapter_index)
     return lora_matmul_p(
         x,
         packed,
@@ -104,13 +103,12 @@ def lora_matmul(
     )
 
 
-def _select(x: Array, a: Array, b: Array, index: Array) -> tuple[Array, Array]:
-    """All adapters as one of the summed rank; its columns are zero in rows of another adapter."""
-    adapters, rank, k = a.shape
-    t = low_rank(x, a.reshape(adapters * rank, k), np.dtype(x.dtype))
-    own = jax.nn.one_hot(index, adapters, dtype=x.dtype)
-    t = t.reshape(*index.shape, adapters, rank) * own[..., None]
-    return t.reshape(*index.shape, adapters * rank), jnp.moveaxis(b, 0, 1).reshape(-1, adapters * rank)
+def _to_ranks(x: Array, a: Array, index: Array | None) -> Array:
+    """`x @ a.T` for each adapter, zero for adapters that a row does not take: (..., adapters, rank)."""
+    t = lax.dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), preferred_element_type=x.dtype)
+    if index is None:
+        return t
+    return t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
 
 
 def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) -> None:
@@ -135,7 +133,7 @@ def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) 
 
 
 def _choose(platform: str, x: Any, *operands: Any, backend: Backend | None = None, **params: Any) -> Choice:
-    # The TPU kernel of the weight alone takes the low-rank term as two more operands.
+    # The kernels of the weight alone take the low-rank term as two more operands.
     kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
     return first_choice(platform, backend, lora_matmul_reference, kernels, x, **params)
 
@@ -163,7 +161,8 @@ def _transpose(
     # In x and t together; products with a tangent of b are made by the library.
     if any(map(ad.is_undefined_primal, (absmax, codebook, b))) or not ad.is_undefined_primal(x):
         return NotImplemented
-    ct_t = low_rank(ct.astype(b.dtype), b.T, t.aval.dtype)
+    to_t = (((ct.ndim - 1,), (1,)), ((), ()))
+    ct_t = lax.dot_general(ct.astype(b.dtype), b, to_t, preferred_element_type=t.aval.dtype)
     params["out_dtype"] = np.dtype(x.aval.dtype)
     ct_x = nf4_matmul_p(ct, packed, absmax, codebook, transpose=True, **params)
     return ct_x, None, None, None, ct_t, None

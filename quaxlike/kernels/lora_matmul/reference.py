@@ -14,14 +14,14 @@ def lora_matmul_reference(
     packed: UInt8[Array, " bytes"],
     absmax: Float32[Array, " blocks"] | NestedScales,
     codebook: Float32[Array, "16"],
-    t: Float[Array, "*batch rank"],
-    b: Float[Array, "free rank"],
+    t: Float[Array, "*batch adapters rank"],
+    b: Float[Array, "adapters free rank"],
     *,
     shape: tuple[int, int],
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """`x @ W.T + t @ b.T`, rounded once."""
+    """`x @ W.T` plus `t @ b.T` of each adapter, rounded once."""
     accumulator = accumulator_dtype(x.dtype)
     y = matmul_reference(
         x,
@@ -36,6 +36,6 @@ def lora_matmul_reference(
 
 
 def low_rank(t: Array, b: Array, dtype: np.dtype) -> Array:
-    """`t @ b.T`, accumulated in `dtype`."""
-    contract = ((t.ndim - 1,), (1,))
+    """`t @ b.T`, summed over adapters, accumulated in `dtype`."""
+    contract = ((t.ndim - 2, t.ndim - 1), (0, 2))
     return lax.dot_general(t, b, (contract, ((), ())), preferred_element_type=dtype)

@@ -21,10 +21,9 @@ from .scales import NestedScales, dense_scales
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's matmul.
 FUSED_ROWS = 128
-# Weights decoded at a time, unless that were more than _MAX_CHUNKS times: 16 MiB of bfloat16, so
-# that the library's matmul finds them in the L2 cache.
-_CHUNK_WEIGHTS = 1 << 23
-_MAX_CHUNKS = 16
+# Weights decoded at a time: 128 MiB of bfloat16. Joining the results of smaller chunks costs more
+# than the L2 cache gains.
+_CHUNK_WEIGHTS = 1 << 26
 
 
 def choose(platform: str, x: Any, **params: Any) -> Choice:
@@ -71,22 +70,21 @@ def fused(
     out_dtype: np.dtype,
     transpose: bool = False,
 ) -> Array:
-    """One kernel; `low_rank` is nothing, or a pair `t`, `b` of which `t @ b.T` is added."""
+    """One kernel; `low_rank` is nothing, or `t` and `b` as in `lora_matmul_reference`."""
     from .mosaic import Problem, tiling_for
 
     n, k = shape
     lead, x = x.shape[:-1], x.reshape(-1, k)
     if low_rank:
-        t, b = low_rank
-        # The kernel takes 16 columns at a time.
-        padding = ((0, 0), (0, -t.shape[-1] % 16))
-        low_rank = jnp.pad(t.reshape(-1, t.shape[-1]), padding), jnp.pad(b, padding)
+        t, b = map(_padded, low_rank)
+        low_rank = t.reshape(x.shape[0], -1), b
     problem = Problem(
         m=x.shape[0],
         n=n,
         k=k,
         block_size=block_size,
-        rank=low_rank[0].shape[-1] if low_rank else 0,
+        adapters=low_rank[1].shape[0] if low_rank else 0,
+        rank=low_rank[1].shape[2] if low_rank else 0,
         nested=isinstance(absmax, NestedScales),
         dtype=str(x.dtype),
         out_dtype=str(out_dtype),
@@ -127,19 +125,27 @@ def chunked(
     packed: Array,
     absmax: Array | NestedScales,
     codebook: Array,
-    *,
+    *low_rank: Array,
     shape: tuple[int, int],
     block_size: int,
-    transpose: bool,
     out_dtype: np.dtype,
+    transpose: bool = False,
 ) -> Array:
     """Decodes some rows of `W` to the dtype of `x`, multiplies them by the library, and so on.
 
-    Each weight is rounded once, from its exact float32 value.
+    Each weight is rounded once, from its exact float32 value. `low_rank` is nothing, or `t` and `b`
+    as in `lora_matmul_reference`: more columns of `x` and of `W`.
     """
     n, k = shape
     rows = _rows_per_chunk(n, k, block_size)
     scales = dense_scales(absmax)
+    b = None
+    if low_rank:
+        t, b = map(_padded, low_rank)
+        x = jnp.concatenate([x, t.reshape(*x.shape[:-1], -1)], axis=-1)
+        b = jnp.moveaxis(b, 0, 1).reshape(n, -1)
+    # Sums over chunks are rounded once; what is not summed, by the library.
+    part_dtype = accumulator_dtype(x.dtype) if transpose and rows < n else out_dtype
     parts = []
     for start in range(0, n, rows):
         stop = min(start + rows, n)
@@ -151,16 +157,21 @@ def chunked(
             block_size=block_size,
             dtype=x.dtype,
         ).reshape(stop - start, k)
+        if b is not None:
+            w = jnp.concatenate([w, b[start:stop]], axis=1)
         operand = x[..., start:stop] if transpose else x
         contract = ((x.ndim - 1,), (0 if transpose else 1,))
-        accumulator = accumulator_dtype(x.dtype)
-        parts.append(lax.dot_general(operand, w, (contract, ((), ())), preferred_element_type=accumulator))
+        parts.append(lax.dot_general(operand, w, (contract, ((), ())), preferred_element_type=part_dtype))
     y = functools.reduce(operator.add, parts) if transpose else jnp.concatenate(parts, axis=-1)
     return y.astype(out_dtype)
+
+
+def _padded(z: Array) -> Array:
+    """Zeros after the last columns: the kernel takes 16 at a time, the library's prefer as many."""
+    return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
 
 
 def _rows_per_chunk(n: int, k: int, block_size: int) -> int:
     """Rows that begin and end where blocks do, and therefore bytes."""
     aligned = block_size // math.gcd(block_size, k)
-    rows = max(_CHUNK_WEIGHTS // k, -(-n // _MAX_CHUNKS))
-    return max(1, rows // aligned) * aligned
+    return max(1, _CHUNK_WEIGHTS // k // aligned) * aligned

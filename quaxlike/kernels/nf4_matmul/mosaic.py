@@ -64,7 +64,7 @@ class Problem(NamedTuple):
     - `m`: tokens; more than 64 are dealt with in groups, by different blocks of threads.
     - `n`, `k`: the shape of `W`.
     - `block_size`: codes that share a scale; a multiple of 64, and a divisor of `k`.
-    - `rank`: of the low-rank term, a multiple of 16; 0 if there is none.
+    - `adapters`, `rank`: of the low-rank term; the rank is a multiple of 16. 0 if there is none.
     - `nested`: whether scales are quantised in turn.
     - `dtype`, `out_dtype`: of the activations (bfloat16 or float16) and of the result.
     """
@@ -73,6 +73,7 @@ class Problem(NamedTuple):
     n: int
     k: int
     block_size: int
+    adapters: int
     rank: int
     nested: bool
     dtype: str
@@ -137,17 +138,17 @@ class _Operands:
         else:
             self.absmax, *refs = refs
         self.codebook, *refs = refs
-        if p.rank:
+        if p.adapters:
             self.t, self.b = refs
 
 
 def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
-    """Emits the program: `out = x @ W.T + t @ b.T`.
+    """Emits the program: `out = x @ W.T`, plus `t @ b.T` of each adapter.
 
     **Arguments:**
 
     - `refs`: in global memory `x`, `packed`, the scales (`absmax`, or if nested its codes, their
-        absmax, the offset and the map), `codebook`, if there is a rank `t` and `b`, and `out`; in
+        absmax, the offset and the map), `codebook`, if there are adapters `t` and `b`, and `out`; in
         shared memory the tables and the partial sums.
     """
     *operands, out, table, sums = map(Memory, refs)
@@ -168,7 +169,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
     steps = -(-p.k // (BLOCK * tiling.unroll * tiling.k_warps))
     acc = lanes.loop(steps, first + acc, step)[len(first) :]
-    if p.rank:
+    if p.adapters:
         acc = warp.add_low_rank(acc)
     _reduce(acc, warp, sums, out)
 
@@ -275,18 +276,21 @@ class _Warp:
         return [r for half in (0, 16) for r in self.memory.x.load(at + half, "u32", 4)]
 
     def add_low_rank(self, acc: list[Reg]) -> list[Reg]:
-        """Adds `t @ b.T`; thread `quad` takes columns 4·quad … 4·quad + 3 of 16 of both."""
-        tiles, t, b = self.p.rank // 16, self.memory.t, self.memory.b
+        """Adds `t @ b.T` of all adapters; thread `quad` takes columns 4·quad … 4·quad + 3 of 16 of both."""
+        of_adapter = self.p.rank // 16
+        tiles, t, b = self.p.adapters * of_adapter, self.memory.t, self.memory.b
 
         def step(i: Reg, acc: list[Reg]) -> list[Reg]:
             tile = i * self.tiling.k_warps + self.k_warp
             present, tile = tile < tiles, lanes.minimum(tile, tiles - 1)
-            at = lambda row: (row * self.p.rank + tile * 16 + self.quad * 4) * 2
-            rows = [b.load(at(row), "u32", 2) for row in self.rows]
+            adapter, column = tile // of_adapter, tile % of_adapter * 16 + self.quad * 4
+            t_at = lambda token: (token * (16 * tiles) + tile * 16 + self.quad * 4) * 2
+            b_at = lambda row: ((adapter * self.p.n + row) * self.p.rank + column) * 2
+            rows = [b.load(b_at(row), "u32", 2) for row in self.rows]
             rows = [[lanes.select(present, r, 0) for r in pair] for pair in rows]
             out: list[Reg] = []
             for token in self.tokens:
-                of_token = t.load(at(token), "u32", 2)
+                of_token = t.load(t_at(token), "u32", 2)
                 for upper, lower in zip(rows[::2], rows[1::2], strict=True):
                     a = upper[0], lower[0], upper[1], lower[1]
                     out += lanes.mma(acc[len(out) : len(out) + 4], a, of_token, self.p.dtype)

@@ -57,7 +57,7 @@ def matmul(
     transpose: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """The Pallas kernel; `low_rank` is nothing, or a pair `t`, `b` of which `t @ b.T` is added."""
+    """The Pallas kernel; `low_rank` is nothing, or `t` and `b` as in `lora_matmul_reference`."""
     n, k = shape
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     rows = min(_ROWS_OF_X, -(-m // 16) * 16)
@@ -75,7 +75,8 @@ def matmul(
     else:
         if low_rank:
             t, b = low_rank
-            low_rank = as_rows(t), b
+            # Adapters beside each other, as one of the summed rank.
+            low_rank = as_rows(t.reshape(m, -1)), jnp.moveaxis(b, 0, 1).reshape(n, -1)
         y = _forward((x[:, 0::2], x[:, 1::2]), low_rank, weight, rows, out_dtype, interpret)
     return y[:m].reshape(*lead, y.shape[1])
 

@@ -1,0 +1,93 @@
+"""How long a function takes on the device, and how long it would take at the device's limits."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Operands are rotated until together they are this much larger than the caches.
+CACHE_BYTES = {"gpu": 3 * 50 * 2**20, "cpu": 64 * 2**20}
+
+
+class Time(NamedTuple):
+    """Seconds a call: the median over repetitions and half of the range between the quartiles."""
+
+    median: float
+    spread: float
+
+    def __str__(self) -> str:
+        scale, unit = (1e6, "µs") if self.median < 1e-3 else (1e3, "ms")
+        return f"{self.median * scale:.3g} ± {self.spread * scale:.2g} {unit}"
+
+
+class Limits(NamedTuple):
+    """What the device did at best, in this run."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    def seconds(self, bytes_: float, flops: float) -> float:
+        """The least time that so much traffic and arithmetic can take."""
+        return max(bytes_ / self.bytes_per_second, flops / self.flops_per_second)
+
+
+def summarise(times: Sequence[float]) -> Time:
+    quartiles = statistics.quantiles(times, n=4)
+    return Time(statistics.median(times), (quartiles[2] - quartiles[0]) / 2)
+
+
+class Way(NamedTuple):
+    """A function to time, and several operands for it to be called on in turn."""
+
+    fn: Callable[..., Any]
+    operands: Sequence[tuple[Any, ...]]
+
+
+def measure(ways: Mapping[str, Way], repeats: int) -> dict[str, Time]:
+    """The time of a call of each way; on a GPU that of its kernels, elsewhere by the clock, interleaved."""
+    if jax.default_backend() == "gpu":
+        return {name: _kernel_time(way, repeats) for name, way in ways.items()}
+    compiled = {name: jax.jit(way.fn) for name, way in ways.items()}
+    for name, way in ways.items():
+        jax.block_until_ready(compiled[name](*way.operands[0]))
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(repeats):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            jax.block_until_ready(compiled[name](*way.operands[i % len(way.operands)]))
+            times[name].append(time.perf_counter() - start)
+    return {name: summarise(of_way) for name, of_way in times.items()}
+
+
+def _kernel_time(way: Way, repeats: int) -> Time:
+    from jax.experimental.mosaic.gpu import profiler
+
+    # One program for all operands, so that each call finds the caches filled by the others.
+    together = jax.jit(lambda operands: [way.fn(*each) for each in operands])
+    _, milliseconds = profiler.measure(together, iterations=repeats)(way.operands)
+    return summarise([ms / 1e3 / len(way.operands) for ms in milliseconds])
+
+
+def rotations(bytes_: int) -> int:
+    """How many operands of a size it takes for none of them to stay in the caches."""
+    return max(2, math.ceil(CACHE_BYTES[jax.default_backend()] / bytes_))
+
+
+def measure_limits(dtype: Any, size: int, repeats: int) -> Limits:
+    """Reading a large array, and a square product in a dtype."""
+    rng = np.random.default_rng(0)
+    array = jnp.asarray(rng.standard_normal(max(2**24, 16 * size**2 // 4), np.float32))
+    square = jnp.asarray(rng.standard_normal((size, size), np.float32), dtype)
+    ways = {"read": Way(jnp.sum, [(array,)]), "multiply": Way(jnp.matmul, [(square, square)])}
+    times = measure(ways, repeats)
+    return Limits(array.nbytes / times["read"].median, 2 * size**3 / times["multiply"].median)
+
+
+def relative_error(y: Any, expected: Any) -> float:
+    y, expected = np.float64(y), np.float64(expected)
+    return float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
