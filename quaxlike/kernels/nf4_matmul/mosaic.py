@@ -89,17 +89,15 @@ class Problem(NamedTuple):
         return -(-self.m // (8 * self.groups))
 
 
-# Measured by no one yet: chosen by registers, waves of blocks and traffic of activations, as
-# docs/performance.md tells. `python -m benchmarks.gpu --tune` prints the rows for a device.
+# Chosen by registers, waves of blocks and traffic of activations, not measured: docs/performance.md
+# has the figures. `python -m benchmarks.gpu --tune` measures tilings on a device.
 _TILINGS = (
     # up to so many tiles of tokens, from so many rows of W on
-    (1, 8192, Tiling(row_tiles=2, row_warps=1, k_warps=4, unroll=1)),
-    (1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
-    (2, 8192, Tiling(row_tiles=2, row_warps=1, k_warps=4, unroll=1)),
-    (2, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
-    (4, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
-    (4, 1, Tiling(row_tiles=2, row_warps=1, k_warps=8, unroll=1)),
+    (2, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
     (8, 8192, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1)),
+    (1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
+    (2, 1, Tiling(row_tiles=2, row_warps=2, k_warps=8, unroll=1)),
+    (4, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
     (8, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1)),
 )
 
