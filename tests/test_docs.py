@@ -53,8 +53,11 @@ def _name(path: Path) -> str:
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    for package in re.findall(r"<!-- needs: (\w+) -->", text):
+        pytest.importorskip(package, reason=f"the page runs with the package {package} alone")
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for line, code in _blocks(page.read_text(encoding="utf-8")):
+    for line, code in _blocks(text):
         _run(page, line, code, namespace)
 
 
