@@ -1,0 +1,72 @@
+"""The kernels are reached from `x @ w` in a model whose weights are Values."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike import kernels
+from quaxlike.kernels import nf4_matmul_p
+from tests.primitives.jaxprs import equations
+
+from .weights import relative_error
+
+
+def _mlp():
+    return eqx.nn.MLP(128, 64, 128, 2, key=jax.random.key(0))
+
+
+def _models():
+    quantised = ql.quantize(_mlp(), "nf4")
+    adapted = ql.loraify(quantised, rank=4, key=jax.random.key(1))
+    # B starts as zeros, and would hide the adapters.
+    raised = lambda w: eqx.tree_at(lambda w: w.b, w, w.b + 0.1) if isinstance(w, ql.LoraArray) else w
+    adapted = jax.tree.map(raised, adapted, is_leaf=lambda w: isinstance(w, ql.LoraArray))
+    return {"NF4": quantised, "LoRA over NF4": adapted}
+
+
+def _loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def _kernels(fn, *args):
+    found = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive is nf4_matmul_p]
+    return [eqn.params["transpose"] for eqn in found]
+
+
+@pytest.mark.parametrize("name", ["NF4", "LoRA over NF4"])
+def test_forward_and_backward_are_the_kernel(name):
+    model = _models()[name]
+    x = jax.random.normal(jax.random.key(2), (5, 128))
+    forward = lambda x: eqx.filter_jit(ql.quaxify(_loss))(model, x)
+    # Three layers, each with a product and, in the backward pass, its transposed contraction.
+    assert _kernels(forward, x) == [False] * 3
+    assert _kernels(jax.grad(forward), x) == [False] * 3 + [True] * 3
+    with ql.on_materialise("allow"):
+        dense = ql.materialise(model)
+    expected = jax.grad(lambda x: _loss(dense, x))(x)
+    assert relative_error(jax.jit(jax.grad(forward))(x), expected) < 1e-5
+
+
+def test_gradients_of_adapters_go_through_the_kernel():
+    model = _models()["LoRA over NF4"]
+    x = jax.random.normal(jax.random.key(2), (5, 128))
+    trained, frozen = eqx.partition(model, ql.trainable(model))
+    loss = lambda trained, x: ql.quaxify(_loss)(eqx.combine(trained, frozen), x)
+    # The first layer's input needs no gradient.
+    assert sorted(_kernels(eqx.filter_grad(loss), trained, x)) == [False] * 3 + [True] * 2
+
+
+def test_on_each_platform_the_model_runs_its_kernel():
+    half = lambda z: z.astype(jnp.bfloat16) if eqx.is_array(z) else z
+    model = ql.quantize(jax.tree.map(half, _mlp()), "nf4")
+    fn = lambda x: ql.quaxify(_loss)(model, x)
+    jaxpr = jax.make_jaxpr(fn)(jnp.ones((5, 128), jnp.bfloat16))
+    eqns = [eqn for eqn in equations(jaxpr) if eqn.primitive is nf4_matmul_p]
+    for eqn in eqns:
+        operands = [v.aval for v in eqn.invars]
+        choice = kernels.chosen_backend(eqn.primitive, *operands, platform="cuda", **eqn.params)
+        assert choice.reason == "one fused kernel"
+    assert np.size(eqns) == 3
