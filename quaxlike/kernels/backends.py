@@ -16,6 +16,10 @@ Backend = Literal["reference", "gpu", "tpu"]
 # Part of JAX's trace context: what was traced under one choice is not reused under another.
 _forced = jax.make_user_context(default_value=None)
 
+# Called with the name of each operation that is traced, and with what gives its choice on the device
+# at hand.
+listeners: list[Callable[[str, Callable[[], "Choice"]], None]] = []
+
 _NATIVE: dict[str, Backend] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
@@ -72,11 +76,6 @@ def backend(name: str | None) -> Iterator[None]:
         yield
 
 
-def forced_backend() -> Backend | None:
-    """The backend that the innermost `backend` context asks for."""
-    return _forced.value
-
-
 def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, **params: Any) -> Choice:
     """Which backend runs a kernel primitive on given operands, and why.
 
@@ -130,6 +129,14 @@ def kernel_primitive(
     primitive = define_primitive(name, impl, cpu=on("cpu"), gpu=on_gpu, tpu=on("tpu"), **rules)
     primitive.slot("backend").register(choose)
     return primitive
+
+
+def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
+    """Calls a kernel primitive for the backend that is asked for, and tells the listeners."""
+    params["backend"] = _forced.value
+    for listener in listeners:
+        listener(primitive.name, functools.partial(chosen_backend, primitive, *operands, **params))
+    return primitive(*operands, **params)
 
 
 def first_choice(

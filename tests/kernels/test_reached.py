@@ -50,6 +50,16 @@ def test_forward_and_backward_are_the_kernel(name):
     assert relative_error(jax.jit(jax.grad(forward))(x), expected) < 1e-5
 
 
+def test_explain_tells_the_backend():
+    model, x = _models()["NF4"], jnp.ones((5, 128))
+    notes = [note for row in ql.explain(_loss)(model, x).rules for note in row.notes]
+    assert set(notes) == {"nf4_matmul on reference: there is no kernel for platform 'cpu'"}
+    with kernels.backend("gpu"):
+        notes = [note for row in ql.explain(_loss)(model, x).rules for note in row.notes]
+    assert notes
+    assert all(note.startswith("nf4_matmul on gpu: decoded in chunks") for note in notes)
+
+
 def test_gradients_of_adapters_go_through_the_kernel():
     model = _models()["LoRA over NF4"]
     x = jax.random.normal(jax.random.key(2), (5, 128))

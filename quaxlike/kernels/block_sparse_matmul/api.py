@@ -8,13 +8,7 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int32
 
-from quaxlike.kernels.backends import (
-    Backend,
-    Choice,
-    first_choice,
-    forced_backend,
-    kernel_primitive,
-)
+from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
 from quaxlike.kernels.multilinear import map_rows, sum_tangents
 
 from . import gpu, tpu
@@ -67,14 +61,14 @@ def block_sparse_matmul(
     """
     col_idx, transposed_idx = jnp.asarray(col_idx), jnp.asarray(transposed_idx)
     _check(x, blocks, col_idx, transposed_idx, transpose)
-    return block_sparse_matmul_p(
+    return bind(
+        block_sparse_matmul_p,
         x,
         blocks,
         col_idx,
         transposed_idx,
         transpose=transpose,
         out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
-        backend=forced_backend(),
     )
 
 

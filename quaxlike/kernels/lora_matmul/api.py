@@ -10,13 +10,7 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from quaxlike.kernels.backends import (
-    Backend,
-    Choice,
-    first_choice,
-    forced_backend,
-    kernel_primitive,
-)
+from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
 from quaxlike.kernels.multilinear import map_rows
 from quaxlike.kernels.nf4_matmul import gpu, tpu
 from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
@@ -89,7 +83,8 @@ def lora_matmul(
     if adapter_index is None:
         a, b = a[None], b[None]
     t = _to_ranks(x, a, adapter_index)
-    return lora_matmul_p(
+    return bind(
+        lora_matmul_p,
         x,
         packed,
         absmax,
@@ -99,7 +94,6 @@ def lora_matmul(
         shape=shape,
         block_size=block_size,
         out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
-        backend=forced_backend(),
     )
 
 

@@ -9,13 +9,7 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
-from quaxlike.kernels.backends import (
-    Backend,
-    Choice,
-    first_choice,
-    forced_backend,
-    kernel_primitive,
-)
+from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
 from quaxlike.kernels.multilinear import map_rows, sum_tangents
 
 from . import gpu, tpu
@@ -73,7 +67,8 @@ def nf4_matmul(
     codebook = jnp.asarray(codebook, jnp.float32)
     check_weight("nf4_matmul", packed, absmax, codebook, shape, block_size)
     check_x("nf4_matmul", x, shape, transpose)
-    return nf4_matmul_p(
+    return bind(
+        nf4_matmul_p,
         x,
         packed,
         absmax,
@@ -82,7 +77,6 @@ def nf4_matmul(
         block_size=block_size,
         transpose=transpose,
         out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
-        backend=forced_backend(),
     )
 
 

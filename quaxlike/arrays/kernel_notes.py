@@ -1,0 +1,15 @@
+"""Tells `explain` on which backend the kernels run that rules call."""
+
+from collections.abc import Callable
+
+from quaxlike.core.recording import active, note
+from quaxlike.kernels.backends import Choice, listeners
+
+
+def _tell(name: str, choose: Callable[[], Choice]) -> None:
+    if active() is not None:
+        choice = choose()
+        note(f"{name} on {choice.backend}: {choice.reason}")
+
+
+listeners.append(_tell)
