@@ -1,13 +1,18 @@
 """The closing tables: what each method cost and gave, and which rules carried it."""
 
 import re
+from collections import Counter
+from pathlib import PurePath
 
+import jax.numpy as jnp
 from rich.table import Table
 
 import quaxlike as ql
 
 from ..surgery.summary import Summary
+from .data import Digits
 from .experiment import ADAPTED, Result
+from .train import loss
 
 
 def float32_share(summary: Summary) -> float:
@@ -38,5 +43,27 @@ def results_table(pretraining: Result, adapted: list[Result]) -> Table:
         "before, after: accuracy on held-out digits; trained: parameters; stored: all weights; "
         "share: bytes of the adapted layers, adapters included, against float32"
     )
+    table.caption_justify = "left"
+    return table
+
+
+def rules_table(adapted: list[Result], digits: Digits) -> Table:
+    """The rules that the loss of each model follows, and what had to be materialised."""
+    table = Table(title="Rules followed in one evaluation of the loss", title_justify="left")
+    for column in ("method", "primitive", "of", "rule", "times"):
+        table.add_column(column, justify="right" if column == "times" else "left")
+    images, labels = map(jnp.asarray, digits)
+    lost: list[str] = []
+    for result in adapted:
+        report = ql.explain(loss)(result.fit.model, images, labels)
+        followed: Counter[tuple[str, str, str]] = Counter()
+        for row in report.rules:
+            types = [operand.split()[0] for operand in row.operands if " " in operand]
+            *_, package, rule = PurePath(row.rule or "").parts
+            followed[row.primitive, ", ".join(types), f"{package}/{rule}"] += row.count
+        for (primitive, types, rule), times in followed.items():
+            table.add_row(result.name, primitive, types, rule, str(times))
+        lost += [f"{result.name}: {row.primitive} at {row.source}" for row in report.materialised]
+    table.caption = f"materialised: {'; '.join(lost) or 'nothing'}"
     table.caption_justify = "left"
     return table

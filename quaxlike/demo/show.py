@@ -10,7 +10,7 @@ from . import experiment
 from .data import Task, load_tasks
 from .figure import save_figure
 from .model import VisionTransformer
-from .report import results_table
+from .report import results_table, rules_table
 
 
 def show(*, seed: int, steps: int, output: Path) -> None:
@@ -49,5 +49,6 @@ def show(*, seed: int, steps: int, output: Path) -> None:
             run(method, base, rotated) for method in (experiment.FULL, experiment.LORA, experiment.QLORA)
         ]
     console.print(results_table(pretraining, adapted))
+    console.print(rules_table(adapted, rotated.test))
     save_figure(output / "demo.png", adapted, rotated.test.images)
     console.print(f"Figure: {output / 'demo.png'}")

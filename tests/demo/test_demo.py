@@ -28,13 +28,20 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], default
     shown = capsys.readouterr().out
     rows = {
         name.strip(): [cell.strip() for cell in cells.split("│")]
-        for name, cells in re.findall(r"^│ (.+?)│(.+)│$", shown, re.MULTILINE)
+        for name, cells in re.findall(r"^│ (.+?)│(.+%.+)│$", shown, re.MULTILINE)
     }
     full, lora, qlora = rows["full fine-tuning"], rows["LoRA"], rows["QLoRA (NF4)"]
     assert full[0] == lora[0]  # an adapter adds nothing at first
     assert lora[2] == qlora[2]
     assert (full[4], lora[4]) == ("1.00", "1.11")
     assert float(qlora[4]) <= 0.30
+    rules = re.findall(r"│ ([^│]+?) +│ dot_general │ (\w+) +│ \S+ +│ +(\d+) │", shown)
+    assert rules == [
+        ("LoRA", "LoraArray", "18"),  # six weights in each of three blocks
+        ("QLoRA (NF4)", "LoraArray", "18"),
+        ("QLoRA (NF4)", "NF4Array", "18"),
+    ]
+    assert "materialised: nothing" in shown
     png = image.imread(tmp_path / "new" / "folder" / "demo.png")
     assert png.shape[:2] == (806, 1430)
     assert png.std() > 0.1
