@@ -61,8 +61,10 @@ def api_boundary(fun: _F) -> _F:
 
 # What is hidden so, and does not count as the user's source lines.
 _PACKAGE = pathlib.Path(__file__).parents[1]
-_OURS = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("core", "arrays", "kernels", "primitives")) + tuple(
-    f"{_PACKAGE / module}.py" for module in ("implicit", "numpy", "sharding")
+_ROOMS = ("core", "arrays", "kernels", "primitives", "implicit")
+_OURS = (
+    *(f"{_PACKAGE / room}{os.sep}" for room in _ROOMS),
+    *(f"{_PACKAGE / module}.py" for module in ("numpy", "sharding")),
 )
 for _path in _OURS:
     traceback_util.register_exclusion(_path)

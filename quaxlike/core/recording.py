@@ -95,7 +95,7 @@ class Recorder:
         it is that which asks."""
         event = self._open
         asks = event is not self.root and primitive.startswith(event.primitive)
-        if not asks or event.outcome in ("rule", "default"):
+        if not asks or event.outcome == "rule":
             event = self._new(primitive, operands)
             self._into.append(event)
         event.outcome = "materialised"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.extend.core as jexc
-from jaxtyping import AbstractArray
+from jaxtyping import AbstractArray, ArrayLike
 
 from . import compat
 from .checks import Checked, RuleError
@@ -385,8 +385,13 @@ class Ambiguity:
         )
 
 
+_ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
+
+
 def _type_name(hint: Any) -> str:
     members = typing.get_args(hint)
     if members and not isinstance(hint, type):
-        return " | ".join(map(_type_name, members))
+        short = ["ArrayLike"] if {*members} >= _ARRAY_LIKE else []
+        others = [m for m in members if not short or m not in _ARRAY_LIKE]
+        return " | ".join([*map(_type_name, others), *short])
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -1,0 +1,315 @@
+"""`ImplicitArray`: fields and `materialize()`; shape and dtype as given, computed, or found."""
+
+import abc
+import contextvars
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.operators import ArrayOperators
+from ..core.policy import dense_operands
+from ..core.quaxify import quaxify
+from ..core.recording import note
+from ..core.rules import active_layers, resolver
+from ..core.values import ArrayValue, is_value
+from .trees import fields
+
+
+class OriginArray(abc.ABC):  # noqa: B024 (it only registers types)
+    """What counts as an array in this style: `jax.Array` and every `ImplicitArray`."""
+
+
+OriginArray.register(jax.Array)
+
+
+class UninitializedAval(Exception):
+    """Asked for the shape or dtype of an ImplicitArray, of which nothing says what it is."""
+
+
+def aux_field(**kwargs: Any) -> Any:
+    """A field that is not an array: static and hashable, part of the type.
+
+    **Arguments:** those of `equinox.field`.
+    """
+    return eqx.field(static=True, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Declared:
+    """A shape and a dtype that were given, as `shape=` and `dtype=`.
+
+    Leading axes that the array shares with all its fields are left out. They are read off the fields, so
+    that the shape stays true when these are sliced or stacked or mapped over, and arrays that differ in
+    nothing else are of one structure.
+    """
+
+    shape: tuple[int, ...] | None = None
+    ndims: tuple[int, ...] = ()  # of the fields, without those axes
+    dtype: Any = None
+
+    @staticmethod
+    def of(shape: Sequence[int] | None, dtype: Any, fields: Sequence[tuple[int, ...]]) -> "_Declared":
+        dtype = None if dtype is None else _canonical(dtype)
+        if shape is None:
+            return _Declared(dtype=dtype)
+        shape, n = tuple(shape), 0
+        while fields and n < len(shape) and all(s[n : n + 1] == shape[n : n + 1] for s in fields):
+            n += 1
+        return _Declared(shape[n:], tuple(len(s) - n for s in fields), dtype)
+
+    def shape_of(self, fields: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        assert self.shape is not None
+        leading = [s[: max(len(s) - n, 0)] for s, n in zip(fields, self.ndims, strict=True)]
+        fewer = min((n - len(s) for s, n in zip(fields, self.ndims, strict=True)), default=0)
+        return (*max(leading, key=len, default=()), *self.shape[max(fewer, 0) :])
+
+
+def _canonical(dtype: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+class _ImplicitMeta(type(ArrayValue)):
+    """Takes `shape=` and `dtype=` beside the fields, and compares what is said with `materialize`."""
+
+    default_shape: Any
+    default_dtype: Any
+
+    def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+        x = super().__call__(*args, **kwargs)
+        if "_declared" not in kwargs:  # else `dataclasses.replace` passes on what was given before
+            shape = cls.default_shape if shape is None and _is_inherited(cls, "compute_shape") else shape
+            dtype = cls.default_dtype if dtype is None and _is_inherited(cls, "compute_dtype") else dtype
+        if shape is not None or dtype is not None:
+            object.__setattr__(x, "_declared", _Declared.of(shape, dtype, _field_shapes(x)))
+        _compare_with_materialize(x)
+        return x
+
+
+def _is_inherited(cls: type, name: str) -> bool:
+    return getattr(cls, name) is getattr(ImplicitArray, name)
+
+
+class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
+    """A new kind of array, in the ImplicitArray style: write its fields and `materialize()`.
+
+    Subclasses are Equinox modules, so they need no `@dataclass`. Shape and dtype are what is given as
+    `shape=` and `dtype=` when an array is built; else what `compute_shape()` and `compute_dtype()` return
+    (by default the class attributes `default_shape` and `default_dtype`); else those of `materialize()`,
+    found without running it. A warning tells where `materialize()` disagrees.
+
+    Class keyword arguments, which subclasses inherit:
+
+    - `commute_ops`: whether a commutative primitive (`add`, `mul`, `max`, ...) that no handler covers may
+        be asked with its operands swapped. Default: True.
+    - `warn_on_materialize`: whether a primitive that no handler covers warns, once per call site.
+        Default: True. The environment variable `WARN_ON_MATTER=0` silences all types.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp
+        from quaxlike.implicit import ImplicitArray, aux_field, implicit, register
+
+        class Codes(ImplicitArray):
+            codes: jax.Array
+            scale: float = aux_field()
+
+            def materialize(self):
+                return self.codes * self.scale
+
+        @register("dot_general")
+        def _(x: jax.Array, w: Codes, **params):
+            return jax.lax.dot_general_p.bind(x, w.codes.astype(x.dtype), **params) * w.scale
+
+        w = Codes(jnp.ones((4, 2), jnp.int8), scale=0.5)
+        y = implicit(jnp.matmul)(jnp.ones((3, 4)), w)
+        ```
+    """
+
+    default_shape: ClassVar[Sequence[int] | None] = None
+    default_dtype: ClassVar[Any] = None
+    commute_ops: ClassVar[bool] = True
+    warn_on_materialize: ClassVar[bool] = True
+
+    _declared: _Declared = eqx.field(static=True, default=_Declared(), kw_only=True, repr=False)
+
+    def __init_subclass__(
+        cls, commute_ops: bool | None = None, warn_on_materialize: bool | None = None, **kwargs: Any
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if commute_ops is not None:
+            cls.commute_ops = commute_ops
+        if warn_on_materialize is not None:
+            cls.warn_on_materialize = warn_on_materialize
+
+    @abc.abstractmethod
+    def materialize(self) -> Any:
+        """The array that this one stands for; it may be another ImplicitArray."""
+
+    def compute_shape(self) -> Sequence[int] | None:
+        """The shape, from the fields; None leaves it to `materialize`."""
+        return self.default_shape
+
+    def compute_dtype(self) -> Any:
+        """The dtype, from the fields; None leaves it to `materialize`."""
+        return self.default_dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self._declared.shape is not None:
+            return self._declared.shape_of(_field_shapes(self))
+        shape = self.compute_shape()
+        return tuple(shape) if shape is not None else _aval_of_materialize(self, "shape").shape
+
+    @property
+    def dtype(self) -> Any:
+        dtype = self.compute_dtype() if self._declared.dtype is None else self._declared.dtype
+        return _aval_of_materialize(self, "dtype").dtype if dtype is None else _canonical(dtype)
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.shape, self.dtype)
+
+    def astype(self, dtype: Any) -> "ImplicitArray":
+        """The same array in another dtype, to which the result of `materialize()` is cast."""
+        out = jtu.tree_map(lambda x: x, self)
+        declared = dataclasses.replace(self._declared, dtype=_canonical(dtype))
+        object.__setattr__(out, "_declared", declared)  # of a copy that nobody has seen yet
+        return out
+
+    def materialise(self) -> jax.Array:
+        out = materialize_nested(self, full=True)
+        return out if out.dtype == self.dtype else out.astype(self.dtype)
+
+    @property
+    def on_materialise(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        wanted = os.environ.get("WARN_ON_MATTER", "true").lower() in ("true", "yes", "1", "on")
+        return "warn" if self.warn_on_materialize and wanted else "allow"
+
+    @staticmethod
+    def default(primitive: jexc.Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        for handler in _handlers_of_swapped(primitive, values):
+            out = handler(primitive, values[::-1], params)
+            if out is not NotImplemented:
+                note("with operands swapped")
+                return out
+        inherited = ImplicitArray.default_handler.__func__
+        kinds = [type(x) for x in values if isinstance(x, ImplicitArray)]
+        own = [kind for kind in dict.fromkeys(kinds) if kind.default_handler.__func__ is not inherited]
+        if len(own) > 1:
+            names = ", ".join(kind.__name__ for kind in own)
+            raise TypeError(
+                f"No handler for `{primitive}` matches, and its operands {names} each have a "
+                "`default_handler`. Register a handler for this combination of types."
+            )
+        return (own or [ImplicitArray])[0].default_handler(primitive, *values, params=params)
+
+    @classmethod
+    def default_handler(cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any]) -> Any:
+        """What happens where no handler matches: by default all operands are materialised."""
+        return bind(primitive, dense_operands(primitive, args), params)
+
+
+OriginArray.register(ImplicitArray)
+
+
+def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    return primitive.bind(*operands, **primitive.get_bind_params(params))
+
+
+def materialize_nested(x: Any, full: bool = False) -> Any:
+    """Materialises an ImplicitArray of which fields may be ImplicitArrays; these dispatch meanwhile.
+
+    **Arguments:**
+
+    - `full`: whether to go on until an array is left, where `materialize()` returns another
+        ImplicitArray. Default: one step.
+    """
+    while is_value(x):
+        x = _materialize_once(x)
+        if not full:
+            break
+    return x
+
+
+def _materialize_once(x: Any) -> Any:
+    method = type(x).materialize if isinstance(x, ImplicitArray) else type(x).materialise
+    parts, structure = fields(x)
+    if not any(map(is_value, parts)):
+        return method(x)
+    return quaxify(lambda parts: method(structure.unflatten(parts)))(parts)
+
+
+# Handlers for swapped operands
+
+_COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
+
+
+def _handlers_of_swapped(primitive: jexc.Primitive, values: Sequence[Any]) -> Sequence[Callable[..., Any]]:
+    may_swap = all(x.commute_ops for x in values if isinstance(x, ImplicitArray))
+    if primitive.name not in _COMMUTATIVE or not may_swap:
+        return ()
+    return resolver(active_layers.get()).candidates(
+        (primitive, *(type(x) if is_value(x) else None for x in values[::-1]))
+    )
+
+
+# What `materialize` gives, from shapes alone
+
+
+def _field_shapes(x: Any) -> list[tuple[int, ...]]:
+    return [tuple(getattr(part, "shape", ())) for part in fields(x)[0]]
+
+
+# The arrays whose `materialize` is being traced for its shape.
+_traced: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("_traced", default=frozenset())
+
+
+def _aval_of_materialize(x: ImplicitArray, what: str) -> Any:
+    leaves, treedef = jtu.tree_flatten(x)
+    avals = tuple(jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+    if (treedef, avals) in _traced.get():
+        raise UninitializedAval(
+            f"{type(x).__name__}.materialize() reads `self.{what}`, and nothing else says what that is. Give "
+            f"`{what}=` when the array is built, or define `compute_{what}()` or `default_{what}`."
+        )
+    return _trace_materialize(treedef, avals)
+
+
+@functools.lru_cache(maxsize=4096)
+def _trace_materialize(treedef: Any, avals: tuple[Any, ...]) -> Any:
+    token = _traced.set(_traced.get() | {(treedef, avals)})
+    try:
+        with jax.core.eval_context():
+            return jax.eval_shape(
+                lambda leaves: materialize_nested(treedef.unflatten(leaves), full=True), list(avals)
+            )
+    finally:
+        _traced.reset(token)
+
+
+def _compare_with_materialize(x: ImplicitArray) -> None:
+    """Warns if what is given or computed is not what `materialize` returns."""
+    if not all(eqx.is_array_like(leaf) or hasattr(leaf, "dtype") for leaf in jtu.tree_leaves(x)):
+        return  # a placeholder of some tree transformation
+    said = {"shape": x.shape, "dtype": x.dtype}  # raises if nothing says it
+    try:
+        made = _aval_of_materialize(x, "shape")
+    except Exception:  # one that refuses, or cannot be traced here: there is nothing to compare with
+        return
+    for what, value in said.items():
+        if value != getattr(made, what):
+            warnings.warn(
+                f"{type(x).__name__} has {what} {value}, but its materialize() returns {what} "
+                f"{getattr(made, what)}.",
+                stacklevel=3,
+            )

@@ -1,0 +1,114 @@
+"""`implicit`, `register`, and what a handler may fall back on."""
+
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax.extend.core as jexc
+
+from ..core import rules as core_rules
+from ..core.quaxify import quaxify
+from ..core.values import Value, materialise
+from .array import bind
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+
+class _Implicit:
+    """Computes with ImplicitArrays: a primitive that meets one is dispatched to its handler.
+
+    `implicit(fn)`, also as a decorator, is [`quaxlike.quaxify`][]: `fn` may use all of JAX. Inside of
+    `with implicit:` the operators and methods of ImplicitArrays and the functions of `quaxlike.numpy`
+    dispatch.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp
+        from quaxlike.implicit import ImplicitArray, implicit
+
+        class Negated(ImplicitArray, warn_on_materialize=False):
+            array: jax.Array
+
+            def materialize(self):
+                return -self.array
+
+        x = Negated(jnp.arange(3.0))
+        assert (implicit(jnp.sum)(x) == -3.0).all()
+        with implicit:
+            assert ((x + 1.0) * 2.0).shape == (3,)
+        ```
+    """
+
+    def __call__(self, fn: Callable[_P, _T]) -> Callable[_P, _T]:
+        return quaxify(fn)
+
+    # Operators of ImplicitArrays quaxify what they do by themselves, so a block has nothing to set up.
+
+    def __enter__(self) -> "_Implicit":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "implicit"
+
+
+implicit = use_implicit = _Implicit()
+
+
+def register(
+    primitive: jexc.Primitive | str | Sequence[jexc.Primitive | str],
+    /,
+    *,
+    precedence: int = 0,
+    rules: core_rules.RuleSet | None = None,
+) -> Callable[[_Fn], _Fn]:
+    """Registers a handler: what a primitive does for operands of the annotated types.
+
+    As [`quaxlike.register`][], except that a handler whose first parameter is called `primitive` is given
+    the primitive also if that parameter has no annotation, and that a handler which names no type is
+    refused: it would be asked for all types there are.
+
+    **Raises:**
+
+    `TypeError` for a handler none of whose parameters is annotated with a type of array.
+    """
+
+    registering = core_rules.register(primitive, precedence=precedence, rules=rules)
+
+    def decorator(handler: _Fn) -> _Fn:
+        first = next(iter(inspect.signature(handler).parameters), None)
+        if first == "primitive":
+            handler.__annotations__.setdefault("primitive", jexc.Primitive)
+        hints = {k: v for k, v in typing.get_type_hints(handler).items() if k != "return"}
+        if not any(map(_names_a_type, hints.values())):
+            raise TypeError(
+                f"The handler {handler.__qualname__} for {primitive!r} names no type of array, so it would "
+                "be asked for all types. Annotate a parameter with the type that it is for; `Any` stands "
+                f"for anything, also in a union. Found: {hints}."
+            )
+        return registering(handler)
+
+    return decorator
+
+
+def _names_a_type(hint: Any) -> bool:
+    members = typing.get_args(hint) or (hint,)
+    if Any in members:
+        return False
+    return any(isinstance(h, type) and issubclass(h, Value) for h in members)
+
+
+def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any:
+    """What the primitive does with plain arrays."""
+    return bind(primitive, args, params)
+
+
+def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any]) -> Any:
+    """What the primitive does when every ImplicitArray among its operands is materialised."""
+    return bind(primitive, materialise(vals), params)

@@ -1,0 +1,83 @@
+"""`jax.tree` with ImplicitArrays (and all other Values) as leaves; and layers of nested ones."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+from ..core.values import is_value
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is a NumPy array or scalar, or a JAX array."""
+    return isinstance(x, np.ndarray | np.generic | jax.Array)
+
+
+def leaf_predicate(x: Any) -> bool:
+    """Whether `x` is an ImplicitArray, or any other Value: what the functions here take as a leaf."""
+    return is_value(x)
+
+
+def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any], bool]) -> Callable[..., Any]:
+    """A function of `jax.tree` or `jax.tree_util` that stops at more nodes.
+
+    **Arguments:**
+
+    - `base_fn`: takes `is_leaf=`.
+    - `is_leaf`: what the result takes as a leaf in any case.
+
+    **Returns:**
+
+    `base_fn`, of which `is_leaf=` (or `new_is_leaf=`) says what is a leaf as well.
+    """
+
+    @functools.wraps(base_fn)
+    def combined(
+        *args: Any,
+        is_leaf: Callable[[Any], bool] | None = None,
+        new_is_leaf: Callable[[Any], bool] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        predicates = [p for p in (always, is_leaf, new_is_leaf) if p is not None]
+        return base_fn(*args, is_leaf=lambda x: any(p(x) for p in predicates), **kwargs)
+
+    always = is_leaf
+    return combined
+
+
+tree_map_with_implicit = combine_leaf_predicate(jtu.tree_map, leaf_predicate)
+tree_map_with_path_with_implicit = combine_leaf_predicate(jtu.tree_map_with_path, leaf_predicate)
+tree_flatten_with_implicit = combine_leaf_predicate(jtu.tree_flatten, leaf_predicate)
+tree_flatten_with_path_with_implicit = combine_leaf_predicate(jtu.tree_flatten_with_path, leaf_predicate)
+tree_leaves_with_implicit = combine_leaf_predicate(jtu.tree_leaves, leaf_predicate)
+tree_structure_with_implicit = combine_leaf_predicate(jtu.tree_structure, leaf_predicate)
+
+
+def fields(x: Any) -> tuple[list[Any], Any]:
+    """The fields of one Value, those that are Values as they are; and the structure around them."""
+    return jtu.tree_flatten(x, is_leaf=lambda y: y is not x and is_value(y))
+
+
+def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
+    """Takes the outermost layer of ImplicitArrays apart; those inside of them are leaves.
+
+    **Returns:**
+
+    The leaves, and the structure with which `jax.tree.unflatten` puts them together again.
+    """
+    nodes, around = tree_flatten_with_implicit(tree)
+    flat = [fields(node) if is_value(node) else ([node], jtu.tree_structure(0)) for node in nodes]
+    hollow = [structure.unflatten([0] * structure.num_leaves) for _, structure in flat]
+    leaves = list(itertools.chain.from_iterable(parts for parts, _ in flat))
+    return leaves, jtu.tree_structure(around.unflatten(hollow))
+
+
+def implicit_depth(tree: PyTree) -> int:
+    """How deep ImplicitArrays are nested: 0 if there are none, 1 if none is inside of another."""
+    inside = [x for x in tree_leaves_with_implicit(tree) if is_value(x)]
+    return 1 + max(implicit_depth(fields(x)[0]) for x in inside) if inside else 0

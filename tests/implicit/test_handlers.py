@@ -1,0 +1,142 @@
+"""`implicit` in its three forms, and handlers."""
+
+import threading
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.implicit import (
+    ImplicitArray,
+    default_handler,
+    implicit,
+    materialize_handler,
+    register,
+    use_implicit,
+)
+
+from .types import Codes, Strict, weight
+
+
+class Box(ImplicitArray, warn_on_materialize=False):
+    array: jax.Array
+
+    def materialize(self):
+        return self.array
+
+
+X = jnp.arange(3.0)
+
+
+class TestImplicit:
+    def test_as_a_function(self):
+        assert use_implicit is implicit
+        np.testing.assert_array_equal(implicit(jnp.negative)(Box(X)), -X)
+
+    def test_as_a_decorator(self):
+        @implicit
+        def f(x, *, factor):
+            return x * factor
+
+        np.testing.assert_array_equal(f(Box(X), factor=2.0), 2 * X)
+        assert f.__name__ == "f"
+
+    def test_as_a_context(self):
+        w, x = Strict.quantize(weight(4, 3)), weight(2, 4)
+        with implicit:
+            y = x @ w
+            with implicit:
+                z = (Box(X) + 1.0) * 2.0
+        np.testing.assert_allclose(y, x @ w.materialise(), rtol=1e-5)
+        np.testing.assert_array_equal(z, 2 * X + 2)
+
+    def test_a_context_in_which_something_raises(self):
+        with pytest.raises(KeyError, match="mine"), implicit:
+            raise KeyError("mine")
+        with implicit:
+            assert (Box(X) + 1.0)[0] == 1.0
+
+    def test_contexts_of_threads(self):
+        done = []
+
+        def run():
+            with implicit:
+                done.append((Box(X) + 1.0).sum())
+
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert done == [6.0] * 8
+
+
+class TestRegister:
+    def test_by_name_or_primitive(self):
+        rules = ql.RuleSet()
+
+        @register(jax.lax.sin_p, rules=rules)
+        @register("cos", rules=rules)
+        def _(x: Box, **params):
+            return x.array * 7.0
+
+        for f in (jax.lax.sin, jax.lax.cos):
+            np.testing.assert_array_equal(ql.quaxify(f, rules=rules)(Box(X)), 7 * X)
+
+    @pytest.mark.parametrize("annotated", [True, False])
+    def test_the_primitive_as_first_argument(self, annotated):
+        rules = ql.RuleSet()
+        if annotated:
+
+            def handler(primitive: jexc.Primitive, x: Box, **params):
+                return default_handler(primitive, x.array + 1.0, **params)
+
+        else:
+
+            def handler(primitive, x: Box, **params):
+                return default_handler(primitive, x.array + 1.0, **params)
+
+        register(["neg", "abs"], rules=rules)(handler)
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.neg, rules=rules)(Box(X)), -(X + 1))
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.abs, rules=rules)(Box(-X)), jnp.abs(1 - X))
+
+    def test_precedence(self):
+        rules = ql.RuleSet()
+
+        @register("sin", rules=rules, precedence=1)
+        def _(x: ImplicitArray, **params):
+            return X * 2.0
+
+        @register("sin", rules=rules)
+        def _(x: Any, y: Box, **params):
+            raise AssertionError
+
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.sin, rules=rules)(Box(X)), 2 * X)
+
+    def test_unknown_name(self):
+        with pytest.raises(ValueError, match=r"No JAX primitive is called 'dot_generl'\. Did you mean"):
+            register("dot_generl")
+
+    @pytest.mark.parametrize("hint", [Any, Codes | Any, jax.Array, jax.Array | Any])
+    def test_a_handler_for_all_types_is_refused(self, hint):
+        def handler(x, **params):
+            raise AssertionError
+
+        handler.__annotations__["x"] = hint
+        with pytest.raises(TypeError, match=r"handler .* for 'sin' names no type of array"):
+            register("sin")(handler)
+
+
+class TestFallbacks:
+    def test_default_handler(self):
+        np.testing.assert_array_equal(
+            default_handler(jax.lax.transpose_p, jnp.ones((2, 3)), permutation=(1, 0)), jnp.ones((3, 2))
+        )
+
+    def test_materialize_handler(self):
+        out = materialize_handler(jax.lax.concatenate_p, Box(X), X, params={"dimension": 0})
+        np.testing.assert_array_equal(out, jnp.concatenate([X, X]))

@@ -1,0 +1,171 @@
+"""The straight-through estimator: values of the function, derivatives of the identity."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.implicit import implicit, ste
+
+from .types import Codes, weight
+
+W = weight(4, 3)
+X = weight(2, 4)
+
+quantize = ste(Codes.quantize)
+
+
+class TestArrays:
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_value_and_gradient(self, wrap):
+        f = wrap(lambda w: (ste(jnp.round)(w) ** 2).sum())
+        value, grad = jax.value_and_grad(f)(W)
+        np.testing.assert_allclose(value, (jnp.round(W) ** 2).sum(), rtol=1e-6)
+        np.testing.assert_allclose(grad, 2 * jnp.round(W), rtol=1e-6)
+
+    def test_forward_mode(self):
+        y, dy = jax.jvp(ste(jnp.sign), (W,), (2 * W,))
+        np.testing.assert_array_equal(y, jnp.sign(W))
+        np.testing.assert_array_equal(dy, 2 * W)
+
+    def test_vmap(self):
+        grads = jax.vmap(jax.grad(lambda w: (ste(jnp.round)(w) * w).sum()))(W)
+        np.testing.assert_allclose(grads, jnp.round(W) + W, rtol=1e-6)
+
+    def test_other_arguments(self):
+        @ste
+        def f(w, step, shift=0.0, *, mode, name="x"):
+            assert name == "y"
+            return getattr(jnp, mode)(w / step) * step + shift
+
+        run = lambda w, step, shift: f(w, step, shift=shift, mode="floor", name="y").sum()
+        value, grads = jax.value_and_grad(run, (0, 1, 2))(W, 0.5, 0.25)
+        np.testing.assert_allclose(value, (jnp.floor(W / 0.5) * 0.5 + 0.25).sum(), rtol=1e-5)
+        np.testing.assert_array_equal(grads[0], jnp.ones_like(W))
+        assert grads[1:] == (0.0, 0.0)
+
+    def test_static_arguments_of_jit(self):
+        @functools.partial(jax.jit, static_argnames=("bits", "sign"))
+        def run(w, bits, *, sign):
+            return ste(lambda w, bits, sign: jnp.round(w * 2**bits) / 2**bits * sign)(
+                w, bits, sign=sign
+            ).sum()
+
+        np.testing.assert_array_equal(jax.grad(run)(W, 2, sign=-1), jnp.ones_like(W))
+
+    def test_python_scalars(self):
+        assert jax.grad(ste(jnp.round))(1.4) == 1.0
+
+    def test_low_precision(self):
+        grad = jax.grad(lambda w: ste(lambda w: w.astype(jnp.bfloat16))(w).astype(jnp.float32).sum())(W)
+        np.testing.assert_array_equal(grad, jnp.ones_like(W))
+        assert grad.dtype == jnp.float32
+
+    def test_a_function_that_changes_the_shape(self):
+        with pytest.raises(ValueError, match=r"keeps the shape .*found \(4, 3\) in and \(\) out"):
+            ste(jnp.sum)(W)
+
+
+class TestValues:
+    """Of functions that return a Value."""
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_passes_for_the_value(self, wrap):
+        q = wrap(quantize)(W)
+        assert isinstance(q, Codes)
+        assert (q.shape, q.dtype, q.bits) == (W.shape, W.dtype, 8)
+        np.testing.assert_array_equal(q.codes, Codes.quantize(W).codes)
+        np.testing.assert_array_equal(ql.materialise(q), Codes.quantize(W).materialise())
+
+    @pytest.mark.parametrize(
+        "order",
+        [
+            lambda f: jax.grad(implicit(f)),
+            lambda f: implicit(jax.grad(f)),
+            lambda f: jax.jit(jax.grad(implicit(f))),
+            lambda f: jax.grad(jax.jit(implicit(f))),
+            lambda f: jax.grad(implicit(jax.jit(f))),
+        ],
+    )
+    def test_gradients(self, order):
+        dense = Codes.quantize(W).materialise()
+        f = lambda w: ((X @ quantize(w)) ** 2).sum()
+        np.testing.assert_allclose(order(f)(W), jax.grad(lambda w: ((X @ w) ** 2).sum())(dense), rtol=1e-4)
+
+    def test_the_rule_is_followed(self):
+        f = lambda w: (X @ quantize(w)).sum()
+        report = ql.explain(jax.grad(f), False)(W)
+        del report
+        rows = ql.explain(lambda w: X @ w)(quantize(W)).rows
+        assert [(row.primitive, row.outcome) for row in rows if row.outcome == "rule"] == [
+            ("dot_general", "rule")
+        ]
+        assert not [row for row in rows if row.outcome == "materialised"]
+
+    def test_gradients_of_the_other_operand(self):
+        dense = Codes.quantize(W).materialise()
+        grads = jax.grad(implicit(lambda x, w: ((x @ quantize(w)) ** 2).sum()), (0, 1))(X, W)
+        expected = jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1))(X, dense)
+        for got, want in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4)
+
+    def test_through_rules_that_return_values(self):
+        dense = Codes.quantize(W).materialise()
+        f = implicit(lambda w: (X @ (quantize(w) * 3.0)).sum())
+        np.testing.assert_allclose(f(W), (X @ (dense * 3.0)).sum(), rtol=1e-4)
+        np.testing.assert_allclose(
+            jax.grad(f)(W), jax.grad(lambda w: (X @ (w * 3.0)).sum())(dense), rtol=1e-4
+        )
+
+    def test_materialize(self):
+        f = lambda w: (quantize(w).materialize() ** 2).sum()
+        np.testing.assert_allclose(jax.grad(f)(W), 2 * Codes.quantize(W).materialise(), rtol=1e-5)
+
+    def test_without_a_rule(self):
+        f = lambda w: jnp.sum(jnp.sin(quantize(w) + 1.0))
+        dense = Codes.quantize(W).materialise()
+        with ql.on_materialise("allow"):
+            np.testing.assert_allclose(jax.grad(implicit(f))(W), jnp.cos(dense + 1.0), rtol=1e-5)
+
+    def test_forward_mode(self):
+        dense = Codes.quantize(W).materialise()
+        y, dy = jax.jvp(implicit(lambda w: X @ quantize(w)), (W,), (2 * W,))
+        np.testing.assert_allclose(y, X @ dense, rtol=1e-4)
+        np.testing.assert_allclose(dy, X @ (2 * W), rtol=1e-4)
+
+    def test_vmap(self):
+        w = weight(5, 4, 3)
+        f = lambda w: ((X @ quantize(w)) ** 2).sum()
+        grads = jax.vmap(jax.grad(implicit(f)))(w)
+        for got, each in zip(grads, w, strict=True):
+            dense = Codes.quantize(each).materialise()
+            np.testing.assert_allclose(got, jax.grad(lambda w: ((X @ w) ** 2).sum())(dense), rtol=1e-4)
+
+    def test_scan(self):
+        def f(w):
+            q = quantize(w)
+            return jax.lax.scan(lambda c, x: (c + (x[None] @ q).sum(), None), 0.0, X)[0]
+
+        with ql.on_materialise("allow"):
+            np.testing.assert_allclose(
+                jax.grad(implicit(f))(W), jax.grad(lambda w: (X @ w).sum())(W), rtol=1e-4
+            )
+
+    def test_static_and_keyword_arguments(self):
+        q = quantize(W, bits=4)
+        assert q.bits == 4
+        np.testing.assert_array_equal(ql.materialise(q), Codes.quantize(W, bits=4).materialise())
+
+    def test_training_lowers_the_loss(self):
+        x = weight(16, 4)
+        target = x @ weight(4, 3)
+        loss = implicit(lambda w: jnp.mean((x @ quantize(w, bits=4) - target) ** 2))
+        w = jnp.full((4, 3), 0.1)
+        first = loss(w)
+        step = jax.jit(lambda w: w - 0.1 * jax.grad(loss)(w))
+        for _ in range(60):
+            w = step(w)
+        assert loss(w) < first / 10
