@@ -1,8 +1,7 @@
 """`python -m benchmarks.quantized [--quick]`: products with quantised weights against decode-then-multiply.
 
-Times are medians of runs in turn; memory is what XLA allocates for temporaries. The naive way decodes
-the whole
-weight and multiplies, in one jitted function.
+Times are medians of runs in turn; memory is what XLA allocates for temporaries. The naive way decodes the
+whole weight and multiplies, in one jitted function.
 """
 
 import argparse

@@ -182,3 +182,24 @@ def test_stacks_are_quantised_one_by_one(quantize, axis):
     assert eqx.tree_equal(ql.quaxify(lambda w: w[1])(w), one)
     with pytest.raises(ValueError, match="axis 0 is not an axis of one of the arrays in 1 axes of stacks"):
         quantize(x, axis=0, stacked=1)
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 64), (3, 0), (64,)])
+def test_small_and_empty_arrays(shape, double_quant):
+    w = ql.NF4Array.quantize(jnp.ones(shape), double_quant=double_quant)
+    assert w.shape == w.materialise().shape == shape
+    np.testing.assert_allclose(w.materialise(), 1, rtol=1e-6)
+
+
+def test_what_cannot_be_quantised():
+    with pytest.raises(TypeError, match=r"NF4Array.quantize takes a floating array; found dtype int32"):
+        ql.NF4Array.quantize(jnp.arange(3))
+    with pytest.raises(ValueError, match=r"axis 2 is not an axis of an array of shape \(3, 4\)"):
+        ql.Int8Array.quantize(jnp.ones((3, 4)), axis=2)
+    with pytest.raises(ValueError, match="double_quant is for 4-bit types"):
+        ql.Int8Array.quantize(jnp.ones((3, 4)), double_quant=True)
+    with pytest.raises(ValueError, match="at least one axis; found a scalar"):
+        ql.Int8Array.quantize(jnp.ones(()))
+    with pytest.raises(ValueError, match=r"takes codes of dtype uint8 and scales of shape \(1,\); found codes"):
+        ql.NF4Array(jnp.zeros(4, jnp.uint8), jnp.zeros(2), block_size=64)

@@ -33,7 +33,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
     @classmethod
     def quantize(
         cls: type[_C],
-        x: Float[ArrayLike, "..."],
+        x: ArrayLike,
         *,
         block_size: int = 64,
         double_quant: bool = False,
@@ -125,10 +125,16 @@ class AbstractCodebookArray(AbstractQuantizedArray):
             whole = (n for n in range(1, tied) if math.prod(shape[tied - n :]) % self.block == 0)
             tied = next(whole, tied)
         lead, inner = shape[: len(shape) - tied], shape[len(shape) - tied :]
-        cut = lambda leaf: leaf.reshape(*leaf.shape[:-1], *lead, leaf.shape[-1] // max(math.prod(lead), 1))
         one_axis = len(inner) == 1 and inner[0] % 2 == 0
+        inner_or_none = None if one_axis else inner
+        if not lead or isinstance(self.scale, NestedScales):
+            return dataclasses.replace(self, inner=inner_or_none)
+        kept, size = self.codes.shape[:-1], math.prod(inner)
         return dataclasses.replace(
-            jax.tree.map(cut, self) if lead else self, inner=None if one_axis else inner
+            self,
+            codes=self.codes.reshape(*kept, *lead, -(-size // 2)),
+            scale=self.scale.reshape(*kept, *lead, -(-size // self.block)),
+            inner=inner_or_none,
         )
 
     def untied(self: _C) -> _C:

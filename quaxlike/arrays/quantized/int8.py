@@ -23,9 +23,10 @@ class Int8Array(AbstractQuantizedArray):
     @classmethod
     def quantize(
         cls: type[_I],
-        x: Float[ArrayLike, "..."],
+        x: ArrayLike,
         *,
         block_size: int | None = None,
+        double_quant: bool = False,
         axis: int = -1,
         stacked: int = 0,
         train_scales: bool = False,
@@ -37,6 +38,7 @@ class Int8Array(AbstractQuantizedArray):
         - `x`: any floating dtype, which becomes the logical dtype; computed in float32.
         - `block_size`: how many elements along `axis` share a scale; the last block may be partial.
             None (default) for one scale a channel.
+        - `double_quant`: for 4-bit types alone: there are few scales here, and they stay float32.
         - `axis`: the axis that blocks run along, the contracted one of a weight. Default -1.
         - `stacked`: how many leading axes count the arrays of a stack: those that `vmap` or `lax.scan` will
             run over. Default 0.
@@ -44,8 +46,8 @@ class Int8Array(AbstractQuantizedArray):
 
         **Returns:** `x` rounded, as an array of this type, of the same shape and dtype.
 
-        **Raises:** `ValueError` for a block size that is not positive or a scalar, `TypeError` for an
-        array that is not floating.
+        **Raises:** `ValueError` for a block size that is not positive, a scalar, or `double_quant`;
+        `TypeError` for an array that is not floating.
 
         !!! example
 
@@ -56,6 +58,8 @@ class Int8Array(AbstractQuantizedArray):
             ql.quaxify(jnp.dot)(ql.Int8Array.quantize(w), jnp.ones(128))
             ```
         """
+        if double_quant:
+            raise ValueError("Int8Array keeps its scales in float32; double_quant is for 4-bit types.")
         if stacked:
             options = {"block_size": block_size, "train_scales": train_scales}
             return quantize_stack(cls, x, axis, stacked, options)

@@ -1,5 +1,8 @@
 """Codes and block scales back to arrays, by table and therefore exact."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,6 +19,7 @@ def unpack_codes(packed: UInt8[ArrayLike, " bytes"]) -> UInt8[Array, " codes"]:
     return jnp.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)
 
 
+@functools.partial(jax.jit, static_argnames=("n", "block_size", "dtype"), inline=True)
 def dequantize_codebook(
     packed: UInt8[ArrayLike, " bytes"],
     absmax: Float32[ArrayLike, " blocks"],
@@ -30,6 +34,7 @@ def dequantize_codebook(
     return (values * jnp.asarray(absmax)[:, None]).reshape(-1)[:n].astype(dtype)
 
 
+@functools.partial(jax.jit, inline=True)
 def dequantize_scales(
     codes: UInt8[ArrayLike, " blocks"],
     nested: Float32[ArrayLike, " nested"],
@@ -54,6 +59,7 @@ def dequantize_scales(
     return scaled.reshape(-1)[: codes.size] + offset
 
 
+@functools.partial(jax.jit, static_argnames=("block_size", "dtype"), inline=True)
 def dequantize_int(
     integers: Int8[ArrayLike, "... n"],
     scale: Float32[ArrayLike, "... blocks"],

@@ -1,5 +1,7 @@
 """Arrays to codes and block scales, bit for bit as bitsandbytes does it, on any JAX backend."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,14 @@ def quantize_codebook(
     **Returns:** the packed codes, `ceil(x.size / 2)` bytes, and the scales, one for each block.
     """
     check_block_size(block_size)
-    flat = jnp.asarray(x).reshape(-1).astype(jnp.float32)
+    return _quantize(jnp.asarray(x), tuple(codebook.tolist()), block_size)
+
+
+@functools.partial(jax.jit, static_argnames=("codebook", "block_size"), inline=True)
+def _quantize(
+    x: Float[Array, "..."], codebook: tuple[float, ...], block_size: int
+) -> tuple[UInt8[Array, " bytes"], Float32[Array, " blocks"]]:
+    flat = x.reshape(-1).astype(jnp.float32)
     whole = flat.size - flat.size % block_size
     blocks = flat[:whole].reshape(-1, block_size)
     absmax = _absmax(blocks)
@@ -49,6 +58,7 @@ def quantize_codebook(
     return codes[::2] << 4 | codes[1::2], absmax
 
 
+@functools.partial(jax.jit, inline=True)
 def quantize_scales(
     absmax: Float32[ArrayLike, " blocks"], offset: Float32[ArrayLike, ""] | None = None
 ) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
@@ -75,6 +85,7 @@ def quantize_scales(
     return codes.reshape(-1)[: absmax.size], nested, offset
 
 
+@functools.partial(jax.jit, static_argnames=("largest", "block_size"), inline=True)
 def quantize_int(
     x: Float[ArrayLike, "... n"], largest: int, block_size: int | None
 ) -> tuple[Int8[Array, "... n"], Float32[Array, "... blocks"]]:
@@ -117,9 +128,9 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return jnp.where(absmax < np.finfo(np.float32).tiny, _TINY, absmax)
 
 
-def _nearest(v: Float32[Array, " n"], codebook: FloatArray) -> UInt8[Array, " n"]:
+def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
     """Codes of the nearest entries: a sum of comparisons, which XLA fuses into one pass."""
-    bounds, order = nearest_bounds(tuple(codebook.tolist()))
+    bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
     for bound, step in zip(bounds, np.diff(order), strict=True):  # uint8: steps wrap around
         codes += jnp.where(v > bound, step, np.uint8(0))
