@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
 from ..arrays.quantized import AbstractQuantizedArray, FP4Array, Int4Array, Int8Array, NF4Array
 from ..core.values import is_value
+from ..implicit import ste
 from .select import Where, replace, select_matrices
 
 _SCHEMES: dict[str, type[FP4Array | Int4Array | Int8Array | NF4Array]] = {
@@ -123,21 +123,10 @@ def fake_quantize(
         if not isinstance(q, AbstractQuantizedArray):
             return q
         if id(w) not in rounded:
-            rounded[id(w)] = _straight_through(w, q.materialise())
+            rounded[id(w)] = ste(lambda w: q.materialise())(w)
         return rounded[id(w)]
 
     return jtu.tree_map(estimate, quantized, model, is_leaf=is_value)
-
-
-@jax.custom_jvp
-def _straight_through(w: Any, rounded: Any) -> Any:
-    """`rounded`, with the derivative of `w`."""
-    return rounded
-
-
-@_straight_through.defjvp
-def _straight_through_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[1], tangents[0]
 
 
 def _quantized(

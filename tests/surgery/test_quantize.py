@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.implicit import ste
 
 SCHEMES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int8": ql.Int8Array, "int4": ql.Int4Array}
 KEY = jax.random.key(1)
@@ -144,3 +145,12 @@ def test_a_training_step_holds_no_dense_copy_of_a_frozen_weight():
     with ql.on_materialise("error"):
         compiled = step.lower(trained, arrays, jnp.ones((8, width))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * width * width
+
+
+@pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
+def test_straight_through_over_products_with_codes(cls):
+    w, x = jax.random.normal(KEY, (16, 64)), jnp.asarray(X)
+    loss = lambda w: jnp.sum(jnp.sin(w @ x))
+    with ql.on_materialise("error"):
+        actual = jax.grad(lambda w: ql.quaxify(lambda w: loss(ste(cls.quantize)(w)))(w))(w)
+    np.testing.assert_allclose(actual, jax.grad(loss)(cls.quantize(w).materialise()), atol=1e-4)
