@@ -42,9 +42,8 @@ def _pvary(
     out = []
     for leaf in leaves:
         axes = tuple(a for a in params["axes"] if a not in compat.varying_axes(leaf))
-        (leaf,) = primitive.bind(leaf, **params | {"axes": axes}) if axes else [leaf]
-        out.append(leaf)
-    return unflatten(slots, out)
+        out.append(primitive.bind(leaf, **params | {"axes": axes}) if axes else leaf)
+    return unflatten(slots, out)[0]
 
 
 @builtin("device_put")
