@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-from jax import lax
+from jax.interpreters import mlir
 
 from quaxlike.primitives import DefinedPrimitive, define_primitive
 
@@ -102,7 +102,8 @@ def kernel_primitive(
 
     **Arguments:**
 
-    - `choose`: `choose(platform, *operands, backend, **params) -> Choice`.
+    - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`, where a
+        `partitioned` operation is in a program that XLA divides between devices.
     - `reference`: computes the operation anywhere; what its other derivatives are derived from.
     - `rules`: hand-written rules, for `define_primitive`.
     """
@@ -111,24 +112,35 @@ def kernel_primitive(
         del backend
         return reference(*operands, **params)
 
-    def run_on(platform: str, *operands: Any, **params: Any) -> jax.Array:
-        choice = choose(platform, *operands, **params)
+    def run_on(platform: str, partitioned: bool, *leaves: Any, **params: Any) -> jax.Array:
+        tree = params.pop("in_tree", None)
+        operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
+        choice = choose(platform, *operands, partitioned=partitioned, **params)
         asked = _asked(platform, params.pop("backend"))
-        # What is lowered for ROCm besides CUDA, and never run, is not worth a word.
-        if choice.backend != asked and platform in (_device_platform(), "cuda", "tpu"):
+        if choice.backend != asked:
             _tell_once(name, asked, choice)
         return choice.run(*operands, **params)
 
-    on = lambda platform, **params: functools.partial(run_on, platform, **params)
+    def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
+        run = functools.partial(run_on, platform, _is_partitioned(context))
+        return mlir.lower_fun(run, multiple_results=False)(context, *leaves, **params)
 
-    def on_gpu(*operands: Any, **params: Any) -> jax.Array:
-        # To lowering rules every GPU is one platform; only the branch that applies is compiled.
-        branches = {"cuda": on("cuda", **params), "default": on("rocm", **params)}
-        return lax.platform_dependent(*operands, **branches)
-
-    primitive = define_primitive(name, impl, cpu=on("cpu"), gpu=on_gpu, tpu=on("tpu"), **rules)
+    primitive = define_primitive(name, impl, **rules)
+    for platform in ("cpu", "cuda", "rocm", "tpu"):
+        mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
     primitive.slot("backend").register(choose)
     return primitive
+
+
+def _is_partitioned(context: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA will divide the program between devices: all of it that is not in a `shard_map`."""
+    axes = context.module_context.axis_context
+    if isinstance(axes, mlir.ShardingContext):
+        return axes.num_devices != 1
+    if isinstance(axes, mlir.SPMDAxisContext):
+        manual = {*axes.manual_axes, *axes.mesh.manual_axes}
+        return any(size != 1 for axis, size in axes.mesh.shape.items() if axis not in manual)
+    return False
 
 
 def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
@@ -145,18 +157,19 @@ def first_choice(
     reference: Callable[..., jax.Array],
     kernels: Mapping[str, Callable[..., Choice | str]],
     *operands: Any,
+    partitioned: bool,
     **params: Any,
 ) -> Choice:
     """What the platform's kernels choose, or the reference and why.
 
     **Arguments:**
 
-    - `kernels`: for a backend, `choose(platform, *operands, **params)`: its choice, or the reason
-        why it does not take the operation.
+    - `kernels`: for a backend, `choose(platform, *operands, partitioned, **params)`: its choice, or
+        the reason why it does not take the operation.
     """
     asked = _asked(platform, forced)
     if asked in kernels:
-        choice = kernels[asked](platform, *operands, **params)
+        choice = kernels[asked](platform, *operands, partitioned=partitioned, **params)
         return choice if isinstance(choice, Choice) else Choice("reference", choice, reference)
     reason = "forced" if forced else f"there is no kernel for platform {platform!r}"
     return Choice("reference", reason, reference)
@@ -173,9 +186,15 @@ def _asked(platform: str, forced: Backend | None) -> Backend:
     return forced or _NATIVE.get(platform, "reference")
 
 
+PARTITIONED = (
+    "XLA cannot divide a kernel between devices, as it does this program; call it within "
+    "`jax.shard_map` for each device to run it on its part"
+)
+
+
 @functools.cache
-def mosaic_gpu_refusal(platform: str) -> str | None:
-    """Why kernels for Hopper GPUs cannot be compiled; None if they can."""
+def mosaic_gpu_refusal(platform: str, *, newer: bool) -> str | None:
+    """Why kernels for Hopper GPUs, and perhaps `newer` ones, cannot be compiled; None if they can."""
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
     try:
@@ -188,8 +207,9 @@ def mosaic_gpu_refusal(platform: str) -> str | None:
     # Where no GPU is at hand the program is lowered for another machine.
     if jax.default_backend() == "gpu":
         capability = jax.devices()[0].compute_capability
-        if float(capability) < 9.0:
-            return f"the kernels are for Hopper and later; this device has capability {capability}"
+        major = int(capability.split(".")[0])
+        if major < 9 or (major > 9 and not newer):
+            return f"the kernel is not for devices of compute capability {capability}"
     return None
 
 

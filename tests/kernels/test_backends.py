@@ -3,13 +3,14 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from quaxlike import kernels
 from quaxlike.kernels import nf4_matmul
 from tests.primitives.jaxprs import equations
 
-from .weights import quantised
+from .weights import quantised, relative_error
 
 W = quantised((48, 64))
 
@@ -69,3 +70,35 @@ def test_importing_the_kernels_does_not_import_pallas():
     code = "import sys, quaxlike.kernels; print('jax.experimental.pallas' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+def _sharded(x, mesh):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P("rows", None)))
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def test_a_program_that_xla_divides_runs_no_kernel(mesh):
+    x = jnp.ones((128, 128))
+    w = quantised((128, 256))
+    fn = lambda x: nf4_matmul(x, *w.operands, transpose=True, **w.params)
+    with kernels.backend("tpu"):
+        jitted = jax.jit(fn)
+        with pytest.warns(kernels.KernelFallbackWarning, match="cannot divide a kernel"):
+            y = jitted(jax.device_put(x, _sharded(x, mesh).sharding))
+    assert len(y.sharding.device_set) == 4
+    assert relative_error(y, np.float64(x) @ w.dense) < 1e-6
+
+
+def test_within_shard_map_each_device_runs_the_kernel(mesh):
+    x = jax.random.normal(jax.random.key(0), (128, 256))
+    w = quantised((128, 256))
+    fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
+    mapped = jax.jit(
+        jax.shard_map(fn, mesh=mesh, in_specs=jax.P("rows"), out_specs=jax.P("rows"), check_vma=False)
+    )
+    with kernels.backend("tpu"):
+        assert relative_error(mapped(x), np.float64(x) @ w.dense.T) < 1e-6

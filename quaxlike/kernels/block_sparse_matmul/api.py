@@ -94,10 +94,18 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
 
 
 def _choose(
-    platform: str, x: Any, blocks: Any, *index: Any, backend: Backend | None = None, **params: Any
+    platform: str,
+    x: Any,
+    blocks: Any,
+    *index: Any,
+    backend: Backend | None = None,
+    partitioned: bool = False,
+    **params: Any,
 ) -> Choice:
     kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
-    return first_choice(platform, backend, matmul_reference, kernels, x, blocks, **params)
+    return first_choice(
+        platform, backend, matmul_reference, kernels, x, blocks, partitioned=partitioned, **params
+    )
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import Choice, mosaic_gpu_refusal
+from quaxlike.kernels.backends import PARTITIONED, Choice, mosaic_gpu_refusal
 
 _DEPTH = 64  # features contracted at a time: 128 bytes, the widest swizzle
 _COMPUTE_WARPGROUPS = 2
@@ -25,6 +25,8 @@ _STAGES = 3
 def choose(platform: str, x: Any, blocks: Any, **params: Any) -> Choice | str:
     """How the operation runs on a GPU, or why it does not."""
     b = blocks.shape[-1]
+    if params["partitioned"]:
+        return PARTITIONED
     if b not in (64, 128):
         return f"the GPU kernel takes blocks of 64 or 128, not {b}"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or blocks.dtype != x.dtype:
@@ -33,7 +35,7 @@ def choose(platform: str, x: Any, blocks: Any, **params: Any) -> Choice | str:
         return f"the GPU kernel's result is of the dtype of x, not {params['out_dtype']}"
     if x.size == 0 or blocks.size == 0:
         return "the GPU kernel takes at least one row of x and one slot"
-    refusal = mosaic_gpu_refusal(platform)
+    refusal = mosaic_gpu_refusal(platform, newer=False)
     return Choice("gpu", "a Mosaic GPU kernel", matmul) if refusal is None else refusal
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import Choice, pallas_tpu_refusal
+from quaxlike.kernels.backends import PARTITIONED, Choice, pallas_tpu_refusal
 
 _LANES = 128
 _ROWS_OF_X = 512  # in a tile
@@ -18,7 +18,7 @@ _ROWS_OF_X = 512  # in a tile
 
 def choose(platform: str, x: Any, blocks: Any, **params: Any) -> Choice | str:
     """How the operation runs on a TPU, or why it does not."""
-    refusal = pallas_tpu_refusal(platform)
+    refusal = PARTITIONED if params["partitioned"] else pallas_tpu_refusal(platform)
     if refusal is not None:
         return refusal
     b = blocks.shape[-1]

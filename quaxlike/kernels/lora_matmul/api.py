@@ -126,10 +126,19 @@ def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) 
         )
 
 
-def _choose(platform: str, x: Any, *operands: Any, backend: Backend | None = None, **params: Any) -> Choice:
+def _choose(
+    platform: str,
+    x: Any,
+    *operands: Any,
+    backend: Backend | None = None,
+    partitioned: bool = False,
+    **params: Any,
+) -> Choice:
     # The kernels of the weight alone take the low-rank term as two more operands.
     kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
-    return first_choice(platform, backend, lora_matmul_reference, kernels, x, **params)
+    return first_choice(
+        platform, backend, lora_matmul_reference, kernels, x, partitioned=partitioned, **params
+    )
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

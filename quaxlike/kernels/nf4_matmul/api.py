@@ -121,9 +121,16 @@ def _reference(
     return matmul_reference(x, packed, dense_scales(absmax), codebook, **params)
 
 
-def _choose(platform: str, x: Any, *weight: Any, backend: Backend | None = None, **params: Any) -> Choice:
+def _choose(
+    platform: str,
+    x: Any,
+    *weight: Any,
+    backend: Backend | None = None,
+    partitioned: bool = False,
+    **params: Any,
+) -> Choice:
     kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
-    return first_choice(platform, backend, _reference, kernels, x, **params)
+    return first_choice(platform, backend, _reference, kernels, x, partitioned=partitioned, **params)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

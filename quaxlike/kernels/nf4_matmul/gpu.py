@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import Choice, mosaic_gpu_refusal
+from quaxlike.kernels.backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from quaxlike.kernels.blockwise import dequantize_codebook
 from quaxlike.kernels.multilinear import accumulator_dtype
 
@@ -41,11 +41,14 @@ def fused_refusal(
     shape: tuple[int, int],
     block_size: int,
     transpose: bool = False,
+    partitioned: bool,
     **params: Any,
 ) -> str | None:
     """Why the fused kernel does not take an operation; None if it does."""
     n, k = shape
     rows = math.prod(x.shape[:-1])
+    if partitioned:
+        return PARTITIONED
     if transpose:
         return "the fused kernel contracts over the columns of W"
     if not 0 < rows <= FUSED_ROWS:
@@ -56,7 +59,7 @@ def fused_refusal(
         return f"the fused kernel takes blocks of a multiple of 64 codes within rows, not {block_size}"
     if n == 0 or n * k // 2 >= 2**31:
         return "the fused kernel addresses up to 2 GiB of codes"
-    return mosaic_gpu_refusal(platform)
+    return mosaic_gpu_refusal(platform, newer=True)
 
 
 def fused(
