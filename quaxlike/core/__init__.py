@@ -1,2 +1,2 @@
-"""The interpreter. Read in this order: compat, values, rules, policy, trace, quaxify, slots, subjaxpr,
-higher_order."""
+"""The interpreter. Read in this order: compat, values, rules, policy, tracer, trace, quaxify, late, slots,
+evaluate, subjaxpr, higher_order."""

@@ -14,8 +14,9 @@ from jaxtyping import PyTree
 from . import compat, recording
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
-from .trace import QuaxTrace, ValueTracer, innermost, kind_of
-from .values import Value, is_value
+from .trace import QuaxTrace, kind_of
+from .tracer import ValueTracer
+from .values import is_value
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -178,6 +179,3 @@ def value_of(x: Any) -> Any:
     if isinstance(x, ValueTracer):
         return x.quax_value
     return x
-
-
-__all__ = ["Value", "innermost", "quaxify", "value_of"]

@@ -12,9 +12,10 @@ import jax.core
 import jax.extend.core as jexc
 
 from . import compat, recording
+from .evaluate import evaluate
 from .policy import policy_key
 from .slots import Slot, conform, flatten, split, unflatten
-from .trace import QuaxTrace, kind_of
+from .trace import QuaxTrace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,107 +106,6 @@ def _trace(
     if closed and not any(isinstance(c, jax.core.Tracer) for c in consts):
         return Flat(compat.with_consts(flat, consts), (), out)
     return Flat(compat.with_consts(flat, ()), tuple(consts), out)
-
-
-# -------------------------------------------------------------------------------------------------
-# Running a jaxpr on Values
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
-    """One equation, with places in a list for variables."""
-
-    eqn: Any
-    primitive: jexc.Primitive
-    params: dict[str, Any]
-    inputs: list[int]
-    outputs: list[int]
-    dead: list[int]  # what is not read again
-    named: bool  # has a name stack of its own
-    in_context: bool  # traced under a setting that also matters when it is run eagerly
-    takes_functions: bool  # custom derivatives and shard_map, which are bound with functions
-
-
-class _Plan:
-    """A jaxpr, laid out once so that running it again looks nothing up."""
-
-    def __init__(self, jaxpr: jexc.ClosedJaxpr) -> None:
-        opened = compat.opened(jaxpr)
-        self.start: list[Any] = []  # the values to begin with: those of literals
-        places: dict[Any, int] = {}
-
-        def place(atom: Any) -> int:
-            literal = isinstance(atom, jexc.Literal)
-            if literal or atom not in places:
-                self.start.append(atom.val if literal else None)
-                if literal:
-                    return len(self.start) - 1
-                places[atom] = len(self.start) - 1
-            return places[atom]
-
-        n_consts = len(jaxpr.consts)
-        invars = list(map(place, compat.all_invars(opened)))
-        self.consts, self.invars = invars[:n_consts], invars[n_consts:]
-        placed = [(eqn, list(map(place, eqn.invars)), list(map(place, eqn.outvars))) for eqn in opened.eqns]
-        self.outvars = list(map(place, opened.outvars))
-        self.steps: list[_Step] = []
-        alive = set(self.outvars)
-        for eqn, inputs, outputs in reversed(placed):
-            dead = {*inputs, *outputs} - alive
-            alive |= set(inputs)
-            takes_functions = type(eqn.primitive).get_bind_params is not jexc.Primitive.get_bind_params
-            named = bool(str(eqn.source_info.name_stack))
-            flags = (named, compat.has_context(eqn), takes_functions)
-            self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
-        self.steps.reverse()
-
-
-_plan = compat.weakly_cached(_Plan)
-
-
-def evaluate(
-    trace: QuaxTrace, jaxpr: jexc.ClosedJaxpr, operands: Sequence[Any], *, inlined: bool = False
-) -> list[Any]:
-    """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace.
-
-    What is staged gets the source lines of the equations; of the caller, if `inlined`.
-    """
-    plan = _plan(jaxpr)
-    parent = compat.current_trace()
-    eager = compat.is_eval_trace(parent)
-    level = trace if parent is trace.parent_trace else QuaxTrace(parent, trace.tag, trace.resolver)
-    env = plan.start.copy()
-    for i, x in zip(plan.consts, jaxpr.consts, strict=True):
-        env[i] = level.unwrap(x)
-    for i, x in zip(plan.invars, operands, strict=True):
-        env[i] = x
-    for step in plan.steps:
-        inputs = [env[i] for i in step.inputs]
-        if (eager or (inlined and not step.named)) and not step.in_context:
-            results = _run(level, step, inputs)
-        else:
-            with compat.source_of(step.eqn), step.eqn.ctx.manager:
-                results = _run(level, step, inputs)
-        for i, x in zip(step.outputs, results, strict=True):
-            env[i] = x
-        for i in step.dead:
-            env[i] = None
-    return [env[i] for i in plan.outvars]
-
-
-def _run(level: QuaxTrace, step: _Step, inputs: list[Any]) -> Sequence[Any]:
-    primitive = step.primitive
-    if step.takes_functions:
-        with jexc.set_current_trace(level):
-            params = primitive.get_bind_params(step.params)
-            return list(map(level.unwrap, primitive.bind(*map(level.box, inputs), **params)))
-    key = (primitive, *[type(x) if kind_of(x) == "value" else None for x in inputs])
-    if any(key[1:]):
-        out = level.dispatch_key(key, inputs, step.params)
-        return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
-    out = primitive.bind(*inputs, **step.params)
-    return out if primitive.multiple_results else [out]
 
 
 def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""The tracer that stands for a Value, and the trace that dispatches primitives on Values."""
+"""The trace that dispatches primitives on Values."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,114 +9,12 @@ import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 
-from . import compat, recording, values
-from .policy import MaterialisationError, dense, dense_operands
+from . import compat, recording
+from .policy import dense_operands
 from .rules import Resolver
-from .values import Value, aval_of, is_value
-
-
-class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument]
-    """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
-
-    __slots__ = ("_aval", "quax_tag", "quax_value")
-    __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX asks several times a call
-
-    def __init__(self, trace: "QuaxTrace", value: Value) -> None:
-        self._trace = trace
-        self.quax_tag = trace.tag
-        self.quax_value = value
-        self._aval = None
-
-    @property
-    def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._aval is None:  # many intermediates are never asked
-            self._aval = aval_of(self.quax_value)
-        return self._aval
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.quax_value, name)
-
-    def full_lower(self) -> Any:
-        # JAX asks when it evaluates on concrete arrays, and no tracer of a level under way gets there.
-        raise jax.errors.UnexpectedTracerError(
-            f"A {type(self.quax_value).__name__} got out of the quaxified function that it belongs to, "
-            f"through a closure, a global or an attribute: {self!r} is used at "
-            f"{recording.user_source()[0]}. Return it from the function instead; `quaxify` gives the Value "
-            "itself."
-        )
-
-    def _short_repr(self) -> str:
-        return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
-
-    # Python asks for a concrete value: the Value's, if its arrays are concrete. (Not through
-    # `to_concrete_value`: JAX calls that of its own accord, and it would materialise.)
-
-    def __bool__(self) -> bool:
-        return bool(self._concrete("bool"))
-
-    def __int__(self) -> int:
-        return int(self._concrete("int"))
-
-    def __float__(self) -> float:
-        return float(self._concrete("float"))
-
-    def __complex__(self) -> complex:
-        return complex(self._concrete("complex"))
-
-    def __index__(self) -> int:
-        return self._concrete("index").__index__()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._concrete("array").__array__(*args, **kwargs)
-
-    def item(self, *args: Any) -> Any:
-        return self._concrete("item").item(*args)
-
-    def tolist(self) -> Any:
-        return self._concrete("tolist").tolist()
-
-    def _concrete(self, what: str) -> Any:
-        with jexc.set_current_trace(self._trace.parent_trace):
-            return dense(self.quax_value, what, hint="Python asks for its elements.")
-
-
-def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
-    """`method` of a tracer, past jax.numpy where that would only come to the primitive: for two Values of
-    the same aval, which need no promotion. Everything else takes JAX's way."""
-    forward = getattr(jax.core.Tracer, method)
-    dtypes = jnp.inexact if only_inexact else jnp.number
-
-    @functools.cache
-    def applies_to(dtype: Any) -> bool:
-        return jnp.issubdtype(dtype, dtypes)
-
-    @functools.cache
-    def equation() -> jexc.JaxprEqn:
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        return jax.make_jaxpr(op)(scalar, scalar).eqns[0]
-
-    def operator(self: ValueTracer, other: Any) -> Any:
-        if type(other) is ValueTracer and other.quax_tag is self.quax_tag:
-            aval = self.aval
-            same = aval is other.aval or aval == other.aval
-            level = compat.current_trace()
-            if same and type(level) is QuaxTrace and level.tag is self.quax_tag and applies_to(aval.dtype):
-                eqn = equation()
-                return level.process_primitive(eqn.primitive, (self, other), eqn.params)
-        return forward(self, other)
-
-    operator.__name__ = method
-    return operator
-
-
-for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": lax.div}.items():
-    _name = f"__{_method}__"
-    setattr(ValueTracer, _name, _operator(_name, _op, only_inexact=_method == "truediv"))
+from .tracer import ValueTracer
+from .values import Value, is_value
 
 
 class QuaxTrace(jax.core.Trace):
@@ -273,58 +171,3 @@ def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[
             recorder.by_default_of(cls)
         return default(primitive, operands, params)
     return primitive.bind(*dense_operands(primitive, operands), **primitive.get_bind_params(params))
-
-
-# -------------------------------------------------------------------------------------------------
-# Late Values: closed over, built in the body, or used inside a rule
-# -------------------------------------------------------------------------------------------------
-
-
-def innermost(trace: Any) -> QuaxTrace | None:
-    """The quaxify level that code running under `trace` is in, if any."""
-    while trace is not None and type(trace) is not QuaxTrace:
-        trace = getattr(trace, "parent_trace", None)
-    return trace
-
-
-class _Adopt:
-    """Turns a Value that is used as an operand without having been passed in into a tracer."""
-
-    def available(self) -> bool:
-        return innermost(compat.current_trace()) is not None
-
-    def behind(self, x: Any) -> Any:
-        """The Value that a tracer of any level stands for; anything else as it is."""
-        return x.quax_value if type(x) is ValueTracer else x
-
-    def __call__(self, value: Value) -> Any:
-        level = innermost(compat.current_trace())
-        if level is None:
-            raise RuntimeError(
-                f"A {type(value).__name__} was given to a JAX primitive outside `quaxlike.quaxify`. "
-                "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the "
-                "parts), or use `quaxlike.materialise` to make it a dense array."
-            )
-        if _lives_below(level, value):
-            return ValueTracer(level, level.unwrap_tree(value))
-        # A transform inside the quaxified function traced its arrays: built there, or passed to a jitted
-        # function, which takes a Value that is not traced apart. This level would leave that transform out.
-        hint = "Pass it into that transform as a traced Value, or call `quaxify` inside of it."
-        return dense(value, "a Value that an inner transform took apart", hint=hint)
-
-
-def _lives_below(level: QuaxTrace, value: Value) -> bool:
-    tracers = [x for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]
-    below, trace = [level.tag], level.parent_trace
-    while trace is not None:
-        below += [trace, getattr(trace, "tag", trace)]
-        trace = getattr(trace, "parent_trace", None)
-    at = [(x._trace, getattr(x._trace, "tag", None)) for x in tracers]  # pyright: ignore[reportPrivateUsage]
-    return all(any(y is z for y in pair for z in below) for pair in at)
-
-
-_adopt = _Adopt()
-values.adopters.append(_adopt)
-compat.register_late_values(Value, _adopt, aval_of)
-
-__all__ = ["BUILTIN", "MaterialisationError", "QuaxTrace", "ValueTracer", "builtin", "by_default"]

@@ -7,8 +7,9 @@ import jax.core
 import jax.extend.core as jexc
 
 from .. import compat
+from ..evaluate import evaluate
 from ..slots import flatten, unflatten
-from ..subjaxpr import evaluate, subjaxpr
+from ..subjaxpr import subjaxpr
 from ..trace import QuaxTrace, builtin
 
 

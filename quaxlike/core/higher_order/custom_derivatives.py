@@ -22,7 +22,8 @@ from ..policy import dense
 from ..recording import shown_as
 from ..rules import asking
 from ..slots import Slot, StructureError, conform, flatten, split, spread, unflatten
-from ..trace import QuaxTrace, ValueTracer, builtin
+from ..trace import QuaxTrace, builtin
+from ..tracer import ValueTracer
 from ..values import is_value, materialise
 
 

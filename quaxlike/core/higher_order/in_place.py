@@ -12,9 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from .. import compat
+from ..evaluate import evaluate
 from ..policy import dense
 from ..quaxify import value_of
-from ..subjaxpr import evaluate
 from ..trace import QuaxTrace, builtin
 
 
