@@ -58,15 +58,15 @@ def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) 
 
     Meng et al., PiSSA (2024).
     """
-    w = _dense_matrix(name, lora, "pissa")
-    u, s, vt = _svd(w, lora.rank, None if iterations is None else (key, iterations))
+    w = dense_base(name, lora, "init='pissa'")
+    u, s, vt = svd(w, lora.rank, None if iterations is None else (key, iterations))
     root = jnp.sqrt(s / lora.scaling)
     return _moved(lora, w, root[..., :, None] * vt, u * root[..., None, :])
 
 
 def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
     """The first columns of Q and rows of R. Büyükakyüz, OLoRA (2024)."""
-    w = _dense_matrix(name, lora, "olora")
+    w = dense_base(name, lora, "init='olora'")
     q, r = jnp.linalg.qr(w)
     return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
 
@@ -84,41 +84,57 @@ def _order(lora: LoraArray) -> list[int]:
     return [*(i for i in range(n) if i not in matrix), *matrix]
 
 
-def _dense_matrix(name: str, lora: LoraArray, init: str) -> jax.Array:
-    if is_value(lora.w):
-        raise ValueError(
-            f"init={init!r} takes a part of the base into the adapter, and {name} is a "
-            f"{type(lora.w).__name__}. Adapt the model first and quantise it then."
-        )
-    out, into = (math.prod(lora.shape[i] for i in axes) for axes in (lora.out_axes, lora.in_axes))
-    if lora.rank > min(out, into):
-        raise ValueError(
-            f"init={init!r} needs a rank of at most min(out, in) = {min(out, into)} for {name}; "
-            f"found {lora.rank}."
-        )
-    w = jnp.transpose(lora.w, _order(lora))
+def as_matrix(lora: LoraArray, w: jax.Array) -> jax.Array:
+    """An array with the axes of `lora` as a matrix, in float32 at least."""
+    w = jnp.transpose(w, _order(lora)).astype(jnp.promote_types(w.dtype, jnp.float32))
     batch = w.shape[: w.ndim - len(lora.out_axes) - len(lora.in_axes)]
-    return w.astype(jnp.promote_types(w.dtype, jnp.float32)).reshape(*batch, out, into)
+    return w.reshape(*batch, -1, _in_size(lora))
 
 
-def _with_base(lora: LoraArray, w: jax.Array) -> LoraArray:
+def _as_array(lora: LoraArray, w: jax.Array) -> jax.Array:
+    """The array with the axes of `lora` of which `w` is the matrix."""
     order = _order(lora)
     w = w.reshape([lora.shape[i] for i in order]).transpose([order.index(i) for i in range(lora.ndim)])
-    return lora.replace(w=w.astype(lora.dtype))
+    return w.astype(lora.dtype)
 
 
-def _with_factors(lora: LoraArray, a: jax.Array, b: jax.Array) -> LoraArray:
-    return lora.replace(
-        a=a.reshape(lora.a.shape).astype(lora.a.dtype), b=b.reshape(lora.b.shape).astype(lora.b.dtype)
-    )
+def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
+    """The base as a matrix, checked to be one that an initialisation can take a part of."""
+    if is_value(lora.w):
+        raise ValueError(
+            f"{init} takes a part of the base into the adapter, and {name} is a {type(lora.w).__name__}. "
+            "Adapt the model first and quantise it then."
+        )
+    w = as_matrix(lora, lora.w)
+    if lora.rank > min(w.shape[-2:]):
+        raise ValueError(
+            f"{init} needs a rank of at most min(out, in) = {min(w.shape[-2:])} for {name}; "
+            f"found {lora.rank}."
+        )
+    return w
+
+
+def with_factors(lora: LoraArray, a: jax.Array, b: jax.Array) -> LoraArray:
+    """`lora` with other factors, given as matrices of shapes (..., rank, in) and (..., out, rank)."""
+    out, into = ([lora.shape[axis] for axis in axes] for axes in (lora.out_axes, lora.in_axes))
+    a, b = a.reshape(*a.shape[:-1], *into), b.reshape(*b.shape[:-2], *out, b.shape[-1])
+    return lora.replace(a=a.astype(lora.a.dtype), b=b.astype(lora.b.dtype))
 
 
 def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
     """`scaling * b @ a` taken out of the base and into the adapter."""
-    return _with_base(_with_factors(lora, a, b), w - lora.scaling * (b @ a))
+    return with_factors(lora, a, b).replace(w=_as_array(lora, w - lora.scaling * (b @ a)))
 
 
-def _svd(w: jax.Array, rank: int, randomised: tuple[Any, int] | None = None) -> tuple[Any, Any, Any]:
+def factored(lora: LoraArray, delta: jax.Array, rank: int) -> LoraArray:
+    """`lora` with the adapter of `scaling` 1 that is nearest to `delta`, an array with its axes."""
+    u, s, vt = svd(as_matrix(lora, delta), rank)
+    root = jnp.sqrt(s)
+    factors = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])
+    return factors.replace(alpha=float(factors.rank), rslora=False)
+
+
+def svd(w: jax.Array, rank: int, randomised: tuple[Any, int] | None = None) -> tuple[Any, Any, Any]:
     """The first singular vectors and values of matrices; by subspace iteration (Halko et al., 2011) if
     given a key and a number of iterations."""
     if randomised is not None:

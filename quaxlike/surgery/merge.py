@@ -8,7 +8,9 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, arrange, row_scale
+from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
+from .quantize import requantize_array
 from .select import named_arrays, path_of, replace
 
 
@@ -97,6 +99,8 @@ def _merged(name: str, leaf: LoraArray | LoraBias | TrainableArray, requantised:
 
 
 def _like(name: str, dense: Any, base: Value) -> Any:
+    if isinstance(base, AbstractQuantizedArray):
+        return requantize_array(dense, base)
     out = type(base).promote(dense, base)
     if out is NotImplemented:
         raise ValueError(

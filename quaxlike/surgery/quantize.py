@@ -7,7 +7,14 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
-from ..arrays.quantized import AbstractQuantizedArray, FP4Array, Int4Array, Int8Array, NF4Array
+from ..arrays.quantized import (
+    AbstractQuantizedArray,
+    FP4Array,
+    Int4Array,
+    Int8Array,
+    NestedScales,
+    NF4Array,
+)
 from ..core.values import is_value
 from ..implicit import ste
 from .select import Where, replace, select_matrices
@@ -66,13 +73,11 @@ def quantize(
 
     Schemes and their names follow bitsandbytes.
     """
-    if scheme not in _SCHEMES:
-        raise ValueError(f"quantize takes one of the schemes {', '.join(_SCHEMES)}; found {scheme!r}.")
     done: dict[int, Any] = {}  # by the identity of the weight, which the model keeps alive
     quantized: dict[str, Any] = {}
     for name, w in select_matrices(model, where, exclude).items():
         if id(w) not in done:
-            done[id(w)] = _quantized(name, w, _SCHEMES[scheme], scheme_options)
+            done[id(w)] = quantize_array(name, w, scheme, **scheme_options)
         quantized[name] = done[id(w)]
     return replace(model, quantized)
 
@@ -129,11 +134,12 @@ def fake_quantize(
     return jtu.tree_map(estimate, quantized, model, is_leaf=is_value)
 
 
-def _quantized(
-    name: str, w: Any, cls: type[FP4Array | Int4Array | Int8Array | NF4Array], options: dict[str, Any]
-) -> Any:
+def quantize_array(name: str, w: Any, scheme: str, **options: Any) -> Any:
+    """The weight of this name, or the base of its adapter, quantised."""
+    if scheme not in _SCHEMES:
+        raise ValueError(f"quantize takes one of the schemes {', '.join(_SCHEMES)}; found {scheme!r}.")
     if isinstance(w, LoraArray):
-        return w.replace(w=_quantized(name, w.w, cls, options))
+        return w.replace(w=quantize_array(name, w.w, scheme, **options))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
             f"{name} is a {type(w).__name__} already. Leave it out with `exclude`, or make it dense with "
@@ -144,4 +150,18 @@ def _quantized(
             f"{name} is a {type(w).__name__}; quantize takes dense arrays and adapters over them. Leave it "
             "out with `exclude`."
         )
-    return cls.quantize(w, **options)
+    return _SCHEMES[scheme].quantize(w, **options)
+
+
+def requantize_array(dense: Any, like: AbstractQuantizedArray) -> Any:
+    """A dense array, quantised as `like` is."""
+    stored = dense.transpose([like.permutation.index(i) for i in range(dense.ndim)])
+    cls: Any = type(like)
+    new = cls.quantize(
+        stored,
+        block_size=like.block_size,
+        double_quant=isinstance(like.scale, NestedScales),
+        stacked=like.num_lead,
+        train_scales=like.train_scales,
+    )
+    return new.with_axes(like.permutation)

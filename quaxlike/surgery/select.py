@@ -110,7 +110,11 @@ def select(model: PyTree, where: Where = "all-linear") -> dict[str, Any]:
 def select_matrices(model: PyTree, where: Where, exclude: str | Sequence[str] = ()) -> dict[str, Any]:
     """What `select` finds, less biases, norms and integers: what can be adapted or quantised."""
     chosen = select(model, where)
-    matrices = {name: leaf for name, leaf in chosen.items() if _is_matrix(leaf)}
+    matrices = {
+        name: leaf
+        for name, leaf in chosen.items()
+        if _is_matrix(leaf) and not name.rpartition(".")[2].startswith("bias")
+    }
     if not matrices:
         raise ValueError(
             f"`where` selects no weight of two or more axes and floating-point dtype, only {_some(chosen)}."

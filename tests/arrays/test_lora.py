@@ -1,5 +1,6 @@
 """`LoraArray`: every operation on it against the same operation on `w + s * b @ a` in double precision."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -273,3 +274,105 @@ def test_over_nf4(name, qlora):
 
 def test_no_pair_of_types_is_ambiguous():
     ql.check_ambiguities(ql.LoraArray, ql.NF4Array, ql.TrainableArray, ql.LoraBias)
+
+
+# -------------------------------------------------------------------------------------------------
+# Convolutions and experts
+# -------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = {
+    "plain": {},
+    "same": {"padding": "SAME"},
+    "strided": {"window_strides": (2, 1)},
+    "dilated": {"rhs_dilation": (1, 2), "padding": ((1, 1), (2, 0))},
+    "transposed": {"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))},
+    "groups": {"feature_group_count": 2},
+    "depthwise": {"feature_group_count": 4},
+    "channels last": {"dimension_numbers": ("NHWC", "HWIO", "NHWC")},
+}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution(name, dora):
+    options = {"window_strides": (1, 1), "padding": "VALID"} | CONVOLUTIONS[name]
+    groups = options.get("feature_group_count", 1)
+    last = name == "channels last"
+    shape, x_shape = ((3, 2, 4, 6), (2, 7, 5, 4)) if last else ((8, 4 // groups, 3, 2), (2, 4, 7, 5))
+    out_axes, in_axes = ((-1,), (-2, -4, -3)) if last else ((-4,), (-3, -2, -1))
+    kernel = make_lora(shape, dora=dora, out_axes=out_axes, in_axes=in_axes)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=x_shape), jnp.float32)
+    f = lambda x, w: jax.lax.conv_general_dilated(x, w, **options)
+    with ql.on_materialise("error"):
+        y = jax.jit(ql.quaxify(f))(x, kernel)
+    agrees(y, f(x, jnp.asarray(exact(kernel), jnp.float32)), 2e-5)
+
+
+def test_equinox_convolutions():
+    for layer in (
+        eqx.nn.Conv2d(4, 6, 3, groups=2, dilation=2, key=jax.random.key(0)),
+        eqx.nn.Conv1d(4, 6, 3, padding="SAME", key=jax.random.key(0)),
+        eqx.nn.ConvTranspose2d(4, 6, 3, stride=2, key=jax.random.key(0)),
+    ):
+        model = ql.loraify(layer, rank=2, where=lambda name, w: True, key=jax.random.key(1), init="gaussian")
+        b = jax.random.normal(jax.random.key(2), model.weight.b.shape)
+        model = eqx.tree_at(lambda m: m.weight.b, model, b)
+        x = jax.random.normal(jax.random.key(3), (4, 9, 9)[: layer.weight.ndim - 1])
+        with ql.on_materialise("error"):
+            y = ql.quaxify(model)(x)
+        np.testing.assert_allclose(y, ql.merge(model)(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_ragged_dot(swapped):
+    """A mixture of experts, its weights stored as (in, out) or as (out, in)."""
+    axes = {"out_axes": (-1,), "in_axes": (-2,)} if not swapped else {}
+    experts = make_lora((5, 4), batch=((3,), (3,), (3,)), **axes)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(9, 5)), jnp.float32)
+    sizes = jnp.array([4, 0, 5])
+    f = lambda x, w: jax.lax.ragged_dot(x, w, sizes)
+    with ql.on_materialise("error"):
+        y = jax.jit(ql.quaxify(f))(x, experts)
+        grads = jax.grad(lambda w: jnp.sum(jnp.sin(ql.quaxify(f)(x, w))))(experts)
+    dense = exact(experts)
+    expected = np.concatenate([np.asarray(x)[:4] @ dense[0], np.asarray(x)[4:] @ dense[2]])
+    agrees(y, expected)
+    materialised = jax.grad(lambda w: jnp.sum(jnp.sin(f(x, w.materialise()))))(experts)
+    agrees(grads.a, materialised.a)
+    agrees(grads.b, materialised.b)
+
+
+# -------------------------------------------------------------------------------------------------
+# Joining
+# -------------------------------------------------------------------------------------------------
+
+JOINED = {
+    "stacked": lambda x, y, w: jnp.stack([x, y, x]),
+    "stacked inside": lambda x, y, w: jnp.stack([x, y], axis=1),
+    "stacked with a plain one": lambda x, y, w: jnp.stack([w, y]),
+    "one above the other": lambda x, y, w: jnp.concatenate([x, w, y]),
+    "side by side": lambda x, y, w: jnp.concatenate([x, y, w], axis=1),
+}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_arrays(name, dora):
+    if dora and name in ("stacked with a plain one", "side by side"):
+        name = "stacked"  # others have rows of other norms
+    join = JOINED[name] if not dora else lambda x, y, w: JOINED[name](x, y, y)
+    x, y = make_lora(dora=dora), make_lora(seed=1, rank=3, rslora=True, dora=dora)
+    w = jnp.asarray(np.random.default_rng(3).normal(size=(6, 5)), jnp.float32)
+    with ql.on_materialise("error"):
+        out = ql.quaxify(join)(x, y, w)
+    assert isinstance(out, ql.LoraArray)
+    dense = [jnp.asarray(exact(v), jnp.float32) for v in (x, y)]
+    agrees(exact(out), join(*dense, w))
+
+    # The plain part is open to gradients, the bases of the adapted ones are not.
+    v = jnp.linspace(-1, 1, out.shape[-1])
+    loss = lambda x, y, w: jnp.sum(jnp.sin(ql.quaxify(lambda *xs: join(*xs) @ v)(x, y, w)))
+    plain = lambda x, y, w: jnp.sum(jnp.sin(join(x.materialise(), y.materialise(), w) @ v))
+    grads, expected = (jax.grad(f, argnums=(0, 1, 2))(x, y, w) for f in (loss, plain))
+    for g, e in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        agrees(g, e, 2e-5)

@@ -60,7 +60,7 @@ def _dot_general(lora: LoraArray, x: Any, lora_first: bool, *, dimension_numbers
             precision=params["precision"],
         )  # fmt: skip
         thin = thin if lora.scaling == 1 else thin * lora.scaling
-        y = times(cast(then[0], dtype), then[1], thin, thin_labels, out, **_widened(params, dtype))
+        y = times(cast(then[0], dtype), then[1], thin, thin_labels, out, **widened(params, dtype))
         return arrange(*y, out)
 
     def product(w: Any, a: Any, b: Any, x: Any, x_labels: Labels = x_labels) -> Any:
@@ -91,7 +91,7 @@ def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
     return not any(i - n in lora.in_axes for i in summed) and any(i - n in lora.out_axes for i in summed)
 
 
-def _widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
+def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
     """`params` of a product of arrays of this dtype, which may be wider than the base's."""
     preferred = params["preferred_element_type"]
     if preferred is not None:

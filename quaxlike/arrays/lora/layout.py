@@ -87,15 +87,25 @@ def _broadcast_in_dim(
     order = [n + axis for axis in range(len(shape))]  # n and up: the new ones
     for label, axis in enumerate(broadcast_dimensions):
         order[axis] = label
-    if any(size != 1 for size, label in zip(shape, order, strict=True) if label >= n) or any(
-        i not in own for own in labels(x) for i in batch
-    ):
-        return NotImplemented
-    batch = [i for i in order if i not in matrix_labels(x)]
+    new = [size for size, label in zip(shape, order, strict=True) if label >= n]
+    return with_axes(x, order) if set(new) == {1} and has_all_axes(x) else NotImplemented
+
+
+def has_all_axes(x: LoraArray) -> bool:
+    """Whether each part has all batch axes."""
+    batch = set(range(x.ndim)) - matrix_labels(x)
+    return all(batch <= set(own) for own in labels(x))
+
+
+def with_axes(x: LoraArray, order: Sequence[int]) -> LoraArray:
+    """`x`, which has all axes, with new axes of size one: those with labels from `x.ndim` on in `order`."""
+    matrix = matrix_labels(x)
+    batch = [i for i in order if i not in matrix]
 
     def expanded(part: Any, own: Labels) -> Any:
-        whole = matrix_labels(x) <= set(own)
-        return arrange(part, own, order if whole else [*batch, *(i for i in own if i not in batch)])
+        if matrix <= set(own):
+            return arrange(part, own, order)
+        return arrange(part, own, [*batch, *(i for i in own if i not in batch)])
 
     return each(x, expanded, order)
 
@@ -153,6 +163,6 @@ def _sub_array(x: LoraArray, y: ArrayLike, **params: Any):
 
 def _plus(x: LoraArray, y: Any) -> Any:
     """A scalar, or an array of the same shape, goes into the base."""
-    if x.magnitude is not None or x.w.shape != x.shape:
+    if x.magnitude is not None or x.w.shape != x.shape or jnp.shape(y) not in ((), x.shape):
         return NotImplemented
     return x.replace(w=quaxify(jnp.add)(x.base, y), train_base=True)

@@ -1,0 +1,113 @@
+"""Convolutions with an adapted kernel, and products of an adapted stack of experts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from ...core.values import ArrayValue
+from .array import RANK, LoraArray, labels, row_scale
+from .contraction import PRECEDENCE, add, dropped, drops, multiply, widened
+from .einsum import Labels, arrange, cast, common_dtype
+
+
+@register("conv_general_dilated", precedence=PRECEDENCE)
+def _conv(
+    primitive: Primitive,
+    x: ArrayLike | ArrayValue,
+    lora: LoraArray,
+    *,
+    dimension_numbers: jax.lax.ConvDimensionNumbers,
+    feature_group_count: int,
+    batch_group_count: int,
+    **params: Any,
+):
+    """A convolution down to `rank` channels, by `a`, and a pointwise one back up, by `b`."""
+    n, groups = lora.ndim, feature_group_count
+    out, into, *window = dimension_numbers.rhs_spec
+    _, a_labels, b_labels = labels(lora)
+    if batch_group_count > 1 or b_labels != [out, RANK] or set(a_labels) != {RANK, into, *window}:
+        return NotImplemented
+
+    def conv(x: Any, kernel: Any, **params: Any) -> Any:
+        return primitive.bind(
+            x,
+            kernel,
+            dimension_numbers=dimension_numbers,
+            feature_group_count=groups,
+            batch_group_count=1,
+            **params,
+        )
+
+    pointwise = params | {
+        "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
+        "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
+    }  # fmt: skip
+
+    def adapter(a: Any, b: Any, x: Any) -> Any:
+        dtype = common_dtype(a, b, x)
+        # Kernels in the order of the base's: the rank stands for `out` in the one, for `in` in the other.
+        down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
+        down = jnp.concatenate([down] * groups, axis=out)  # one `a` for all groups of channels
+        up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
+        thin = conv(cast(x, dtype), down, **params | {"preferred_element_type": None})
+        thin = thin if lora.scaling == 1 else thin * lora.scaling
+        return conv(thin, up, **widened(pointwise, dtype))
+
+    def product(w: Any, a: Any, b: Any, x: Any) -> Any:
+        if lora.magnitude is None:
+            return add(conv(x, w, **params), adapter(a, b, dropped(lora, x)))
+        scale, rows = row_scale(lora)
+        channels = arrange(scale, rows, rows).reshape(
+            [-1 if i == dimension_numbers.out_spec[1] else 1 for i in range(n)]
+        )
+        y, seen = conv(x, w, **params), dropped(lora, x)
+        if not drops(lora):
+            return multiply(add(y, adapter(a, b, x)), channels)
+        change = multiply(conv(seen, w, **params), channels - 1)
+        return add(y, add(change, multiply(adapter(a, b, seen), channels)))
+
+    return quaxify(product)(lora.base, lora.a, lora.b, x)
+
+
+@register("ragged_dot_general", precedence=PRECEDENCE)
+def _ragged_dot(
+    primitive: Primitive,
+    x: ArrayLike | ArrayValue,
+    lora: LoraArray,
+    group_sizes: ArrayLike,
+    *,
+    ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+    **params: Any,
+):
+    """Rows of `x` with the expert of their group: two thin products of the same kind."""
+    dims = ragged_dot_dimension_numbers
+    ((_, lora_summed), batch), rows = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions
+    parts = labels(lora)
+    experts = dims.rhs_group_dimensions
+    whole = lora.ndim == 3 and all(set(experts) <= set(own) for own in parts)
+    if not whole or batch != ((), ()) or len(lora_summed) != 1 or rows != (0,) or lora.magnitude is not None:
+        return NotImplemented
+    (expert,), (summed,) = experts, lora_summed
+    _, a_labels, b_labels = parts
+
+    def dot(x: Any, part: Any, own: Labels, summed: int, **params: Any) -> Any:
+        numbers = jax.lax.RaggedDotDimensionNumbers(
+            (((1,), (own.index(summed),)), ((), ())), rows, (own.index(expert),)
+        )
+        return primitive.bind(x, part, group_sizes, ragged_dot_dimension_numbers=numbers, **params)
+
+    def product(w: Any, a: Any, b: Any, x: Any) -> Any:
+        y = primitive.bind(x, w, group_sizes, ragged_dot_dimension_numbers=dims, **params)
+        first, then = ((a, a_labels), (b, b_labels)) if summed in a_labels else ((b, b_labels), (a, a_labels))
+        dtype = common_dtype(a, b, x)
+        plain = params | {"preferred_element_type": None}
+        thin = dot(cast(dropped(lora, x), dtype), cast(first[0], dtype), first[1], summed, **plain)
+        thin = thin if lora.scaling == 1 else thin * lora.scaling
+        return add(y, dot(thin, cast(then[0], dtype), then[1], RANK, **widened(params, dtype)))
+
+    return quaxify(product)(lora.base, lora.a, lora.b, x)

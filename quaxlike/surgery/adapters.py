@@ -1,0 +1,254 @@
+"""Several adapters on one base, and dropout on one."""
+
+import functools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import ArrayLike, PyTree
+
+from ..arrays.lora import (
+    RANK,
+    LoraArray,
+    LoraBias,
+    TrainableArray,
+    has_all_axes,
+    labels,
+    padded_to,
+    plainly_scaled,
+    without_adapter,
+)
+from ..core.values import is_value
+from .inits import factored
+from .select import named_arrays, replace
+
+
+def stack_adapters(models: Sequence[PyTree]) -> PyTree:
+    """Puts the adapters of several models side by side on the base of the first.
+
+    **Arguments:**
+
+    - `models`: the same base with different adapters, whose ranks and layers may differ.
+
+    **Returns:**
+
+    A model whose adapters have a leading axis, one entry a model; weights are stored once. Pick with
+    [`quaxlike.choose_adapter`][].
+
+    **Raises:**
+
+    `ValueError` if the models have different names, or differ in more than `a` and `b`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
+        keys = jax.random.split(jax.random.key(1), 32)
+        models = ql.stack_adapters([ql.loraify(mlp, rank=4, init="gaussian", key=k) for k in keys])
+
+        @jax.vmap
+        def run(adapter_index, x):  # one adapter for each sample
+            return ql.quaxify(ql.choose_adapter(models, adapter_index))(x)
+
+        run(jnp.array([3, 0, 31]), jnp.ones((3, 2)))
+        ```
+    """
+    stacked = {name: _stacked(loras) for name, loras in _adapters(models).items()}
+    return replace(models[0], stacked)
+
+
+def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
+    """One of the adapters that [`quaxlike.stack_adapters`][] put side by side.
+
+    Another index compiles to the same program, and `jax.vmap` over indices and samples chooses one for
+    each sample: the product with the base is done once for all of them.
+
+    **Arguments:**
+
+    - `model`: with stacked adapters.
+    - `adapter_index`: an integer, which may be traced.
+
+    **Returns:**
+
+    The model with that adapter alone.
+
+    **Raises:**
+
+    `ValueError` if there are no stacked adapters, `IndexError` for a known index that is out of range.
+    """
+    if not jnp.issubdtype(jnp.asarray(adapter_index).dtype, jnp.integer) or jnp.ndim(adapter_index) != 0:
+        raise ValueError(
+            f"adapter_index must be one integer; found {adapter_index!r}. Use jax.vmap for several."
+        )
+    found = False
+
+    def chosen(leaf: Any) -> Any:
+        nonlocal found
+        if not isinstance(leaf, LoraArray) or len(leaf.shape) == len(leaf.w.shape):
+            return leaf
+        found = True
+        size = leaf.shape[0]
+        if isinstance(adapter_index, int | np.integer) and not -size <= adapter_index < size:
+            raise IndexError(f"adapter_index {adapter_index} is out of range for {size} adapters.")
+        parts = {"a": leaf.a, "b": leaf.b, "magnitude": leaf.magnitude, "key": leaf.key}
+        return leaf.replace(**{
+            name: part if part is None or (name == "key" and part.ndim == 0) else part[adapter_index]
+            for name, part in parts.items()
+        })  # fmt: skip
+
+    out = jtu.tree_map(chosen, model, is_leaf=is_value)
+    if not found:
+        raise ValueError("The model has no stacked adapters; make them with `quaxlike.stack_adapters`.")
+    return out
+
+
+def combine_adapters(
+    models: Sequence[PyTree],
+    weights: Sequence[float | int],
+    *,
+    method: Literal["linear", "cat", "svd"] = "cat",
+    rank: int | None = None,
+) -> PyTree:
+    """One adapter that is the weighted sum of several, on the base of the first.
+
+    **Arguments:**
+
+    - `models`: the same base with different adapters.
+    - `weights`: one for each.
+    - `method`: `"cat"`: exact, its rank is the sum of all. `"svd"`: the best approximation of this sum
+        with rank `rank`. `"linear"`: factors are added up, each weighted with the root of its weight,
+        so that ranks must be the same; not exact. Default: `"cat"`.
+    - `rank`: for `"svd"`. Default: the largest of the ranks.
+
+    **Returns:**
+
+    The model with the combined adapter, of `scaling` 1.
+
+    **Raises:**
+
+    `ValueError` for other numbers of weights, unknown methods, or ranks that differ.
+
+    The methods are those of PEFT's `add_weighted_adapter`.
+    """
+    if len(weights) != len(models):
+        raise ValueError(
+            f"combine_adapters takes one weight a model; found {len(weights)} for {len(models)} models."
+        )
+    if method not in ("linear", "cat", "svd"):
+        raise ValueError(f"method must be 'linear', 'cat' or 'svd'; found {method!r}.")
+    combined = {
+        name: _combined(name, loras, weights, method, rank) for name, loras in _adapters(models).items()
+    }
+    return replace(models[0], combined)
+
+
+def with_dropout_key(model: PyTree, key: Any) -> PyTree:
+    """The model with the dropout of its adapters switched on, or off.
+
+    What is dropped depends on the key alone: give another one at each step, and with `jax.vmap` one to
+    each sample. An adapter that is used several times in a call drops the same each time.
+
+    **Arguments:**
+
+    - `model`: adapted with `dropout=`.
+    - `key`: a PRNG key, or None to switch dropout off.
+
+    **Returns:**
+
+    The model, with a key of its own for each adapter.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
+        model = ql.loraify(mlp, rank=4, dropout=0.1, key=jax.random.key(1))
+        ql.quaxify(ql.with_dropout_key(model, jax.random.key(2)))(jnp.ones(2))
+        ```
+    """
+    loras = {name: x for name, x in named_arrays(model).items() if isinstance(x, LoraArray) and x.dropout > 0}
+    if key is None:
+        return replace(model, {name: x.replace(key=None) for name, x in loras.items()})
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    keys = jax.random.split(key, max(1, len(loras)))
+    new = {}
+    for (name, x), k in zip(loras.items(), keys, strict=False):
+        n_batch = x.ndim - len(x.out_axes) - len(x.in_axes)
+        if n_batch:  # one for each of stacked layers
+            batch = [size for i, size in enumerate(x.shape) if i - x.ndim not in (*x.out_axes, *x.in_axes)]
+            k = jax.random.split(k, tuple(batch))
+        new[name] = x.replace(key=k)
+    return replace(model, new)
+
+
+def _adapters(models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
+    """The adapters of all models on each weight that any of them adapts; of rank 0 where one does not."""
+    if not models:
+        raise ValueError("There must be at least one model.")
+    arrays = [named_arrays(model) for model in models]
+    if any(other.keys() != arrays[0].keys() for other in arrays):
+        raise ValueError("The models must be adapted from the same base; their arrays have different names.")
+    out: dict[str, list[LoraArray]] = {}
+    for name in arrays[0]:
+        leaves = [each[name] for each in arrays]
+        if any(isinstance(x, LoraBias | TrainableArray) for x in leaves):
+            raise ValueError(f"The models must differ in adapters alone; {name} is trained beside them.")
+        like = next((x for x in leaves if isinstance(x, LoraArray)), None)
+        if like is not None:
+            out[name] = [x if isinstance(x, LoraArray) else without_adapter(x, like) for x in leaves]
+            kinds = {(x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None) for x in out[name]}
+            if len(kinds) > 1 or not all(map(has_all_axes, out[name])):
+                raise ValueError(
+                    f"The adapters on {name} do not fit each other: they must be of the same kind, and have "
+                    "all batch axes of the weight."
+                )
+    if not out:
+        raise ValueError("The models have no adapters.")
+    return out
+
+
+def _stacked(loras: Sequence[LoraArray]) -> LoraArray:
+    first = loras[0]
+    alike = {(x.rank, x.alpha, x.rslora) for x in loras}
+    if len(alike) > 1:
+        rank = max(x.rank for x in loras)
+        loras = [padded_to(plainly_scaled(x), rank) for x in loras]
+    m = None if first.magnitude is None else jnp.stack([x.magnitude for x in loras])
+    return first.replace(
+        a=jnp.stack([x.a for x in loras]), b=jnp.stack([x.b for x in loras]), magnitude=m,
+        alpha=loras[0].alpha, rslora=loras[0].rslora,
+    )  # fmt: skip
+
+
+def _combined(
+    name: str, loras: Sequence[LoraArray], weights: Sequence[float | int], method: str, rank: int | None
+) -> LoraArray:
+    if loras[0].magnitude is not None:
+        raise ValueError(f"The adapter on {name} is a DoRA; a sum of those is none.")
+    _, a_labels, b_labels = labels(loras[0])
+    factors = [w * x.scaling for w, x in zip(weights, loras, strict=True)]
+    if method == "svd":
+        delta = _sum(w * x.delta() for w, x in zip(weights, loras, strict=True))
+        return factored(loras[0], delta, max(x.rank for x in loras) if rank is None else rank)
+    if method == "linear":
+        if len({x.rank for x in loras}) > 1:
+            raise ValueError(f"method='linear' needs adapters of the same rank; found several on {name}.")
+        a = _sum(math.sqrt(abs(f)) * x.a for f, x in zip(factors, loras, strict=True))
+        b = _sum(math.copysign(math.sqrt(abs(f)), f) * x.b for f, x in zip(factors, loras, strict=True))
+    else:
+        a = jnp.concatenate([x.a for x in loras], axis=a_labels.index(RANK))
+        b = jnp.concatenate([f * x.b for f, x in zip(factors, loras, strict=True)], axis=b_labels.index(RANK))
+    return loras[0].replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
+
+
+def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, arrays)

@@ -1,0 +1,117 @@
+"""`eva`: starts adapters with the directions that the inputs of their layers vary in."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike, PyTree
+
+from ..arrays.lora import LoraArray
+from ..core.either_side import register_on_either_side
+from ..core.quaxify import quaxify
+from ..core.values import ArrayValue
+from .inits import Init, with_factors
+from .loraify import blank
+from .select import Where, layer_kinds, replace, select_matrices
+
+
+def input_moments(
+    fn: Callable[..., Any], where: Where = "all-linear", *, fan_in_fan_out: bool = False
+) -> Callable[..., dict[str, jax.Array]]:
+    """Measures what goes into the layers of a model: for each of them the sum of `x xᵀ` over its inputs.
+
+    **Arguments:**
+
+    - `fn`: called as `fn(model, ...)`, on data. It is run without compilation.
+    - `where`: which layers, as [`quaxlike.select`][] takes it. Default: all linear ones.
+    - `fan_in_fan_out`: as for [`quaxlike.loraify`][].
+
+    **Returns:**
+
+    A function of the same arguments, that returns the sums by name, of shape `(in, in)`. Add those of
+    several batches up with `jax.tree.map`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        mlp = eqx.nn.MLP(8, 2, 16, depth=1, key=jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (32, 8))
+        moments = ql.input_moments(lambda model, x: jax.vmap(model)(x))(mlp, x)
+        model = ql.loraify(mlp, rank=2, init=ql.eva(moments), key=jax.random.key(2))
+        ```
+    """
+
+    def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
+        kinds = layer_kinds(model)
+        sums: dict[str, Any] = {}
+        probes = {}
+        for name, w in select_matrices(model, where).items():
+            lora = blank(w, kinds[name], 1, fan_in_fan_out=fan_in_fan_out, dtype=jnp.float32)
+            if lora.a.ndim != 2:
+                raise ValueError(
+                    f"input_moments measures linear layers; {name} is of shape {tuple(w.shape)}."
+                )
+            probes[name] = lora.replace(a=_Probe(lora.a, lambda x, name=name: _count(sums, name, x)))
+        with jax.disable_jit():  # what is measured must be known here, not inside of a compiled function
+            quaxify(fn)(replace(model, probes), *args, **kwargs)
+        if missing := [name for name in probes if name not in sums]:
+            raise ValueError(f"fn does not multiply with {', '.join(missing)}.")
+        return sums
+
+    return measured
+
+
+def eva(moments: Mapping[str, ArrayLike]) -> Init:
+    """An initialisation with the directions in which the inputs of each layer are largest; `b` is zero.
+
+    **Arguments:**
+
+    - `moments`: for each layer the sum of `x xᵀ` over inputs, as [`quaxlike.input_moments`][] gives it.
+
+    **Returns:**
+
+    What [`quaxlike.loraify`][] takes as `init`. (The rank is the same for all layers; the redistribution
+    of ranks that belongs to the method can be had with `rank_pattern`.)
+
+    Paischer et al., EVA (2024).
+    """
+
+    def init(name: str, lora: LoraArray, key: Any) -> LoraArray:
+        if name not in moments:
+            raise ValueError(f"eva has no inputs of {name}; it has those of {', '.join(moments)}.")
+        _, directions = jnp.linalg.eigh(jnp.asarray(moments[name]))
+        a = directions[:, ::-1][:, : lora.rank].T
+        return with_factors(lora, a, jnp.zeros((*lora.b.shape[:-1], lora.rank), a.dtype))
+
+    return init
+
+
+class _Probe(ArrayValue):
+    """A first factor of zeros, that tells what it is multiplied with: rows of shape (n, in)."""
+
+    zeros: Any
+    tell: Callable[[Any], None] = eqx.field(static=True)
+
+    def materialise(self) -> jax.Array:
+        return self.zeros
+
+
+@register_on_either_side("dot_general", _Probe, other=ArrayLike)
+def _tell(primitive: Primitive, x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    side = int(isinstance(x, _Probe))
+    probe, other = (y, x) if side == 0 else (x, y)
+    contracted = dimension_numbers[0][side]
+    if len(contracted) == 1:
+        probe.tell(jnp.moveaxis(other, contracted[0], -1).reshape(-1, other.shape[contracted[0]]))
+    x, y = (v.zeros if isinstance(v, _Probe) else v for v in (x, y))
+    return primitive.bind(x, y, dimension_numbers=dimension_numbers, **params)
+
+
+def _count(sums: dict[str, Any], name: str, x: Any) -> None:
+    x = x.astype(jnp.float32)
+    sums[name] = sums.get(name, 0) + x.T @ x

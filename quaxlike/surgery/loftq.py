@@ -1,0 +1,50 @@
+"""`loftq`: quantises a weight and starts its adapter with what that lost."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..arrays.lora import LoraArray
+from ..core.values import materialise
+from .inits import Init, as_matrix, dense_base, svd, with_factors
+from .quantize import quantize_array
+
+
+def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
+    """An initialisation that quantises the base, and lets the adapter make up for the rounding.
+
+    **Arguments:**
+
+    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. Default: `"nf4"`.
+    - `iterations`: how often the weight less its adapter is quantised, and the adapter fitted to what is
+        lost. Default: 1.
+
+    **Returns:**
+
+    What [`quaxlike.loraify`][] takes as `init`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(64, 64, 64, depth=1, key=jax.random.key(0))
+        model = ql.loraify(mlp, rank=8, init=ql.loftq("nf4", iterations=4), key=jax.random.key(1))
+        ```
+
+    Li et al., LoftQ (2023).
+    """
+    if iterations < 1:
+        raise ValueError(f"loftq takes at least one iteration; found {iterations}.")
+
+    def init(name: str, lora: LoraArray, key: Any) -> LoraArray:
+        w, quantized = dense_base(name, lora, "loftq"), None
+        for _ in range(iterations):
+            rest = lora.w - lora.delta().astype(lora.dtype)
+            quantized = quantize_array(name, rest, scheme, **scheme_options)
+            u, s, vt = svd(w - as_matrix(lora, materialise(quantized)), lora.rank)
+            root = jnp.sqrt(s / lora.scaling)
+            lora = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])
+        return lora.replace(w=quantized)
+
+    return init

@@ -1,0 +1,365 @@
+"""Several adapters on one base, dropout, and the initialisations that look at weights or data."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+KEY = jax.random.key(0)
+MLP = eqx.nn.MLP(6, 3, 16, depth=2, key=KEY)
+X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+
+
+def adapted(seed, base=MLP, **options):
+    """A model with an adapter that does something."""
+    model = ql.loraify(base, **{"rank": 2, "key": jax.random.key(seed), "init": "gaussian"} | options)
+    params, rest = eqx.partition(model, ql.trainable(model))
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1000), len(leaves))
+    leaves = [p + 0.3 * jax.random.normal(k, p.shape) for p, k in zip(leaves, keys, strict=True)]
+    return eqx.combine(jax.tree.unflatten(treedef, leaves), rest)
+
+
+MIXED = [
+    adapted(1),
+    adapted(2, rank=4, alpha=7, rslora=True),
+    adapted(3, where=["layers.0", "layers.2"]),
+]
+
+
+@pytest.mark.parametrize(
+    "models", [MIXED, [adapted(i, dora=True) for i in range(3)]], ids=["of several kinds", "dora"]
+)
+def test_one_adapter_for_each_sample(models):
+    """Equal to a call with each of them; the base is multiplied with all samples at once."""
+    stacked = ql.stack_adapters(models)
+    assert all(w is v for w, v in zip(bases(stacked), bases(models[0]), strict=True))
+    indices = np.array([0, 2, 1, 1, 0, 2, 2, 0])
+
+    @eqx.filter_jit
+    def run(stacked, indices, x):
+        return jax.vmap(lambda i, x: ql.quaxify(ql.choose_adapter(stacked, i))(x))(indices, x)
+
+    with ql.on_materialise("error"):
+        y = run(stacked, indices, X)
+    expected = [ql.quaxify(models[i])(x) for i, x in zip(indices, X, strict=True)]
+    np.testing.assert_allclose(y, np.stack(expected), atol=2e-6)
+
+
+def bases(model):
+    return [x.w for x in ql.select(model).values() if isinstance(x, ql.LoraArray)]
+
+
+def test_thirty_two_adapters_compile_once():
+    models = [adapted(i) for i in range(32)]
+    stacked = ql.stack_adapters(models)
+    traces = []
+
+    @eqx.filter_jit
+    def run(stacked, indices, x):
+        traces.append(None)
+        return jax.vmap(lambda i, x: ql.quaxify(ql.choose_adapter(stacked, i))(x))(indices, x)
+
+    x = np.random.default_rng(1).normal(size=(32, 6)).astype(np.float32)
+    for seed in range(3):
+        indices = np.random.default_rng(seed).permutation(32)
+        y = run(stacked, indices, x)
+        expected = [ql.quaxify(models[i])(row) for i, row in zip(indices, x, strict=True)]
+        np.testing.assert_allclose(y, np.stack(expected), atol=2e-6)
+        # Other adapters, too, run the same program.
+        models = [adapted(100 * seed + i) for i in range(32)]
+        stacked = ql.stack_adapters(models)
+    assert len(traces) == 1
+
+    # No sample has a weight of its own: nothing of the size of 32 weights is computed.
+    jaxpr = jax.make_jaxpr(
+        lambda i, x: jax.vmap(lambda i, x: ql.quaxify(ql.choose_adapter(stacked, i))(x))(i, x)
+    )
+    shapes = {v.aval.shape for eqn in all_equations(jaxpr(indices, x).jaxpr) for v in eqn.outvars}
+    assert not any(len(shape) == 3 and shape[-2:] in ((16, 6), (16, 16), (3, 16)) for shape in shapes)
+
+
+def all_equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in eqn.params.values():
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from all_equations(inner)
+
+
+def test_an_adapter_chosen_by_number():
+    stacked = ql.stack_adapters(MIXED)
+    for i, model in enumerate(MIXED):
+        np.testing.assert_allclose(
+            ql.quaxify(ql.choose_adapter(stacked, i))(X[0]), ql.quaxify(model)(X[0]), atol=1e-6
+        )
+        np.testing.assert_allclose(
+            ql.merge(ql.choose_adapter(stacked, i))(X[0]), ql.merge(model)(X[0]), atol=1e-6
+        )
+    with pytest.raises(ValueError, match=r"there are several of them\. Pick one"):
+        ql.merge(stacked)
+
+
+def test_training_several_adapters_at_once():
+    """Each gets the gradient that it would get alone."""
+    models = [adapted(i) for i in range(3)]
+    stacked = ql.stack_adapters(models)
+
+    def loss(params, rest, x):
+        run = lambda i, x: ql.quaxify(ql.choose_adapter(eqx.combine(params, rest), i))(x)
+        return jnp.sum(jnp.sin(jax.vmap(run)(jnp.arange(3), x)))
+
+    grads = jax.grad(loss)(*eqx.partition(stacked, ql.trainable(stacked)), X[:3])
+    for i, model in enumerate(models):
+        params, rest = eqx.partition(model, ql.trainable(model))
+        alone = jax.grad(lambda p, rest=rest, i=i: jnp.sum(jnp.sin(ql.quaxify(eqx.combine(p, rest))(X[i]))))(
+            params
+        )
+        for g, e in zip(jax.tree.leaves(grads), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(g[i], e, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([], "at least one model"),
+        ([MLP, MLP], "have no adapters"),
+        ([adapted(0), {"w": jnp.ones((2, 2))}], "different names"),
+        ([adapted(0), adapted(1, modules_to_save=["layers.1"])], r"layers\.1\.weight is trained beside them"),
+        ([adapted(0), adapted(1, dora=True)], r"adapters on layers\.0\.weight do not fit"),
+        ([adapted(0), adapted(1, dropout=0.5)], r"adapters on layers\.0\.weight do not fit"),
+    ],
+)
+def test_models_that_do_not_stack(models, message):
+    with pytest.raises(ValueError, match=message):
+        ql.stack_adapters(models)
+
+
+def test_choices_that_there_are_not():
+    stacked = ql.stack_adapters(MIXED)
+    with pytest.raises(IndexError, match="adapter_index 3 is out of range for 3 adapters"):
+        ql.choose_adapter(stacked, 3)
+    with pytest.raises(ValueError, match=r"one integer.*Use jax\.vmap"):
+        ql.choose_adapter(stacked, np.array([0, 1]))
+    with pytest.raises(ValueError, match="no stacked adapters"):
+        ql.choose_adapter(MIXED[0], 0)
+
+
+# -------------------------------------------------------------------------------------------------
+# Combinations
+# -------------------------------------------------------------------------------------------------
+
+
+def deltas(model):
+    """What a model's adapters add to each weight."""
+    return {
+        name: np.asarray(x.delta()) if isinstance(x, ql.LoraArray) else 0 * np.asarray(x)
+        for name, x in ql.select(model).items()
+    }
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.3, -1.2, 2)])
+def test_exact_combinations(weights):
+    expected = [deltas(m) for m in MIXED]
+    for options in ({}, {"method": "svd", "rank": 8}):
+        combined = ql.combine_adapters(MIXED, weights, **options)
+        for name, delta in deltas(combined).items():
+            np.testing.assert_allclose(
+                delta, sum(w * d[name] for w, d in zip(weights, expected, strict=True)), atol=1e-5
+            )
+
+
+def test_svd_combination_is_the_best_of_its_rank():
+    combined = ql.combine_adapters(MIXED, [1, 1, 1], method="svd", rank=2)
+    exact = deltas(ql.combine_adapters(MIXED, [1, 1, 1]))
+    for name, delta in deltas(combined).items():
+        u, s, vt = np.linalg.svd(np.asarray(exact[name], np.float64), full_matrices=False)
+        np.testing.assert_allclose(delta, (u[:, :2] * s[:2]) @ vt[:2], atol=1e-5)
+
+
+def test_linear_combination():
+    """Factors are added up: PEFT's way, which is exact for one adapter."""
+    x, y = adapted(1, alpha=6), adapted(2, alpha=6)
+    one = ql.combine_adapters([x, y], [-0.5, 0], method="linear")
+    for name, delta in deltas(one).items():
+        np.testing.assert_allclose(delta, -0.5 * deltas(x)[name], atol=1e-6)
+    two = ql.select(ql.combine_adapters([x, y], [2, 0.5], method="linear"))
+    for name, lora in two.items():
+        p, q = ql.select(x)[name], ql.select(y)[name]
+        a, b = (
+            np.sqrt(6) * np.asarray(u) + np.sqrt(1.5) * np.asarray(v) for u, v in ((p.a, q.a), (p.b, q.b))
+        )
+        np.testing.assert_allclose(lora.delta(), b @ a, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "message"),
+    [
+        ([1, 1], {}, "one weight a model; found 2 for 3"),
+        ([1, 1, 1], {"method": "linear"}, "adapters of the same rank"),
+    ],
+)
+def test_combinations_that_there_are_not(weights, options, message):
+    with pytest.raises(ValueError, match=message):
+        ql.combine_adapters(MIXED, weights, **options)
+
+
+# -------------------------------------------------------------------------------------------------
+# Dropout
+# -------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_off_without_a_key():
+    model = adapted(0, dropout=0.5)
+    np.testing.assert_array_equal(ql.quaxify(model)(X[0]), ql.quaxify(adapted(0))(X[0]))
+    switched = ql.with_dropout_key(ql.with_dropout_key(model, KEY), None)
+    assert jax.tree.structure(switched) == jax.tree.structure(model)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_dropout_is_unbiased_and_depends_on_the_key(dora):
+    layer = adapted(0, eqx.nn.Linear(6, 4, key=KEY), dropout=0.25, dora=dora)
+    run = eqx.filter_jit(lambda key, x: ql.quaxify(ql.with_dropout_key(layer, key))(x))
+    with ql.on_materialise("error"):
+        outs = jax.vmap(run, in_axes=(0, None))(jax.random.split(KEY, 20_000), X[0])
+    np.testing.assert_array_equal(run(KEY, X[0]), run(KEY, X[0]))
+    np.testing.assert_allclose(
+        outs.mean(0), ql.quaxify(layer)(X[0]), atol=5 * float(outs.std()) / 20_000**0.5
+    )
+    # Each result is that of one of the 64 masks; the base sees all of its input.
+    w, lora = np.asarray(layer.weight.w), layer.weight
+    masks = np.array(np.meshgrid(*[[0, 1]] * 6)).reshape(6, -1).T / 0.75
+    delta, g = np.asarray(lora.delta()), 1.0
+    if dora:
+        g = np.asarray(lora.magnitude) / np.linalg.norm(w + delta, axis=1)
+    seen = masks * X[0]
+    possible = (w @ X[0] + np.asarray(layer.bias))[None] + (g - 1) * (seen @ w.T) + g * (seen @ delta.T)
+    for out in outs[:50]:
+        assert np.abs(possible - np.asarray(out)).max(axis=1).min() < 1e-5
+
+
+def test_each_sample_and_each_layer_of_a_stack_has_its_own_mask():
+    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(6, 6, key=key))(jax.random.split(KEY, 3))
+    model = ql.with_dropout_key(adapted(0, layers, dropout=0.5), KEY)
+    assert model.weight.key.shape == (3,)
+
+    def run(layers, x):
+        params, static = eqx.partition(layers, eqx.is_array)
+        return jax.lax.scan(lambda x, p: (eqx.combine(p, static)(x), None), x, params)[0]
+
+    with ql.on_materialise("error"):
+        y = jax.jit(ql.quaxify(run))(model, X[0])
+    x = X[0]
+    for i in range(3):
+        x = ql.quaxify(jax.tree.map(lambda leaf, i=i: leaf[i], model))(x)
+    np.testing.assert_allclose(y, x, atol=1e-5)
+    both = ql.quaxify(lambda m, x: jax.vmap(m)(x))(
+        ql.with_dropout_key(adapted(0, dropout=0.5), KEY), np.stack([X[0], X[0]])
+    )
+    assert not np.allclose(both[0], both[1])
+
+
+# -------------------------------------------------------------------------------------------------
+# Initialisations
+# -------------------------------------------------------------------------------------------------
+
+
+def test_pissa_takes_the_principal_part():
+    w = np.asarray(MLP.layers[1].weight, np.float64)
+    u, s, vt = np.linalg.svd(w)
+    for init, tolerance in (("pissa", 1e-5), ("pissa_niter_16", 1e-3)):
+        lora = ql.loraify(MLP, rank=3, alpha=6, init=init, key=KEY).layers[1].weight
+        np.testing.assert_allclose(lora.delta(), (u[:, :3] * s[:3]) @ vt[:3], atol=tolerance)
+        np.testing.assert_allclose(lora.materialise(), w, atol=1e-6)
+        np.testing.assert_allclose(lora.a @ lora.a.T, np.diag(s[:3] / 2), atol=tolerance)
+
+
+def test_olora_takes_orthogonal_columns():
+    lora = ql.loraify(MLP, rank=3, init="olora", key=KEY).layers[1].weight
+    np.testing.assert_allclose(lora.b.T @ lora.b, np.eye(3), atol=1e-5)
+    np.testing.assert_allclose(lora.materialise(), MLP.layers[1].weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int4"])
+def test_loftq_makes_up_for_the_rounding(scheme):
+    linear = eqx.nn.Linear(64, 64, key=KEY)
+    error = lambda lora: float(jnp.linalg.norm(lora.materialise() - linear.weight))
+    start = error(ql.quantize(ql.loraify(linear, rank=8, key=KEY), scheme).weight)
+    errors = [
+        error(ql.loraify(linear, rank=8, alpha=3, key=KEY, init=ql.loftq(scheme, iterations=n)).weight)
+        for n in (1, 5)
+    ]
+    assert errors[1] < errors[0] < 0.9 * start
+    lora = ql.loraify(linear, rank=8, key=KEY, init=ql.loftq(scheme)).weight
+    assert type(lora.w) is type(ql.quantize(linear, scheme).weight)
+    u, s, vt = np.linalg.svd(np.asarray(linear.weight - ql.materialise(lora.w), np.float64))
+    np.testing.assert_allclose(lora.delta(), (u[:, :8] * s[:8]) @ vt[:8], atol=1e-5)
+
+
+def test_initialisations_that_need_dense_weights():
+    with pytest.raises(ValueError, match=r"takes a part of the base.*is a NF4Array\. Adapt the model"):
+        ql.loraify(ql.quantize(MLP), rank=2, init=ql.loftq(), key=KEY)
+
+
+def test_eva_finds_the_directions_of_the_inputs():
+    """Inputs that vary in two directions, and layers that see what the ones before make of them."""
+    directions = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 2)))[0].T
+    x = (np.random.default_rng(1).normal(size=(64, 2)) * [3, 1] @ directions).astype(np.float32)
+    measure = ql.input_moments(jax.jit(lambda model, x: jax.vmap(model)(x)))
+    moments = jax.tree.map(jnp.add, measure(MLP, x[:32]), measure(MLP, x[32:]))
+    hidden = np.asarray(jax.nn.relu(jax.vmap(MLP.layers[0])(x)))
+    np.testing.assert_allclose(moments["layers.0.weight"], x.T @ x, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(moments["layers.1.weight"], hidden.T @ hidden, rtol=1e-4, atol=1e-4)
+
+    model = ql.loraify(MLP, rank=2, init=ql.eva(moments), key=KEY)
+    a = np.asarray(model.layers[0].weight.a)
+    _, _, vt = np.linalg.svd(x, full_matrices=False)
+    np.testing.assert_allclose(np.abs(a @ vt[:2].T), np.eye(2), atol=1e-4)
+    np.testing.assert_allclose(ql.quaxify(model)(x[0]), MLP(x[0]), atol=1e-6)
+    with pytest.raises(ValueError, match=r"eva has no inputs of layers\.1\.weight"):
+        ql.loraify(MLP, rank=2, init=ql.eva({"layers.0.weight": x.T @ x}), key=KEY)
+
+
+def test_eva_on_weights_stored_in_any_order():
+    class Net(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return x @ self.weight
+
+    x = np.random.default_rng(0).normal(size=(9, 5)).astype(np.float32)
+    net = Net(jnp.ones((5, 3)))
+    moments = ql.input_moments(lambda m, x: m(x), fan_in_fan_out=True)(net, x)
+    np.testing.assert_allclose(moments["weight"], x.T @ x, rtol=1e-5)
+    model = ql.loraify(net, rank=2, init=ql.eva(moments), key=KEY, fan_in_fan_out=True)
+    assert model.weight.a.shape == (2, 5)
+
+
+# -------------------------------------------------------------------------------------------------
+# Merging into quantised weights
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("nf4", {}),
+        ("nf4", {"double_quant": True}),
+        ("fp4", {"block_size": 32}),
+        ("int8", {}),
+        ("int4", {"axis": 0}),
+    ],
+)
+def test_merging_into_a_quantised_base(scheme, options):
+    linear = eqx.nn.Linear(64, 64, key=KEY)
+    model = adapted(0, ql.quantize(linear, scheme, **options))
+    with pytest.warns(UserWarning, match="merged into quantised weights, which rounds them: weight"):
+        merged = ql.merge(model)
+    exact = model.weight.merged()
+    expected = ql.quantize(eqx.tree_at(lambda m: m.weight, linear, exact), scheme, **options)
+    assert jax.tree.structure(merged) == jax.tree.structure(expected)
+    np.testing.assert_array_equal(ql.materialise(merged.weight), ql.materialise(expected.weight))
