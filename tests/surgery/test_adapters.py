@@ -363,3 +363,14 @@ def test_merging_into_a_quantised_base(scheme, options):
     expected = ql.quantize(eqx.tree_at(lambda m: m.weight, linear, exact), scheme, **options)
     assert jax.tree.structure(merged) == jax.tree.structure(expected)
     np.testing.assert_array_equal(ql.materialise(merged.weight), ql.materialise(expected.weight))
+
+
+@pytest.mark.parametrize("options", [{}, {"double_quant": True}])
+def test_merging_into_a_stack_of_quantised_weights(options):
+    """Each keeps blocks of its own, that cross its rows."""
+    w = np.random.default_rng(0).normal(size=(3, 6, 10)).astype(np.float32)
+    model = adapted(0, {"w": ql.NF4Array.quantize(w, stacked=1, **options)}, where=["w"])
+    with pytest.warns(UserWarning, match="rounds them: w"):
+        merged = ql.merge(model)["w"]
+    expected = ql.NF4Array.quantize(model["w"].merged(), stacked=1, **options)
+    assert eqx.tree_equal(merged, expected)
