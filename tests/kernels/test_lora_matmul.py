@@ -99,6 +99,20 @@ def test_forward_mode_and_second_derivatives():
         assert relative_error(hvp(fused), hvp(product)) < 1e-5
 
 
+def test_gradients_of_an_adapter_for_each_example():
+    w, x = quantised((N, K)), _x((3, 5))
+    a, b = _adapters(3)
+    dense = w.dense.astype(np.float32)
+    fused = lambda x, a, b: jnp.sum(jnp.sin(lora_matmul(x, *w.operands, a, b, **w.params)))
+    product = lambda x, a, b: jnp.sum(jnp.sin(x @ dense.T + (x @ a.T) @ b.T))
+    for transform in (
+        lambda fn: jax.vmap(jax.grad(fn, (0, 1, 2))),
+        lambda fn: jax.grad(lambda *args: jnp.sum(jax.vmap(fn)(*args)), (0, 1, 2)),
+    ):
+        pairs = zip(transform(fused)(x, a, b), transform(product)(x, a, b), strict=True)
+        assert max(relative_error(*pair) for pair in pairs) < 1e-5
+
+
 def test_frozen_base_costs_no_gradient_of_x():
     w, x = quantised((N, K)), _x((5,))
     a, b = _adapters()
@@ -114,6 +128,11 @@ def test_vmap_over_adapters_and_over_rows():
     y = jax.vmap(fn)(x, a, b)
     expected = np.stack([_expected(*args) for args in zip(x, [w] * 3, a, b, strict=True)])
     assert relative_error(y, expected) < 1e-6
+    # The weight is read once for all adapters, not once for each.
+    assert names(jax.vmap(fn), x, a, b).count("nf4_matmul") == 1
+    shared = jax.vmap(fn, in_axes=(None, 0, 0))(x[0], a, b)
+    expected = np.stack([_expected(x[0], w, *args) for args in zip(a, b, strict=True)])
+    assert relative_error(shared, expected) < 1e-6
     rows = jax.vmap(fn, in_axes=(0, None, None))
     assert names(rows, x, a[0], b[0]).count("lora_matmul") == 1
     assert relative_error(rows(x, a[0], b[0]), _expected(x, w, a[0], b[0])) < 1e-6

@@ -8,10 +8,12 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import kernels
-from quaxlike.kernels import nf4_matmul_p
+from quaxlike.kernels import lora_matmul_p, nf4_matmul_p
 from tests.primitives.jaxprs import equations
 
 from .weights import relative_error
+
+KERNELS = (nf4_matmul_p, lora_matmul_p)
 
 
 def _mlp():
@@ -32,18 +34,19 @@ def _loss(model, x):
 
 
 def _kernels(fn, *args):
-    found = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive is nf4_matmul_p]
-    return [eqn.params["transpose"] for eqn in found]
+    """The name of each kernel primitive in the jaxpr, and whether it contracts rows."""
+    found = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive in KERNELS]
+    return [(eqn.primitive.name, eqn.params.get("transpose", False)) for eqn in found]
 
 
-@pytest.mark.parametrize("name", ["NF4", "LoRA over NF4"])
-def test_forward_and_backward_are_the_kernel(name):
+@pytest.mark.parametrize(("name", "kernel"), [("NF4", "nf4_matmul"), ("LoRA over NF4", "lora_matmul")])
+def test_forward_and_backward_are_the_kernel(name, kernel):
     model = _models()[name]
     x = jax.random.normal(jax.random.key(2), (5, 128))
     forward = lambda x: eqx.filter_jit(ql.quaxify(_loss))(model, x)
     # Three layers, each with a product and, in the backward pass, its transposed contraction.
-    assert _kernels(forward, x) == [False] * 3
-    assert _kernels(jax.grad(forward), x) == [False] * 3 + [True] * 3
+    assert _kernels(forward, x) == [(kernel, False)] * 3
+    assert _kernels(jax.grad(forward), x) == [(kernel, False)] * 3 + [("nf4_matmul", True)] * 3
     with ql.on_materialise("allow"):
         dense = ql.materialise(model)
     expected = jax.grad(lambda x: _loss(dense, x))(x)
@@ -66,15 +69,21 @@ def test_gradients_of_adapters_go_through_the_kernel():
     trained, frozen = eqx.partition(model, ql.trainable(model))
     loss = lambda trained, x: ql.quaxify(_loss)(eqx.combine(trained, frozen), x)
     # The first layer's input needs no gradient.
-    assert sorted(_kernels(eqx.filter_grad(loss), trained, x)) == [False] * 3 + [True] * 2
+    expected = [("lora_matmul", False)] * 3 + [("nf4_matmul", True)] * 2
+    assert sorted(_kernels(eqx.filter_grad(loss), trained, x)) == expected
 
 
-def test_on_each_platform_the_model_runs_its_kernel():
+@pytest.mark.parametrize("lora", [False, True])
+def test_on_each_platform_the_model_runs_its_kernel(lora):
     half = lambda z: z.astype(jnp.bfloat16) if eqx.is_array(z) else z
-    model = ql.quantize(jax.tree.map(half, _mlp()), "nf4")
+    quantised = ql.quantize(jax.tree.map(half, _mlp()), "nf4")
+    adapted = ql.loraify(quantised, rank=4, key=jax.random.key(1))
+    with_halves = lambda w: w.replace(a=half(w.a), b=half(w.b)) if isinstance(w, ql.LoraArray) else w
+    adapted = jax.tree.map(with_halves, adapted, is_leaf=lambda w: isinstance(w, ql.LoraArray))
+    model = adapted if lora else quantised
     fn = lambda x: ql.quaxify(_loss)(model, x)
     jaxpr = jax.make_jaxpr(fn)(jnp.ones((5, 128), jnp.bfloat16))
-    eqns = [eqn for eqn in equations(jaxpr) if eqn.primitive is nf4_matmul_p]
+    eqns = [eqn for eqn in equations(jaxpr) if eqn.primitive in KERNELS]
     for eqn in eqns:
         operands = [v.aval for v in eqn.invars]
         choice = kernels.chosen_backend(eqn.primitive, *operands, platform="cuda", **eqn.params)

@@ -1,5 +1,6 @@
 """The matmul with 4-bit weights and low-rank adapters as a primitive that picks its backend."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
-from quaxlike.kernels.multilinear import map_rows
+from quaxlike.kernels.multilinear import accumulator_dtype, map_rows
 from quaxlike.kernels.nf4_matmul import gpu, tpu
 from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
 from quaxlike.kernels.nf4_matmul.scales import NestedScales
@@ -172,7 +173,17 @@ def _transpose(
 
 
 def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, 4))
+    x, *weight, t, b = operands
+    x_dim, *weight_dims, t_dim, b_dim = dims
+    if b_dim is None or jax.tree.leaves(weight_dims):
+        return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, 4))
+    # An adapter for each of the batch, on one weight: that is still read once, for all rows together.
+    out_dtype = params.pop("out_dtype")
+    dtype = accumulator_dtype(x.dtype)
+    product = functools.partial(nf4_matmul_p, transpose=False, out_dtype=dtype, **params)
+    y = product(x, *weight)[None] if x_dim is None else product(jnp.moveaxis(x, x_dim, 0), *weight)
+    low = jax.vmap(lambda t, b: low_rank(t, b, dtype), (t_dim, b_dim))(t, b)
+    return (y + low).astype(out_dtype), 0
 
 
 lora_matmul_p = kernel_primitive(

@@ -1,0 +1,65 @@
+"""Products of two array types at once, where a kernel makes them.
+
+Without these rules the same comes out by redispatch, one product after the other.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from quaxlike.core.either_side import register_on_either_side
+from quaxlike.core.values import is_value
+from quaxlike.kernels import lora_matmul
+
+from .lora.array import LoraArray, frozen
+from .lora.contraction import PRECEDENCE, drops
+from .quantized.codebook import AbstractCodebookArray
+from .quantized.contract import product_dtype
+from .quantized.scales import NestedScales
+
+
+@register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=PRECEDENCE + 1)
+def _dot_general_adapted_codes(
+    primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any
+) -> Any:
+    """A 4-bit weight and its adapter: the low-rank term is added where the product is summed up."""
+    on_left = isinstance(lhs, LoraArray)
+    (lora, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)
+    if isinstance(x, LoraArray) or params.get("out_sharding") is not None:
+        return NotImplemented
+    contracted, batch = dimension_numbers
+    x = jnp.asarray(x)
+    if batch[0] or not _fused(lora, contracted[side], x):
+        return NotImplemented
+    w = lora.w if lora.train_base and lora.w.train_scales else frozen(lora.w)
+    flat = w.with_axes(range(2)).flattened()
+    if flat is None:
+        return NotImplemented
+    y = lora_matmul(
+        jnp.moveaxis(x, contracted[1 - side][0], -1),
+        flat.codes,
+        flat.scale.for_kernels() if isinstance(flat.scale, NestedScales) else flat.scale,
+        w.codebook,
+        lora.a,
+        lora.b,
+        shape=w.stored_shape,
+        block_size=w.block,
+        scaling=lora.scaling,
+        out_dtype=product_dtype(x, w, params),
+    )
+    return jnp.moveaxis(y, -1, 0) if on_left else y
+
+
+def _fused(lora: LoraArray, contracted: tuple[int, ...], x: Any) -> bool:
+    """Whether the kernel computes this: `x @ W.T` of one matrix, all activations of one dtype."""
+    if not isinstance(lora.w, AbstractCodebookArray) or is_value(lora.a) or is_value(lora.b):
+        return False
+    one_matrix = lora.ndim == lora.a.ndim == lora.b.ndim == 2 and len(contracted) == 1
+    plain = lora.rank > 0 and lora.magnitude is None and not drops(lora)
+    if not (one_matrix and plain and lora.a.dtype == lora.b.dtype == x.dtype):
+        return False
+    # Rows are contiguous in what is stored: the summed axis is the one that `a` has, and it comes last.
+    (axis,) = contracted
+    return lora.in_axes == (axis - 2,) and lora.w.permutation[axis] == 1

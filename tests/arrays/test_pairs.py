@@ -1,0 +1,150 @@
+"""A 4-bit weight with an adapter: one kernel where there is one, the same by redispatch where not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.kernels import lora_matmul_p, nf4_matmul_p
+from tests.primitives.jaxprs import equations
+
+N, K, RANK = 32, 64, 4
+
+
+def _adapted(base=ql.NF4Array.quantize, shape=(N, K), dtype=jnp.float32, **options):
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    w = base(array(*shape).astype(dtype))
+    a, b = array(RANK, shape[-1]).astype(dtype), array(shape[-2], RANK).astype(dtype)
+    return ql.LoraArray(w, a, b, alpha=8, **options)
+
+
+def _x(*shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(1).standard_normal(shape), dtype)
+
+
+def _found(fn, *args):
+    eqns = equations(jax.make_jaxpr(fn)(*args))
+    return [e.primitive for e in eqns if e.primitive in (lora_matmul_p, nf4_matmul_p)]
+
+
+def _agrees(fn, lora, x, tolerance=2e-6):
+    """With the product of the dense weight in float64."""
+    with ql.on_materialise("error"):
+        actual = jax.jit(ql.quaxify(fn))(lora, x)
+    dense = np.float64(ql.materialise(lora.w)) + lora.scaling * np.float64(lora.b) @ np.float64(lora.a)
+    expected = fn(dense, np.float64(x))
+    assert actual.shape == expected.shape
+    assert np.linalg.norm(np.float64(actual) - expected) <= tolerance * np.linalg.norm(expected)
+
+
+DOUBLE = functools.partial(ql.NF4Array.quantize, double_quant=True)
+ONE_KERNEL = {
+    "x @ W.T": (_adapted(), lambda w, x: x @ w.T, (3, K)),
+    "W @ x": (_adapted(), lambda w, x: w @ x, (K,)),
+    "W @ matrix": (_adapted(), lambda w, x: w @ x, (K, 5)),
+    "more axes": (_adapted(), lambda w, x: x @ w.T, (2, 3, K)),
+    "nested scales": (_adapted(DOUBLE), lambda w, x: x @ w.T, (3, K)),
+    "blocks across rows": (_adapted(shape=(N, 40)), lambda w, x: x @ w.T, (3, 40)),
+    "odd": (_adapted(shape=(7, 9)), lambda w, x: x @ w.T, (3, 9)),
+    "another codebook": (_adapted(ql.Int4Array.quantize), lambda w, x: x @ w.T, (3, K)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_KERNEL)
+def test_one_kernel(name):
+    lora, fn, shape = ONE_KERNEL[name]
+    assert _found(ql.quaxify(fn), lora, _x(*shape)) == [lora_matmul_p]
+    _agrees(fn, lora, _x(*shape))
+
+
+REDISPATCHED = {
+    "contraction of rows": (_adapted(), lambda w, x: x @ w, (3, N)),
+    "both axes": (_adapted(), lambda w, x: jnp.einsum("oi,io->", w, x), (K, N)),
+    "int8": (_adapted(ql.Int8Array.quantize), lambda w, x: x @ w.T, (3, K)),
+    "codes along the other axis": (
+        _adapted(functools.partial(ql.NF4Array.quantize, axis=0)),
+        lambda w, x: x @ w.T,
+        (3, K),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REDISPATCHED)
+def test_what_the_kernel_does_not_take(name):
+    lora, fn, shape = REDISPATCHED[name]
+    assert lora_matmul_p not in _found(ql.quaxify(fn), lora, _x(*shape))
+    fn_of = (lambda w, x: np.einsum("oi,io->", w, x)) if name == "both axes" else fn
+    with ql.on_materialise("error"):
+        actual = ql.quaxify(fn)(lora, _x(*shape))
+    dense = np.float64(ql.materialise(lora.w)) + lora.scaling * np.float64(lora.b) @ np.float64(lora.a)
+    np.testing.assert_allclose(actual, fn_of(dense, np.float64(_x(*shape))), rtol=2e-5, atol=2e-5)
+
+
+def test_adapters_in_a_wider_dtype_are_applied_in_it():
+    lora = _adapted(dtype=jnp.bfloat16)
+    wide = lora.replace(a=lora.a.astype(jnp.float32), b=lora.b.astype(jnp.float32))
+    x, product = _x(3, K, dtype=jnp.bfloat16), ql.quaxify(lambda w, x: x @ w.T)
+    assert _found(product, lora, x) == [lora_matmul_p]
+    assert _found(product, wide, x) == [nf4_matmul_p]
+    assert product(lora, x).dtype == product(wide, x).dtype == jnp.bfloat16
+
+
+def test_dropout_and_magnitudes_are_redispatched():
+    dropping = _adapted(dropout=0.5, key=jax.random.key(0))
+    dora = _adapted(magnitude=jnp.ones(N))
+    for lora in (dropping, dora):
+        assert _found(ql.quaxify(lambda w, x: x @ w.T), lora, _x(3, K)) == [nf4_matmul_p]
+
+
+def test_gradients():
+    lora, x = _adapted(), _x(3, K)
+    dense = lora.replace(w=lora.w.materialise())
+
+    def loss(adapter, lora, x):
+        lora = lora.replace(a=adapter[0], b=adapter[1])
+        return jnp.sum(jnp.sin(ql.quaxify(lambda w, x: x @ w.T)(lora, x)))
+
+    grad = jax.jit(jax.grad(loss, (0, 2)))
+    with ql.on_materialise("error"):
+        actual, expected = (grad((w.a, w.b), w, x) for w in (lora, dense))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
+
+
+@pytest.mark.parametrize("train_scales", [False, True])
+def test_the_scales_are_trained_only_if_asked(train_scales):
+    quantise = functools.partial(ql.NF4Array.quantize, train_scales=train_scales)
+    lora, x = _adapted(quantise, train_base=True), _x(3, K)
+
+    def loss(scale, lora):
+        lora = lora.replace(w=ql.NF4Array(lora.w.codes, scale, 64, train_scales=train_scales))
+        return jnp.sum(jnp.sin(ql.quaxify(lambda w: x @ w.T)(lora)))
+
+    gradient = jax.grad(loss)(lora.w.scale, lora)
+    assert bool(jnp.any(gradient != 0)) == train_scales
+
+
+def test_stacked_layers_and_mapped_adapters():
+    lora, x = _adapted(), _x(3, K)
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), lora)
+    product = ql.quaxify(lambda w, x: x @ w.T)
+    expected = np.asarray(product(lora, x))
+    with ql.on_materialise("error"):
+        for out in (
+            jax.vmap(product, (0, None))(stack, x),
+            ql.quaxify(lambda ws: jax.lax.scan(lambda _, w: (None, x @ w.T), None, ws)[1])(stack),
+            ql.quaxify(lambda ws: jax.vmap(lambda w: x @ w.T)(ws))(stack),
+        ):
+            np.testing.assert_allclose(out, np.stack([expected] * 2), rtol=1e-5, atol=1e-5)
+
+
+def test_explain_names_the_kernel():
+    (note,) = {n for row in ql.explain(lambda w, x: x @ w.T)(_adapted(), _x(3, K)).rules for n in row.notes}
+    assert note.startswith("lora_matmul on reference")
+
+
+def test_no_pair_is_ambiguous():
+    ql.check_ambiguities(ql.LoraArray, ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array)
