@@ -63,19 +63,22 @@ _plan = compat.weakly_cached(_Plan)
 
 
 def evaluate(
-    trace: QuaxTrace, jaxpr: jexc.ClosedJaxpr, operands: Sequence[Any], *, inlined: bool = False
+    trace: QuaxTrace | None, jaxpr: jexc.ClosedJaxpr, operands: Sequence[Any], *, inlined: bool = False
 ) -> list[Any]:
-    """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace.
+    """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace; on plain
+    arrays alone if there is none.
 
     What is staged gets the source lines of the equations; of the caller, if `inlined`.
     """
     plan = _plan(jaxpr)
     parent = compat.current_trace()
     eager = compat.is_eval_trace(parent)
-    level = trace if parent is trace.parent_trace else QuaxTrace(parent, trace.tag, trace.resolver)
+    level = trace
+    if trace is not None and parent is not trace.parent_trace:
+        level = QuaxTrace(parent, trace.tag, trace.resolver)
     env = plan.start.copy()
     for i, x in zip(plan.consts, jaxpr.consts, strict=True):
-        env[i] = level.unwrap(x)
+        env[i] = x if level is None else level.unwrap(x)
     for i, x in zip(plan.invars, operands, strict=True):
         env[i] = x
     for step in plan.steps:
@@ -92,8 +95,12 @@ def evaluate(
     return [env[i] for i in plan.outvars]
 
 
-def _run(level: QuaxTrace, step: _Step, inputs: list[Any]) -> Sequence[Any]:
+def _run(level: QuaxTrace | None, step: _Step, inputs: list[Any]) -> Sequence[Any]:
     primitive = step.primitive
+    if level is None:
+        params = primitive.get_bind_params(step.params) if step.takes_functions else step.params
+        out = primitive.bind(*inputs, **params)
+        return out if primitive.multiple_results else [out]
     if step.takes_functions:
         with jexc.set_current_trace(level):
             params = primitive.get_bind_params(step.params)

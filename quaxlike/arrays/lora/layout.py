@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
+from ...core.replay import replayed
 from ...core.rules import register
 from .array import LoraArray, labels, matrix_labels
 from .einsum import Labels, arrange, cast
@@ -43,6 +44,7 @@ def _convert_element_type(x: LoraArray, *, new_dtype: Any, **params: Any):
 
 
 @register("transpose")
+@replayed
 def _transpose(x: LoraArray, *, permutation: Sequence[int]):
     """The base is transposed; of the factors only batch axes move, and which axes they belong to changes."""
     matrix = matrix_labels(x)

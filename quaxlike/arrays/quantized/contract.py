@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from quaxlike.core.either_side import register_on_either_side
+from quaxlike.core.replay import replayed
 
 from .base import AbstractQuantizedArray
 from .scales import NestedScales, dense_scales
@@ -26,6 +27,7 @@ _Names = tuple[int, ...]
 
 
 @register_on_either_side("dot_general", AbstractQuantizedArray, other=ArrayLike)
+@replayed
 def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     (contract_axes, batch_axes), on_left = dimension_numbers, isinstance(lhs, AbstractQuantizedArray)
     (w, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)
