@@ -27,6 +27,10 @@ WEIGHTS: dict[str, Callable[[], ql.ArrayValue]] = {
     "Int4Array": lambda: ql.Int4Array.quantize(_dense(), block_size=32),
     "Int8Array": lambda: ql.Int8Array.quantize(_dense()),
     "LoraArray of NF4Array": lambda: _lora(ql.NF4Array.quantize(_dense(), block_size=32)),
+    "BlockSparseArray": lambda: ql.BlockSparseArray.from_dense(_dense(), block_size=2, density=0.5),
+    "LoraArray of BlockSparseArray": lambda: _lora(
+        ql.BlockSparseArray.from_dense(_dense(), block_size=2, density=0.5)
+    ),
     "Zero": lambda: zero.Zero((4, 4), jnp.float32),
     "Full": lambda: zero.Full(0.25, (4, 4)),
     "Identity": lambda: zero.Identity(4),

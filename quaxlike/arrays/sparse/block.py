@@ -1,0 +1,254 @@
+"""`BlockSparseArray`: a weight of which some square blocks are stored."""
+
+from collections.abc import Sequence
+from types import NotImplementedType
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike
+
+from quaxlike.core.operators import ArrayOperators
+from quaxlike.core.values import ArrayValue, replace_fields
+from quaxlike.kernels import transposed_index
+
+from .stacks import is_stacked
+
+
+class BlockSparseArray(ArrayOperators, ArrayValue):
+    """A matrix that is zero outside of some square blocks, or a stack of such matrices.
+
+    Products with it take time in proportion to the blocks that are stored, on either side, forward and
+    backward, and nothing dense is made. Gradients are those of the stored blocks: a weight that was
+    pruned stays pruned while it is trained.
+
+    Blocks are stored by block rows (block-ELL): each row has slots for as many as the fullest one.
+
+    **Arguments:**
+
+    - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value, such as an
+        [`NF4Array`][quaxlike.NF4Array] of this shape.
+    - `col_idx`: int32 `(*batch, rows, slots)`: the block column of each block; `columns` for a slot
+        that holds none.
+    - `transposed_idx`: int32 `(*batch, columns, slots of a column)`: which blocks stand in each block
+        column, by [`transposed_index`][quaxlike.kernels.transposed_index].
+    - `transposed`: whether this stands for the transposed matrix. Default False.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        w = jax.random.normal(jax.random.key(0), (512, 256))
+        sparse = ql.BlockSparseArray.from_dense(w, block_size=64, density=0.25)
+        y = jnp.ones((8, 256)) @ sparse.T
+        ```
+
+    Layout and products after Gray et al., GPU Kernels for Block-Sparse Weights (2017).
+    """
+
+    blocks: Any
+    col_idx: Any
+    transposed_idx: Any
+    transposed: bool = eqx.field(static=True, default=False)
+
+    linear: ClassVar[bool] = True
+    on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
+
+    @classmethod
+    def from_dense(
+        cls, w: ArrayLike, *, block_size: int = 128, density: float | None = None, balanced: bool = True
+    ) -> "BlockSparseArray":
+        """Keeps the blocks of a dense matrix that are largest in magnitude (Euclidean norm).
+
+        Which blocks are kept depends on the values of `w`, so that it cannot be done under `jax.jit`.
+
+        **Arguments:**
+
+        - `w`: `(*batch, N, K)`, any floating dtype.
+        - `block_size`: the size of the blocks; it divides `N` and `K`. The kernels for GPUs take 64 and
+            128, those for TPUs multiples of 128. Default 128.
+        - `density`: the share of the blocks that is kept, in (0, 1]. Default: all blocks that are not
+            zero, so that nothing changes.
+        - `balanced`: with a `density`, whether each block row keeps as many; then no slot is empty. Else
+            the largest blocks of the matrix are kept, wherever they are, and each row has slots for as
+            many as the fullest. Default True.
+
+        **Returns:** the pruned matrix.
+
+        **Raises:** `ValueError` if the blocks do not divide the matrix, or for a density out of bounds.
+        """
+        if isinstance(w, jax.core.Tracer):
+            raise ValueError(
+                "BlockSparseArray.from_dense chooses blocks by the values of w, which are not known under "
+                "jit, vmap or grad; found a tracer. Call it outside of them."
+            )
+        w = jnp.asarray(w)
+        if w.ndim < 2 or block_size < 1 or any(size % block_size for size in w.shape[-2:]):
+            raise ValueError(
+                f"BlockSparseArray.from_dense cuts the last two axes of w into blocks of {block_size}; found "
+                f"w of shape {w.shape}. Choose a block_size that divides both axes."
+            )
+        if density is not None and not 0 < density <= 1:
+            raise ValueError(f"BlockSparseArray.from_dense takes 0 < density <= 1; found {density}.")
+        *batch, n, k = w.shape
+        cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
+        norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
+        masks = _largest(norms, density, balanced)
+        col_idx = _column_index(masks)
+        places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
+        blocks = jnp.take_along_axis(cut, jnp.asarray(places), axis=-3)
+        stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
+        return cls.from_blocks(jnp.where(stored, blocks, jnp.zeros_like(blocks)), col_idx, k // block_size)
+
+    @classmethod
+    def from_blocks(cls, blocks: Any, col_idx: Any, columns: int) -> "BlockSparseArray":
+        """A matrix of given blocks.
+
+        **Arguments:**
+
+        - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value.
+        - `col_idx`: `(*batch, rows, slots)`, known integers: the block column of each block, each at most
+            once in a row; `columns` for a slot that holds none.
+        - `columns`: the number of block columns, `K / b`.
+
+        **Returns:** the array of shape `(*batch, rows * b, columns * b)`.
+
+        **Raises:** `ValueError` if the shapes do not fit each other, or for a column out of bounds.
+        """
+        col_idx = np.asarray(col_idx, np.int32)
+        if blocks.ndim < 4 or blocks.shape[-1] != blocks.shape[-2] or blocks.shape[:-2] != col_idx.shape:
+            raise ValueError(
+                "BlockSparseArray.from_blocks takes blocks of shape (*batch, rows, slots, b, b) and col_idx of "
+                f"shape (*batch, rows, slots); found {blocks.shape} and {col_idx.shape}."
+            )
+        *batch, rows, slots = col_idx.shape
+        each = [transposed_index(index, columns) for index in col_idx.reshape(-1, rows, slots)]
+        width = max((index.shape[1] for index in each), default=0)
+        padded = [
+            np.pad(index, ((0, 0), (0, width - index.shape[1])), constant_values=rows * slots)
+            for index in each
+        ]
+        transposed_idx = np.asarray(padded, np.int32).reshape(*batch, columns, width)
+        return cls(blocks, jnp.asarray(col_idx), jnp.asarray(transposed_idx))
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, *, block_size: int = 128) -> "BlockSparseArray":
+        """A matrix of `scipy.sparse`, in any of its formats; blocks without an entry are not stored.
+
+        **Arguments:**
+
+        - `matrix`: `(N, K)`.
+        - `block_size`: as in `from_dense`. Default 128.
+        """
+        n, k = matrix.shape
+        if n % block_size or k % block_size:
+            raise ValueError(
+                f"BlockSparseArray.from_scipy cuts a matrix into blocks of {block_size}; found the shape "
+                f"{(n, k)}. Choose a block_size that divides both axes."
+            )
+        bsr = matrix.tobsr(blocksize=(block_size, block_size))
+        bsr.sum_duplicates()
+        counts = np.diff(bsr.indptr)
+        row = np.repeat(np.arange(len(counts)), counts)
+        slot = np.arange(len(row)) - bsr.indptr[row]
+        shape = (len(counts), int(counts.max(initial=0)))
+        col_idx = np.full(shape, k // block_size, np.int32)
+        col_idx[row, slot] = bsr.indices
+        blocks = np.zeros((*shape, block_size, block_size), bsr.dtype)
+        blocks[row, slot] = bsr.data
+        return cls.from_blocks(jnp.asarray(blocks), col_idx, k // block_size)
+
+    def to_scipy(self) -> Any:
+        """The matrix as a `scipy.sparse.bsr_array`.
+
+        **Raises:** `ValueError` for a stack of matrices.
+        """
+        import scipy.sparse
+
+        if self.num_batch:
+            raise ValueError(f"scipy.sparse has no stacks of matrices; found the shape {self.shape}.")
+        blocks = np.asarray(self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks)
+        col_idx = np.asarray(self.col_idx)
+        stored = col_idx < self.transposed_idx.shape[0]
+        indptr = np.concatenate([[0], np.cumsum(stored.sum(1))])
+        b = self.block_size
+        shape = (len(col_idx) * b, self.transposed_idx.shape[0] * b)
+        bsr = scipy.sparse.bsr_array((blocks[stored], col_idx[stored], indptr), shape=shape)
+        return bsr.T if self.transposed else bsr
+
+    @property
+    def block_size(self) -> int:
+        return self.blocks.shape[-1]
+
+    @property
+    def num_batch(self) -> int:
+        """How many axes stack matrices."""
+        return self.col_idx.ndim - 2
+
+    @property
+    def density(self) -> float:
+        """The share of the blocks for which there is a slot."""
+        return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
+
+    def replace(self, **fields: Any) -> "BlockSparseArray":
+        """This array with some of its fields replaced, which are not checked against the others."""
+        return replace_fields(self, **fields)
+
+    def aval(self) -> jax.core.ShapedArray:
+        b = self.block_size
+        matrix = self.col_idx.shape[-2] * b, self.transposed_idx.shape[-2] * b
+        matrix = matrix[::-1] if self.transposed else matrix
+        return jax.core.ShapedArray((*self.col_idx.shape[:-2], *matrix), self.blocks.dtype)
+
+    def materialise(self) -> Array:
+        blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
+        columns = self.transposed_idx.shape[-2]
+
+        def dense(blocks: Array, col_idx: Array) -> Array:
+            rows, _, b, _ = blocks.shape
+            each = jnp.zeros((rows, columns, b, b), blocks.dtype)
+            each = each.at[jnp.arange(rows)[:, None], col_idx].set(blocks, mode="drop")
+            return each.swapaxes(1, 2).reshape(rows * b, columns * b)
+
+        for _ in range(self.num_batch):
+            dense = jax.vmap(dense)
+        out = dense(blocks, self.col_idx)
+        return out.swapaxes(-2, -1) if self.transposed else out
+
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
+        if not self.num_batch or not is_stacked(self.blocks):
+            return NotImplemented
+        return [0] * len(jax.tree.leaves(self))
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
+        if not is_stacked(self.blocks) or any(axis is not None for axis in spec[self.num_batch :]):
+            raise ValueError(
+                f"BlockSparseArray of shape {self.shape} cannot be sharded by {spec}: the index of a matrix "
+                "numbers all of its blocks. Shard axes that stack matrices only."
+            )
+        batch = spec[: self.num_batch]
+        return [jax.P(*batch, *[None] * (leaf.ndim - len(batch))) for leaf in jax.tree.leaves(self)]
+
+
+def _largest(norms: np.ndarray, density: float | None, balanced: bool) -> np.ndarray:
+    """Which blocks to keep: a mask of the shape of `norms`, `(*batch, rows, columns)`."""
+    if density is None:
+        return norms > 0
+    groups = norms if balanced else norms.reshape(*norms.shape[:-2], -1)
+    count = max(1, round(density * groups.shape[-1]))
+    kept = np.argsort(-groups, axis=-1, kind="stable")[..., :count]
+    mask = np.zeros(groups.shape, bool)
+    np.put_along_axis(mask, kept, True, axis=-1)
+    return mask.reshape(norms.shape)
+
+
+def _column_index(masks: np.ndarray) -> np.ndarray:
+    """The columns of the blocks of each row, in order, and then padding."""
+    columns = masks.shape[-1]
+    slots = int(masks.sum(-1).max(initial=0))
+    index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))
+    return np.sort(index, axis=-1)[..., :slots]

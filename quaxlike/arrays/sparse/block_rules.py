@@ -1,0 +1,270 @@
+"""What leaves a block-sparse array one, and products with it."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jaxtyping import Array, ArrayLike
+
+from quaxlike.core.either_side import register_on_either_side
+from quaxlike.core.quaxify import quaxify
+from quaxlike.core.rules import register
+from quaxlike.core.values import ArrayValue
+from quaxlike.kernels import block_sparse_matmul
+from quaxlike.primitives.classes import ZERO_PRESERVING
+
+from .block import BlockSparseArray
+from .stacks import (
+    broadcast_stack,
+    cut_stack,
+    dot_stack,
+    is_stacked,
+    map_batch,
+    product_dtype,
+    reshape_stack,
+    same_index,
+)
+
+# -------------------------------------------------------------------------------------------------
+# Products
+# -------------------------------------------------------------------------------------------------
+
+
+@register_on_either_side("dot_general", BlockSparseArray, other=ArrayLike)
+def _dot_general(
+    primitive: Primitive,
+    x: Any,
+    y: Any,
+    *,
+    dimension_numbers: Any,
+    preferred_element_type: Any,
+    out_sharding: Any = None,
+    **params: Any,
+) -> Any:
+    w_first = isinstance(x, BlockSparseArray)
+    w, x = (x, y) if w_first else (y, x)
+    if isinstance(x, BlockSparseArray) or out_sharding is not None or not _moves(w):
+        return NotImplemented
+    x = jnp.asarray(x)
+    dtype = product_dtype(x, w, preferred_element_type)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return NotImplemented  # kernels sum in floating point
+    product = functools.partial(_matmul, out_dtype=dtype)
+    return dot_stack(w, x, product, dimension_numbers, w_first=w_first)
+
+
+def _matmul(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
+    transpose = (axis == 0) != w.transposed
+    if isinstance(w.blocks, ArrayValue):
+        return _matmul_by_rows(w, x, transpose).astype(out_dtype)
+    return block_sparse_matmul(
+        x, w.blocks, w.col_idx, w.transposed_idx, transpose=transpose, out_dtype=out_dtype
+    )
+
+
+def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool) -> Array:
+    """The same with blocks that are Values: a product with the blocks of one block row after the other,
+    each left to the rules of their type."""
+    rows, slots, b, _ = w.blocks.shape
+    columns = w.transposed_idx.shape[0]
+    lead, dtype = x.shape[:-1], x.dtype
+    x = jnp.moveaxis(x.reshape(-1, x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
+
+    def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
+        x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+
+        def row(_: None, of_row: tuple[Any, Array]) -> tuple[None, Array]:
+            blocks, columns = of_row
+            return None, lax.dot_general(x[columns], blocks, (((0, 2), (0, 2)), ((), ())))
+
+        return lax.scan(row, None, (blocks, col_idx))[1]
+
+    def scatter(x: Array, blocks: Any, col_idx: Array) -> Array:
+        def row(acc: Array, of_row: tuple[Array, Any, Array]) -> tuple[Array, None]:
+            x, blocks, columns = of_row
+            y = lax.dot_general(x, blocks, (((1,), (1,)), ((), ())))  # (rows of x, slots, b)
+            return acc.at[columns].add(jnp.moveaxis(y, 1, 0), mode="drop"), None
+
+        acc = jnp.zeros((columns, x.shape[1], b), dtype)
+        return lax.scan(row, acc, (x, blocks, col_idx))[0]
+
+    y = quaxify(scatter if transpose else gather)(x, w.blocks, w.col_idx)
+    return jnp.moveaxis(y, 0, 1).reshape(*lead, -1)
+
+
+# -------------------------------------------------------------------------------------------------
+# Element by element
+# -------------------------------------------------------------------------------------------------
+
+
+@register(ZERO_PRESERVING)
+def _zero_preserving(primitive: Primitive, x: BlockSparseArray, **params: Any) -> BlockSparseArray:
+    return x.replace(blocks=quaxify(functools.partial(primitive.bind, **params))(x.blocks))
+
+
+@register("integer_pow")
+def _integer_pow(primitive: Primitive, x: BlockSparseArray, *, y: int, **params: Any) -> Any:
+    if y <= 0:
+        return NotImplemented
+    return x.replace(blocks=quaxify(functools.partial(primitive.bind, y=y, **params))(x.blocks))
+
+
+@register_on_either_side("mul", BlockSparseArray, other=ArrayLike)
+def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    if isinstance(x, BlockSparseArray) and isinstance(y, BlockSparseArray):
+        return _on_blocks(primitive, x, y, **params)
+    w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
+    return w.replace(blocks=quaxify(lambda a, b: primitive.bind(a, b, **params))(w.blocks, _at(w, other)))
+
+
+@register("div")
+def _div(primitive: Primitive, x: BlockSparseArray, y: ArrayLike, **params: Any) -> Any:
+    return x.replace(blocks=quaxify(lambda a, b: primitive.bind(a, b, **params))(x.blocks, _at(x, y)))
+
+
+def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
+    """The elements of `y`, of the shape of `w` or (), where blocks are; 1 for empty slots."""
+    y = jnp.asarray(y)
+    if y.ndim == 0:
+        return y
+    b, columns = w.block_size, w.transposed_idx.shape[-2]
+    y = y.swapaxes(-2, -1) if w.transposed else y
+
+    def take(y: Array, col_idx: Array) -> Array:
+        cut = y.reshape(-1, b, columns, b)
+        return cut.at[jnp.arange(cut.shape[0])[:, None], :, col_idx].get(mode="fill", fill_value=1)
+
+    for _ in range(w.num_batch):
+        take = jax.vmap(take)
+    return take(y, w.col_idx)
+
+
+@register_on_either_side(["add", "sub", "add_any"], BlockSparseArray, other=ArrayLike)
+def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    """With an array of the same shape the sum is an array, to which the blocks are added."""
+    if isinstance(x, BlockSparseArray) and isinstance(y, BlockSparseArray):
+        return _on_blocks(primitive, x, y, **params)
+    w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
+    other = jnp.asarray(other)
+    if other.shape != w.shape or isinstance(w.blocks, ArrayValue):
+        return NotImplemented  # with a scalar nothing is left that is zero
+    minus = primitive.name == "sub"
+    blocks = -w.blocks if minus and w is y else w.blocks
+    return _add_blocks(-other if minus and w is x else other, w.replace(blocks=blocks))
+
+
+def _add_blocks(y: Array, w: BlockSparseArray) -> Array:
+    b, columns = w.block_size, w.transposed_idx.shape[-2]
+
+    def add(y: Array, blocks: Array, col_idx: Array) -> Array:
+        cut = y.reshape(-1, b, columns, b)
+        rows = jnp.arange(cut.shape[0])[:, None]
+        return cut.at[rows, :, col_idx].add(blocks, mode="drop").reshape(y.shape)
+
+    for _ in range(w.num_batch):
+        add = jax.vmap(add)
+    if not w.transposed:
+        return add(y, w.blocks, w.col_idx)
+    return add(y.swapaxes(-2, -1), w.blocks, w.col_idx).swapaxes(-2, -1)
+
+
+def _on_blocks(primitive: Primitive, x: BlockSparseArray, y: BlockSparseArray, **params: Any) -> Any:
+    """Two matrices with the same blocks."""
+    if x.transposed != y.transposed or not same_index(x.col_idx, y.col_idx):
+        return NotImplemented
+    blocks = quaxify(lambda a, b: primitive.bind(a, b, **params))(x.blocks, y.blocks)
+    return x.replace(blocks=blocks)
+
+
+@register("reduce_sum")
+def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> Any:
+    n = x.num_batch
+    summed = {(axis - n) ^ x.transposed for axis in axes if axis >= n}  # of the stored matrix
+    if not summed or isinstance(x.blocks, ArrayValue):
+        return NotImplemented
+    batch = tuple(axis for axis in axes if axis < n)
+    if len(summed) == 2:
+        return jnp.sum(x.blocks, (*batch, *range(n, n + 4)))
+    if summed == {1}:
+        rows = jnp.sum(x.blocks, (-3, -1))
+        return jnp.sum(rows.reshape(*rows.shape[:n], -1), batch)
+
+    def columns(blocks: Array, col_idx: Array, number: int) -> Array:
+        total = jnp.zeros((number, blocks.shape[-1]), blocks.dtype)
+        return total.at[col_idx].add(jnp.sum(blocks, -2), mode="drop").reshape(-1)
+
+    add = functools.partial(columns, number=x.transposed_idx.shape[-2])
+    for _ in range(n):
+        add = jax.vmap(add)
+    return jnp.sum(add(x.blocks, x.col_idx), batch)
+
+
+# -------------------------------------------------------------------------------------------------
+# Axes: those that stack matrices are axes of every leaf
+# -------------------------------------------------------------------------------------------------
+
+
+def _moves(x: BlockSparseArray) -> bool:
+    """Whether the leaves have the batch axes, if there are any."""
+    return not x.num_batch or is_stacked(x.blocks)
+
+
+@register("transpose")
+def _transpose(x: BlockSparseArray, *, permutation: Sequence[int], **params: Any) -> Any:
+    n = x.num_batch
+    *batch, first, second = permutation
+    if {first, second} != {n, n + 1} or not _moves(x):
+        return NotImplemented
+    out = map_batch(x, lambda leaf, rest: quaxify(jnp.transpose)(leaf, (*batch, *rest)))
+    return out if first == n else out.replace(transposed=not x.transposed)
+
+
+@register("broadcast_in_dim")
+def _broadcast_in_dim(
+    x: BlockSparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+) -> Any:
+    if params.get("sharding") is not None or not _moves(x):
+        return NotImplemented
+    return broadcast_stack(x, shape, broadcast_dimensions)
+
+
+@register("reshape")
+def _reshape(x: BlockSparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
+    if any(value is not None for value in params.values()) or not _moves(x):
+        return NotImplemented
+    return reshape_stack(x, new_sizes)
+
+
+@register("squeeze")
+def _squeeze(x: BlockSparseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+    if any(axis >= x.num_batch for axis in dimensions) or not _moves(x):
+        return NotImplemented
+    return map_batch(x, lambda leaf, _: lax.squeeze(leaf, dimensions))
+
+
+@register("slice")
+def _slice(
+    x: BlockSparseArray,
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+    **params: Any,
+) -> Any:
+    cuts = list(zip(start_indices, limit_indices, strides or [1] * x.ndim, strict=True))
+    touched = [i for i, size in enumerate(x.shape) if cuts[i] != (0, size, 1)]
+    return cut_stack(x, lambda leaf, i: lax.slice_in_dim(leaf, *cuts[i], i), touched)
+
+
+@register("dynamic_slice")
+def _dynamic_slice(
+    x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any
+) -> Any:
+    touched = [i for i, size in enumerate(x.shape) if slice_sizes[i] != size]
+    cut = lambda leaf, i: lax.dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
+    return cut_stack(x, cut, touched)

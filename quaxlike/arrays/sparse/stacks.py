@@ -1,0 +1,129 @@
+"""`dot_general` with a stack of sparse matrices, from the product with one of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from quaxlike.core.values import ArrayValue
+
+
+def dot_stack(
+    w: Any,
+    x: Array,
+    matmul: Callable[[Any, Array, int], Array],
+    dimension_numbers: Any,
+    *,
+    w_first: bool,
+) -> Any:
+    """The product of `w`, all of whose leaves start with its batch axes, and an array.
+
+    **Arguments:**
+
+    - `w`: `(*batch, n0, n1)`.
+    - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of one matrix with the last of `x`, and
+        puts the other in its place.
+    - `dimension_numbers`: of `dot_general(w, x)`; of `dot_general(x, w)` unless `w_first`.
+
+    **Returns:** the product, or `NotImplemented` where anything but one axis of a matrix is contracted.
+    """
+    (w_summed, x_summed), (w_batch, x_batch) = (
+        pair if w_first else pair[::-1] for pair in dimension_numbers
+    )
+    num_batch = w.ndim - 2
+    if len(w_summed) != 1 or w_summed[0] < num_batch or any(axis >= num_batch for axis in w_batch):
+        return NotImplemented
+    mapped = [axis for axis in range(num_batch) if axis not in w_batch]
+    x_free = [axis for axis in range(x.ndim) if axis not in (*x_summed, *x_batch)]
+    x = x.transpose(*x_batch, *x_free, *x_summed)
+    w = map_batch(w, lambda leaf, rest: leaf.transpose(*w_batch, *mapped, *rest))
+
+    product: Callable[[Any, Array], Array] = lambda w, x: matmul(w, x, w_summed[0] - num_batch)
+    for _ in mapped:
+        product = jax.vmap(product, in_axes=(0, None))
+    for _ in w_batch:
+        product = jax.vmap(product)
+    y = product(w, x)  # (*w_batch, *mapped, *x_free, the other axis of the matrix)
+
+    batch, of_w = range(len(w_batch)), range(len(w_batch), num_batch)
+    of_x, last = range(num_batch, y.ndim - 1), y.ndim - 1
+    return y.transpose(*batch, *of_w, last, *of_x) if w_first else y.transpose(*batch, *of_x, *of_w, last)
+
+
+def map_batch(w: Any, fn: Callable[[Array, range], Array]) -> Any:
+    """`fn(leaf, rest)` for each leaf of `w`; `rest` are the axes that come after its batch axes."""
+    num_batch = w.num_batch
+    return jax.tree.map(lambda leaf: fn(leaf, range(num_batch, leaf.ndim)), w)
+
+
+def is_stacked(w: Any) -> bool:
+    """Whether all leaves of a field have its leading axes."""
+    if not isinstance(w, ArrayValue):
+        return True
+    axes = w.leading_axis()
+    return axes is not NotImplemented and all(axis == 0 for axis in axes)
+
+
+def same_index(x: Any, y: Any) -> bool:
+    """Whether two indices are known to be equal."""
+    if x is y:
+        return True
+    known = not any(isinstance(index, jax.core.Tracer) for index in (x, y))
+    return known and x.shape == y.shape and bool(np.array_equal(x, y))
+
+
+def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
+    """The dtype of a product, under JAX's standard rules."""
+    if preferred_element_type is not None:
+        return np.dtype(preferred_element_type)
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(x.dtype, y.dtype)
+
+
+# -------------------------------------------------------------------------------------------------
+# What changes batch axes alone
+# -------------------------------------------------------------------------------------------------
+
+
+def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
+    """`broadcast_in_dim` of batch axes; `NotImplemented` where the matrices change or move."""
+    num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
+    matrix = tuple(range(num_new, len(shape)))
+    if tuple(dimensions[kept:]) != matrix or tuple(shape[num_new:]) != w.shape[kept:]:
+        return NotImplemented
+
+    def broadcast(leaf: Array, rest: range) -> Array:
+        new_shape = (*shape[:num_new], *(leaf.shape[axis] for axis in rest))
+        places = (*dimensions[:kept], *range(num_new, len(new_shape)))
+        return lax.broadcast_in_dim(leaf, new_shape, places)
+
+    return map_batch(w, broadcast)
+
+
+def reshape_stack(w: Any, new_sizes: Any) -> Any:
+    """`reshape` of batch axes; `NotImplemented` where the matrices change."""
+    kept = len(w.shape) - w.num_batch
+    if tuple(new_sizes[len(new_sizes) - kept :]) != w.shape[w.num_batch :]:
+        return NotImplemented
+    batch = new_sizes[: len(new_sizes) - kept]
+    if np.prod(batch, dtype=int) != np.prod(w.shape[: w.num_batch], dtype=int):
+        return NotImplemented
+    return map_batch(w, lambda leaf, rest: leaf.reshape(*batch, *(leaf.shape[axis] for axis in rest)))
+
+
+def cut_stack(w: Any, cut: Callable[[Array, int], Array], touched: Any) -> Any:
+    """`cut(leaf, axis)` along each batch axis of `touched`; `NotImplemented` for axes of the matrices."""
+    if any(axis >= w.num_batch for axis in touched) or w.leading_axis() is NotImplemented:
+        return NotImplemented
+
+    def along_each(leaf: Array, rest: range) -> Array:
+        for axis in touched:
+            leaf = cut(leaf, axis)
+        return leaf
+
+    return map_batch(w, along_each)

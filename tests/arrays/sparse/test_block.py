@@ -1,0 +1,297 @@
+"""`BlockSparseArray` against the dense matrix it stands for."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import quaxlike as ql
+from quaxlike.kernels import block_sparse_matmul
+from tests.primitives.jaxprs import names
+
+B = ql.BlockSparseArray
+
+
+def random(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def pruned(*shape, b=4, density=0.4, balanced=False):
+    return B.from_dense(random(*shape, seed=1), block_size=b, density=density, balanced=balanced)
+
+
+W = pruned(8, 12)
+STACK = pruned(2, 8, 12)
+
+
+def agrees(f, *args, rtol=1e-5):
+    """`f` of the Values is `f` of the arrays in float64, eagerly and jitted, and materialises nothing."""
+    dense = jax.tree.map(np.float64, ql.materialise(args))
+    with jax.enable_x64(True):
+        expected = np.asarray(f(*map(jnp.asarray, dense)))
+    with ql.on_materialise("error"):
+        outs = ql.quaxify(f)(*args), jax.jit(ql.quaxify(f))(*args)
+    for out in outs:
+        assert out.shape == expected.shape
+        scale = max(1.0, np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(ql.materialise(out), expected, rtol=rtol, atol=rtol * scale)
+    return outs[0]
+
+
+# -------------------------------------------------------------------------------------------------
+# Making one
+# -------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_blocks_are_kept():
+    scale = jnp.array([[1.0, 5.0, 2.0], [7.0, 6.0, 4.0]])
+    w = jnp.kron(scale, jnp.ones((4, 4)))
+    of_each_row = B.from_dense(w, block_size=4, density=1 / 3)
+    kept = jnp.array([[0.0, 5.0, 0.0], [7.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(of_each_row.materialise(), jnp.kron(kept, jnp.ones((4, 4))))
+    assert of_each_row.density == 1 / 3
+    of_all = B.from_dense(w, block_size=4, density=0.5, balanced=False)
+    kept = jnp.array([[0.0, 5.0, 0.0], [7.0, 6.0, 0.0]])
+    np.testing.assert_array_equal(of_all.materialise(), jnp.kron(kept, jnp.ones((4, 4))))
+
+
+@given(
+    st.lists(st.integers(1, 2), max_size=2),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 3]),
+    st.floats(0, 1),
+)
+def test_without_a_density_nothing_changes(batch, rows, columns, b, share):
+    rng = np.random.default_rng(0)
+    mask = rng.random((*batch, rows, columns)) < share
+    w = np.kron(mask, np.ones((b, b))) * rng.standard_normal((*batch, rows * b, columns * b))
+    w = jnp.asarray(w, jnp.float32)
+    sparse = B.from_dense(w, block_size=b)
+    assert sparse.shape == w.shape
+    assert sparse.col_idx.shape[-1] == mask.sum(-1).max()
+    np.testing.assert_array_equal(sparse.materialise(), w)
+    np.testing.assert_array_equal(ql.quaxify(lambda w: jnp.swapaxes(w, -2, -1))(sparse).materialise(), w.mT)
+
+
+def test_to_and_from_scipy():
+    for w in (W, ql.quaxify(jnp.transpose)(W)):
+        bsr = w.to_scipy()
+        assert bsr.format == "bsr"
+        np.testing.assert_array_equal(bsr.toarray(), w.materialise())
+    for matrix in (W.to_scipy(), scipy.sparse.csr_array(W.to_scipy())):
+        again = B.from_scipy(matrix, block_size=4)
+        assert type(again) is B
+        np.testing.assert_array_equal(again.materialise(), W.materialise())
+    empty = B.from_scipy(scipy.sparse.csr_array((8, 4), dtype=np.float32), block_size=4)
+    np.testing.assert_array_equal(agrees(lambda w, x: x @ w, empty, random(3, 8)), jnp.zeros((3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: B.from_dense(random(8, 12), block_size=5), r"shape \(8, 12\).*block_size that divides both"),
+        (lambda: B.from_dense(random(8), block_size=4), r"last two axes of w.*\(8,\)"),
+        (lambda: B.from_dense(random(8, 8), block_size=4, density=1.5), "0 < density <= 1; found 1.5"),
+        (lambda: jax.jit(lambda w: B.from_dense(w, block_size=4))(random(8, 8)), "not known under jit"),
+        (lambda: B.from_blocks(random(2, 1, 4, 4), [[0], [3]], 3), None),
+        (lambda: B.from_blocks(random(2, 1, 4, 4), [[0], [4]], 3), r"must lie in \[0, 3\]"),
+        (lambda: B.from_blocks(random(2, 1, 4, 3), [[0], [1]], 3), r"\(2, 1, 4, 3\) and \(2, 1\)"),
+        (lambda: B.from_scipy(W.to_scipy(), block_size=5), r"block_size that divides both"),
+        (lambda: STACK.to_scipy(), r"no stacks of matrices.*\(2, 8, 12\)"),
+    ],
+)
+def test_what_cannot_be_made(make, match):
+    if match is None:
+        make()
+    else:
+        with pytest.raises(ValueError, match=match):
+            make()
+
+
+def test_how_it_prints():
+    printed = eqx.tree_pformat(W)
+    assert printed.startswith("BlockSparseArray(")
+    assert "blocks=f32[2,3,4,4]" in printed or "blocks=f32[2,2,4,4]" in printed
+
+
+# -------------------------------------------------------------------------------------------------
+# Products
+# -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def products(draw):
+    """A stack (2, 8, 12) or one matrix, an array, and how `dot_general` contracts them."""
+    stacked, axis = draw(st.booleans()), draw(st.integers(0, 1))
+    w = STACK if stacked else W
+    batched = stacked and draw(st.booleans())
+    sizes = {"free": draw(st.integers(1, 3)), "other": 2, "summed": W.shape[axis]}
+    names = ["summed", *draw(st.sampled_from([[], ["free"], ["free", "other"]]))]
+    if batched:
+        names, sizes["batch"] = [*names, "batch"], 2
+    names = draw(st.permutations(names))
+    x = random(*(sizes[name] for name in names), seed=2)
+    w_dims = ((axis + stacked,), (0,) if batched else ())
+    x_dims = ((names.index("summed"),), (names.index("batch"),) if batched else ())
+    return w, x, tuple(zip(w_dims, x_dims, strict=True))
+
+
+@given(products())
+def test_dot_general_on_both_sides(case):
+    w, x, dims = case
+    agrees(lambda w, x: lax.dot_general(w, x, dims), w, x)
+    swapped = tuple(pair[::-1] for pair in dims)
+    agrees(lambda w, x: lax.dot_general(x, w, swapped), w, x)
+
+
+def test_products_are_the_kernel():
+    x = random(3, 12)
+    f = ql.quaxify(lambda w, x: x @ w.T)
+    assert names(f, W, x) == ["block_sparse_matmul"]
+    by_hand = lambda w, x: block_sparse_matmul(x, w.blocks, w.col_idx, w.transposed_idx)
+    ours, theirs = (jax.jit(fn).lower(W, x).compile().cost_analysis() for fn in (f, by_hand))
+    assert {k: ours[k] for k in ("flops", "bytes accessed")} == {
+        k: theirs[k] for k in ("flops", "bytes accessed")
+    }
+
+
+def test_a_layer_forward_and_backward_without_anything_dense():
+    w, x = B.from_dense(random(1024, 1024), block_size=64, density=0.1), random(32, 1024)
+
+    @jax.jit
+    def step(blocks, x):
+        loss = lambda blocks, x: jnp.sum(jnp.sin(ql.quaxify(lambda w, x: x @ w.T)(w.replace(blocks=blocks), x)))
+        return jax.value_and_grad(loss, (0, 1))(blocks, x)
+
+    temporaries = step.lower(w.blocks, x).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < w.size * 4 / 4
+
+
+def test_gradients_are_those_of_the_stored_blocks():
+    x = random(5, 12)
+    loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
+    found = eqx.filter_grad(lambda w: ql.quaxify(loss)(w, x))(W)
+    assert type(found) is B
+    expected = jax.grad(loss)(W.materialise(), x)
+    stored = jnp.asarray(B.from_dense(W.materialise(), block_size=4).materialise() != 0)
+    np.testing.assert_allclose(
+        W.replace(blocks=found.blocks).materialise(), jnp.where(stored, expected, 0), rtol=1e-5
+    )
+    jitted = jax.jit(jax.grad(lambda w: ql.quaxify(loss)(w, x), allow_int=True))(W)
+    np.testing.assert_allclose(jitted.blocks, found.blocks, rtol=1e-5)
+
+
+def test_gradients_through_vmap_and_scan():
+    x = random(2, 12)
+
+    def loss(blocks, product):
+        return jnp.sum(jnp.sin(product(STACK.replace(blocks=blocks), x)))
+
+    def scanned(w, x):
+        def step(total, of_row):
+            w, x = of_row
+            return total, w @ x
+
+        return lax.scan(step, 0.0, (w, x))[1]
+
+    mapped = jax.vmap(ql.quaxify(lambda w, x: w @ x))
+    with ql.on_materialise("error"):
+        grads = [jax.grad(loss)(STACK.blocks, f) for f in (mapped, ql.quaxify(scanned))]
+    dense = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("lnk,lk->ln", w, x))))(STACK.materialise())
+    stored = STACK.replace(blocks=jnp.ones_like(STACK.blocks)).materialise()
+    for grad in grads:
+        np.testing.assert_allclose(
+            STACK.replace(blocks=grad).materialise() * stored, dense * stored, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_blocks_in_four_bits():
+    w = B.from_dense(random(256, 192), block_size=64, density=0.4)
+    w = w.replace(blocks=ql.NF4Array.quantize(w.blocks))
+    assert w.blocks.codes.size < 0.4 * 256 * 192 / 2 * 1.3
+    x, y = random(5, 192), random(5, 256)
+    agrees(lambda w, x: x @ w.T, w, x)
+    agrees(lambda w, y: y @ w, w, y)
+    agrees(lambda w, x: (2.0 * w) @ x[0], w, x)
+    grad = lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(ql.quaxify(lambda w, x: x @ w.T)(w, x))))(x)
+    np.testing.assert_allclose(grad(w, x), grad(w.materialise(), x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_is_summed_in_float32(dtype):
+    w, x = ql.quaxify(lambda w: w.astype(dtype))(pruned(64, 256, b=8)), random(3, 256).astype(dtype)
+    y = ql.quaxify(lambda w, x: x @ w.T)(w, x)
+    assert y.dtype == dtype
+    exact = np.float64(x) @ np.float64(w.materialise()).T
+    np.testing.assert_allclose(np.float64(y), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-2)
+
+
+# -------------------------------------------------------------------------------------------------
+# Everything else
+# -------------------------------------------------------------------------------------------------
+
+KEEPS = {
+    "scalars": lambda w: -(w * 2.0) / 3.0 + w * w,
+    "functions": lambda w: jnp.sin(jnp.abs(w)) - jnp.tanh(w) ** 3,
+    "array": lambda w: w * random(*w.shape) / (2 + jnp.abs(random(*w.shape))),
+    "array on the left": lambda w: random(*w.shape) * w,
+    "transpose": lambda w: jnp.swapaxes(w, -2, -1) * 2.0,
+    "new axes": lambda w: w[None, :, None][0, 0] if w.ndim == 2 else w[None][0],
+    "broadcast": lambda w: jnp.broadcast_to(w, (3, *w.shape)),
+    "reshape": lambda w: w.reshape(-1, 1, *w.shape[-2:]),
+    "dtype": lambda w: w.astype(jnp.float32),
+}
+DENSE = {
+    "plus an array": lambda w: w + random(*w.shape),
+    "array minus": lambda w: random(*w.shape) - w,
+    "minus an array": lambda w: w - random(*w.shape),
+    "transposed plus": lambda w: jnp.swapaxes(w, -2, -1) + random(*w.shape[:-2], *w.shape[:-3:-1]),
+    "sum": jnp.sum,
+    "sum of columns": lambda w: w.sum(-2),
+    "sum of rows": lambda w: w.sum(-1),
+    "sum transposed": lambda w: jnp.swapaxes(w, -2, -1).sum(-1),
+}
+
+
+@pytest.mark.parametrize("w", [W, STACK], ids=["matrix", "stack"])
+@pytest.mark.parametrize("name", KEEPS | DENSE)
+def test_other_operations(name, w):
+    f = (KEEPS | DENSE)[name]
+    if name == "new axes" and w.ndim == 2:
+        f = lambda w: w[None][0]
+    assert (type(agrees(f, w)) is B) == (name in KEEPS)
+
+
+def test_stacks():
+    assert type(agrees(lambda w: w[1], STACK)) is B
+    assert type(agrees(lambda w: w[:1], STACK)) is B
+    agrees(lambda w, i: lax.dynamic_index_in_dim(w, i) * 2.0, STACK, jnp.int32(1))
+    agrees(lambda w: w.sum((0, 1)), STACK)
+    four = jax.tree.map(lambda leaf: leaf[None], STACK)
+    assert type(agrees(lambda w: w.transpose(1, 0, 2, 3).reshape(2, 8, 12), four)) is B
+
+
+def test_what_densifies_says_so():
+    for f in (jnp.cos, lambda w: w + 1.0, jnp.linalg.norm, lambda w: w[2:5], lambda w: w @ w.T):
+        with pytest.raises(ql.MaterialisationError, match="BlockSparseArray"), ql.on_materialise("error"):
+            ql.quaxify(f)(W)
+    with ql.on_materialise("allow"):
+        np.testing.assert_allclose(
+            ql.quaxify(lambda w: w @ w.T)(W), W.materialise() @ W.materialise().T, rtol=1e-5
+        )
+
+
+def test_stacks_can_be_sharded_and_matrices_cannot(x64):
+    mesh = jax.make_mesh((2,), ("layer",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = ql.quaxify(jax.shard_map(lambda w, x: w[0] @ x, mesh=mesh, in_specs=(jax.P("layer"), jax.P()), out_specs=jax.P("layer")))
+    x = random(12).astype(jnp.float32)
+    y = f(STACK, x)
+    np.testing.assert_allclose(y, (STACK.materialise() @ x).reshape(-1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"BlockSparseArray of shape \(8, 12\) cannot be sharded"):
+        jax.device_put(W, jax.NamedSharding(mesh, jax.P("layer"))) if False else W.shard_spec(jax.P("layer"))
