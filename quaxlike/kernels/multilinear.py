@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
 from quaxlike.primitives import DefinedPrimitive
 
@@ -14,6 +15,13 @@ from quaxlike.primitives import DefinedPrimitive
 def accumulator_dtype(dtype: Any) -> np.dtype:
     """What products of a floating dtype are summed in: float32, or wider if they are."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
+    """Zeros that vary over the devices of a `shard_map` as the operands do together, as the carry of a loop
+    over them has to. Nothing of it is left once it is compiled."""
+    varying = sum(jnp.sum(x.ravel()[:1]).astype(dtype) for x in operands)
+    return jnp.broadcast_to(lax.select(False, varying, jnp.zeros((), dtype)), tuple(shape))
 
 
 def sum_tangents(

@@ -122,11 +122,12 @@ class BlockSparseArray(ArrayOperators, ArrayValue):
         col_idx = np.asarray(col_idx, np.int32)
         if blocks.ndim < 4 or blocks.shape[-1] != blocks.shape[-2] or blocks.shape[:-2] != col_idx.shape:
             raise ValueError(
-                "BlockSparseArray.from_blocks takes blocks of shape (*batch, rows, slots, b, b) and col_idx of "
-                f"shape (*batch, rows, slots); found {blocks.shape} and {col_idx.shape}."
+                "BlockSparseArray.from_blocks takes blocks of shape (*batch, rows, slots, b, b) and col_idx "
+                f"of shape (*batch, rows, slots); found {blocks.shape} and {col_idx.shape}."
             )
         *batch, rows, slots = col_idx.shape
-        each = [transposed_index(index, columns) for index in col_idx.reshape(-1, rows, slots)]
+        matrices = [col_idx[i] for i in np.ndindex(*batch)]
+        each = [transposed_index(index, columns) for index in matrices]
         width = max((index.shape[1] for index in each), default=0)
         padded = [
             np.pad(index, ((0, 0), (0, width - index.shape[1])), constant_values=rows * slots)

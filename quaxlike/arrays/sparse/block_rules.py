@@ -16,6 +16,7 @@ from quaxlike.core.quaxify import quaxify
 from quaxlike.core.rules import register
 from quaxlike.core.values import ArrayValue
 from quaxlike.kernels import block_sparse_matmul
+from quaxlike.kernels.multilinear import varying_zeros
 from quaxlike.primitives.classes import ZERO_PRESERVING
 
 from .block import BlockSparseArray
@@ -70,9 +71,7 @@ def _matmul(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype) ->
 def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool) -> Array:
     """The same with blocks that are Values: a product with the blocks of one block row after the other,
     each left to the rules of their type."""
-    rows, slots, b, _ = w.blocks.shape
-    columns = w.transposed_idx.shape[0]
-    lead, dtype = x.shape[:-1], x.dtype
+    b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
     x = jnp.moveaxis(x.reshape(-1, x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
 
     def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
@@ -90,7 +89,7 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool) -> Array:
             y = lax.dot_general(x, blocks, (((1,), (1,)), ((), ())))  # (rows of x, slots, b)
             return acc.at[columns].add(jnp.moveaxis(y, 1, 0), mode="drop"), None
 
-        acc = jnp.zeros((columns, x.shape[1], b), dtype)
+        acc = varying_zeros((columns, x.shape[1], b), x.dtype, x, *jax.tree.leaves(w.blocks), col_idx)
         return lax.scan(row, acc, (x, blocks, col_idx))[0]
 
     y = quaxify(scatter if transpose else gather)(x, w.blocks, w.col_idx)
@@ -262,9 +261,7 @@ def _slice(
 
 
 @register("dynamic_slice")
-def _dynamic_slice(
-    x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any
-) -> Any:
+def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any) -> Any:
     touched = [i for i, size in enumerate(x.shape) if slice_sizes[i] != size]
     cut = lambda leaf, i: lax.dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
     return cut_stack(x, cut, touched)

@@ -32,9 +32,7 @@ def dot_stack(
 
     **Returns:** the product, or `NotImplemented` where anything but one axis of a matrix is contracted.
     """
-    (w_summed, x_summed), (w_batch, x_batch) = (
-        pair if w_first else pair[::-1] for pair in dimension_numbers
-    )
+    (w_summed, x_summed), (w_batch, x_batch) = (pair if w_first else pair[::-1] for pair in dimension_numbers)
     num_batch = w.ndim - 2
     if len(w_summed) != 1 or w_summed[0] < num_batch or any(axis >= num_batch for axis in w_batch):
         return NotImplemented

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from quaxlike.kernels.multilinear import accumulator_dtype
+from quaxlike.kernels.multilinear import accumulator_dtype, varying_zeros
 
 
 def matmul_reference(
@@ -51,7 +51,7 @@ def sampled_reference(
 
 def _gather(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
     x = _with_zeros(x)
-    zeros = jnp.zeros((x.shape[1], blocks.shape[2]), accumulator_dtype(x.dtype))
+    zeros = varying_zeros((x.shape[1], blocks.shape[2]), accumulator_dtype(x.dtype), x, blocks, col_idx)
 
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
         def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
@@ -64,7 +64,8 @@ def _gather(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
 
 
 def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
-    acc = jnp.zeros((columns + 1, x.shape[1], blocks.shape[3]), accumulator_dtype(x.dtype))
+    shape = columns + 1, x.shape[1], blocks.shape[3]
+    acc = varying_zeros(shape, accumulator_dtype(x.dtype), x, blocks, col_idx)
 
     def row(acc: Array, of_row: tuple[Array, Array, Array]) -> tuple[Array, None]:
         x_row, row_blocks, columns = of_row
