@@ -39,6 +39,7 @@ from .core.rules import (
 from .core.rules import (
     register as register,
 )
+from .core.slots import OperandMismatch as OperandMismatch
 from .core.values import (
     ArrayValue as ArrayValue,
 )

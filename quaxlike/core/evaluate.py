@@ -7,6 +7,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from . import compat
+from .fills import follow
 from .trace import QuaxTrace, kind_of
 
 
@@ -110,4 +111,5 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: list[Any]) -> Sequence[An
         out = level.dispatch_key(key, inputs, step.params)
         return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
     out = primitive.bind(*inputs, **step.params)
+    follow(primitive, inputs, out)
     return out if primitive.multiple_results else [out]

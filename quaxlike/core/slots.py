@@ -6,13 +6,17 @@ or no structure and one aval for a plain array. Slots are hashable, and say noth
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
+from .fills import may_be_placeholder, note_fill
 from .policy import dense
 from .values import Value, as_shapes, aval_of, is_value, not_an_array
 
@@ -21,9 +25,10 @@ from .values import Value, as_shapes, aval_of, is_value, not_an_array
 class Slot:
     treedef: Any  # of a Value; None for a plain array
     avals: tuple[Any, ...]
+    loose: bool = False  # a plain array that may be a placeholder, where a type with `placeholder` is near
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Slot) or self.avals != other.avals:
+        if not isinstance(other, Slot) or self.avals != other.avals or self.loose != other.loose:
             return False
         if self.treedef is None or other.treedef is None:  # which a treedef cannot be compared with
             return self.treedef is other.treedef
@@ -58,10 +63,20 @@ class Slot:
 
     def has_structure_of(self, other: "Slot") -> bool:
         """Whether both are plain, or both Values of the same class and statics."""
-        return self == other.with_avals(self.avals)
+        return Slot(self.treedef, ()) == Slot(other.treedef, ())
+
+    def admits(self, other: "Slot") -> bool:
+        """Whether what is in the other slot goes into this one as it is."""
+        return self == (other if self.loose else Slot(other.treedef, other.avals))
+
+    def loosened(self, x: Any) -> "Slot":
+        """This slot of `x`, which may be a placeholder if it is a plain array of inexact numbers."""
+        if self.treedef is not None or not jnp.issubdtype(self.avals[0].dtype, jnp.inexact):
+            return self
+        return Slot(None, self.avals, may_be_placeholder(x))
 
     def with_avals(self, avals: Iterable[Any]) -> "Slot":
-        return Slot(self.treedef, tuple(avals))
+        return Slot(self.treedef, tuple(avals), self.loose)
 
     def strong(self) -> "Slot":
         """The same slot without weak types."""
@@ -72,12 +87,16 @@ class Slot:
         return self if self.treedef is None else Slot(None, (self.aval,))
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        return leaves[0] if self.treedef is None else jtu.tree_unflatten(self.treedef, leaves)
+        if self.treedef is not None:
+            return jtu.tree_unflatten(self.treedef, leaves)
+        if self.loose:
+            note_fill(leaves[0], np.nan)
+        return leaves[0]
 
     def __str__(self) -> str:
         if self.treedef is None:
             return f"a plain array {self.avals[0].str_short()}"
-        return f"{self.like}"
+        return eqx.tree_pformat(self.like, struct_as_array=True)
 
 
 def strong(aval: Any) -> Any:
@@ -96,7 +115,19 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
         else:
             slots.append(Slot(None, (jax.typeof(x),)))
             leaves.append(x)
-    return leaves, tuple(slots)
+    return leaves, loosened(slots, operands)
+
+
+def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Slot] = ()) -> tuple[Slot, ...]:
+    """The slots of the operands with placeholders marked, if a type that has them is near."""
+    if any(slot.treedef is not None and _has_placeholders(slot.cls) for slot in (*slots, *beside)):
+        return tuple(slot.loosened(x) for slot, x in zip(slots, operands, strict=True))
+    return tuple(slots)
+
+
+@functools.cache
+def _has_placeholders(cls: type[Value]) -> bool:
+    return inspect.unwrap(cls.placeholder) is not inspect.unwrap(Value.placeholder)
 
 
 def _leaf_aval(value: Value, leaf: Any) -> Any:
@@ -155,36 +186,78 @@ def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:
 # -------------------------------------------------------------------------------------------------
 
 
-class StructureError(TypeError):
+class OperandMismatch(TypeError):
+    """Operands that do not fit each other, such as metres and seconds; for rules to raise.
+
+    Where it is raised inside a loop, the plain arrays among the loop's carry may be placeholders of which
+    an iteration makes Values: see `Value.placeholder`.
+
+    **Arguments:**
+
+    - `cls`: the type of Values whose rule raises it.
+    """
+
+    def __init__(self, message: str, cls: type[Value] = Value) -> None:
+        super().__init__(message)
+        self.cls = cls
+
+
+class StructureError(OperandMismatch):
     """Branches, or a loop carry before and after an iteration, hold Values that cannot be unified."""
+
+
+def placeholder(slot: Slot, cls: type[Value]) -> Slot:
+    """A loose slot as one of `cls` of which nothing is known yet; another slot as it is."""
+    if not slot.loose:
+        return slot
+    (aval,) = slot.avals
+    value = cls.placeholder(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return slot if value is NotImplemented else Slot(jtu.tree_structure(value), slot.avals)
+
+
+def settled(slot: Slot) -> Slot:
+    """The plain slot that a placeholder stands for; another slot as it is."""
+    plain = Slot(None, slot.avals[:1], loose=True)
+    return plain if slot.treedef is not None and placeholder(plain, slot.cls) == slot else slot
+
+
+def without_placeholder(x: Any) -> Any:
+    """The array of a placeholder; anything else as it is."""
+    (slot,) = flatten([x])[1]
+    return x if settled(slot) is slot else jtu.tree_leaves(x)[0]
 
 
 def unify(a: Slot, b: Slot, where: str) -> Slot:
     """The slot that both sides can be brought to with `conform`."""
+    if a.treedef is None and b.treedef is None and a.loose != b.loose:
+        a, b = Slot(None, a.avals), Slot(None, b.avals)  # a placeholder only if both sides are
     if a == b:
         return a
     if a.strong() == b.strong():
         return a.strong()
     if a.treedef is None and b.treedef is None:
         return a  # left to JAX, which has a message for it
+    if a.treedef is not None and b.treedef is not None:
+        a, b = settled(a), settled(b)
     value, plain = (a, b) if b.treedef is None else (b, a)
     if plain.treedef is not None:
         raise StructureError(
             f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. Make their "
             "static fields and the shapes of their leaves agree, or apply `quaxlike.materialise` to both."
         )
-    return value.strong() if _lifts(plain.aval, value) else value.dense().strong()
+    return value.strong() if _lifts(plain, value) else value.dense().strong()
 
 
-def _lifts(aval: Any, slot: Slot) -> bool:
+def _lifts(plain: Slot, slot: Slot) -> bool:
     def lifted(array: Any) -> Any:
         nonlocal lifts
+        array = plain.unflatten([array])
         out = _promote(array, slot)
         lifts = out is not NotImplemented
         return out if lifts else None
 
     lifts = False
-    jax.eval_shape(lifted, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    jax.eval_shape(lifted, jax.ShapeDtypeStruct(plain.aval.shape, plain.aval.dtype))
     return lifts
 
 
@@ -207,6 +280,8 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
     (found,) = flatten([x])[1]
     if found == slot:
         return x
+    x = without_placeholder(x)
+    (found,) = flatten([x])[1]
     if slot.treedef is None:
         other = "the other side is a plain array that it does not lift; `promote(array, like)` can."
         x = dense(x, what, hint=f"{type(x).__name__}: {other}")

@@ -14,7 +14,7 @@ import jax.extend.core as jexc
 from . import compat, recording
 from .evaluate import evaluate
 from .policy import policy_key
-from .slots import Slot, conform, flatten, split, unflatten
+from .slots import Slot, conform, flatten, loosened, split, unflatten
 from .trace import QuaxTrace
 
 
@@ -96,6 +96,7 @@ def _trace(
                 for x, slot in zip(results, targets, strict=True)
             ]
         flat, out = flatten(results)
+        out = loosened(out, results, slots)
         return flat
 
     avals = [a for slot in slots for a in slot.avals]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import compat, recording
+from .fills import follow
 from .policy import dense_operands
 from .rules import Resolver
 from .tracer import ValueTracer
@@ -48,7 +49,9 @@ class QuaxTrace(jax.core.Trace):
             else:
                 key.append(None)
         if plain:
-            return compat.bind_with_trace(primitive, self.parent_trace, operands, params)
+            out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
+            follow(primitive, operands, out)
+            return out
         before = compat.current_trace()
         compat.set_trace(self.parent_trace)
         try:

@@ -135,6 +135,25 @@ class Value(eqx.Module, metaclass=_ValueMeta):
         """
         return NotImplemented
 
+    @classmethod
+    def placeholder(cls, array: Any) -> "Value | NotImplementedType":
+        """A plain `array` as a value of this type that goes with anything, since nothing is known of it yet.
+
+        Used only to find out which of a loop's placeholders become Values, where the rules of this type raise
+        [`quaxlike.OperandMismatch`][] because operands do not fit each other. Its one leaf is `array`.
+
+        Without it such an error is raised at once.
+        """
+        return NotImplemented
+
+    @classmethod
+    def cotangent(cls, ct: Any) -> Any:
+        """A cotangent as the backward function of a `jax.custom_vjp` sees it: a value of this type (which is
+        `linear`), or an array that stands beside such ones. For types whose static fields a cotangent does
+        not share, such as units.
+        """
+        return ct
+
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         """For each array leaf, which of its axes is the logical leading axis; None if the leaf is shared
         by all rows. Lets `lax.scan` and `lax.map` run over rows.

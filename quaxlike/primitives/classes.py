@@ -24,39 +24,40 @@ Releases of JAX differ in a few primitives; each class holds those that the inst
 from ..core import compat
 
 
-def _installed(names: str) -> tuple[str, ...]:
+def installed(names: str) -> tuple[str, ...]:
+    """Those of the names, parted by spaces, that are primitives of the installed JAX."""
     known = compat.named_primitives()
     return tuple(name for name in names.split() if name in known)
 
 
-ZERO_PRESERVING = _installed(
+ZERO_PRESERVING = installed(
     "abs asin asinh atan atanh bessel_i1e cbrt ceil conj convert_element_type erf erf_inv expm1 floor "
     "imag log1p neg real reduce_precision round sign sin sinh sqrt square tan tanh"
 )
 """Functions of one array, element by element, that take zero to zero."""
 
-ELEMENTWISE_UNARY = ZERO_PRESERVING + _installed(
+ELEMENTWISE_UNARY = ZERO_PRESERVING + installed(
     "acos acosh bessel_i0e clz cos cosh digamma erfc exp exp2 integer_pow is_finite lgamma log log2 "
     "logistic not one_minus_square population_count rsqrt"
 )
 """Functions of one array, element by element."""
 
-COMPARISONS = _installed("eq ne lt le gt ge eq_to le_to lt_to")
+COMPARISONS = installed("eq ne lt le gt ge eq_to le_to lt_to")
 """Functions of two arrays, element by element, whose results are booleans."""
 
-ELEMENTWISE_BINARY = COMPARISONS + _installed(
+ELEMENTWISE_BINARY = COMPARISONS + installed(
     "add sub mul div rem pow max min and or xor atan2 nextafter igamma igammac igamma_grad_a mulhi "
     "polygamma zeta random_gamma_grad shift_left shift_right_logical shift_right_arithmetic complex add_any"
 )
 """Functions of two arrays, element by element. One of them may have shape ()."""
 
-REARRANGEMENTS = _installed(
+REARRANGEMENTS = installed(
     "broadcast_in_dim expand_dims reshape rev slice split squeeze tile transpose unstack"
 )
 """Functions of one array, whose results hold its elements: moved, repeated or left out."""
 
-REDUCTIONS = _installed("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor")
+REDUCTIONS = installed("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor")
 """Reductions of one array over `axes`."""
 
-CUMULATIVE = _installed("cumsum cumprod cummax cummin cumlogsumexp")
+CUMULATIVE = installed("cumsum cumprod cummax cummin cumlogsumexp")
 """Cumulative reductions of one array along `axis`; the shape stays."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from ..policy import dense
-from ..slots import flatten, unflatten, unify
+from ..slots import Slot, flatten, unflatten, unify
 from ..subjaxpr import subjaxpr, with_leading_inputs
 from ..trace import QuaxTrace, builtin
 
@@ -20,12 +20,14 @@ def _cond(
     leaves, slots = flatten(operands[1:])
     branches = params["branches"]
     flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]
-    if len({flat.out for flat in flats}) > 1:
-        targets = [
+    out = flats[0].out
+    if any(flat.out != out for flat in flats):
+        out = tuple(
             functools.reduce(lambda a, b, i=i: unify(a, b, f"Result {i} of the branches of cond"), outs)
             for i, outs in enumerate(zip(*(flat.out for flat in flats), strict=True))
-        ]
-        flats = [subjaxpr(trace, branch, slots, targets=targets, what="cond") for branch in branches]
+        )
+        if not all(all(map(Slot.admits, out, flat.out)) for flat in flats):
+            flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]
     flats, consts = with_leading_inputs(flats, len(leaves))
     params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
-    return unflatten(flats[0].out, primitive.bind(index, *consts, *leaves, **params))
+    return unflatten(out, primitive.bind(index, *consts, *leaves, **params))

@@ -5,7 +5,7 @@ class if the class is `linear`; else it is dense: tangents come through the jvp 
 cotangents are pulled back through its vjp.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from ..rules import asking
 from ..slots import Slot, StructureError, conform, flatten, split, spread, unflatten
 from ..trace import QuaxTrace, builtin
 from ..tracer import ValueTracer
-from ..values import is_value, materialise
+from ..values import Value, is_value, materialise
 
 
 @builtin("custom_jvp_call")
@@ -117,7 +117,8 @@ def _custom_vjp(
         stored, kept, cts = split(args, residuals.size, len(forwarded))
         assert len(cts) == n_out
         res, constant = residuals.unflatten(stored)
-        cotangents = _cotangents_in(results.slots, cts, constant, symbolic_zeros)
+        types = {slot.cls for slot in (*slots, *results.slots)} - {None}
+        cotangents = _cotangents_in(results.slots, cts, constant, symbolic_zeros, types)
         outs = _call(trace, bwd, [*res, *cotangents])
         cts_in, *logs = (outs[0], outs[1:]) if compat.BWD_RETURNS_LOGS else (outs,)
         flat = _cotangents_out(slots, iter(kept), cts_in)
@@ -310,25 +311,29 @@ def _tangent_out(slot: Slot, tangent: Any) -> list[Any]:
 
 
 def _cotangents_in(
-    slots: Sequence[Slot], cts: Sequence[Any], constant: Sequence[Any], symbolic_zeros: bool
+    slots: Sequence[Slot],
+    cts: Sequence[Any],
+    constant: Sequence[Any],
+    symbolic_zeros: bool,
+    types: Iterable[type[Value]],
 ) -> list[Any]:
     fixed = iter(constant)
     out = []
     for slot, group in zip(slots, _per_slot(slots, cts), strict=True):
         rest = [None if _has_tangent(a) else next(fixed) for a in slot.avals]
         if slot.treedef is None:
-            out += group
+            (ct,) = group
+            for cls in types if not _is_zero(ct) else ():
+                ct = cls.cotangent(ct)
+            out.append(ct)
         elif symbolic_zeros and all(map(_is_zero, group)):
             out.append(SymbolicZero(slot.aval.to_tangent_aval()))
         else:
-            out.append(
-                slot.unflatten(
-                    [
-                        _instantiate(ct, a) if x is None else x
-                        for ct, a, x in zip(group, slot.avals, rest, strict=True)
-                    ]
-                )
-            )
+            leaves = [
+                _instantiate(ct, a) if x is None else x
+                for ct, a, x in zip(group, slot.avals, rest, strict=True)
+            ]
+            out.append(slot.cls.cotangent(slot.unflatten(leaves)))
     return out
 
 
@@ -336,7 +341,8 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
-            out.append(dense(ct, "custom_vjp", hint=_PLAIN))
+            linear = is_value(ct) and type(ct).linear  # so that its array is what its leaves come to
+            out.append(materialise(ct) if linear else dense(ct, "custom_vjp", hint=_PLAIN))
             continue
         primals = [next(kept) for _ in slot.avals]
         inexact = [_has_tangent(a) for a in slot.avals]

@@ -27,6 +27,18 @@ def _in_place(
     return evaluate(trace, compat.closed(jaxpr), operands)
 
 
+@builtin("vprim")
+def _implementation(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Derivatives and batches of Equinox's primitives, which are implemented in terms of other primitives."""
+    with jexc.take_current_trace() as parent:
+        inner = QuaxTrace(parent, trace.tag, trace.resolver)
+        with jexc.set_current_trace(inner):
+            out = primitive.impl(*[inner.box(x) for x in operands], **params)
+        return [inner.unwrap(x) for x in out]
+
+
 @builtin("call_hi_primitive")
 def _call_hi_primitive(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]

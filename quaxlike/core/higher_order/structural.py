@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import compat
-from ..slots import StructureError, conform, flatten, spread, unflatten, unify
+from ..slots import StructureError, conform, flatten, spread, unflatten, unify, without_placeholder
 from ..trace import QuaxTrace, builtin, by_default
 from ..values import is_value
 from .jit import leaf_layouts, leaf_shardings
@@ -113,6 +113,7 @@ def _maybe_set(
     which, buffer, x, *index = operands
     if not is_value(x) or any(map(is_value, (which, *index))):
         return by_default(primitive, operands, params)
+    buffer = without_placeholder(buffer)
     if not is_value(buffer):
         buffer = type(x).promote(buffer, x)
     if buffer is NotImplemented or jtu.tree_structure(buffer) != jtu.tree_structure(x):

@@ -5,7 +5,18 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..slots import Slot, conform, flatten, split, unflatten, unify
+from ..slots import (
+    OperandMismatch,
+    Slot,
+    conform,
+    flatten,
+    loosened,
+    placeholder,
+    settled,
+    split,
+    unflatten,
+    unify,
+)
 from ..subjaxpr import Flat, subjaxpr
 from ..trace import QuaxTrace, builtin
 
@@ -22,7 +33,7 @@ def _while(
         slots = (*body_slots, *carry)
         return subjaxpr(trace, params["body_jaxpr"], slots, targets=targets, what="while_loop")
 
-    init, carry, body = carry_fixed_point(init, body_for, "while_loop")
+    init, carry, body = carry_fixed_point(init, body_for, body_slots, "while_loop")
     (predicate,) = params["cond_jaxpr"].out_avals
     cond = subjaxpr(
         trace,
@@ -45,6 +56,7 @@ def _while(
 def carry_fixed_point(
     init: Sequence[Any],
     body_for: Callable[[Sequence[Slot], Sequence[Slot | None] | None], Flat],
+    beside: Sequence[Slot],
     what: str,
 ) -> tuple[list[Any], tuple[Slot, ...], Flat]:
     """The form that a loop's carry keeps from one iteration to the next.
@@ -55,20 +67,29 @@ def carry_fixed_point(
     **Arguments:**
 
     - `body_for`: the body for a carry in the given slots, with its results brought to the targets.
+    - `beside`: the slots of the body's other operands.
 
     **Returns:**
 
     `init` in that form, the slots of the carry, and the body.
     """
-    _, carry = flatten(init)
+    carry = loosened(flatten(init)[1], init, beside)
     while True:
-        body = body_for(carry, None)
+        try:
+            body = body_for(carry, None)
+        except OperandMismatch as mismatch:
+            carry = _explore(init, carry, body_for, mismatch)
+            continue
         after = body.out[: len(carry)]
-        if after == carry:
+        if all(map(Slot.admits, carry, after)):
             break
         unified = tuple(
-            unify(a, b, f"Carry {i} of {what}, before and after an iteration,")
-            for i, (a, b) in enumerate(zip(carry, after, strict=True))
+            unify(
+                a if b.treedef is None else a.loosened(x),
+                b,
+                f"Carry {i} of {what}, before and after an iteration,",
+            )
+            for i, (x, a, b) in enumerate(zip(init, carry, after, strict=True))
         )
         if unified == carry:  # the results only have to be brought to it
             rest = (None,) * (len(body.out) - len(carry))
@@ -76,3 +97,45 @@ def carry_fixed_point(
             break
         carry = unified
     return [conform(x, slot, what) for x, slot in zip(init, carry, strict=True)], carry, body
+
+
+def _explore(
+    init: Sequence[Any],
+    carry: tuple[Slot, ...],
+    body_for: Callable[[Sequence[Slot], None], Flat],
+    mismatch: OperandMismatch,
+) -> tuple[Slot, ...]:
+    """The carry with those plain arrays lifted which turn out to be Values.
+
+    Libraries start loops from placeholders (`jnp.zeros`) that become, say, metres in the first iteration.
+    Nothing is supposed of them here; what comes out of an iteration tells, and is supposed of them in the
+    next, until nothing new comes.
+
+    **Raises:** the `OperandMismatch`, if no plain array turns out to be a Value.
+    """
+    loose = tuple(placeholder(slot.loosened(x), mismatch.cls) for slot, x in zip(carry, init, strict=True))
+    for plain_tells in (False, True):  # whether a plain result tells that it is a plain array
+        lifted = tuple(map(settled, _settle(loose, body_for, plain_tells)))
+        if not all(map(Slot.has_structure_of, lifted, carry)):
+            return lifted
+    raise mismatch
+
+
+def _settle(
+    carry: tuple[Slot, ...], body_for: Callable[[Sequence[Slot], None], Flat], plain_tells: bool
+) -> tuple[Slot, ...]:
+    """The carry with what iterations tell of its placeholders."""
+
+    def tells(a: Slot, b: Slot) -> bool:
+        is_plain = b.treedef is None and plain_tells and not b.loose
+        return settled(a) is not a and (is_plain or (b.treedef is not None and settled(b) is b))
+
+    while True:
+        after = body_for(carry, None).out
+        known = tuple(
+            unify(settled(a), b, "A loop's carry") if tells(a, b) else a
+            for a, b in zip(carry, after, strict=False)
+        )
+        if known == carry:
+            return carry
+        carry = known

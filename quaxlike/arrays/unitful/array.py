@@ -1,0 +1,138 @@
+"""`Unitful`: an array and its unit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import wadler_lindig as wl
+from jaxtyping import ArrayLike
+
+from ...core.fills import fill_of, may_be_placeholder, track
+from ...core.operators import ArrayOperators
+from ...core.values import ArrayValue, adopters, is_value
+from .unit import ANY, UNKNOWN, DimensionError, Unit
+
+# What rules.py says of primitives that take any number of operands.
+DEFAULTS: dict[str, Callable[..., Any]] = {}
+
+
+class Unitful(ArrayOperators, ArrayValue):
+    """An array in a unit of the SI.
+
+    Units are worked out while tracing, from the primitives that meet; they cost nothing at run time.
+    Whatever does not fit (metres plus seconds, the exponential of a length) is a
+    [`quaxlike.arrays.unitful.DimensionError`][] there. A result without a dimension is a plain array.
+
+    A plain array counts as dimensionless. Only 0, infinity and NaN, where they are known while tracing,
+    have any unit; and where arrays are chosen between or stored (`where`, `cond`, loop carries, writes
+    into a buffer) a plain array takes the unit of the others, since libraries put placeholders there.
+
+    **Arguments:**
+
+    - `array`: any array, or a Value that stands for one.
+    - `unit`: a [`quaxlike.arrays.unitful.Unit`][], or what makes one: `"m/s^2"`, `{"m": 1, "s": -2}`.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.unitful import Unitful, metre, second
+
+        fall = lambda t: 0.5 * (9.81 * metre / second**2) * t**2
+        t = Unitful(jnp.array(2.0), "s")
+        fall(t)  # 19.62 m
+        ql.quaxify(jax.grad(fall))(t)  # 19.62 m/s: a derivative has the unit of the quotient
+        ```
+    """
+
+    array: Any = eqx.field(converter=lambda x: x if is_value(x) else jnp.asarray(x))
+    unit: Unit = eqx.field(static=True, converter=Unit)
+
+    linear = True
+    on_materialise = "error"  # dropping a unit has to be asked for
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self) -> Any:
+        return self.array
+
+    @staticmethod
+    def default(primitive: Any, values: Any, params: Any) -> Any:
+        if primitive.name in DEFAULTS:
+            return DEFAULTS[primitive.name](primitive, *values, **params)
+        units = ", ".join(str(v.unit) if isinstance(v, Unitful) else "no unit" for v in values)
+        raise DimensionError(
+            f"No rule says what `{primitive}` of arrays in ({units}) has for a unit. Take the units off "
+            f"first (`.array`), or register a rule with `quaxlike.register({primitive.name!r})`."
+        )
+
+    @classmethod
+    def promote(cls, array: Any, like: Any) -> Any:
+        if fill_of(array) is not None and not may_be_placeholder(array):
+            raise DimensionError(
+                f"An array of {fill_of(array)}s stands where one in {like.unit} does: in another branch, or "
+                "before or after an iteration. Give it the unit by multiplying with it."
+            )
+        if is_value(like.array):
+            array = type(like.array).promote(array, like.array)
+        return array if array is NotImplemented else cls(array, like.unit)
+
+    @classmethod
+    def placeholder(cls, array: Any) -> Any:
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            return NotImplemented
+        return jtu.tree_map(lambda _: array, _UNKNOWN)  # past the converter: `array` may be a shape
+
+    @classmethod
+    def cotangent(cls, ct: Any) -> Any:
+        # The leaves are differentiated: what by is for the caller to say.
+        return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
+
+    def leading_axis(self) -> Any:
+        return self.array.leading_axis() if is_value(self.array) else (0,)
+
+    def shard_spec(self, spec: jax.P) -> Any:
+        return self.array.shard_spec(spec) if is_value(self.array) else (spec,)
+
+    def __str__(self) -> str:
+        return f"{self.array} {self.unit}"
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        return wl.pdoc(self.array, **kwargs) + wl.TextDoc(f" {self.unit}")
+
+
+_UNKNOWN = Unitful(0.0, UNKNOWN)
+track()
+
+
+def unit_of(x: ArrayLike | ArrayValue) -> Unit:
+    """The unit of an array; dimensionless for one that has none."""
+    return x.unit if isinstance(x, Unitful) else Unit()
+
+
+def array_of(x: ArrayLike | ArrayValue) -> Any:
+    """The array without its unit."""
+    return x.array if isinstance(x, Unitful) else x
+
+
+def with_unit(array: Any, unit: Unit) -> Any:
+    """The array in a unit; the array itself without a dimension."""
+    return array if unit.dimensionless else Unitful(array, unit)
+
+
+def quantity(array: Any, unit: Unit) -> Any:
+    """`array * unit`."""
+    if isinstance(array, Unitful):
+        return Unitful(array.array, array.unit * unit)
+    if not adopters[0].available():
+        return Unitful(array, unit)
+    # Inside a quaxified function it has to be an operand at once: a transform that it is passed to
+    # would take a Value apart.
+    if isinstance(array, jax.core.Tracer):
+        return array * adopters[0](Unitful(jnp.ones((), array.dtype), unit))
+    return adopters[0](Unitful(array, unit))

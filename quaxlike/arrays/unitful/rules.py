@@ -1,0 +1,256 @@
+"""What each primitive does to units, as tables."""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.either_side import register_on_either_side
+from ...core.fills import fill_of, may_be_placeholder
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from ...core.values import ArrayValue
+from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
+from .array import DEFAULTS, Unitful, array_of, unit_of, with_unit
+from .unit import ANY, UNKNOWN, DimensionError, Unit
+
+# A unit describes an array whatever that is made of: before the types that say how it is stored.
+_PRECEDENCE = 20
+_Any = ArrayLike | ArrayValue
+
+
+def _bind(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """The primitive of the arrays without their units."""
+    return quaxify(primitive.bind)(*map(array_of, operands), **params)
+
+
+def _units(operands: Sequence[Any]) -> str:
+    return ", ".join(str(unit_of(x)) for x in operands)
+
+
+# -------------------------------------------------------------------------------------------------
+# One array
+# -------------------------------------------------------------------------------------------------
+
+# The power of the operand's unit that each result is in; one number stands for all results.
+# Further operands are indices and the like.
+_POWERS: dict[str, Any] = {
+    **dict.fromkeys(
+        installed(
+            "abs broadcast_in_dim ceil conj convert_element_type copy copy_p cummax cummin cumsum "
+            "dynamic_slice expand_dims fft floor gather imag neg real reduce_max reduce_min reduce_precision "
+            "reduce_sum reduce_window_max reduce_window_min reduce_window_sum reshape rev round slice "
+            "split squeeze tile transpose unstack"
+        ),
+        1,
+    ),
+    **dict.fromkeys(installed("argmax argmin is_finite sign"), 0),
+    "square": 2,
+    "sqrt": Fraction(1, 2),
+    "rsqrt": Fraction(-1, 2),
+    "cbrt": Fraction(1, 3),
+    "cholesky": Fraction(1, 2),
+    # values, indices
+    "top_k": (1, 0),
+    # the packed factors, pivots, permutation; packed, tau; vectors, values; ...
+    "lu": (1, 0, 0),
+    "geqrf": (1, 0),
+    "qr": (0, 1),
+    "eigh": (0, 1),
+    "eig": (1, 0, 0),
+    "svd": (1, 0, 0),
+}
+
+
+@register(installed(" ".join(_POWERS)))
+def _powers(primitive: Primitive, x: Unitful, *rest: ArrayLike, **params: Any) -> Any:
+    out = _bind(primitive, (x, *rest), params)
+    powers = _POWERS[primitive.name]
+    if not primitive.multiple_results:
+        return with_unit(out, x.unit**powers)
+    powers = powers if isinstance(powers, tuple) else (powers,) * len(out)
+    return [with_unit(o, x.unit**p) for o, p in zip(out, powers, strict=False)]
+
+
+@register("integer_pow")
+def _integer_pow(x: Unitful, *, y: int) -> Any:
+    return with_unit(quaxify(jax.lax.integer_pow)(x.array, y), x.unit**y)
+
+
+@register("reduce_prod")
+def _reduce_prod(primitive: Primitive, x: Unitful, **params: Any) -> Any:
+    n = math.prod(x.shape[i] for i in params["axes"])
+    return with_unit(_bind(primitive, [x], params), x.unit**n)
+
+
+_NUMBERS = set(ELEMENTWISE_UNARY) - set(_POWERS) - {"integer_pow"} | set(installed("cumprod cumlogsumexp"))
+
+
+@register(tuple(_NUMBERS))
+def _of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
+    """Functions that mean something for numbers only."""
+    return _bind(primitive, _dimensionless(primitive, [x]), params)
+
+
+def _dimensionless(primitive: Primitive, operands: Sequence[Any]) -> Sequence[Any]:
+    if any(not unit_of(x).dimensionless and unit_of(x) not in (UNKNOWN, ANY) for x in operands):
+        raise DimensionError(
+            f"`{primitive}` takes arrays without a dimension; found ({_units(operands)}). Divide by a "
+            "reference of the same unit first."
+        )
+    return operands
+
+
+# -------------------------------------------------------------------------------------------------
+# Products: the powers of the two operands' units
+# -------------------------------------------------------------------------------------------------
+
+_PRODUCTS = {"mul": (1, 1), "div": (1, -1), "dot_general": (1, 1), "conv_general_dilated": (1, 1)}
+
+
+@register_on_either_side(tuple(_PRODUCTS), Unitful, precedence=_PRECEDENCE)
+def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    p, q = _PRODUCTS[primitive.name]
+    return with_unit(_bind(primitive, (x, y), params), unit_of(x) ** p * unit_of(y) ** q)
+
+
+@register_on_either_side("triangular_solve", Unitful, precedence=_PRECEDENCE)
+def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
+    # With a unit diagonal the matrix is a plain factor, as the lower one of an LU decomposition.
+    unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
+    return with_unit(_bind(primitive, (a, b), params), unit)
+
+
+@register_on_either_side("pow", Unitful, precedence=_PRECEDENCE)
+def _pow(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    _dimensionless(primitive, [y])
+    out = _bind(primitive, (x, y), params)
+    if unit_of(x).dimensionless or unit_of(x) in (UNKNOWN, ANY):
+        return with_unit(out, unit_of(x))
+    power = fill_of(y)
+    if power is None or not np.isfinite(power):
+        raise DimensionError(
+            f"`{primitive}` of an array in {unit_of(x)} needs an exponent that is one number, known "
+            "while tracing, since it decides the unit of the result."
+        )
+    return with_unit(out, unit_of(x) ** np.asarray(power).item())
+
+
+# -------------------------------------------------------------------------------------------------
+# Arrays that must be in one unit
+# -------------------------------------------------------------------------------------------------
+
+_SAME = installed("add add_any sub max min rem complex nextafter")
+_RATIOS = (*COMPARISONS, "atan2")
+
+
+def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
+    """The one unit of the operands."""
+    if any(unit_of(x) == ANY for x in operands):
+        return ANY
+    # 0, infinity and NaN are so in any unit.
+    units = {unit_of(x) for x in operands if not may_be_placeholder(x)} - {UNKNOWN}
+    if len(units) > 1:
+        raise DimensionError(
+            f"`{primitive}` takes arrays in the same unit; found ({_units(operands)}). Give a number its "
+            "unit by multiplying with it."
+        )
+    return units.pop() if units else next(x.unit for x in operands if isinstance(x, Unitful))
+
+
+@register_on_either_side(_SAME, Unitful, precedence=_PRECEDENCE)
+def _same(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    return with_unit(_bind(primitive, (x, y), params), _common(primitive, (x, y)))
+
+
+@register_on_either_side(_RATIOS, Unitful, precedence=_PRECEDENCE)
+def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    _common(primitive, (x, y))
+    return _bind(primitive, (x, y), params)
+
+
+@register_on_either_side(
+    tuple(set(ELEMENTWISE_BINARY) - {*_SAME, *_RATIOS, *_PRODUCTS, "pow"}),
+    Unitful,
+    precedence=_PRECEDENCE,
+)
+def _two_numbers(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    return _bind(primitive, _dimensionless(primitive, (x, y)), params)
+
+
+# -------------------------------------------------------------------------------------------------
+# Several operands, of which some have units
+# -------------------------------------------------------------------------------------------------
+
+# Arrays that elements are taken from, or written into: which of the operands those are.
+_STORED = {
+    "pad": slice(None),
+    "dynamic_update_slice": slice(0, 2),
+    **dict.fromkeys(installed("scatter scatter-add scatter-sub scatter-min scatter-max"), slice(0, None, 2)),
+    "select_and_scatter_add": slice(0, 1),
+    "select_and_gather_add": slice(0, 1),
+}
+
+
+def _for_several(names: str) -> Callable[[Any], Any]:
+    """Primitives of any number of operands, of which any may be in a unit: what happens by default."""
+
+    def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
+        DEFAULTS.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return decorator
+
+
+@_for_several("concatenate stack clamp")
+def _several(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    return with_unit(_bind(primitive, xs, params), _common(primitive, xs))
+
+
+@_for_several("sort")
+def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    return [with_unit(o, unit_of(x)) for o, x in zip(_bind(primitive, xs, params), xs, strict=True)]
+
+
+@_for_several("ragged_dot_general")
+def _ragged_dot(primitive: Primitive, x: Any, y: Any, group_sizes: Any, **params: Any) -> Any:
+    return with_unit(_bind(primitive, (x, y, group_sizes), params), unit_of(x) * unit_of(y))
+
+
+@_for_several(" ".join(_STORED))
+def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    # A buffer of which nothing is known takes the unit of what is written into it.
+    known = [x for x in xs[_STORED[primitive.name]] if isinstance(x, Unitful) or fill_of(x) is not None]
+    return with_unit(_bind(primitive, xs, params), _common(primitive, known))
+
+
+@register("select_n", precedence=_PRECEDENCE)
+def _select_left(primitive: Primitive, which: ArrayLike, x: Unitful, y: _Any) -> Any:
+    return _select(primitive, which, x, y)
+
+
+@register("select_n", precedence=_PRECEDENCE)
+def _select_right(primitive: Primitive, which: ArrayLike, x: _Any, y: Unitful) -> Any:
+    return _select(primitive, which, x, y)
+
+
+@register("select_n", precedence=_PRECEDENCE)
+def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful) -> Any:
+    return _select(primitive, which, x, y)
+
+
+@_for_several("select_n")
+def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
+    """Plain cases take the unit of the others: libraries put placeholders there."""
+    given = [x for x in cases if isinstance(x, Unitful)]
+    return with_unit(_bind(primitive, (which, *cases), {}), _common(primitive, given))
+
+
+@register("scatter-mul", precedence=_PRECEDENCE)
+def _scatter_mul(primitive: Primitive, x: Unitful, indices: ArrayLike, by: _Any, **params: Any) -> Any:
+    return with_unit(_bind(primitive, (x, indices, *_dimensionless(primitive, [by])), params), x.unit)

@@ -1,0 +1,92 @@
+"""Plain arrays that are known to be filled with one number, such as the zeros that a library starts from.
+
+A plain array is never boxed, so what is known of it stands beside it, for as long as it lives. Nothing is
+noted until a type asks for it with `track`.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import numpy as np
+from jax.core import Tracer
+
+from .values import is_value
+
+_known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+# Primitives whose results hold nothing but elements of their operands, in order.
+_MOVES = frozenset(
+    """broadcast_in_dim convert_element_type copy copy_p device_put expand_dims nonbatchable nontraceable
+    optimization_barrier pvary reshape rev slice squeeze stop_gradient transpose""".split()  # noqa: SIM905
+)
+# Which operands have to be zero for the result to be ...
+_ALL: dict[str, slice] = {
+    **dict.fromkeys(["abs", "add", "add_any", "neg", "sqrt", "square", "sub", "concatenate"], slice(None)),
+    **dict.fromkeys(["conj", "imag", "real", "stack"], slice(None)),
+    **dict.fromkeys(["cumsum", "dynamic_slice", "gather", "reduce_max", "reduce_sum"], slice(0, 1)),
+    **dict.fromkeys(["dynamic_update_slice", "pad"], slice(0, 2)),
+    **dict.fromkeys(["scatter", "scatter-add"], slice(0, None, 2)),
+    **dict.fromkeys(["select_n", "select_if_vmap"], slice(1, None)),
+}
+# ... and where one of them is enough.
+_ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
+# What the host returns counts as NaN: `eqx.error_if` returns it from the branch that raises.
+_HOST = frozenset(["pure_callback"])
+_tracked: frozenset[str] = frozenset()
+
+
+def track() -> None:
+    """From now on, what plain arrays are filled with is followed through the primitives that keep it."""
+    global _tracked
+    _tracked = _MOVES | _HOST | _ALL.keys() | _ANY.keys()
+
+
+def follow(primitive: jexc.Primitive, operands: Sequence[Any], out: Any) -> None:
+    """Notes what is known of `out`, which `primitive` made of plain operands."""
+    name = primitive.name
+    if name not in _tracked:
+        return
+    if name in _MOVES:
+        for x, y in zip(operands, out if primitive.multiple_results else [out], strict=False):
+            number = fill_of(x)
+            if number is not None:
+                note_fill(y, number)
+    elif name in _HOST:
+        for y in out:
+            note_fill(y, np.nan)
+    elif name in _ALL:
+        if all(map(_is_zero, operands[_ALL[name]])):
+            note_fill(out, 0)
+    elif any(map(_is_zero, operands[_ANY[name]])):
+        note_fill(out, 0)
+
+
+def _is_zero(x: Any) -> bool:
+    number = fill_of(x)
+    return number is not None and bool(number == 0)
+
+
+def note_fill(array: Any, number: Any) -> None:
+    """`array` is filled with `number`."""
+    if isinstance(array, jax.Array):
+        at = id(array)
+        _known[at] = (weakref.ref(array, lambda _: _known.pop(at, None)), number)
+
+
+def fill_of(x: Any) -> Any:
+    """The number that all elements of `x` are known to be, if it is a plain array; else None."""
+    found = _known.get(id(x))
+    if found is not None and found[0]() is x:
+        return found[1]
+    if isinstance(x, Tracer) or is_value(x) or np.ndim(x):
+        return None
+    return np.asarray(x)[()]
+
+
+def may_be_placeholder(x: Any) -> bool:
+    """Whether `x` is known to be filled with 0, infinity or NaN, as arrays are that are written to later."""
+    number = fill_of(x)
+    return number is not None and bool(number == 0 or not np.isfinite(number))

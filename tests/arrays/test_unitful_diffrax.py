@@ -1,0 +1,118 @@
+"""Units in a library that knows nothing of them: a damped oscillator, solved by diffrax."""
+
+import diffrax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.arrays.unitful import DimensionError, Unit, Unitful
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+# Stiffness, friction, mass; the start; the end, the step.
+UNITS = (("N/m", "kg/s", "kg"), ("m", "m/s"), "s", "s")
+NUMBERS = ((2.0, 0.1, 1.0), (1.0, 0.0), 3.0, 0.1)
+VALUES = jax.tree.map(Unitful, NUMBERS, UNITS)
+
+
+def oscillator(t, state, args):
+    x, v = state
+    k, c, m = args
+    return v, -(k * x + c * v) / m
+
+
+def solve(args, start, t1, dt, *, field=oscillator, solver=None, **options):
+    term = diffrax.ODETerm(field)
+    return diffrax.diffeqsolve(term, solver or diffrax.Tsit5(), 0 * t1, t1, dt, start, args, **options).ys
+
+
+def last_place(*inputs, **options):
+    return solve(*inputs, **options)[0][-1]
+
+
+def same(x, array, unit, rtol=1e-5):
+    assert x.unit == Unit(unit)
+    np.testing.assert_allclose(x.array, array, rtol=rtol)
+
+
+def exact(t, args, start):
+    """Underdamped, in float64."""
+    (k, c, m), (x, v) = args, start
+    decay, omega = c / (2 * m), np.sqrt(k / m - (c / (2 * m)) ** 2)
+    b = (v + decay * x) / omega
+    return np.exp(-decay * t) * (x * np.cos(omega * t) + b * np.sin(omega * t))
+
+
+@pytest.mark.slow
+def test_state_and_time_carry_units():
+    xs, vs = ql.quaxify(solve)(*VALUES)
+    same(xs[-1], exact(3.0, *NUMBERS[:2]), "m", rtol=1e-4)
+    same(xs, solve(*NUMBERS)[0], "m")
+    same(vs, solve(*NUMBERS)[1], "m/s")
+
+
+@pytest.mark.slow
+def test_saved_along_the_way():
+    ts = jnp.linspace(0.0, 3.0, 5)
+    f = lambda args, start, t1, dt, ts: solve(args, start, t1, dt, saveat=diffrax.SaveAt(ts=ts))
+    xs, vs = ql.quaxify(f)(*VALUES, Unitful(ts, "s"))
+    same(xs, exact(np.asarray(ts), *NUMBERS[:2]), "m", rtol=1e-3)
+    assert vs.unit == Unit("m/s")
+
+
+@pytest.mark.slow
+def test_adaptive_steps():
+    def scaled(t, state, args):  # both in metres, since the error is one number
+        x, v = state
+        k, c, m = args
+        omega = jnp.sqrt(k / m)
+        return omega * v, -omega * x - c / m * v
+
+    def f(args, start, t1, dt, atol):
+        controller = diffrax.PIDController(rtol=1e-6, atol=atol)
+        return last_place(args, start, t1, dt, field=scaled, stepsize_controller=controller)
+
+    start = (VALUES[1][0], Unitful(0.0, "m"))
+    out = ql.quaxify(f)(VALUES[0], start, *VALUES[2:], Unitful(1e-6, "m"))
+    same(out, exact(3.0, *NUMBERS[:2]), "m", rtol=1e-4)
+
+
+def gradients_agree(grads, expected):
+    for g, e, u in zip(grads, expected, UNITS[0], strict=True):
+        same(g, e, Unit("m") / Unit(u), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_forward_gradient_with_respect_to_a_parameter():
+    f = lambda k, args, start, t1, dt: last_place(
+        (k, *args[1:]), start, t1, dt, adjoint=diffrax.ForwardMode()
+    )
+    out = ql.quaxify(jax.jacfwd(f))(VALUES[0][0], *VALUES)
+    h = 1e-5
+    differences = [exact(3.0, (2.0 + d, 0.1, 1.0), NUMBERS[1]) for d in (h, -h)]
+    same(out, (differences[0] - differences[1]) / (2 * h), Unit("m") / Unit("N/m"), rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adjoint", [diffrax.RecursiveCheckpointAdjoint(), diffrax.DirectAdjoint()])
+def test_reverse_gradient_with_respect_to_the_parameters(adjoint):
+    f = lambda *inputs: last_place(*inputs, solver=diffrax.Heun(), adjoint=adjoint)
+    gradients_agree(ql.quaxify(jax.grad(f))(*VALUES), jax.grad(f)(*NUMBERS))
+
+
+@pytest.mark.slow
+def test_gradient_by_the_numbers():
+    """Differentiated outside: each gradient has the structure of what it is taken by."""
+    grads = jax.grad(lambda args: ql.quaxify(last_place)(args, *VALUES[1:]).array)(VALUES[0])
+    expected = jax.grad(last_place)(*NUMBERS)
+    for g, e, u in zip(grads, expected, UNITS[0], strict=True):
+        same(g, e, u, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_equations_is_found_while_tracing():
+    forgotten_mass = lambda t, y, args: (y[1], -(args[0] * y[0] + args[1] * y[1]))
+    with pytest.raises(DimensionError, match=r"takes arrays in the same unit; found \(m·s⁻¹, m·kg·s⁻¹\)"):
+        ql.quaxify(lambda *inputs: solve(*inputs, field=forgotten_mass))(*VALUES)
