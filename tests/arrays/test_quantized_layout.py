@@ -67,6 +67,18 @@ _KEPT = [
     (_double, (8, 64), lambda w: jnp.concatenate([w, w[:3]])),
     (_NF4, (8, 64), lambda w: jnp.concatenate([w.T, w.T], axis=1)),
     (_NF4, (8, 64), lambda w: jnp.split(w, 2)[1]),
+    (_NF4, (8, 64), lambda w: jnp.stack([w, w, -w])),
+    (_NF4, (8, 64), lambda w: jnp.stack([w, w], axis=1)),
+    (_NF4, (8, 64), lambda w: jnp.stack([w.T, 2.0 * w.T], axis=2)),
+    (_double, (7, 9), lambda w: jnp.stack([w, w], axis=-1)),
+    (_INT8, (8, 10), lambda w: jnp.stack([w, w], axis=1)),
+    (_double, (8, 64), lambda w: jnp.stack([w, w[:]])),
+    (_double, (8, 64), lambda w: jnp.stack([w[0:8:2], w[1:8:2]])),
+    (_NF4, (8, 64), lambda w: jnp.unstack(jnp.stack([w, -w], axis=1), axis=1)[1]),
+    (_stacked, (3, 8, 16), lambda w: jnp.unstack(w)[2]),
+    (_NF4, (8, 64), lambda w: jnp.stack(jnp.unstack(w))),
+    (_NF4, (8, 64), lambda w: jnp.stack(jnp.unstack(w.T, axis=1), axis=1)),
+    (_double, (8, 64), lambda w: jnp.unstack(w)[3]),
     (_NF4, (8, 64), lambda w: jax.lax.stop_gradient(w)),
     (_NF4, (8, 64), lambda w: jax.device_put(w)),
     (_NF4, (8, 64), lambda w: -w),
@@ -134,6 +146,8 @@ def test_an_embedding():
         lambda w: w + 1,
         lambda w: w.at[jnp.array([9])].get(mode="fill", fill_value=1.0),
         lambda w: jnp.concatenate([w, jnp.ones((1, 64))]),
+        lambda w: jnp.stack([w, jnp.ones((8, 64))]),
+        lambda w: jnp.unstack(w, axis=1),
     ],
 )
 def test_what_cuts_through_blocks_is_materialised_and_says_so(move):
@@ -144,7 +158,7 @@ def test_what_cuts_through_blocks_is_materialised_and_says_so(move):
     ):
         ql.quaxify(move)(w)
     with ql.on_materialise("allow"):
-        _same(ql.quaxify(move)(w), move(w.materialise()))
+        jax.tree.map(_same, ql.quaxify(move)(w), move(w.materialise()))
 
 
 def test_materialising_warns_unless_told_otherwise():

@@ -110,6 +110,30 @@ def _split(w: AbstractQuantizedArray, *, sizes: Sequence[Any], axis: int, **para
     return [jax.tree.unflatten(structure, part) for part in parts]
 
 
+@register("unstack")
+def _unstack(w: AbstractQuantizedArray, *, axis: int, **params: Any) -> Any:
+    free = with_free_axes(w, [axis])
+    if free is None:
+        return NotImplemented
+    stored_axis = free.permutation[axis]
+    order = [i - (i > stored_axis) for i in free.permutation if i != stored_axis]
+    leaves, structure = jax.tree.flatten(free)
+    parts = zip(*(jnp.unstack(leaf, axis=stored_axis) for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(structure, part).with_axes(order) for part in parts]
+
+
+@register("stack")
+def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
+    """The new axis comes first in what is stored."""
+    if len({jax.tree.structure(w) for w in ws}) > 1:
+        ws = tuple(w.untied() for w in ws)
+        if len({jax.tree.structure(w) for w in ws}) > 1:
+            return NotImplemented
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ws)
+    order = [1 + i for i in ws[0].permutation]
+    return stacked.with_axes([*order[:axis], 0, *order[axis:]])
+
+
 @register("concatenate")
 def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> Any:
     if len({isinstance(w.scale, NestedScales) for w in ws}) > 1:
