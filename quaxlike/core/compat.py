@@ -387,6 +387,15 @@ def lowers_with_devices(jaxpr: Any) -> bool:
     return dispatch.jaxpr_has_prim_requiring_devices(opened(jaxpr))
 
 
+def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
+    """Lowers by `rule` without telling over which axes of `shard_map` anything varies: a kernel cannot say so
+    of its results, and in what it is lowered to it is of no consequence."""
+    unvaried = core.ManualAxisType()
+    avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
+    with config._check_vma(False):
+        return rule(context.replace(avals_in=avals), *args, **params)
+
+
 # -------------------------------------------------------------------------------------------------
 # Dead code
 # -------------------------------------------------------------------------------------------------
@@ -449,7 +458,12 @@ def retyped(x: Any, aval: jax.core.ShapedArray) -> Any:
     """`x`, of the same shape and dtype, as weak and as varying (over the axes of shard_map) as `aval`."""
     if not aval.weak_type and jax.typeof(x).weak_type:
         x = jax.lax.convert_element_type(x, aval.dtype)
-    missing = aval.manual_axis_type.varying - varying_axes(x)
+    return vary_over(x, aval.manual_axis_type.varying)
+
+
+def vary_over(x: Any, axes: frozenset[Any]) -> Any:
+    """`x`, as varying over (at least) these mesh axes."""
+    missing = axes - varying_axes(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 

@@ -9,7 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax.interpreters import mlir
 
+from quaxlike.core import compat
 from quaxlike.primitives import DefinedPrimitive, define_primitive
+
+from .multilinear import vary_alike
 
 Backend = Literal["reference", "gpu", "tpu"]
 
@@ -123,7 +126,8 @@ def kernel_primitive(
 
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         run = functools.partial(run_on, platform, _is_partitioned(context))
-        return mlir.lower_fun(run, multiple_results=False)(context, *leaves, **params)
+        rule = mlir.lower_fun(run, multiple_results=False)
+        return compat.lower_unvaried(rule, context, *leaves, **params)
 
     primitive = define_primitive(name, impl, **rules)
     for platform in ("cpu", "cuda", "rocm", "tpu"):
@@ -148,7 +152,7 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
     params["backend"] = _forced.value
     for listener in listeners:
         listener(primitive.name, functools.partial(chosen_backend, primitive, *operands, **params))
-    return primitive(*operands, **params)
+    return primitive(*vary_alike(operands), **params)
 
 
 def first_choice(

@@ -1,4 +1,4 @@
-"""What multilinear operations share: the accumulator, derivatives, batching."""
+"""What multilinear operations share: the accumulator, derivatives, batching, manual mesh axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
 
+from quaxlike.core import compat
 from quaxlike.primitives import DefinedPrimitive
 
 
@@ -17,11 +17,16 @@ def accumulator_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
-    """Zeros that vary over the devices of a `shard_map` as the operands do together, as the carry of a loop
-    over them has to. Nothing of it is left once it is compiled."""
-    varying = sum(jnp.sum(x.ravel()[:1]).astype(dtype) for x in operands)
-    return jnp.broadcast_to(lax.select(False, varying, jnp.zeros((), dtype)), tuple(shape))
+def vary_alike(operands: Any) -> Any:
+    """A tree of arrays that within `shard_map` all vary over the same mesh axes: sums that begin with one of
+    them go on with the others."""
+    axes = frozenset().union(*map(compat.varying_axes, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: compat.vary_over(x, axes), operands) if axes else operands
+
+
+def nonzero(tangent: Any) -> bool:
+    """Whether any leaf of an operand has a tangent; `None` stands for a zero."""
+    return bool(jax.tree.leaves(tangent))
 
 
 def sum_tangents(
@@ -30,7 +35,7 @@ def sum_tangents(
     """The tangent of a primitive that is linear in each operand that has a tangent."""
     out = None
     for i, tangent in enumerate(tangents):
-        if tangent is not None:
+        if nonzero(tangent):
             term = p(*primals[:i], tangent, *primals[i + 1 :], **params)
             out = term if out is None else out + term
     return out

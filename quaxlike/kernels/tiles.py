@@ -52,7 +52,7 @@ def contract_rows(
 
     tiles, rows = _tiling(x.shape[0], n, k)
     widths = [len(range(i, k, stride)) for i in range(stride)]
-    acc = [jnp.zeros((x.shape[0], width), x.dtype) for width in widths]
+    acc = [jnp.zeros_like(x, shape=(x.shape[0], width)) for width in widths]
     acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
     if tiles * rows < n:
         acc = add(acc, tiles * rows, n - tiles * rows)

@@ -186,3 +186,26 @@ def test_mixture_of_experts(cls, shape):
         _close(ql.quaxify(product)(x, w), product(x, dense))
         loss = lambda x, w: jnp.sum(jnp.sin(product(x, w)))
         _close(jax.grad(ql.quaxify(loss))(x, w), jax.grad(loss)(x, dense), 1e-4)
+
+
+_ON_EACH_DEVICE = {
+    "x @ W.T": ((16, 64), 64, lambda w, x: x @ w.T),
+    "x @ W": ((64, 16), 64, lambda w, x: x @ w),
+    "blocks across summed axes": ((8, 64, 3), 64, lambda w, x: jnp.einsum("bk,nkl->bnl", x, w)),
+    "experts": ((2, 64, 8), 64, lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([1, 1]))),
+}
+
+
+@pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
+@pytest.mark.parametrize("name", _ON_EACH_DEVICE)
+def test_within_shard_map(name, cls):
+    """Rows of activations are spread over devices, the weight is on all of them."""
+    shape, features, product = _ON_EACH_DEVICE[name]
+    w, x = cls.quantize(_normal(0, *shape)), _normal(1, 8, features)
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P("rows")
+    fn = lambda w, x: jax.shard_map(product, mesh=mesh, in_specs=(jax.P(), rows), out_specs=rows)(w, x)
+    of = lambda fn, w: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(fn(w, x))))(x)
+    with ql.on_materialise("error"):
+        actual = of(ql.quaxify(fn), w)
+    jax.tree.map(_close, actual, of(fn, w.materialise()))

@@ -69,8 +69,9 @@ def test_computes_what_peft_computes(kind, name, bases, tmp_path):
     assert set(ours["modules_to_save"] or ()) <= set(theirs["modules_to_save"] or ())
 
 
-def test_on_a_base_in_4_bits():
-    folder = fixture("qlora_llama_double")
+@pytest.mark.parametrize("scales", ["single", "double"])
+def test_on_a_base_in_4_bits(scales):
+    folder = fixture(f"qlora_llama_{scales}")
     io, (model, _) = np.load(folder / "io.npz"), load_model(folder / "base4bit")
     np.testing.assert_allclose(logits(model, io), io["logits_base4bit"], rtol=0, atol=2e-5)
     model = peft.load_adapter(fixture("peft_llama") / "adapters" / "qv", model)

@@ -93,12 +93,15 @@ def test_a_program_that_xla_divides_runs_no_kernel(mesh):
     assert relative_error(y, np.float64(x) @ w.dense) < 1e-6
 
 
-def test_within_shard_map_each_device_runs_the_kernel(mesh):
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "gpu", "tpu"])
+def test_within_shard_map_each_device_runs_the_kernel(mesh, backend, check_vma):
     x = jax.random.normal(jax.random.key(0), (128, 256))
     w = quantised((128, 256))
     fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
-    mapped = jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=jax.P("rows"), out_specs=jax.P("rows"), check_vma=False)
-    )
-    with kernels.backend("tpu"):
+    rows = jax.P("rows")
+    mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma))
+    with kernels.backend(backend):
         assert relative_error(mapped(x), np.float64(x) @ w.dense.T) < 1e-6
+        gradient = jax.grad(lambda x: jnp.sum(mapped(x) ** 2))(x)
+        assert relative_error(gradient, 2 * np.float64(x) @ w.dense.T @ w.dense) < 1e-6

@@ -141,6 +141,21 @@ def test_vmap_over_weights():
     assert relative_error(fn(blocks), expected) < 1e-6
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+def test_within_shard_map(transpose):
+    w = block_sparse(MASKS["mixed"], 8)
+    x = _x(w, (8,), transpose)
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    fn = lambda x, blocks: block_sparse_matmul(x, blocks, *w[1:], transpose=transpose)
+    specs = jax.P("rows"), jax.P()
+    mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=jax.P("rows")))
+    of = lambda fn: jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1))(x, w.blocks)
+    (actual, gradients), (expected, expected_gradients) = of(mapped), of(fn)
+    assert relative_error(actual, expected) < 1e-5
+    pairs = zip(gradients, expected_gradients, strict=True)
+    assert max(relative_error(*pair) for pair in pairs) < 1e-5
+
+
 def test_nothing_dense_is_made_of_the_weight():
     rng = np.random.default_rng(0)
     w = block_sparse(rng.random((16, 16)) < 0.1, 64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quaxlike import kernels
-from quaxlike.kernels import lora_matmul
+from quaxlike.kernels import NestedScales, blockwise, lora_matmul
 from tests.primitives.jaxprs import names
 
 from .weights import quantised, relative_error
@@ -85,6 +85,22 @@ class TestOnEachBackend:
         assert (found.count("lora_matmul"), found.count("nf4_matmul")) == (1, 1)
         pairs = zip(jax.jit(of(fused))(*arguments), of(product)(*arguments), strict=True)
         assert max(relative_error(*pair) for pair in pairs) < 1e-5
+
+
+def test_gradients_over_nested_scales_are_the_kernel():
+    w, x = quantised((N, K)), _x((5,))
+    packed, absmax, codebook = w.operands
+    nested = NestedScales(*blockwise.quantize_scales(absmax), jnp.asarray(blockwise.dynamic_map()))
+    loss = lambda absmax: (
+        lambda x, a, b: jnp.sum(jnp.sin(lora_matmul(x, packed, absmax, codebook, a, b, **w.params)))
+    )
+    of = lambda absmax: jax.grad(loss(absmax), (0, 1, 2))
+    arguments = x, *_adapters()
+    found = [name for name in names(of(nested), *arguments) if "matmul" in name]
+    assert found == ["lora_matmul", "nf4_matmul"]
+    dense = blockwise.dequantize_scales(*nested[:3])
+    pairs = zip(of(nested)(*arguments), of(dense)(*arguments), strict=True)
+    assert max(relative_error(*pair) for pair in pairs) < 1e-5
 
 
 def test_forward_mode_and_second_derivatives():

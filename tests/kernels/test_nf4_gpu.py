@@ -16,7 +16,7 @@ from quaxlike.kernels.nf4_matmul import mosaic
 from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
 
 from . import simt
-from .weights import relative_error
+from .weights import relative_error, tpu_at_hand
 
 TABLE = [tiling for _, _, tiling in mosaic._TILINGS]
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -169,7 +169,7 @@ def _weight(n, k, nested=False):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("m", [1, 16, 64, 512])
+@pytest.mark.parametrize("m", [1, 16, 64, 512, 4096])
 @pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (4096, 14336)], ids=str)
 def test_lowers_for_cuda(shape, m, nested):
     x = jax.ShapeDtypeStruct((m, shape[1]), jnp.bfloat16)
@@ -178,18 +178,31 @@ def test_lowers_for_cuda(shape, m, nested):
     assert ("mosaic_gpu" in text) == (m <= 128)
 
 
-@pytest.mark.parametrize("adapters", [None, 32])
-def test_adapters_lower_for_cuda(adapters):
-    shape = n, k = 4096, 4096
+@pytest.mark.parametrize("m", [1, 64, 4096])
+def test_the_gradient_of_x_lowers_for_cuda(m):
+    shape = n, k = 14336, 4096
+    product = lambda x, *w: nf4_matmul(x, *w, blockwise.NF4, shape=shape, block_size=64)
+    fn = lambda x, ct, *w: jax.vjp(lambda x: product(x, *w), x)[1](ct)
+    x, ct = (jax.ShapeDtypeStruct((m, size), jnp.bfloat16) for size in (k, n))
+    assert "mosaic_gpu" not in _lowered(fn, x, ct, *_weight(n, k))
+
+
+@pytest.mark.parametrize(("m", "adapters"), [(1, None), (4096, None), (64, 32)])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_adapters_lower(platform, m, adapters):
+    shape = n, k = 14336, 4096
     lead = () if adapters is None else (adapters,)
     a = jax.ShapeDtypeStruct((*lead, 16, k), jnp.float32)
     b = jax.ShapeDtypeStruct((*lead, n, 16), jnp.float32)
-    index = None if adapters is None else jnp.zeros(64, int)
+    index = None if adapters is None else jnp.zeros(m, int)
     fn = lambda x, packed, absmax, a, b: lora_matmul(
         x, packed, absmax, blockwise.NF4, a, b, shape=shape, block_size=64, adapter_index=index
     )
-    x = jax.ShapeDtypeStruct((64, k), jnp.bfloat16)
-    assert "mosaic_gpu" in _lowered(fn, x, *_weight(*shape), a, b)
+    x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    with tpu_at_hand():
+        text = _lowered(fn, x, *_weight(*shape), a, b, platform=platform)
+    fused = m <= 128 or platform == "tpu"
+    assert ({"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}[platform] in text) == fused
 
 
 def test_other_platforms_get_the_chunks():

@@ -20,8 +20,8 @@ def _mlp():
     return eqx.nn.MLP(128, 64, 128, 2, key=jax.random.key(0))
 
 
-def _models():
-    quantised = ql.quantize(_mlp(), "nf4")
+def _models(**options):
+    quantised = ql.quantize(_mlp(), "nf4", **options)
     adapted = ql.loraify(quantised, rank=4, key=jax.random.key(1))
     # B starts as zeros, and would hide the adapters.
     raised = lambda w: eqx.tree_at(lambda w: w.b, w, w.b + 0.1) if isinstance(w, ql.LoraArray) else w
@@ -39,9 +39,10 @@ def _kernels(fn, *args):
     return [(eqn.primitive.name, eqn.params.get("transpose", False)) for eqn in found]
 
 
+@pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize(("name", "kernel"), [("NF4", "nf4_matmul"), ("LoRA over NF4", "lora_matmul")])
-def test_forward_and_backward_are_the_kernel(name, kernel):
-    model = _models()[name]
+def test_forward_and_backward_are_the_kernel(name, kernel, double_quant):
+    model = _models(double_quant=double_quant)[name]
     x = jax.random.normal(jax.random.key(2), (5, 128))
     forward = lambda x: eqx.filter_jit(ql.quaxify(_loss))(model, x)
     # Three layers, each with a product and, in the backward pass, its transposed contraction.
@@ -51,6 +52,23 @@ def test_forward_and_backward_are_the_kernel(name, kernel):
         dense = ql.materialise(model)
     expected = jax.grad(lambda x: _loss(dense, x))(x)
     assert relative_error(jax.jit(jax.grad(forward))(x), expected) < 1e-5
+
+
+def test_transforms_leave_no_other_form_of_the_kernel():
+    """Under `vmap`, `jvp`, `hessian` and `checkpoint` as well: nothing falls back to a derived primitive."""
+    model = _models(double_quant=True)["LoRA over NF4"]
+    forward = lambda x: ql.quaxify(_loss)(model, x)
+    x = jax.random.normal(jax.random.key(2), (2, 128))
+    for transform in (
+        jax.grad(jax.checkpoint(forward)),
+        jax.hessian(forward),
+        lambda x: jax.jvp(jax.grad(forward), (x,), (x,)),
+        lambda x: jax.vmap(jax.grad(forward))(x[None]),
+    ):
+        eqns = equations(jax.make_jaxpr(transform)(x))
+        roots = [e.primitive for e in eqns if getattr(e.primitive, "root", None) in KERNELS]
+        assert roots
+        assert all(primitive in KERNELS for primitive in roots)
 
 
 def test_explain_tells_the_backend():

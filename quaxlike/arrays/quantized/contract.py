@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from quaxlike.core.either_side import register_on_either_side
 from quaxlike.core.replay import replayed
+from quaxlike.kernels.multilinear import vary_alike
 
 from .base import AbstractQuantizedArray
 from .scales import NestedScales, dense_scales
@@ -171,7 +172,8 @@ def _contract_slices(
         _, y = lax.scan(lambda _, i: (None, product(x, w, i)), None, jnp.arange(w.stored_shape[0]))
         names = (0, *(name for name in out_names if name != 0))
         return _reorder(jnp.asarray(y, dtype), names, out_names)
-    total = jnp.zeros(jax.eval_shape(product, x, w, jnp.int32(0)).shape, jnp.float32)
+    x, w = vary_alike((x, w))
+    total = jnp.zeros_like(x, np.float32, shape=jax.eval_shape(product, x, w, jnp.int32(0)).shape)
     step = lambda total, i: (total + product(x, w, i), None)
     total, _ = lax.scan(step, total, jnp.arange(w.stored_shape[0]))
     return total.astype(dtype)

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from quaxlike.core.rules import register
+from quaxlike.kernels.multilinear import vary_alike
 
 from .base import AbstractQuantizedArray
 from .contract import contract, name_axes, product_dtype
@@ -29,7 +30,7 @@ def _ragged_dot_general(
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
     rows = tuple(dims.lhs_ragged_dimensions)
-    x, group_sizes = jnp.asarray(x), jnp.asarray(group_sizes)
+    x, w, group_sizes = vary_alike((jnp.asarray(x), w, jnp.asarray(group_sizes)))
     unusual = x_batch or len(rows) != 1 or rows[0] in x_contract or group_sizes.ndim != 1
     if unusual or group_offset is not None or params.get("out_sharding") is not None:
         return NotImplemented
@@ -56,5 +57,5 @@ def _ragged_dot_general(
 
     sizes = [x.shape[-1 - name] for name in x_free] + [stack.stored_shape[name + 1] for name in w_free]
     groups = (jnp.arange(len(group_sizes)), ends - group_sizes, ends)
-    y, _ = lax.scan(add_expert, jnp.zeros(sizes, jnp.float32), groups)
+    y, _ = lax.scan(add_expert, jnp.zeros_like(x, np.float32, shape=sizes), groups)
     return y.astype(product_dtype(x, w, params))

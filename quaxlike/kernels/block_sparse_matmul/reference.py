@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from quaxlike.kernels.multilinear import accumulator_dtype, varying_zeros
+from quaxlike.kernels.multilinear import accumulator_dtype
 
 
 def matmul_reference(
@@ -51,7 +51,7 @@ def sampled_reference(
 
 def _gather(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
     x = _with_zeros(x)
-    zeros = varying_zeros((x.shape[1], blocks.shape[2]), accumulator_dtype(x.dtype), x, blocks, col_idx)
+    zeros = _zeros((x.shape[1], blocks.shape[2]), x)
 
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
         def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
@@ -64,8 +64,7 @@ def _gather(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
 
 
 def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
-    shape = columns + 1, x.shape[1], blocks.shape[3]
-    acc = varying_zeros(shape, accumulator_dtype(x.dtype), x, blocks, col_idx)
+    acc = _zeros((columns + 1, x.shape[1], blocks.shape[3]), x)
 
     def row(acc: Array, of_row: tuple[Array, Array, Array]) -> tuple[Array, None]:
         x_row, row_blocks, columns = of_row
@@ -88,6 +87,10 @@ def _by_blocks(x: Array, b: int) -> Array:
 def _by_rows(y: Array, lead: tuple[int, ...]) -> Array:
     """The inverse of `_by_blocks`."""
     return jnp.moveaxis(y, 0, 1).reshape(*lead, y.shape[0] * y.shape[2])
+
+
+def _zeros(shape: tuple[int, ...], x: Array) -> Array:
+    return jnp.zeros_like(x, accumulator_dtype(x.dtype), shape=shape)
 
 
 def _with_zeros(x: Array) -> Array:

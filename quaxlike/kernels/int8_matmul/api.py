@@ -7,7 +7,7 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8
 
-from quaxlike.kernels.multilinear import map_rows, sum_tangents
+from quaxlike.kernels.multilinear import map_rows, sum_tangents, vary_alike
 from quaxlike.primitives import define_primitive
 
 from .reference import tiled, whole
@@ -66,7 +66,8 @@ def int8_matmul(
             f"{(n, k)}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
         )
     out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    return int8_matmul_p(x, codes, scale, block_size=block_size, transpose=transpose, out_dtype=out_dtype)
+    params = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
+    return int8_matmul_p(*vary_alike((x, codes, scale)), **params)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

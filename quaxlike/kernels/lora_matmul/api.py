@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
-from quaxlike.kernels.multilinear import accumulator_dtype, map_rows
+from quaxlike.kernels.multilinear import accumulator_dtype, map_rows, nonzero
 from quaxlike.kernels.nf4_matmul import gpu, tpu
 from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
 from quaxlike.kernels.nf4_matmul.scales import NestedScales
@@ -145,7 +145,7 @@ def _choose(
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
     _, packed, absmax, codebook, t, b = primals
     x_dot, _, absmax_dot, codebook_dot, t_dot, b_dot = tangents
-    if absmax_dot is not None or codebook_dot is not None:
+    if nonzero(absmax_dot) or codebook_dot is not None:
         return NotImplemented
     terms = []
     if x_dot is not None and t_dot is not None:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
 from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
-from quaxlike.kernels.multilinear import map_rows, sum_tangents
+from quaxlike.kernels.multilinear import map_rows, nonzero, sum_tangents
 
 from . import gpu, tpu
 from .reference import matmul_reference
@@ -135,7 +135,7 @@ def _choose(
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
     # Linear in x, in absmax and in codebook, one at a time; the codes are integers.
-    if isinstance(primals[2], NestedScales) and tangents[2] is not None:
+    if isinstance(primals[2], NestedScales) and nonzero(tangents[2]):
         return NotImplemented
     return sum_tangents(nf4_matmul_p, primals, tangents, params)
 
