@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
 from quaxlike.core import compat
 from quaxlike.primitives import DefinedPrimitive
@@ -22,6 +23,13 @@ def vary_alike(operands: Any) -> Any:
     them go on with the others."""
     axes = frozenset().union(*map(compat.varying_axes, jax.tree.leaves(operands)))
     return jax.tree.map(lambda x: compat.vary_over(x, axes), operands) if axes else operands
+
+
+def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
+    """Zeros that vary, within `shard_map`, over the mesh axes over which any of the operands does: what a loop
+    that adds up products of them begins with."""
+    axes = frozenset().union(*map(compat.varying_axes, operands))
+    return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
 
 
 def nonzero(tangent: Any) -> bool:

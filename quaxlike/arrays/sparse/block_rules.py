@@ -16,7 +16,7 @@ from quaxlike.core.quaxify import quaxify
 from quaxlike.core.rules import register
 from quaxlike.core.values import ArrayValue
 from quaxlike.kernels import block_sparse_matmul
-from quaxlike.kernels.multilinear import vary_alike
+from quaxlike.kernels.multilinear import varying_zeros
 from quaxlike.primitives.classes import ZERO_PRESERVING
 
 from .block import BlockSparseArray
@@ -89,10 +89,10 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool) -> Array:
             y = lax.dot_general(x, blocks, (((1,), (1,)), ((), ())))  # (rows of x, slots, b)
             return acc.at[columns].add(jnp.moveaxis(y, 1, 0), mode="drop"), None
 
-        acc = jnp.zeros_like(x, shape=(columns, x.shape[1], b))
+        acc = varying_zeros((columns, x.shape[1], b), x.dtype, x, *jax.tree.leaves(w.blocks), col_idx)
         return lax.scan(row, acc, (x, blocks, col_idx))[0]
 
-    y = quaxify(scatter if transpose else gather)(*vary_alike((x, w.blocks, w.col_idx)))
+    y = quaxify(scatter if transpose else gather)(x, w.blocks, w.col_idx)
     return jnp.moveaxis(y, 0, 1).reshape(*lead, -1)
 
 
