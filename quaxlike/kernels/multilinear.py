@@ -26,8 +26,8 @@ def vary_alike(operands: Any) -> Any:
 
 
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
-    """Zeros that vary, within `shard_map`, over the mesh axes over which any of the operands does: what a loop
-    that adds up products of them begins with."""
+    """Zeros that vary, within `shard_map`, over the mesh axes over which any of the operands does: what a
+    loop that adds up products of them begins with."""
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
 
