@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -22,7 +23,7 @@ _MOVES = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p device_put expand_dims nonbatchable nontraceable
     optimization_barrier pvary reshape rev slice squeeze stop_gradient transpose""".split()  # noqa: SIM905
 )
-# Which operands have to be zero for the result to be ...
+# Which operands have to be 0, infinity or NaN in every element for the result to be so ...
 _ALL: dict[str, slice] = {
     **dict.fromkeys(["abs", "add", "add_any", "neg", "sqrt", "square", "sub", "concatenate"], slice(None)),
     **dict.fromkeys(["conj", "imag", "real", "stack"], slice(None)),
@@ -33,15 +34,16 @@ _ALL: dict[str, slice] = {
 }
 # ... and where one of them is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
-# What the host returns counts as NaN: `eqx.error_if` returns it from the branch that raises.
-_HOST = frozenset(["pure_callback"])
+# What holds no number yet counts as NaN; so does what the host returns, since `eqx.error_if` returns that
+# from the branch that raises.
+_OPEN = frozenset(["empty", "empty2", "pure_callback"])
 _tracked: frozenset[str] = frozenset()
 
 
 def track() -> None:
     """From now on, what plain arrays are filled with is followed through the primitives that keep it."""
     global _tracked
-    _tracked = _MOVES | _HOST | _ALL.keys() | _ANY.keys()
+    _tracked = _MOVES | _OPEN | _ALL.keys() | _ANY.keys()
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], out: Any) -> None:
@@ -49,19 +51,19 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], out: Any) -> None
     name = primitive.name
     if name not in _tracked:
         return
+    outs = out if primitive.multiple_results else [out]
     if name in _MOVES:
-        for x, y in zip(operands, out if primitive.multiple_results else [out], strict=False):
+        for x, y in zip(operands, outs, strict=False):
             number = fill_of(x)
             if number is not None:
                 note_fill(y, number)
-    elif name in _HOST:
-        for y in out:
+    elif name in _OPEN:
+        for y in outs:
             note_fill(y, np.nan)
-    elif name in _ALL:
-        if all(map(_is_zero, operands[_ALL[name]])):
-            note_fill(out, 0)
-    elif any(map(_is_zero, operands[_ANY[name]])):
-        note_fill(out, 0)
+    else:
+        among, matter = (all, operands[_ALL[name]]) if name in _ALL else (any, operands[_ANY[name]])
+        if among(map(may_be_placeholder, matter)):
+            note_fill(out, 0 if among(map(_is_zero, matter)) else np.nan)
 
 
 def _is_zero(x: Any) -> bool:
@@ -77,16 +79,21 @@ def note_fill(array: Any, number: Any) -> None:
 
 
 def fill_of(x: Any) -> Any:
-    """The number that all elements of `x` are known to be, if it is a plain array; else None."""
+    """The number that all elements of `x` are known to be, if it is a plain array; else None. NaN stands for
+    any mixture of 0, infinity and NaN."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
-    if isinstance(x, Tracer) or is_value(x) or np.ndim(x):
+    if isinstance(x, Tracer) or is_value(x) or np.ndim(x) or _is_extended(x):
         return None
     return np.asarray(x)[()]
 
 
+def _is_extended(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
 def may_be_placeholder(x: Any) -> bool:
-    """Whether `x` is known to be filled with 0, infinity or NaN, as arrays are that are written to later."""
+    """Whether all elements of `x` are known to be 0, infinity or NaN, as of arrays to be written to."""
     number = fill_of(x)
     return number is not None and bool(number == 0 or not np.isfinite(number))

@@ -224,7 +224,7 @@ def settled(slot: Slot) -> Slot:
 def without_placeholder(x: Any) -> Any:
     """The array of a placeholder; anything else as it is."""
     (slot,) = flatten([x])[1]
-    return x if settled(slot) is slot else jtu.tree_leaves(x)[0]
+    return x if settled(slot) is slot else settled(slot).unflatten(jtu.tree_leaves(x))
 
 
 def unify(a: Slot, b: Slot, where: str) -> Slot:

@@ -31,6 +31,7 @@ from quaxlike.arrays.unitful import (
 X = Unitful(jnp.array([1.0, 2.0, 3.0]), "m")
 Y = Unitful(jnp.array([0.5, 4.0, 2.0]), "m")
 T = Unitful(jnp.array([2.0, 1.0, 0.5]), "s")
+NUMBERS = jnp.array([1.0, 2.0, 3.0])
 A = Unitful(jnp.array([[4.0, 1.0], [1.0, 3.0]]), "kg")
 
 
@@ -181,8 +182,11 @@ def test_linear_algebra():
         (lambda x, t: jax.lax.cond(True, lambda: x, lambda: t), "cannot be unified"),
         (
             lambda x, t: jax.lax.cond(True, lambda: x[0], lambda: 1.0),
-            "An array of 1.0s stands where one in m",
+            "An array without a unit stands where one in m does",
         ),
+        (lambda x, t: jax.lax.cond(True, lambda: x, lambda: NUMBERS), "An array without a unit stands where"),
+        (lambda x, t: NUMBERS.at[0].set(x[0]), "An array without a unit stands where one in m does"),
+        (lambda x, t: x.at[0].set(NUMBERS[0]), r"found \(m, dimensionless\)"),
         (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c * t, x), "cannot be unified"),
         (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c + t, x), "`add` takes arrays in the same unit"),
         # Loop counters start from zero, but do not stay so.

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
-from ...core.fills import fill_of, may_be_placeholder, track
+from ...core.fills import may_be_placeholder, track
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, adopters, is_value
 from .unit import ANY, UNKNOWN, DimensionError, Unit
@@ -28,8 +28,8 @@ class Unitful(ArrayOperators, ArrayValue):
     [`quaxlike.arrays.unitful.DimensionError`][] there. A result without a dimension is a plain array.
 
     A plain array counts as dimensionless. Only 0, infinity and NaN, where they are known while tracing,
-    have any unit; and where arrays are chosen between or stored (`where`, `cond`, loop carries, writes
-    into a buffer) a plain array takes the unit of the others, since libraries put placeholders there.
+    have any unit; and in `jnp.where` a plain array takes the unit of the other, as in
+    `jnp.where(x > 0, x, 1)`.
 
     **Arguments:**
 
@@ -73,10 +73,10 @@ class Unitful(ArrayOperators, ArrayValue):
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Any:
-        if fill_of(array) is not None and not may_be_placeholder(array):
+        if like.unit.exponents and not may_be_placeholder(array):
             raise DimensionError(
-                f"An array of {fill_of(array)}s stands where one in {like.unit} does: in another branch, or "
-                "before or after an iteration. Give it the unit by multiplying with it."
+                f"An array without a unit stands where one in {like.unit} does: in another branch, or before "
+                "or after an iteration. Give it the unit by multiplying with it."
             )
         if is_value(like.array):
             array = type(like.array).promote(array, like.array)

@@ -224,9 +224,7 @@ def _ragged_dot(primitive: Primitive, x: Any, y: Any, group_sizes: Any, **params
 
 @_for_several(" ".join(_STORED))
 def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    # A buffer of which nothing is known takes the unit of what is written into it.
-    known = [x for x in xs[_STORED[primitive.name]] if isinstance(x, Unitful) or fill_of(x) is not None]
-    return with_unit(_bind(primitive, xs, params), _common(primitive, known))
+    return with_unit(_bind(primitive, xs, params), _common(primitive, xs[_STORED[primitive.name]]))
 
 
 @register("select_n", precedence=_PRECEDENCE)
@@ -246,7 +244,7 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 
 @_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
-    """Plain cases take the unit of the others: libraries put placeholders there."""
+    """A plain case takes the unit of the others, as before a division: `jnp.where(x > 0, x, 1)`."""
     given = [x for x in cases if isinstance(x, Unitful)]
     return with_unit(_bind(primitive, (which, *cases), {}), _common(primitive, given))
 
