@@ -9,6 +9,7 @@ from .arrays.quantized import Int4Array as Int4Array
 from .arrays.quantized import Int8Array as Int8Array
 from .arrays.quantized import NF4Array as NF4Array
 from .arrays.sparse import BlockSparseArray as BlockSparseArray
+from .arrays.sparse import SparseArray as SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core import late as _late  # noqa: F401  # pyright: ignore[reportUnusedImport] (adopts late Values)
 from .core.coverage import check_ambiguities as check_ambiguities

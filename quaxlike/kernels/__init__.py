@@ -8,6 +8,12 @@ from .backends import chosen_backend as chosen_backend
 from .block_sparse_matmul import block_sparse_matmul as block_sparse_matmul
 from .block_sparse_matmul import block_sparse_matmul_p as block_sparse_matmul_p
 from .block_sparse_matmul import transposed_index as transposed_index
+from .csr_matmul import CsrIndex as CsrIndex
+from .csr_matmul import csr_index as csr_index
+from .csr_matmul import csr_matmul as csr_matmul
+from .csr_matmul import csr_matmul_p as csr_matmul_p
+from .csr_matmul import csr_sampled_matmul as csr_sampled_matmul
+from .csr_matmul import csr_sampled_matmul_p as csr_sampled_matmul_p
 from .int8_matmul import int8_matmul as int8_matmul
 from .int8_matmul import int8_matmul_p as int8_matmul_p
 from .lora_matmul import lora_matmul as lora_matmul

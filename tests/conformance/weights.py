@@ -31,6 +31,8 @@ WEIGHTS: dict[str, Callable[[], ql.ArrayValue]] = {
     "LoraArray of BlockSparseArray": lambda: _lora(
         ql.BlockSparseArray.from_dense(_dense(), block_size=2, density=0.5)
     ),
+    "SparseArray": lambda: ql.SparseArray.from_dense(_dense(), density=0.5),
+    "LoraArray of SparseArray": lambda: _lora(ql.SparseArray.from_dense(_dense(), density=0.5)),
     "Zero": lambda: zero.Zero((4, 4), jnp.float32),
     "Full": lambda: zero.Full(0.25, (4, 4)),
     "Identity": lambda: zero.Identity(4),

@@ -15,7 +15,7 @@ from quaxlike.core.operators import ArrayOperators
 from quaxlike.core.values import ArrayValue, replace_fields
 from quaxlike.kernels import transposed_index
 
-from .stacks import is_stacked
+from .stacks import is_stacked, shard_stack
 
 
 class BlockSparseArray(ArrayOperators, ArrayValue):
@@ -225,14 +225,8 @@ class BlockSparseArray(ArrayOperators, ArrayValue):
             return NotImplemented
         return [0] * len(jax.tree.leaves(self))
 
-    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
-        if not is_stacked(self.blocks) or any(axis is not None for axis in spec[self.num_batch :]):
-            raise ValueError(
-                f"BlockSparseArray of shape {self.shape} cannot be sharded by {spec}: the index of a matrix "
-                "numbers all of its blocks. Shard axes that stack matrices only."
-            )
-        batch = spec[: self.num_batch]
-        return [jax.P(*batch, *[None] * (leaf.ndim - len(batch))) for leaf in jax.tree.leaves(self)]
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
+        return shard_stack(self, spec) if is_stacked(self.blocks) else NotImplemented
 
 
 def _largest(norms: np.ndarray, density: float | None, balanced: bool) -> np.ndarray:

@@ -67,6 +67,17 @@ def is_stacked(w: Any) -> bool:
     return axes is not NotImplemented and all(axis == 0 for axis in axes)
 
 
+def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
+    """What `shard_spec` gives: batch axes are axes of all leaves."""
+    if any(axis is not None for axis in spec[w.num_batch :]):
+        raise ValueError(
+            f"{type(w).__name__} of shape {w.shape} cannot be sharded by {spec}: the index of an array "
+            "numbers all of what is stored. Shard axes that stack arrays only."
+        )
+    batch = spec[: w.num_batch]
+    return [jax.P(*batch, *[None] * (leaf.ndim - len(batch))) for leaf in jax.tree.leaves(w)]
+
+
 def same_index(x: Any, y: Any) -> bool:
     """Whether two indices are known to be equal."""
     if x is y:

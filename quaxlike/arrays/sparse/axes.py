@@ -1,0 +1,198 @@
+"""What moves, cuts and repeats a sparse array."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, ArrayLike
+
+from quaxlike.core.rules import register
+
+from .coordinates import fits_int32, flattened, is_stored, smaller, unflattened, unstacked
+from .stacks import broadcast_stack, cut_stack, map_batch, reshape_stack
+from .unstructured import SparseArray
+
+
+@register("transpose")
+def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> SparseArray:
+    n = x.num_batch
+    if any(axis >= n for axis in permutation[:n]):
+        x, n = unstacked(x), 0
+    elif tuple(permutation[:n]) != tuple(range(n)):
+        x = map_batch(x, lambda leaf, rest: leaf.transpose(*permutation[:n], *rest))
+    moved = [axis - n for axis in permutation[n:]]
+    return x.replace(
+        indices=tuple(x.indices[axis] for axis in moved),
+        sizes=tuple(x.sizes[axis] for axis in moved),
+        major=x.major if x.order is None or moved == [0, 1] else 1 - x.major,
+    )
+
+
+@register("reshape")
+def _reshape(x: SparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
+    if any(value is not None for value in params.values()):
+        return NotImplemented
+    out = reshape_stack(x, new_sizes)
+    if out is not NotImplemented:
+        return out
+    if not new_sizes:
+        return jnp.sum(x.data)
+    if not fits_int32(x.shape):
+        return NotImplemented
+    x = unstacked(x)
+    inside = is_stored(x)
+    indices = unflattened(flattened(x.indices, x.sizes, inside), new_sizes, inside)
+    return SparseArray(x.data, indices, tuple(new_sizes))
+
+
+@register("squeeze")
+def _squeeze(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+    n = x.num_batch
+    batch = [axis for axis in dimensions if axis < n]
+    x = map_batch(x, lambda leaf, _: lax.squeeze(leaf, batch))
+    kept = [axis for axis in range(len(x.sizes)) if axis + n not in dimensions]
+    if len(kept) == len(x.sizes):
+        return x
+    if not kept:
+        return jnp.sum(x.data, -1)
+    indices, sizes = (tuple(part[axis] for axis in kept) for part in (x.indices, x.sizes))
+    return SparseArray(x.data, indices, sizes)
+
+
+@register("broadcast_in_dim")
+def _broadcast_in_dim(
+    x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+) -> Any:
+    """New axes in front stack the array; elsewhere every element is repeated."""
+    if params.get("sharding") is not None:
+        return NotImplemented
+    out = broadcast_stack(x, shape, broadcast_dimensions)
+    if out is not NotImplemented:
+        return out
+    x = unstacked(x)
+    from_axis = dict(zip(broadcast_dimensions, range(len(x.sizes)), strict=True))
+    grown = [axis for axis in range(len(shape)) if axis not in from_axis or x.sizes[from_axis[axis]] == 1]
+    grown = [axis for axis in grown if shape[axis] != 1 or axis not in from_axis]
+    repeats = (x.nse, *(shape[axis] for axis in grown))
+    repeat = lambda array: jnp.broadcast_to(array.reshape(-1, *[1] * len(grown)), repeats).reshape(-1)
+    inside = repeat(is_stored(x))
+    indices: list[Array] = []
+    for axis, size in enumerate(shape):
+        if axis in grown:
+            along = lax.broadcasted_iota(jnp.int32, repeats, 1 + grown.index(axis)).reshape(-1)
+            indices.append(jnp.where(inside, along, size))
+        else:
+            indices.append(repeat(x.indices[from_axis[axis]]))
+    return SparseArray(repeat(x.data), tuple(indices), tuple(shape))
+
+
+@register("rev")
+def _rev(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> SparseArray:
+    n, inside = x.num_batch, is_stored(x)
+    x = map_batch(x, lambda leaf, _: lax.rev(leaf, [axis for axis in dimensions if axis < n]))
+    if all(axis < n for axis in dimensions):
+        return x
+    indices = [
+        jnp.where(inside, size - 1 - index, size) if axis + n in dimensions else index
+        for axis, (index, size) in enumerate(zip(x.indices, x.sizes, strict=True))
+    ]
+    return SparseArray(x.data, tuple(indices), x.sizes)
+
+
+@register("slice")
+def _slice(
+    x: SparseArray,
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+    **params: Any,
+) -> Any:
+    cuts = list(zip(start_indices, limit_indices, strides or [1] * x.ndim, strict=True))
+    touched = [axis for axis, size in enumerate(x.shape) if cuts[axis] != (0, size, 1)]
+    n = x.num_batch
+    batch = [axis for axis in touched if axis < n]
+    x = cut_stack(x, lambda leaf, axis: lax.slice_in_dim(leaf, *cuts[axis], axis), batch) if batch else x
+    starts, sizes, steps = [], list(x.sizes), [1] * len(x.sizes)
+    for axis, (start, limit, step) in enumerate(cuts[n:]):
+        starts.append(start)
+        sizes[axis], steps[axis] = max(0, -(-(limit - start) // step)), step
+    return x if len(batch) == len(touched) else smaller(_cut(x, starts, sizes, steps))
+
+
+@register("dynamic_slice")
+def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any) -> Any:
+    n, shape = x.num_batch, x.shape
+    touched = [axis for axis, size in enumerate(shape) if slice_sizes[axis] != size]
+    batch = [axis for axis in touched if axis < n]
+    cut = lambda leaf, axis: lax.dynamic_slice_in_dim(leaf, starts[axis], slice_sizes[axis], axis)
+    x = cut_stack(x, cut, batch) if batch else x
+    if len(batch) == len(touched):
+        return x
+    sizes = slice_sizes[n:]
+    clipped = [
+        jnp.clip(jnp.asarray(start), 0, whole - size).astype(jnp.int32)
+        for start, whole, size in zip(starts[n:], x.sizes, sizes, strict=True)
+    ]
+    return smaller(_cut(x, clipped, sizes, [1] * len(sizes)))
+
+
+def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]) -> SparseArray:
+    """The elements of a part; what lies outside becomes padding."""
+    moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
+    inside = is_stored(x)
+    for index, size, step in zip(moved, sizes, steps, strict=True):
+        inside &= (index >= 0) & (index < size * step) & (index % step == 0)
+    indices = [
+        jnp.where(inside, index // step, size) for index, size, step in zip(moved, sizes, steps, strict=True)
+    ]
+    data = jnp.where(inside, x.data, jnp.zeros_like(x.data))
+    return SparseArray(data, tuple(indices), tuple(sizes))
+
+
+@register("concatenate")
+def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray:
+    if len({(x.num_batch, x.sizes, x.order is None, x.major) for x in xs}) == 1 and (
+        dimension < xs[0].num_batch
+    ):
+        padded = [_padded(x, max(x.nse for x in xs)) for x in xs]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, dimension), *padded)
+    if len({x.data.shape[:-1] for x in xs}) > 1 or dimension < xs[0].num_batch:
+        xs = tuple(map(unstacked, xs))
+    along = dimension - xs[0].num_batch
+    total = sum(x.sizes[along] for x in xs)
+    parts: list[list[Array]] = []
+    before = 0
+    for x in xs:
+        indices = list(x.indices)
+        indices[along] = jnp.where(is_stored(x), indices[along] + before, total)
+        parts.append([x.data, *indices])
+        before += x.sizes[along]
+    data, *indices = (jnp.concatenate(arrays, -1) for arrays in zip(*parts, strict=True))
+    sizes = list(xs[0].sizes)
+    sizes[along] = total
+    return SparseArray(data, tuple(indices), tuple(sizes))
+
+
+def _padded(x: SparseArray, nse: int) -> SparseArray:
+    """The same array with more elements, of zero."""
+    extra = nse - x.nse
+    end = lambda array, fill: jnp.pad(array, [(0, 0)] * x.num_batch + [(0, extra)], constant_values=fill)
+    out = x.replace(data=end(x.data, 0), indices=tuple(map(end, x.indices, x.sizes)))
+    if x.order is None:
+        return out
+    row_ptr, by_column, column_ptr = x.order
+    last = jnp.broadcast_to(jnp.arange(x.nse, nse, dtype=jnp.int32), (*by_column.shape[:-1], extra))
+    return out.replace(order=(row_ptr, jnp.concatenate([by_column, last], -1), column_ptr))
+
+
+@register("stack")
+def _stack(*xs: SparseArray, axis: int, **params: Any) -> Any:
+    new = [x for x in range(xs[0].ndim + 1) if x != axis]
+    shape = [1] * (xs[0].ndim + 1)
+    for size, place in zip(xs[0].shape, new, strict=True):
+        shape[place] = size
+    parts = [_broadcast_in_dim(x, shape=shape, broadcast_dimensions=new) for x in xs]
+    return _concatenate(*parts, dimension=axis)

@@ -1,0 +1,113 @@
+"""What is done to a sparse array element by element, and its sums."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jaxtyping import Array, ArrayLike
+
+from quaxlike.core.either_side import register_on_either_side
+from quaxlike.core.rules import register
+from quaxlike.primitives.classes import ZERO_PRESERVING
+
+from .coordinates import (
+    fits_int32,
+    flattened,
+    is_stored,
+    known_indices,
+    known_places,
+    pairs,
+    same_pattern,
+    unstacked,
+)
+from .unstructured import SparseArray
+
+
+@register(ZERO_PRESERVING)
+def _zero_preserving(primitive: Primitive, x: SparseArray, **params: Any) -> SparseArray:
+    return x.replace(data=primitive.bind(x.data, **params))
+
+
+@register("integer_pow")
+def _integer_pow(primitive: Primitive, x: SparseArray, *, y: int, **params: Any) -> Any:
+    return x.replace(data=primitive.bind(x.data, y=y, **params)) if y > 0 else NotImplemented
+
+
+@register_on_either_side("mul", SparseArray, other=ArrayLike)
+def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    if isinstance(x, SparseArray) and isinstance(y, SparseArray):
+        return _where_both(primitive, x, y, **params)
+    w, other = (x, y) if isinstance(x, SparseArray) else (y, x)
+    return w.replace(data=primitive.bind(w.data, _at(w, other), **params))
+
+
+@register("div")
+def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> SparseArray:
+    return x.replace(data=primitive.bind(x.data, _at(x, y), **params))
+
+
+def _at(w: SparseArray, y: ArrayLike) -> Array:
+    """The elements of `y`, of the shape of `w` or (), where `w` has elements; 1 for padding."""
+    y = jnp.asarray(y)
+    if y.ndim == 0:
+        return y
+    take = lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1)
+    for _ in range(w.num_batch):
+        take = jax.vmap(take)
+    return take(y, *w.indices)
+
+
+def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: Any) -> Any:
+    """A function that is zero where one of the two is."""
+    if same_pattern(x, y):
+        return x.replace(data=primitive.bind(x.data, y.data, **params))
+    at_x, at_y = known_indices(x), known_indices(y)
+    if at_x is None or at_y is None:
+        return NotImplemented
+    axes = range(len(x.sizes))
+    of_x, of_y = pairs(known_places(at_x, axes, x.sizes), known_places(at_y, axes, x.sizes))
+    return SparseArray.from_coo(primitive.bind(x.data[of_x], y.data[of_y], **params), at_x[of_x], x.sizes)
+
+
+@register_on_either_side(["add", "sub", "add_any"], SparseArray, other=ArrayLike)
+def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    """With an array of the same shape the sum is an array, to which the elements are added."""
+    minus = primitive.name == "sub"
+    if isinstance(x, SparseArray) and isinstance(y, SparseArray):
+        return _where_either(x, y.replace(data=-y.data) if minus else y)
+    w, other = (x, y) if isinstance(x, SparseArray) else (y, x)
+    other = jnp.asarray(other)
+    if other.shape != w.shape:
+        return NotImplemented  # with a scalar nothing is left that is zero
+    data = -w.data if minus and w is y else w.data
+    add = lambda y, data, *indices: y.at[indices].add(data, mode="drop")
+    for _ in range(w.num_batch):
+        add = jax.vmap(add)
+    return add(-other if minus and w is x else other, data, *w.indices)
+
+
+def _where_either(x: SparseArray, y: SparseArray) -> Any:
+    """The sum of two sparse arrays."""
+    if same_pattern(x, y):
+        return x.replace(data=x.data + y.data)
+    at_x, at_y = known_indices(x), known_indices(y)
+    if at_x is None or at_y is None:
+        return NotImplemented
+    return SparseArray.from_coo(jnp.concatenate([x.data, y.data]), np.concatenate([at_x, at_y]), x.sizes)
+
+
+@register("reduce_sum")
+def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
+    shape, x = x.shape, unstacked(x)
+    kept = [axis for axis in range(len(shape)) if axis not in axes]
+    if not kept:
+        return jnp.sum(x.data)
+    sizes = [shape[axis] for axis in kept]
+    if not fits_int32(sizes):
+        return NotImplemented
+    place = flattened([x.indices[axis] for axis in kept], sizes, is_stored(x))
+    total = jnp.zeros(int(np.prod(sizes)), x.data.dtype).at[place].add(x.data, mode="drop")
+    return total.reshape(sizes)

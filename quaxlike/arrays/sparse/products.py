@@ -1,0 +1,94 @@
+"""`dot_general` with a sparse array, for every dimension_numbers."""
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jaxtyping import Array, ArrayLike
+
+from quaxlike.core.either_side import register_on_either_side
+from quaxlike.kernels import csr_matmul
+from quaxlike.kernels.csr_matmul import coo_matmul, sum_dtype
+
+from .coordinates import fits_int32, flattened, is_stored, known_indices, known_places, pairs, unstacked
+from .stacks import dot_stack, product_dtype
+from .unstructured import SparseArray
+
+
+@register_on_either_side("dot_general", SparseArray, other=ArrayLike)
+def _dot_general(
+    primitive: Primitive,
+    x: Any,
+    y: Any,
+    *,
+    dimension_numbers: Any,
+    preferred_element_type: Any,
+    out_sharding: Any = None,
+    **params: Any,
+) -> Any:
+    if out_sharding is not None:
+        return NotImplemented
+    dtype = product_dtype(x, y, preferred_element_type)
+    if isinstance(x, SparseArray) and isinstance(y, SparseArray):
+        return _sparse_sparse(x, y, dimension_numbers, dtype)
+    w_first = isinstance(x, SparseArray)
+    w, x = (x, jnp.asarray(y)) if w_first else (y, jnp.asarray(x))
+    if w.order is not None:
+        product = functools.partial(_matmul, out_dtype=dtype)
+        y = dot_stack(w, x, product, dimension_numbers, w_first=w_first)
+        if y is not NotImplemented:
+            return y
+    return _sparse_dense(w, x, dimension_numbers, w_first, dtype)
+
+
+def _matmul(w: SparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
+    assert w.csr is not None
+    return csr_matmul(x, w.data, w.csr, transpose=axis == w.major, out_dtype=out_dtype)
+
+
+def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, w_first: bool, dtype: np.dtype) -> Any:
+    """Elements in any order, any axes contracted: each element scales a row of `x` and is added up."""
+    (w_summed, x_summed), (w_batch, x_batch) = (pair if w_first else pair[::-1] for pair in dimension_numbers)
+    shape, w = w.shape, unstacked(w)
+    w_free = [axis for axis in range(len(shape)) if axis not in (*w_summed, *w_batch)]
+    x_free = [axis for axis in range(x.ndim) if axis not in (*x_summed, *x_batch)]
+    into, out_of = [*w_batch, *w_free], [*w_batch, *w_summed]
+    sizes = lambda axes: [shape[axis] for axis in axes]
+    if not fits_int32(sizes(into)) or not fits_int32(sizes(out_of)):
+        return NotImplemented
+    inside = is_stored(w)
+    place = lambda axes: flattened([w.indices[axis] for axis in axes], sizes(axes), inside)
+    kept = [x.shape[axis] for axis in x_free]
+    x = x.transpose(*x_batch, *x_summed, *x_free).reshape(math.prod(sizes(out_of)), math.prod(kept))
+    sums = sum_dtype(dtype)
+    y = coo_matmul(x.astype(sums), w.data.astype(sums), place(into), place(out_of), math.prod(sizes(into)))
+    y = y.astype(dtype).reshape(*sizes(into), *kept)
+    if w_first:
+        return y
+    first, last = len(w_batch), len(into)
+    return y.transpose(*range(first), *range(last, y.ndim), *range(first, last))
+
+
+def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:
+    """A sparse array, if both patterns are known: the elements that meet are found at once."""
+    (x_summed, y_summed), (x_batch, _) = dimension_numbers
+    at_x, at_y = known_indices(x), known_indices(y)
+    if at_x is None or at_y is None or x_batch:
+        return NotImplemented
+    of_x, of_y = pairs(known_places(at_x, x_summed, x.sizes), known_places(at_y, y_summed, y.sizes))
+    sums = sum_dtype(dtype)
+    terms = x.data.astype(sums)[of_x] * y.data.astype(sums)[of_y]
+    kept = [
+        (indices[of][:, axis], z.sizes[axis])
+        for z, indices, of, summed in ((x, at_x, of_x, x_summed), (y, at_y, of_y, y_summed))
+        for axis in range(len(z.sizes))
+        if axis not in summed
+    ]
+    if not kept:
+        return jnp.sum(terms).astype(dtype)
+    indices, sizes = zip(*kept, strict=True)
+    out = SparseArray.from_coo(terms, np.stack(indices, -1), sizes)
+    return out.replace(data=out.data.astype(dtype))

@@ -1,0 +1,258 @@
+"""`SparseArray`: an array of which single elements are stored."""
+
+import math
+from collections.abc import Sequence
+from types import NotImplementedType
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike
+
+from quaxlike.core.operators import ArrayOperators
+from quaxlike.core.values import ArrayValue, replace_fields
+from quaxlike.kernels import CsrIndex, csr_index
+
+from .stacks import shard_stack
+
+
+class SparseArray(ArrayOperators, ArrayValue):
+    """An array that is zero but for some elements, wherever they are.
+
+    Products with a matrix take time in proportion to the elements that are stored, on either side,
+    forward and backward, and nothing dense is made. Gradients are those of the stored elements. Axes in
+    front of the sparse ones stack arrays with as many stored elements each, as `jax.vmap` does.
+
+    Make one with `from_dense`, `from_coo`, `from_bcoo`, `from_bcsr` or `from_scipy`.
+
+    **Arguments:**
+
+    - `data`: `(*batch, elements)`, of any dtype.
+    - `indices`: for each sparse axis, where the elements stand along it: int32 `(*batch, elements)`. No
+        place comes twice. Elements that are zero for good have the size of the axis, in all of them.
+    - `sizes`: those of the sparse axes.
+    - `order`: `row_ptr`, `by_column` and `column_ptr` of a matrix whose elements are in the order of
+        [`csr_index`][quaxlike.kernels.csr_index]. None for elements in any other order, and for arrays
+        that are not matrices: products are slower then.
+    - `major`: which of the two axes is that of the rows in `order`.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        w = ql.SparseArray.from_dense(jnp.eye(4) + jnp.eye(4, k=1))
+        y = ql.quaxify(jnp.matmul)(w, jnp.ones((4, 2)))
+        ```
+    """
+
+    data: Any
+    indices: tuple[Any, ...]
+    sizes: tuple[int, ...] = eqx.field(static=True)
+    order: tuple[Any, Any, Any] | None = None
+    major: int = eqx.field(static=True, default=0)
+
+    linear: ClassVar[bool] = True
+    on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
+
+    @classmethod
+    def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
+        """Keeps the elements that are not zero, or those that are largest in magnitude.
+
+        Which elements are kept depends on the values of `x`, so that it cannot be done under `jax.jit`.
+
+        **Arguments:**
+
+        - `x`: of any shape.
+        - `density`: the share of the elements that is kept, in (0, 1]. Default: all that are not zero, so
+            that nothing changes.
+        - `stacked`: how many leading axes stack arrays, each of them sparse on its own: those that `vmap`
+            or `lax.scan` will run over. Default 0.
+
+        **Raises:** `ValueError` for a density out of bounds, or for more stacked axes than there are.
+        """
+        if isinstance(x, jax.core.Tracer):
+            raise ValueError(
+                "SparseArray.from_dense chooses elements by the values of x, which are not known under jit, "
+                "vmap or grad; found a tracer. Call it outside of them."
+            )
+        x = jnp.asarray(x)
+        if density is not None and not 0 < density <= 1:
+            raise ValueError(f"SparseArray.from_dense takes 0 < density <= 1; found {density}.")
+        if not 0 <= stacked < x.ndim:
+            raise ValueError(
+                f"SparseArray.from_dense takes at least one axis that is not stacked; found the shape "
+                f"{x.shape} and stacked={stacked}."
+            )
+        batch, sizes = x.shape[:stacked], x.shape[stacked:]
+        flat = x.reshape(*batch, math.prod(sizes))
+        values = np.asarray(jnp.abs(flat))
+        if density is None:
+            mask = values != 0
+        else:
+            count = max(1, round(density * flat.shape[-1]))
+            mask = np.zeros(values.shape, bool)
+            largest = np.argsort(-values, axis=-1, kind="stable")[..., :count]
+            np.put_along_axis(mask, largest, True, axis=-1)
+        size = flat.shape[-1]
+        places = np.sort(np.where(mask, np.arange(size), size), axis=-1)[..., : mask.sum(-1).max(initial=0)]
+        data = jnp.take_along_axis(flat, jnp.asarray(np.minimum(places, max(size - 1, 0))), axis=-1)
+        return cls._at_places(data, places, sizes)
+
+    @classmethod
+    def from_coo(cls, data: ArrayLike, indices: Any, shape: Sequence[int]) -> "SparseArray":
+        """An array of elements at given places, in any order; elements at one place are added up.
+
+        **Arguments:**
+
+        - `data`: `(*batch, elements)`; may be traced.
+        - `indices`: known integers `(*batch, elements, axes)`: where each element stands. An element out of
+            bounds counts as zero.
+        - `shape`: that of the whole, `(*batch, *sizes)`.
+
+        **Raises:** `ValueError` if the shapes do not fit each other, or for indices that are traced.
+        """
+        if isinstance(indices, jax.core.Tracer):
+            raise ValueError(
+                "SparseArray sorts elements by where they stand, which is not known under jit, vmap or grad; "
+                "found indices that are traced. Make the array outside of them."
+            )
+        data, indices, shape = jnp.asarray(data), np.asarray(indices), tuple(shape)
+        batch = data.shape[:-1]
+        sizes = shape[len(batch) :]
+        if data.ndim < 1 or indices.shape != (*data.shape, len(sizes)) or shape[: len(batch)] != batch:
+            raise ValueError(
+                "SparseArray takes data of shape (*batch, elements) and indices of shape (*batch, elements, "
+                f"axes) for an array of shape (*batch, *sizes); found data {data.shape}, indices "
+                f"{indices.shape} and shape {shape}."
+            )
+        inside = ((indices >= 0) & (indices < np.asarray(sizes, np.int64))).all(-1)
+        clipped = np.where(inside[..., None], indices, 0).astype(np.int64)
+        flat = np.ravel_multi_index(tuple(np.moveaxis(clipped, -1, 0)), sizes) if indices.size else inside
+        flat = np.where(inside, flat, math.prod(sizes))
+        if (np.diff(flat) > 0).all():
+            return cls._at_places(data, flat, sizes)
+        each = [np.unique(row, return_inverse=True) for row in flat.reshape(math.prod(batch), flat.shape[-1])]
+        width = max((len(places) for places, _ in each), default=0)
+        places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
+        group = jnp.asarray(np.reshape([g for _, g in each], flat.shape), jnp.int32)
+        total = lambda data, group: jax.ops.segment_sum(data, group, width)
+        for _ in batch:
+            total = jax.vmap(total)
+        places = np.reshape(places, (*batch, width)).astype(np.int64)
+        return cls._at_places(total(data, group), places, sizes)
+
+    @classmethod
+    def _at_places(cls, data: Array, places: np.ndarray, sizes: tuple[int, ...]) -> "SparseArray":
+        """Elements at `places` of the flattened array, in ascending order and padded at the end."""
+        inside = places < math.prod(sizes)
+        if not inside.all():
+            data = jnp.where(inside, data, jnp.zeros_like(data))
+        coordinates = np.unravel_index(np.where(inside, places, 0), sizes) if inside.any() else sizes
+        indices = [np.where(inside, c, size) for c, size in zip(coordinates, sizes, strict=True)]
+        indices = [index.astype(np.int32) for index in indices]
+        order, count = None, math.prod(places.shape[:-1])
+        if len(sizes) == 2 and count:
+            pairs = zip(*(index.reshape(count, places.shape[-1]) for index in indices), strict=True)
+            each = [csr_index(rows, columns, (sizes[0], sizes[1]))[2:] for rows, columns in pairs]
+            stacked = [np.reshape(arrays, (*places.shape[:-1], -1)) for arrays in zip(*each, strict=True)]
+            order = tuple(map(jnp.asarray, stacked))
+        return cls(data, tuple(map(jnp.asarray, indices)), sizes, order)
+
+    @classmethod
+    def from_bcoo(cls, matrix: Any) -> "SparseArray":
+        """A `jax.experimental.sparse.BCOO`. Its batch axes stay batch axes, its dense ones become sparse."""
+        from jax.experimental import sparse
+
+        if matrix.n_dense:
+            matrix = sparse.bcoo_update_layout(matrix, n_dense=0, on_inefficient=None)
+        batch = matrix.shape[: matrix.n_batch]
+        data = jnp.broadcast_to(matrix.data, (*batch, *matrix.data.shape[matrix.n_batch :]))
+        indices = matrix.indices
+        if not isinstance(indices, jax.core.Tracer):
+            indices = np.broadcast_to(indices, (*batch, *indices.shape[matrix.n_batch :]))
+        return cls.from_coo(data, indices, matrix.shape)
+
+    def to_bcoo(self) -> Any:
+        """The array as a `jax.experimental.sparse.BCOO`, with the same batch axes."""
+        from jax.experimental import sparse
+
+        return sparse.BCOO(
+            (self.data, jnp.stack(self.indices, -1)),
+            shape=self.shape,
+            indices_sorted=self.order is not None and self.major == 0,
+            unique_indices=True,
+        )
+
+    @classmethod
+    def from_bcsr(cls, matrix: Any) -> "SparseArray":
+        """A `jax.experimental.sparse.BCSR`."""
+        return cls.from_bcoo(matrix.to_bcoo())
+
+    def to_bcsr(self) -> Any:
+        """The matrix, or stack of matrices, as a `jax.experimental.sparse.BCSR`."""
+        from jax.experimental import sparse
+
+        if self.order is None or self.major != 0:
+            return sparse.BCSR.from_bcoo(self.to_bcoo())
+        return sparse.BCSR((self.data, self.indices[1], self.order[0]), shape=self.shape)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> "SparseArray":
+        """An array of `scipy.sparse`, in any of its formats."""
+        coo = matrix.tocoo()
+        coordinates = (coo.row, coo.col) if coo.ndim == 2 else coo.coords
+        return cls.from_coo(coo.data, np.stack(coordinates, -1), coo.shape)
+
+    def to_scipy(self) -> Any:
+        """A matrix as a `scipy.sparse.csr_array`, anything else as a `coo_array`.
+
+        **Raises:** `ValueError` for a stack.
+        """
+        import scipy.sparse
+
+        if self.num_batch:
+            raise ValueError(f"scipy.sparse has no stacks of arrays; found the shape {self.shape}.")
+        inside = np.asarray(self.indices[0]) < self.sizes[0]
+        coordinates = tuple(np.asarray(index)[inside] for index in self.indices)
+        coo = scipy.sparse.coo_array((np.asarray(self.data)[inside], coordinates), shape=self.sizes)
+        return coo.tocsr() if len(self.sizes) == 2 else coo
+
+    @property
+    def num_batch(self) -> int:
+        """How many axes stack arrays."""
+        return len(self.data.shape) - 1
+
+    @property
+    def nse(self) -> int:
+        """The number of stored elements of one array."""
+        return self.data.shape[-1]
+
+    @property
+    def csr(self) -> CsrIndex | None:
+        """The index of the matrix whose rows lie along the axis `major`, if the elements are in its order."""
+        if self.order is None:
+            return None
+        return CsrIndex(self.indices[self.major], self.indices[1 - self.major], *self.order)
+
+    def replace(self, **fields: Any) -> "SparseArray":
+        """This array with some of its fields replaced, which are not checked against the others."""
+        return replace_fields(self, **fields)
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray((*self.data.shape[:-1], *self.sizes), self.data.dtype)
+
+    def materialise(self) -> Array:
+        dense = lambda data, *indices: jnp.zeros(self.sizes, data.dtype).at[indices].add(data, mode="drop")
+        for _ in range(self.num_batch):
+            dense = jax.vmap(dense)
+        return dense(self.data, *self.indices)
+
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
+        return [0] * len(jax.tree.leaves(self)) if self.num_batch else NotImplemented
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
+        return shard_stack(self, spec)

@@ -1,0 +1,151 @@
+"""The sparse matmul, and the product at stored elements alone, as primitives that are each other's
+derivatives."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+from jax.typing import DTypeLike
+from jaxtyping import Array, Shaped
+
+from quaxlike.kernels.multilinear import map_rows, sum_tangents
+from quaxlike.primitives import define_primitive
+
+from . import cpu
+from .layout import CsrIndex
+from .reference import matmul_reference, sampled_reference
+
+
+def csr_matmul(
+    x: Shaped[Array, "*batch contracted"],
+    data: Shaped[Array, " elements"],
+    index: CsrIndex,
+    *,
+    transpose: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Shaped[Array, "*batch free"]:
+    """`x @ W.T` for a weight `W` of which some elements are stored; `x @ W` if transposed.
+
+    Floating products are summed in float32 or wider. Differentiable in `x` and in the stored elements.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import numpy as np
+        from quaxlike.kernels import csr_index, csr_matmul
+
+        rows, columns = np.array([0, 0, 2]), np.array([1, 3, 0])
+        y = csr_matmul(jnp.ones((2, 4)), jnp.array([1.0, 2.0, 3.0]), csr_index(rows, columns, (3, 4)))
+        ```
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
+    - `data`: the stored elements, in the order of their rows.
+    - `index`: where they stand, by [`csr_index`][quaxlike.kernels.csr_index].
+    - `transpose`: contracts over `N` instead of `K`.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+
+    **Raises:** `ValueError` where the operands do not fit each other.
+    """
+    shape = _shape(index)
+    contracted = shape[0] if transpose else shape[1]
+    if x.ndim == 0 or x.shape[-1] != contracted:
+        raise ValueError(
+            f"csr_matmul: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the "
+            f"weight's shape {shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
+        )
+    if data.shape != index.rows.shape:
+        raise ValueError(
+            f"csr_matmul: data must have the shape {index.rows.shape} of the index, got {data.shape}"
+        )
+    dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+    return csr_matmul_p(x, data, *map(jnp.asarray, index), transpose=transpose, out_dtype=dtype)
+
+
+def csr_sampled_matmul(
+    by_rows: Shaped[Array, "*batch N"],
+    by_columns: Shaped[Array, "*batch K"],
+    index: CsrIndex,
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> Shaped[Array, " elements"]:
+    """The elements of `by_rows.T @ by_columns` that stand at an index; zero for padding.
+
+    **Arguments:**
+
+    - `by_rows`, `by_columns`: with the same leading axes, which are contracted.
+    - `index`: by [`csr_index`][quaxlike.kernels.csr_index].
+    - `out_dtype`: dtype of the result; that of `by_rows` if None.
+    """
+    if (by_rows.shape[-1], by_columns.shape[-1]) != _shape(index) or (
+        by_rows.shape[:-1] != by_columns.shape[:-1]
+    ):
+        raise ValueError(
+            f"csr_sampled_matmul takes arrays of shapes (..., N) and (..., K) for a weight of shape "
+            f"{_shape(index)}, got {by_rows.shape} and {by_columns.shape}"
+        )
+    dtype = np.dtype(by_rows.dtype if out_dtype is None else out_dtype)
+    return csr_sampled_matmul_p(by_rows, by_columns, *map(jnp.asarray, index), out_dtype=dtype)
+
+
+def _shape(index: CsrIndex) -> tuple[int, int]:
+    return index.row_ptr.shape[-1] - 1, index.column_ptr.shape[-1] - 1
+
+
+def _matmul_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    # Bilinear in x and data; the index is of integers.
+    return sum_tangents(csr_matmul_p, primals, tangents, params)
+
+
+def _matmul_transpose(ct: Any, x: Any, data: Any, *index: Any, transpose: bool, **params: Any) -> Any:
+    if ad.is_undefined_primal(x):
+        params["out_dtype"] = np.dtype(x.aval.dtype)
+        ct_x = csr_matmul_p(ct, data, *index, transpose=not transpose, **params)
+        return ct_x, *[None] * (1 + len(index))
+    by_rows, by_columns = (x, ct) if transpose else (ct, x)
+    params["out_dtype"] = np.dtype(data.aval.dtype)
+    return None, csr_sampled_matmul_p(by_rows, by_columns, *index, **params), *[None] * len(index)
+
+
+def _matmul_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
+    return map_rows(csr_matmul_p, size, operands, dims, params, rows=(0,))
+
+
+def _sampled_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    return sum_tangents(csr_sampled_matmul_p, primals, tangents, params)
+
+
+def _sampled_transpose(ct: Any, by_rows: Any, by_columns: Any, *index: Any, **params: Any) -> Any:
+    to_rows = ad.is_undefined_primal(by_rows)
+    wanted, other = (by_rows, by_columns) if to_rows else (by_columns, by_rows)
+    params["out_dtype"] = np.dtype(wanted.aval.dtype)
+    found = csr_matmul_p(other, ct, *index, transpose=not to_rows, **params)
+    return (found, None, *[None] * len(index)) if to_rows else (None, found, *[None] * len(index))
+
+
+def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
+    return map_rows(csr_sampled_matmul_p, size, operands, dims, params, rows=())
+
+
+csr_matmul_p = define_primitive(
+    "csr_matmul",
+    matmul_reference,
+    cpu=cpu.matmul,
+    jvp=_matmul_jvp,
+    transpose=_matmul_transpose,
+    batching=_matmul_batching,
+)
+
+csr_sampled_matmul_p = define_primitive(
+    "csr_sampled_matmul",
+    sampled_reference,
+    cpu=cpu.sampled,
+    jvp=_sampled_jvp,
+    transpose=_sampled_transpose,
+    batching=_sampled_batching,
+)

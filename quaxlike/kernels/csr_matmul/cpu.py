@@ -1,0 +1,61 @@
+"""The sparse matmul on CPUs: products by Eigen, which JAX calls for its BCSR matrices."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from .reference import features_first, matmul_reference, rows_first, sampled_reference, sum_dtype
+
+_EIGEN_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int64")
+
+# From this share of stored elements on, products of whole rows, of which most elements are thrown away, are
+# faster than gathering two vectors for each element that is kept (measured: 85 ns an element of 128
+# terms, against 1.7 ns for one of a dense product).
+_DENSE_FROM = 0.02
+_ROWS = 256
+_ELEMENTS = 2**14
+
+
+def matmul(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
+    rows, columns, row_ptr, by_column, column_ptr = index
+    dtype = sum_dtype(out_dtype)
+    if dtype.name not in _EIGEN_DTYPES or 0 in (x.size, data.size, row_ptr.size - 1, column_ptr.size - 1):
+        return matmul_reference(x, data, *index, transpose=transpose, out_dtype=out_dtype)
+    from jax.experimental import sparse
+
+    x, lead = features_first(x, dtype)
+    csr = (data[by_column], rows[by_column], column_ptr) if transpose else (data, columns, row_ptr)
+    w = sparse.BCSR((csr[0].astype(dtype), *csr[1:]), shape=(csr[2].shape[0] - 1, x.shape[0]))
+    y = sparse.bcsr_dot_general(w, x, dimension_numbers=(((1,), (0,)), ((), ())))
+    return rows_first(y, lead).astype(out_dtype)
+
+
+def sampled(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtype) -> Array:
+    rows, columns, row_ptr = index[:3]
+    n, k = by_rows.shape[-1], by_columns.shape[-1]
+    if rows.shape[0] < _DENSE_FROM * n * k or n * k == 0:
+        return sampled_reference(by_rows, by_columns, *index, out_dtype=out_dtype)
+    y, _ = features_first(by_rows, sum_dtype(out_dtype))
+    x, _ = features_first(by_columns, sum_dtype(out_dtype))
+    chunks = -(-n // _ROWS)
+    y = jnp.pad(y, ((0, chunks * _ROWS - n), (0, 0)))
+    ends = row_ptr[jnp.minimum(jnp.arange(1, chunks + 1) * _ROWS, n)]
+    size = rows.shape[0]
+    rows, columns = (jnp.pad(array, (0, _ELEMENTS), mode="edge") for array in (rows, columns))
+
+    def chunk(i: Array, out: Array) -> Array:
+        product = (lax.dynamic_slice_in_dim(y, i * _ROWS, _ROWS) @ x.T).reshape(-1)
+
+        def piece(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            start, out = carry
+            row, column = (lax.dynamic_slice_in_dim(a, start, _ELEMENTS) for a in (rows, columns))
+            found = product.at[(row - i * _ROWS) * k + column].get(mode="clip")
+            # Past the end of the chunk this writes what later chunks write over.
+            return start + _ELEMENTS, lax.dynamic_update_slice_in_dim(out, found, start, 0)
+
+        start = row_ptr[jnp.minimum(i * _ROWS, n)]
+        return lax.while_loop(lambda carry: carry[0] < ends[i], piece, (start, out))[1]
+
+    out = lax.fori_loop(0, chunks, chunk, jnp.zeros(size + _ELEMENTS, y.dtype))[:size]
+    return jnp.where(jnp.arange(size) < row_ptr[-1], out, 0).astype(out_dtype)

@@ -1,0 +1,89 @@
+"""The sparse matmul in plain JAX: some elements of the weight at a time, added to where they belong."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32, Shaped
+
+from quaxlike.kernels.multilinear import accumulator_dtype, varying_zeros
+
+# How many numbers are gathered at a time.
+_PIECE = 2**18
+
+
+def matmul_reference(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
+    """`x @ W.T`, or `x @ W` if `transpose`; floating products are summed in float32 or wider."""
+    rows, columns, row_ptr, _, column_ptr = index
+    into, out_of, ptr = (columns, rows, column_ptr) if transpose else (rows, columns, row_ptr)
+    x, lead = features_first(x, sum_dtype(out_dtype))
+    y = coo_matmul(x, data.astype(x.dtype), into, out_of, ptr.shape[0] - 1)
+    return rows_first(y, lead).astype(out_dtype)
+
+
+def coo_matmul(
+    x: Shaped[Array, "features rows"],
+    data: Shaped[Array, " elements"],
+    into: Int32[Array, " elements"],
+    out_of: Int32[Array, " elements"],
+    size: int,
+) -> Shaped[Array, "size rows"]:
+    """The sum over elements of `data * x[out_of]`, at `into`; the elements may be in any order. Those with
+    an index out of bounds count as zeros."""
+    acc = varying_zeros((size, x.shape[1]), x.dtype, x, data, into)
+    if 0 in (data.shape[0], x.shape[0]):
+        return acc
+
+    @jax.checkpoint  # what is gathered is not kept
+    def add(acc: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        into, out_of, data = piece
+        terms = data[:, None] * x.at[out_of].get(mode="fill", fill_value=0)
+        return acc.at[into].add(terms, mode="drop"), None
+
+    return lax.scan(add, acc, _pieces(x.shape[1], (into, size), (out_of, x.shape[0]), (data, 0)))[0]
+
+
+def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtype) -> Array:
+    """The stored elements of `by_rows.T @ by_columns`: the cotangent of those of the weight."""
+    rows, columns = index[:2]
+    y, _ = features_first(by_rows, sum_dtype(out_dtype))
+    x, _ = features_first(by_columns, sum_dtype(out_dtype))
+    if 0 in (x.shape[0], y.shape[0]):
+        return varying_zeros(rows.shape, out_dtype, x, y, rows)
+
+    def dots(_: None, piece: tuple[Array, Array]) -> tuple[None, Array]:
+        row, column = piece
+        return None, jnp.sum(
+            y.at[row].get(mode="fill", fill_value=0) * x.at[column].get(mode="fill", fill_value=0), 1
+        )
+
+    pieces = _pieces(x.shape[1], (rows, y.shape[0]), (columns, x.shape[0]))
+    return lax.scan(dots, None, pieces)[1].reshape(-1)[: rows.shape[0]].astype(out_dtype)
+
+
+def features_first(x: Array, dtype: np.dtype) -> tuple[Array, tuple[int, ...]]:
+    """(..., features) as (features, rows), and the axes that rows are made of."""
+    lead = x.shape[:-1]
+    return x.reshape(math.prod(lead), x.shape[-1]).astype(dtype).T, lead
+
+
+def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
+    """The inverse of `features_first`."""
+    return y.T.reshape(*lead, y.shape[0])
+
+
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+    """What products are summed in for a result of this dtype."""
+    return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
+    """Arrays of elements, padded and cut into pieces for which `width` numbers each are gathered."""
+    size = arrays[0][0].shape[0]
+    length = max(1, min(size, _PIECE // max(1, width)))
+    count = -(-size // length)
+    pad = lambda array, fill: jnp.pad(array, (0, count * length - size), constant_values=fill)
+    return tuple(pad(array, fill).reshape(count, length) for array, fill in arrays)

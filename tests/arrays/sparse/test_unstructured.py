@@ -1,0 +1,388 @@
+"""`SparseArray` against the dense array it stands for."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental import sparse as jsparse
+
+import quaxlike as ql
+from quaxlike.kernels import csr_matmul
+from quaxlike.primitives.classes import ZERO_PRESERVING
+from tests.primitives.jaxprs import names
+
+S = ql.SparseArray
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def thinned(*shape, density=0.3, seed=1):
+    keep = jax.random.bernoulli(jax.random.key(seed), density, shape)
+    return jnp.where(keep, normal(*shape, seed=seed), 0.0)
+
+
+W = S.from_dense(thinned(8, 12))
+STACK = S.from_dense(thinned(2, 8, 12), stacked=1)  # one of them is padded
+TENSOR = S.from_dense(thinned(3, 4, 5))
+
+
+def close(found, expected):
+    assert found.shape == expected.shape
+    scale = max(1.0, np.abs(expected).max(initial=0.0))
+    np.testing.assert_allclose(ql.materialise(found), expected, rtol=1e-5, atol=1e-5 * scale)
+
+
+def agrees(f, *args):
+    """`f` of the Values is `f` of the arrays (any tree of results), and materialises nothing."""
+    with ql.on_materialise("error"):
+        found = jax.jit(ql.quaxify(f))(*args)
+    jax.tree.map(close, found, jax.jit(f)(*ql.materialise(args)), is_leaf=ql.is_value)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Making one, and conversions
+# -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.sampled_from([0.0, 0.3, 1.0]), st.data())
+def test_without_a_density_nothing_changes(shape, density, data):
+    x = np.where(
+        np.random.default_rng(0).random(shape) < density, 1 + np.arange(np.prod(shape)).reshape(shape), 0
+    )
+    stacked = data.draw(st.integers(0, len(shape) - 1))
+    sparse = S.from_dense(np.float32(x), stacked=stacked)
+    assert sparse.shape == x.shape
+    assert sparse.num_batch == stacked
+    np.testing.assert_array_equal(sparse.materialise(), x)
+    again = S.from_bcoo(sparse.to_bcoo())
+    assert again.shape == x.shape
+    np.testing.assert_array_equal(again.materialise(), x)
+
+
+def test_the_largest_elements_are_kept():
+    x = jnp.array([[1.0, -5.0, 2.0], [0.0, 4.0, 3.0]])
+    np.testing.assert_array_equal(S.from_dense(x, density=0.5).materialise(), [[0, -5, 0], [0, 4, 3]])
+    each = S.from_dense(x, density=0.34, stacked=1)
+    np.testing.assert_array_equal(each.materialise(), [[0, -5, 0], [0, 4, 0]])
+
+
+def test_elements_in_any_order_are_sorted_and_added_up():
+    indices = np.array([[2, 1], [0, 3], [2, 1], [9, 0], [0, 0], [-1, 0]])
+    x = S.from_coo(jnp.arange(1.0, 7.0), indices, (3, 4))
+    np.testing.assert_array_equal(x.materialise(), [[5, 0, 0, 2], [0, 0, 0, 0], [0, 4, 0, 0]])
+    assert x.csr is not None
+    np.testing.assert_array_equal(x @ jnp.ones(4), [7, 0, 4])
+    grad = jax.grad(lambda data: S.from_coo(data, indices, (3, 4)).materialise()[2].sum())(jnp.ones(6))
+    np.testing.assert_array_equal(grad, [1, 0, 1, 0, 0, 0])
+    stack = S.from_coo(jnp.ones((2, 2)), [[[0], [0]], [[1], [2]]], (2, 3))
+    np.testing.assert_array_equal(stack.materialise(), [[2, 0, 0], [0, 1, 1]])
+
+
+@pytest.mark.parametrize("x", [W, STACK, ql.quaxify(jnp.transpose)(W)], ids=["matrix", "stack", "transposed"])
+def test_bcoo_and_bcsr(x):
+    dense = x.materialise()
+    for matrix in (x.to_bcoo(), x.to_bcsr()):
+        np.testing.assert_array_equal(matrix.todense(), dense)
+    for again in (S.from_bcoo(x.to_bcoo()), S.from_bcsr(x.to_bcsr())):
+        assert again.csr is not None
+        assert again.num_batch == x.num_batch
+        np.testing.assert_array_equal(again.materialise(), dense)
+
+
+def test_layouts_of_bcoo():
+    x = thinned(2, 3, 4)
+    for layout in ({"n_batch": 1}, {"n_dense": 1}, {"n_batch": 1, "n_dense": 1}, {"nse": 24}):
+        matrix = jsparse.BCOO.fromdense(x, **layout)
+        found = S.from_bcoo(matrix)
+        assert found.num_batch == layout.get("n_batch", 0)
+        np.testing.assert_array_equal(found.materialise(), x)
+    shared = jsparse.BCOO((jnp.ones((2, 1)), jnp.zeros((1, 1, 1), jnp.int32)), shape=(2, 3))
+    np.testing.assert_array_equal(S.from_bcoo(shared).materialise(), [[1, 0, 0], [1, 0, 0]])
+
+
+def test_scipy():
+    for matrix in (scipy.sparse.csc_array(W.materialise()), scipy.sparse.dok_array(W.materialise())):
+        np.testing.assert_array_equal(S.from_scipy(matrix).materialise(), W.materialise())
+    assert W.to_scipy().format == "csr"
+    np.testing.assert_array_equal(W.to_scipy().toarray(), W.materialise())
+    np.testing.assert_array_equal(ql.quaxify(jnp.transpose)(W).to_scipy().toarray(), W.materialise().T)
+    vector = S.from_dense(thinned(9))
+    np.testing.assert_array_equal(vector.to_scipy().toarray(), vector.materialise())
+    np.testing.assert_array_equal(S.from_scipy(vector.to_scipy()).materialise(), vector.materialise())
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: jax.jit(S.from_dense)(normal(3, 4)), "not known under jit"),
+        (lambda: S.from_dense(normal(3, 4), density=0.0), "0 < density <= 1; found 0.0"),
+        (lambda: S.from_dense(normal(3, 4), stacked=2), r"shape \(3, 4\) and stacked=2"),
+        (lambda: S.from_coo(jnp.ones(3), np.zeros((3, 2)), (4,)), r"indices \(3, 2\) and shape \(4,\)"),
+        (lambda: jax.jit(lambda i: S.from_coo(jnp.ones(1), i, (4,)))(jnp.zeros((1, 1))), "are traced"),
+        (lambda: STACK.to_scipy(), r"no stacks of arrays.*\(2, 8, 12\)"),
+        (lambda: W.shard_spec(jax.P("i")), r"SparseArray of shape \(8, 12\) cannot be sharded"),
+    ],
+)
+def test_what_cannot_be_made(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_how_it_prints():
+    printed = eqx.tree_pformat(W)
+    assert printed.startswith("SparseArray(")
+    assert f"data=f32[{W.nse}]" in printed
+
+
+# -------------------------------------------------------------------------------------------------
+# Products
+# -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def products(draw):
+    """How `dot_general` contracts a sparse array of 2 or 3 axes with an array."""
+    kind = draw(st.sampled_from(["matrix", "stack", "tensor"]))
+    shape = {"matrix": (8, 12), "stack": (2, 8, 12), "tensor": (3, 4, 5)}[kind]
+    roles = [draw(st.sampled_from(["free", "summed", "batch"])) for _ in shape]
+    pairs = draw(st.permutations([axis for axis, role in enumerate(roles) if role != "free"]))
+    others = [None] * draw(st.integers(0, 2))
+    x_axes = draw(st.permutations([*pairs, *others]))
+    x_shape = tuple(2 if axis is None else shape[axis] for axis in x_axes)
+    of_role = lambda role: tuple(axis for axis in pairs if roles[axis] == role)
+    dims = tuple((of_role(r), tuple(map(x_axes.index, of_role(r)))) for r in ("summed", "batch"))
+    return kind, x_shape, dims
+
+
+@settings(max_examples=15)
+@given(products())
+def test_dot_general_on_both_sides(case):
+    """Against the product of the dense arrays in float64."""
+    kind, shape, dims = case
+    w, x = {"matrix": W, "stack": STACK, "tensor": TENSOR}[kind], normal(*shape)
+    swapped = tuple(pair[::-1] for pair in dims)
+    on_either_side = lambda w, x: (lax.dot_general(w, x, dims), lax.dot_general(x, w, swapped))
+    with ql.on_materialise("error"):
+        found = jax.jit(ql.quaxify(on_either_side))(w, x)
+    with jax.enable_x64(True):
+        expected = jax.jit(on_either_side)(*(jnp.asarray(np.float64(a)) for a in (w.materialise(), x)))
+    for y, exact in zip(found, expected, strict=True):
+        assert y.shape == exact.shape
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_the_kernel():
+    x = normal(3, 12)
+    f = ql.quaxify(lambda w, x: x @ w.T)
+    assert names(f, W, x) == ["csr_matmul"]
+    assert names(ql.quaxify(lambda w, x: w.T.T @ x.T), W, x).count("csr_matmul") == 1
+    by_hand = lambda w, x: csr_matmul(x, w.data, w.csr)
+    ours, theirs = (jax.jit(fn).lower(W, x).compile().cost_analysis() for fn in (f, by_hand))
+    for figure in ("flops", "bytes accessed"):
+        assert ours[figure] == theirs[figure]
+
+
+def test_products_of_two_whose_patterns_are_known():
+    other = S.from_dense(thinned(12, 5, seed=3))
+    with ql.on_materialise("error"):
+        product = ql.quaxify(jnp.matmul)(W, other)
+    assert type(product) is S
+    assert product.nse < 8 * 5
+    close(product, W.materialise() @ other.materialise())
+    vectors = [S.from_dense(thinned(30, seed=seed)) for seed in (5, 6)]
+    with ql.on_materialise("error"):
+        found = ql.quaxify(jnp.dot)(*vectors)
+    close(found, jnp.dot(*ql.materialise(vectors)))
+
+    # Of data that is traced:
+    @jax.jit
+    def traced(data):
+        return ql.quaxify(jnp.matmul)(W.replace(data=data), other).materialise()
+
+    with ql.on_materialise("error"):
+        close(traced(2 * W.data), 2 * W.materialise() @ other.materialise())
+    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="SparseArray"):
+        jax.jit(ql.quaxify(jnp.matmul))(W, other)
+
+
+def test_a_layer_forward_and_backward_without_anything_dense():
+    w, x = S.from_dense(normal(1024, 1024), density=0.05), normal(32, 1024)
+
+    @jax.jit
+    def step(data, x):
+        loss = lambda data, x: jnp.sum(jnp.sin(ql.quaxify(lambda w, x: x @ w.T)(w.replace(data=data), x)))
+        return jax.value_and_grad(loss, (0, 1))(data, x)
+
+    temporaries = step.lower(w.data, x).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < w.size * 4 / 2
+
+
+def test_gradients_are_those_of_the_stored_elements():
+    x = normal(5, 12)
+    loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
+    found = eqx.filter_grad(lambda w: ql.quaxify(loss)(w, x))(W)
+    assert type(found) is S
+    expected = jax.grad(loss)(W.materialise(), x)
+    close(W.replace(data=found.data), jnp.where(W.materialise() != 0, expected, 0))
+    jitted = jax.jit(jax.grad(lambda w: ql.quaxify(loss)(w, x), allow_int=True))(W)
+    np.testing.assert_allclose(jitted.data, found.data, rtol=1e-5)
+
+
+def test_gradients_through_vmap_and_scan():
+    x = normal(2, 12)
+
+    def loss(data, product):
+        return jnp.sum(jnp.sin(product(STACK.replace(data=data), x)))
+
+    def scanned(w, x):
+        return lax.scan(lambda total, of_row: (total, of_row[0] @ of_row[1]), 0.0, (w, x))[1]
+
+    mapped = jax.vmap(ql.quaxify(lambda w, x: w @ x))
+    with ql.on_materialise("error"):
+        grads = [jax.grad(loss)(STACK.data, f) for f in (mapped, ql.quaxify(scanned))]
+    dense = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("lnk,lk->ln", w, x))))(STACK.materialise())
+    for grad in grads:
+        close(STACK.replace(data=grad), jnp.where(STACK.materialise() != 0, dense, 0))
+
+
+# -------------------------------------------------------------------------------------------------
+# Everything else
+# -------------------------------------------------------------------------------------------------
+
+
+def elementwise(x):
+    other = normal(*x.shape, seed=4)
+    return {
+        "scalars": -(x * 2.0) / 3.0 + x * x,
+        "functions": jnp.sin(jnp.abs(x)) - jnp.tanh(x) ** 3,
+        "array": x * other / (2 + jnp.abs(other)),
+        "array on the left": other * x,
+        "dtype": x.astype(jnp.float16).astype(jnp.float32),
+    }
+
+
+def moved(x):
+    return {
+        "swapped": jnp.swapaxes(x, -1, -2) * 2.0,
+        "all swapped": jnp.transpose(x),
+        "moved": jnp.moveaxis(x, -1, 0),
+        "in front": x[None],
+        "behind": x[..., None],
+        "between": x[..., None, :],
+        "stacked": jnp.broadcast_to(x, (3, *x.shape)),
+        "repeated": jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], 2, x.shape[-1])),
+        "squeezed": jnp.squeeze(x[..., None, :], -2),
+        "flat": x.reshape(-1),
+        "cut": x.reshape(*x.shape[:-2], 2, -1, x.shape[-1]),
+        "joined": x.reshape(-1, x.shape[-1]),
+        "reversed": x[::-1],
+        "reversed behind": x[..., ::-1],
+        "beside": jnp.concatenate([x, 2 * x], -1),
+        "below": jnp.concatenate([x, 2 * x], 0),
+        "in a stack": jnp.stack([x, 2 * x]),
+        "in a stack behind": jnp.stack([x, x], -1),
+        "most rows": x[..., : x.shape[-1] - 1],
+    }
+
+
+def dense(x):
+    other = normal(*x.shape, seed=5)
+    return {
+        "plus an array": x + other,
+        "array minus": other - x,
+        "minus an array": x - other,
+        "transposed plus": jnp.transpose(x) + jnp.transpose(other),
+        "sum": jnp.sum(x),
+        "sum of some": x.sum(0),
+        "sum of others": x.sum(-1),
+        "sum of two": x.sum((0, -1)),
+        "one": x[0, 1],
+        "few": x[..., 1:2, ::3],
+        "looked up": lax.dynamic_slice_in_dim(x, jnp.int32(x.shape[-1]), 2, axis=-1),
+    }
+
+
+@pytest.mark.parametrize("x", [W, STACK, TENSOR], ids=["matrix", "stack", "tensor"])
+@pytest.mark.parametrize("group", [elementwise, moved, dense], ids=lambda group: group.__name__)
+def test_other_operations(group, x):
+    for name, y in agrees(group, x).items():
+        if name != "looked up":  # sparse where that is smaller
+            assert (type(y) is S) == (group is not dense), name
+
+
+@pytest.mark.parametrize("x", [W, STACK], ids=["matrix", "stack"])
+def test_products_after_moving(x):
+    """What moved an array leaves products with it right: padding and the order of elements."""
+    agrees(lambda x: jnp.swapaxes(jnp.swapaxes(x, -1, -2)[..., 1:9, ::2], -1, -2) @ jnp.ones((8, 2)), x)
+    agrees(lambda x: jnp.stack([x, 3 * x])[1] @ jnp.ones(12), x)
+    agrees(lambda x: jnp.ones((2, 24)) @ jnp.concatenate([x, x], -1).reshape(-1, 24).T, x)
+
+
+def test_layers_are_stacked_and_scanned():
+    """Of different numbers of elements."""
+    layers = [S.from_dense(thinned(6, 6, seed=seed)) for seed in (1, 2, 3)]
+    assert len({layer.nse for layer in layers}) > 1
+
+    def run(layers, x):
+        return lax.scan(lambda x, w: (jnp.tanh(w @ x), None), x, jnp.stack(layers))[0]
+
+    agrees(run, layers, normal(6))
+    assert "csr_matmul" in names(ql.quaxify(run), layers, normal(6))
+
+
+@pytest.mark.parametrize("name", ZERO_PRESERVING)
+def test_functions_that_keep_zero_keep_the_type(name):
+    functions = {
+        "convert_element_type": lambda x: x.astype(jnp.int32),
+        "reduce_precision": lambda x: lax.reduce_precision(x, 5, 10),
+        "neg": jnp.negative,
+        "erf_inv": lambda x: lax.erf_inv(x / 10),
+        "asin": lambda x: jnp.arcsin(x / 10),
+        "atanh": lambda x: jnp.arctanh(x / 10),
+        "sqrt": lambda x: jnp.sqrt(jnp.abs(x)),
+        "log1p": lambda x: jnp.log1p(jnp.abs(x)),
+        "imag": lambda x: lax.imag(x.astype(jnp.complex64)),
+        "real": lambda x: lax.real(x.astype(jnp.complex64)),
+    }
+    assert type(agrees(functions.get(name) or getattr(lax, name, None) or getattr(jnp, name), W)) is S
+
+
+def test_two_whose_patterns_are_known():
+    other = S.from_dense(thinned(8, 12, seed=7))
+    for f in (lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y):
+        with ql.on_materialise("error"):
+            found = ql.quaxify(f)(W, other)
+        assert type(found) is S
+        assert found.nse <= W.nse + other.nse
+        close(found, f(W.materialise(), other.materialise()))
+
+
+def test_what_densifies_says_so():
+    for f in (jnp.cos, lambda x: x + 1.0, jnp.max, jnp.exp, lambda x: x**0):
+        with pytest.raises(ql.MaterialisationError, match="SparseArray"), ql.on_materialise("error"):
+            ql.quaxify(f)(W)
+    with pytest.warns(ql.MaterialisationWarning, match="SparseArray"):
+        close(ql.quaxify(jnp.cos)(W), jnp.cos(W.materialise()))
+
+
+def test_shard_map():
+    """Rows of activations, or arrays of a stack, over devices."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut, whole = jax.P("i"), jax.P()
+
+    def on_devices(f, *in_specs):
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=cut)
+
+    agrees(on_devices(lambda w, x: x @ w.T, whole, cut), W, normal(4, 12))
+    agrees(on_devices(lambda w, y: y @ w, whole, cut), W, normal(4, 8))
+    agrees(on_devices(lambda w, x: jnp.einsum("lnk,mk->lnm", w, x), cut, whole), STACK, normal(4, 12))
+    agrees(on_devices(lambda t, x: jnp.einsum("abc,mc->mab", t, x), whole, cut), TENSOR, normal(4, 5))
