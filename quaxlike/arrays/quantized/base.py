@@ -221,7 +221,13 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
                 f"the axes {self.inner_shape} share blocks. Shard leading axes only, or quantise with "
                 "`block_size` dividing the last axis and without double quantisation."
             )
-        per_row = self.scale.shape[-1] == 1
+        per_row = self.block_size is None
+        if not per_row and self.inner_shape[-1] % self.block:
+            raise ValueError(
+                f"{type(self).__name__} of stored shape {self.stored_shape} cannot be sharded by {spec}: "
+                f"blocks of {self.block} do not fill the axis of {self.inner_shape[-1]}, so that parts of it "
+                "would not have the same blocks. Shard another axis."
+            )
         return [jax.P(*lead, *inner), jax.P(*lead, None) if per_row else jax.P(*lead, *inner)]
 
 
