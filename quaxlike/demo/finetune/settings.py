@@ -1,0 +1,53 @@
+"""What a run of fine-tuning depends on."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+
+class FinetuneError(ValueError):
+    """A run that cannot start or go on, for a reason that its message tells."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options of the command line; `python -m quaxlike.demo.finetune --help` describes them."""
+
+    model: Path
+    data: Path
+    output: Path
+    eval_data: Path | None = None
+    held_out: float | int = 0.1
+    max_length: int | None = None
+    quantize: str = "nf4"
+    target: tuple[str, ...] = ()
+    rank: int = 8
+    alpha: float | int = 16
+    dropout: float | int = 0.0
+    rslora: bool = False
+    dora: bool = False
+    steps: int | None = None
+    epochs: float | int = 3
+    batch_size: int = 16
+    accumulate: int = 1
+    learning_rate: float | int = 2e-4
+    schedule: str = "cosine"
+    warmup: float | int = 0.1
+    weight_decay: float | int = 0.0
+    clip: float | int = 1.0
+    seed: int = 0
+    checkpoint_every: int = 50
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that the result depends on, as JSON: two runs with the same are the same run."""
+        free = ("output", "checkpoint_every")
+        options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
+        files = {name: path for name, path in options.items() if isinstance(path, Path)}
+        options |= {name: str(path.resolve()) for name, path in files.items()}
+        digests = {
+            f"sha256 of {name}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for name, path in files.items()
+            if path.is_file()
+        }
+        return options | digests | {"target": list(self.target)}

@@ -1,0 +1,322 @@
+"""`python -m quaxlike.demo.finetune` on tiny checkpoints, whose tokenisers are made here."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import quaxlike as ql
+from quaxlike.demo.finetune import data
+from quaxlike.demo.finetune.__main__ import main
+from quaxlike.demo.finetune.state import RunDirectory
+from quaxlike.demo.finetune.tasks import NextToken
+from quaxlike.demo.models import load_model
+from quaxlike.interop import peft
+from quaxlike.interop.tensors import open_tensors
+from tests.fixtures import fixture
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+RNG = np.random.default_rng(0)
+
+
+def count(start, n):
+    """Counting on from a number: what a model can learn in a few steps."""
+    return " ".join(WORDS[(start + i) % 10] for i in range(n))
+
+
+LINES = {
+    "text": [{"text": count(*RNG.integers(2, 10, 2))} for _ in range(40)],
+    "completion": [{"prompt": count(i, 3), "completion": count(i + 3, 4)} for i in RNG.integers(0, 10, 40)],
+    "label": [{"text": count(i, 3), "label": int(i < 5)} for i in RNG.integers(0, 10, 40)],
+    "pairs": [{"anchor": count(i, 4), "positive": count(i + 1, 5)} for i in range(40)],
+}
+CHECKPOINTS = {
+    "llama": "peft_llama/base",
+    "llama4bit": "qlora_llama_double/base4bit",
+    "gpt2": "peft_gpt2/base",
+    "bert": "peft_bert/base",
+}
+
+
+def checkpoint(folder, kind, **changes):
+    """A copy of a fixture with a tokeniser of the words above, and changes to its configuration."""
+    shutil.copytree(fixture(CHECKPOINTS[kind]), folder)
+    words = [*SPECIAL, *WORDS]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if kind == "bert":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.enable_truncation(3)  # settings for other uses, which must not count
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs the command on one of the checkpoints; its status and what it told."""
+
+    def run(kind="llama", lines="text", *options, output="out", **changes):
+        model = tmp_path / kind
+        if not model.exists():
+            checkpoint(model, kind, **{"eos_token_id": 3} | changes)
+        data = write(tmp_path / "data.jsonl", LINES[lines])
+        status = main([
+            f"--model={model}", f"--data={data}", f"--output={tmp_path / output}", "--batch-size=8",
+            "--learning-rate=0.02", "--held-out=0.2", "--rank=4", *options,
+        ])  # fmt: skip
+        told = capsys.readouterr()
+        return status, " ".join((told.out + told.err).split())
+
+    return run
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "lines", "better", "options"),
+    [
+        ("llama", "text", "loss", ["--dropout=0.1", "--rslora", "--weight-decay=0.01"]),
+        ("llama4bit", "completion", "perplexity", ["--schedule=linear", "--target", "q_proj", "v_proj"]),
+        ("gpt2", "text", "loss", ["--quantize=int8", "--schedule=constant", "--clip=0"]),
+        ("bert", "label", "loss", ["--quantize=none", "--dora"]),
+    ],
+)
+def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_path):
+    status, told = run(kind, lines, "--steps=12", *options)
+    assert status == 0
+    log = log_of(tmp_path / "out")
+    assert [entry["step"] for entry in log] == list(range(13))
+    before, after = map(float, re.search(rf"held-out {better}: (\S+) before, (\S+) after", told).groups())
+    assert before == pytest.approx(log[0]["held_out"][better], abs=1e-4)
+    assert after < 0.8 * before
+    assert f"{sum(v.size for v in adapter(tmp_path / 'out').values()):,} trained" in told
+    # It fits the base that it was trained on.
+    base, _ = load_model(tmp_path / kind)
+    model = peft.load_adapter(tmp_path / "out", base)
+    assert ql.summary(model).trainable == sum(v.size for v in adapter(tmp_path / "out").values())
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] is not None
+    assert re.search(r"12/12 loss \d\.\d+ [\d,]+ tokens/s", told)
+
+
+def adapter(folder):
+    return open_tensors(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_is_uninterrupted(run, tmp_path, monkeypatch):
+    options = ["--steps=9", "--dropout=0.1", "--checkpoint-every=3", "--accumulate=2", "--quantize=none"]
+    assert run("bert", "label", *options, output="whole")[0] == 0
+    note = RunDirectory.note
+
+    def stop(self, **entry):
+        note(self, **entry)
+        if entry["step"] == 5:
+            with open(self.log, "ab") as file:
+                file.write(b'{"step": 6, "lo')  # it was being written
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDirectory, "note", stop)
+    status, told = run("bert", "label", *options)
+    assert status == 130
+    assert "The same command goes on from the last checkpoint" in told
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    monkeypatch.undo()
+    status, told = run("bert", "label", *options)
+    assert status == 0
+    assert "Goes on after step 3 of 9." in told
+    for name in ("log.jsonl", "adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    # Once more, there is nothing left to do.
+    assert run("bert", "label", *options)[0] == 0
+    assert (tmp_path / "out" / "log.jsonl").read_bytes() == (tmp_path / "whole" / "log.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_accumulation_is_one_large_batch(run, tmp_path):
+    """However the tokens are spread over its parts."""
+    common = ["--steps=3", "--learning-rate=0.001", "--quantize=none"]
+    run("llama", "text", *common, output="large")
+    run("llama", "text", *common, "--batch-size=4", "--accumulate=2", output="parts")
+    large, parts = (log_of(tmp_path / name) for name in ("large", "parts"))
+    np.testing.assert_allclose([x["loss"] for x in parts[1:]], [x["loss"] for x in large[1:]], rtol=1e-5)
+    for key, value in adapter(tmp_path / "large").items():
+        np.testing.assert_allclose(adapter(tmp_path / "parts")[key], value, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_too_long_texts_are_counted(run):
+    status, told = run("llama", "text", "--steps=1", "--max-length=6", "--quantize=none")
+    longer = sum(len(line["text"].split()) + 1 > 6 for line in LINES["text"])
+    assert status == 0
+    assert f"{longer} of 40 examples are longer than 6 tokens and were cut." in told
+
+
+# -------------------------------------------------------------------------------------------------
+# What it cannot start with
+# -------------------------------------------------------------------------------------------------
+
+BAD_LINES = {
+    "not JSON": ('{"text": "one"', "not JSON: Expecting"),
+    "not UTF-8": (b'{"text": "\xff"}', "not JSON: .*utf-8"),
+    "no object": ("[1, 2]", r"expected a JSON object; found '\[1, 2\]"),
+    "another entry": ('{"txt": "one"}', "'text' must be a text; there are txt"),
+    "a number": ('{"text": 1}', "'text' must be a text; found 1"),
+    "an empty text": ('{"text": " "}', "'text' must be a text; found ' '"),
+    "no completion": ('{"prompt": "one"}', "'completion' must be a text; there are prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_bad_lines_are_named(name, tmp_path, capsys):
+    line, message = BAD_LINES[name]
+    line = line if isinstance(line, bytes) else line.encode()
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "one two"}\n\n' + line + b"\n")
+    model = checkpoint(tmp_path / "llama", "llama")
+    assert main([f"--model={model}", f"--data={path}", f"--output={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}:3: " in error
+    assert error.startswith("python -m quaxlike.demo.finetune: error: ")
+    assert matches(message, error)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "options", "message"),
+    [
+        ("llama", "text", ["--batch-size=33"], "has 32 examples to train on; a batch takes 33"),
+        ("llama", "text", ["--held-out=0"], "Nothing of .* is held out"),
+        ("llama", "text", ["--max-length=100000"], "--max-length 100000 is more than the model's"),
+        ("llama", "text", ["--target", "qq_proj"], r"'qq_proj' matches none .* Did you mean .*q_proj"),
+        ("llama", "text", ["--eval-data=nowhere.jsonl"], r"There is no file nowhere\.jsonl"),
+        ("bert", "text", [], r"data\.jsonl:1: 'label' must be a whole number from 0 to \d; found None"),
+    ],
+)
+def test_options_that_do_not_fit(kind, lines, options, message, run, tmp_path):
+    status, told = run(kind, lines, *options)
+    assert status == 2
+    assert matches(message, told)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "names the architecture MambaForCausalLM; supported are",
+        ),
+        ({"hidden_act": "relu"}, "config.json has hidden_act='relu'; LlamaConfig supports 'silu'"),
+        ({"num_hidden_layers": 5}, r"does not fit the model of its config.json. Missing: model\.layers\.2"),
+    ],
+)
+def test_checkpoints_of_other_kinds(changes, message, run):
+    status, told = run("llama", "text", **changes)
+    assert status == 2
+    assert matches(message, told)
+
+
+def test_missing_and_damaged_files(run, tmp_path):
+    model = checkpoint(tmp_path / "llama", "llama")
+    (model / "tokenizer.json").write_text("{}")
+    assert matches(r"tokenizer\.json is not a tokeniser: ", run()[1])
+    (model / "tokenizer.json").unlink()
+    assert matches(r"There is no .*tokenizer\.json", run()[1])
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert matches(r"model\.safetensors: ", run()[1])
+    weights.unlink()
+    assert run()[0] == 2
+    (model / "config.json").unlink()
+    assert matches(r"There is no .*config\.json", run()[1])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_that_does_not_fit(run, tmp_path):
+    model = checkpoint(tmp_path / "llama", "llama")
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(5000)}, "w0"))
+    tokenizer.save(str(model / "tokenizer.json"))
+    assert matches(r"has 5000 tokens, and config.json a vocab_size of \d+", run()[1])
+
+
+def test_directories_of_other_runs(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    assert matches("There is an adapter already", run()[1])
+    write(tmp_path / "out" / "run.json", [{"rank": 7}])
+    assert matches(r"run\.json is of a run with .*rank 7 \(now 4\).* or choose another --output", run()[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rank=0"], "argument --rank: expected a whole number, 1 or more; found '0'"),
+        (["--rank=1.5"], "expected a whole number, 1 or more; found '1.5'"),
+        (["--held-out=2"], "argument --held-out: expected a number, 0 to 1; found '2'"),
+        (["--learning-rate=nan"], "argument --learning-rate: expected a number, 0 or more; found 'nan'"),
+        (["--quantize=nf5"], "argument --quantize: invalid choice: 'nf5'"),
+        ([], "the following arguments are required: --model, --data, --output"),
+    ],
+)
+def test_options_of_other_kinds(options, message, capsys):
+    required = ["--model=m", "--data=d", "--output=o"] if options else []
+    with pytest.raises(SystemExit) as stop:
+        main([*required, *options])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------
+# Data
+# -------------------------------------------------------------------------------------------------
+
+
+def test_batches_go_through_each_epoch_once():
+    order = [data.chosen_for(i, 10, 3, seed=1) for i in range(6)]
+    for epoch in (order[:3], order[3:]):
+        assert len(set(np.concatenate(epoch).tolist())) == 9
+    assert not np.array_equal(np.concatenate(order[:3]), np.concatenate(order[3:]))
+    np.testing.assert_array_equal(data.chosen_for(4, 10, 3, seed=1), order[4])
+
+
+def test_prompts_are_not_learned(tmp_path):
+    model = checkpoint(tmp_path / "llama", "llama", eos_token_id=3)
+    config = json.loads((model / "config.json").read_text())
+    fields = {"prompt": "one two", "completion": "three four"}
+    tokens = data.Tokens(model, config, 6)
+    example = NextToken().encode(fields, tokens)
+    batch = data.collate([example], 6)
+    np.testing.assert_array_equal(batch.ids[0, 0], [5, 6, 7, 8, 3, 0])
+    np.testing.assert_array_equal(batch.learned[0, 0], [0, 0, 1, 1, 1, 0])
+    assert NextToken().encode(fields, data.Tokens(model, config, 2)) is None
+
+
+def test_cut_texts_keep_their_ends(tmp_path):
+    model = checkpoint(tmp_path / "bert", "bert")
+    tokens = data.Tokens(model, json.loads((model / "config.json").read_text()), 5)
+    assert tokens.cut("one two three four") == ([2, 5, 6, 7, 3], True)
+    assert tokens.cut("one two three") == ([2, 5, 6, 7, 3], False)
+
+
+def matches(message, text):
+    return re.search(message, text) or pytest.fail(text)
