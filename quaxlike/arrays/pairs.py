@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from quaxlike.core.either_side import register_on_either_side
+from quaxlike.core.replay import replayed
 from quaxlike.core.values import is_value
 from quaxlike.kernels import lora_matmul
 
@@ -21,6 +22,7 @@ from .quantized.scales import NestedScales
 
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=PRECEDENCE + 1)
+@replayed
 def _dot_general_adapted_codes(
     primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any
 ) -> Any:

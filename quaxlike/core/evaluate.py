@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 
 from . import compat
 from .fills import follow
-from .trace import QuaxTrace, kind_of
+from .trace import QuaxTrace, value_types
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +58,9 @@ class _Plan:
             flags = (named, compat.has_context(eqn), takes_functions)
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
+        # Most functions of jax.numpy are one equation on their operands, which then takes no list of places.
+        alone = [s for s in self.steps if (s.inputs, s.outputs) == (self.invars, self.outvars)]
+        self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
 
 _plan = compat.weakly_cached(_Plan)
@@ -77,6 +80,8 @@ def evaluate(
     level = trace
     if trace is not None and parent is not trace.parent_trace:
         level = QuaxTrace(parent, trace.tag, trace.resolver)
+    if plan.only is not None and (eager or (inlined and not plan.only.named)):
+        return list(_run(level, plan.only, operands))
     env = plan.start.copy()
     for i, x in zip(plan.consts, jaxpr.consts, strict=True):
         env[i] = x if level is None else level.unwrap(x)
@@ -96,7 +101,7 @@ def evaluate(
     return [env[i] for i in plan.outvars]
 
 
-def _run(level: QuaxTrace | None, step: _Step, inputs: list[Any]) -> Sequence[Any]:
+def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequence[Any]:
     primitive = step.primitive
     if level is None:
         params = primitive.get_bind_params(step.params) if step.takes_functions else step.params
@@ -106,9 +111,9 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: list[Any]) -> Sequence[An
         with jexc.set_current_trace(level):
             params = primitive.get_bind_params(step.params)
             return list(map(level.unwrap, primitive.bind(*map(level.box, inputs), **params)))
-    key = (primitive, *[type(x) if kind_of(x) == "value" else None for x in inputs])
-    if any(key[1:]):
-        out = level.dispatch_key(key, inputs, step.params)
+    types = value_types(inputs)
+    if any(types):
+        out = level.dispatch_key((primitive, *types), list(inputs), step.params)
         return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
     out = primitive.bind(*inputs, **step.params)
     follow(primitive, inputs, out)

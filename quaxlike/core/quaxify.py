@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 from . import compat, recording
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
-from .trace import QuaxTrace, kind_of
+from .trace import QuaxTrace
 from .tracer import ValueTracer
-from .values import is_value
+from .values import is_value, kind_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

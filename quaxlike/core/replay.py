@@ -1,10 +1,12 @@
 """Rules that are traced once for operands of a structure, and replayed for the next ones."""
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 import jax.core
 import jax.extend.core as jexc
 
@@ -19,18 +21,19 @@ _LIMIT = 1024  # structures of operands that a rule remembers
 
 
 def replayed(rule: _Fn) -> _Fn:
-    """A rule of a primitive with one result that runs, while an outer transform traces, no more than once.
+    """A rule of a primitive with one result that runs no more than once for operands of the same structures.
 
-    A model has the same product in all of its layers. What the rule did for operands of the same structures
-    and avals is kept as a jaxpr, whose equations are bound again. For rules that depend on nothing else, and
-    that are long: a short one costs less than looking it up.
+    A model has the same product in all of its layers. What the rule did for operands of these structures and
+    avals is kept as a jaxpr. Where an outer transform traces, its equations are bound again; eagerly it runs
+    as one compiled function. For rules that depend on nothing else, and that are long: a short one costs less
+    than looking it up.
     """
-    known: dict[Any, tuple[jexc.ClosedJaxpr, tuple[Slot, ...]] | None] = {}
+    known: dict[Any, _Traced | None] = {}
     lock = threading.Lock()
 
     @functools.wraps(rule)
     def replaying(*args: Any, **params: Any) -> Any:
-        if compat.is_eval_trace(compat.current_trace()) or recording.active() is not None:
+        if recording.active() is not None or jax.config.jax_disable_jit:
             return rule(*args, **params)
         n = isinstance(args[0], jexc.Primitive)
         leaves, slots = flatten(args[n:])
@@ -40,23 +43,36 @@ def replayed(rule: _Fn) -> _Fn:
         except TypeError:  # params that cannot be looked up
             return rule(*args, **params)
         except KeyError:
-            traced = _traced(rule, args[:n], slots, params)
+            traced = _trace(rule, args[:n], slots, params)
             with lock:
                 if len(known) >= _LIMIT:
                     known.clear()
                 known[key] = traced
         if traced is None:
             return rule(*args, **params)
-        jaxpr, out = traced
-        return unflatten(out, evaluate(None, jaxpr, leaves, inlined=True))[0]
+        if compat.is_eval_trace(compat.current_trace()):
+            return unflatten(traced.out, traced.compiled(*leaves))[0]
+        return unflatten(traced.out, evaluate(None, traced.jaxpr, leaves, inlined=True))[0]
 
     return replaying  # pyright: ignore[reportReturnType]
 
 
-def _traced(
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """What a rule does, on leaves, and the slot of its result."""
+
+    jaxpr: jexc.ClosedJaxpr
+    out: tuple[Slot, ...]
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        return jax.jit(jexc.jaxpr_as_fun(self.jaxpr))
+
+
+def _trace(
     rule: Callable[..., Any], primitive: tuple[Any, ...], slots: tuple[Slot, ...], params: dict[str, Any]
-) -> tuple[jexc.ClosedJaxpr, tuple[Slot, ...]] | None:
-    """What the rule does, on leaves, and the slot of its result; None where it must be asked each time."""
+) -> _Traced | None:
+    """None where the rule must be asked each time."""
     out: tuple[Slot, ...] = ()
 
     def on_leaves(*leaves: Any) -> list[Any]:
@@ -75,7 +91,7 @@ def _traced(
         return None
     if any(isinstance(c, jax.core.Tracer) for c in consts):
         return None
-    return compat.with_consts(jaxpr, consts), out
+    return _Traced(compat.with_consts(jaxpr, consts), out)
 
 
 class _NotReplayable(Exception):

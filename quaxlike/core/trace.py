@@ -15,7 +15,7 @@ from .fills import follow
 from .policy import dense_operands
 from .rules import Resolver
 from .tracer import ValueTracer
-from .values import Value, is_value
+from .values import KINDS, Value, is_value, kind_of
 
 
 class QuaxTrace(jax.core.Trace):
@@ -82,8 +82,7 @@ class QuaxTrace(jax.core.Trace):
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """What `primitive` gives for Values and plain arrays: what a rule asks when it has changed them."""
-        key = (primitive, *[type(x) if kind_of(x) == "value" else None for x in operands])
-        return self.dispatch_key(key, operands, params)
+        return self.dispatch_key((primitive, *value_types(operands)), operands, params)
 
     # What arrives through methods of its own, because it carries functions
 
@@ -132,16 +131,9 @@ class QuaxTrace(jax.core.Trace):
         return jtu.tree_map(self.unwrap, tree)
 
 
-_kinds: dict[type, str] = {}
-
-
-def kind_of(x: Any) -> str:
-    """Whether `x` is a "value", an "array" or some "other" object; without asking the class each time."""
-    kind = _kinds.get(type(x))
-    if kind is None:
-        kind = "value" if is_value(x) else "array" if isinstance(x, jax.Array) else "other"
-        _kinds[type(x)] = kind
-    return kind
+def value_types(operands: Sequence[Any]) -> list[type | None]:
+    """For each operand, the class of a Value or None for anything else, as the caches are keyed."""
+    return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
 # What the interpreter itself does with a primitive, unless a rule says otherwise: primitives that

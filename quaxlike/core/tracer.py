@@ -18,22 +18,18 @@ from .values import Value, aval_of
 class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument]
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
-    __slots__ = ("_aval", "quax_tag", "quax_value")
+    __slots__ = ("aval", "quax_tag", "quax_value")
     __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX asks several times a call
 
     def __init__(self, trace: Any, value: Value) -> None:
         self._trace = trace
         self.quax_tag = trace.tag
         self.quax_value = value
-        self._aval = None
-
-    @property
-    def aval(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._aval is None:  # many intermediates are never asked
-            self._aval = aval_of(self.quax_value)
-        return self._aval
 
     def __getattr__(self, name: str) -> Any:
+        if name == "aval":  # its slot is empty; many intermediates are never asked
+            self.aval = aval = aval_of(self.quax_value)
+            return aval
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -100,7 +96,7 @@ def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callab
 
     def operator(self: ValueTracer, other: Any) -> Any:
         if type(other) is ValueTracer and other.quax_tag is self.quax_tag:
-            aval = self.aval
+            aval: Any = self.aval
             same = aval is other.aval or aval == other.aval
             level: Any = compat.current_trace()
             if same and getattr(level, "tag", None) is self.quax_tag and applies_to(aval.dtype):

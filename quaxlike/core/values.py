@@ -245,6 +245,23 @@ def replace_fields(value: _V, **fields: Any) -> _V:
     return new
 
 
+class _Kinds(dict[type, str]):
+    """What the instances of a class are; without asking the class each time."""
+
+    def __missing__(self, cls: type) -> str:
+        array = issubclass(cls, jax.Array | jax.core.Tracer)
+        kind = self[cls] = "value" if issubclass(cls, Value) else "array" if array else "other"
+        return kind
+
+
+KINDS = _Kinds()
+
+
+def kind_of(x: Any) -> str:
+    """Whether `x` is a "value", an "array" or some "other" object."""
+    return KINDS[type(x)]
+
+
 def is_value(x: Any) -> bool:
     """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`."""
     return isinstance(x, Value)
@@ -293,7 +310,7 @@ def aval_of(value: Value) -> Any:
         if static:
             key.append(part)
             continue
-        if not _carries_aval(part):  # a nested Value, a scalar, a tuple, ...
+        if kind_of(part) != "array":  # a nested Value, a scalar, a tuple, ...
             return _aval_of_tree(value)
         leaf_avals.append(part.aval)
     return _memoised((*key, *leaf_avals), value, leaf_avals)
@@ -326,15 +343,6 @@ def _memoised(key: tuple[Any, ...], value: Value, leaf_avals: Sequence[Any]) -> 
 _getattr = object.__getattribute__  # past the lookup of Equinox, which serves methods
 _fields: dict[type, list[tuple[str, bool]]] = {}
 _avals: dict[Any, Any] = {}
-_aval_carriers: dict[type, bool] = {}
-
-
-def _carries_aval(x: Any) -> bool:
-    cls = type(x)
-    known = _aval_carriers.get(cls)
-    if known is None:
-        known = _aval_carriers[cls] = issubclass(cls, compat.ArrayImpl | jax.core.Tracer)
-    return known
 
 
 # In what follows errors are no `TypeError`s: where JAX asks for an aval it puts its own in place of those.

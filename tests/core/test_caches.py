@@ -96,7 +96,8 @@ def test_no_growth_over_fresh_functions():
 
     def run(n: int) -> None:
         for i in range(n):
-            ql.quaxify(lambda x, i=i: lax.cond(True, lambda y: y * 2.0, lambda y: -y, x))(x)
+            branches = lambda x, i=i: lax.cond(True, lambda y: y * 2.0, lambda y: -y, x)
+            jax.eval_shape(ql.quaxify(branches), x)
 
     run(5)
     jax.clear_caches()

@@ -85,10 +85,19 @@ def test_each_equation_has_the_line_of_its_own_caller():
     assert len(lines) == 2
 
 
-def test_eager_calls_ask_the_rule():
-    x = jnp.arange(3.0)
-    for _ in range(2):
-        ql.quaxify(lambda w, x: jax.lax.dot(w, x))(_scaled(), x)
+def test_eager_calls_run_what_was_traced():
+    w, x = _scaled(), jnp.arange(3.0)
+    for _ in range(3):
+        y = ql.quaxify(lambda w, x: jax.lax.dot(w, x))(w, x)
+        np.testing.assert_allclose(y, w.materialise() @ x, rtol=1e-6)
+    assert CALLS == ["dot_general"]
+
+
+def test_without_jit_the_rule_is_asked():
+    w, x = _scaled(), jnp.arange(3.0)
+    with jax.disable_jit():
+        for _ in range(2):
+            ql.quaxify(lambda w, x: jax.lax.dot(w, x))(w, x)
     assert CALLS == ["dot_general"] * 2
 
 

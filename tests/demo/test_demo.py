@@ -35,11 +35,10 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], default
     assert lora[2] == qlora[2]
     assert (full[4], lora[4]) == ("1.00", "1.11")
     assert float(qlora[4]) <= 0.30
-    rules = re.findall(r"│ ([^│]+?) +│ dot_general │ (\w+) +│ \S+ +│ +(\d+) │", shown)
+    rules = re.findall(r"│ ([^│]+?) +│ dot_general │ (\w+) +│ (\S+):\d+ +│ +(\d+) │", shown)
     assert rules == [
-        ("LoRA", "LoraArray", "18"),  # six weights in each of three blocks
-        ("QLoRA (NF4)", "LoraArray", "18"),
-        ("QLoRA (NF4)", "NF4Array", "18"),
+        ("LoRA", "LoraArray", "lora/contraction.py", "18"),  # six weights in each of three blocks
+        ("QLoRA (NF4)", "LoraArray", "arrays/pairs.py", "18"),
     ]
     assert "materialised: nothing" in shown
     png = image.imread(tmp_path / "new" / "folder" / "demo.png")
