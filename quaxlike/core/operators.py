@@ -10,7 +10,7 @@ from .quaxify import quaxify
 from .values import adopters, is_value
 
 
-def _run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     """`fn(value, ...)` under the level of `quaxify` that is under way, or under one of its own."""
     if adopters[0].available():
         return fn(adopters[0](value), *args, **kwargs)
@@ -19,14 +19,14 @@ def _run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _unary(fn: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
-        return _run(fn, self, *args)
+        return run(fn, self, *args)
 
     return method
 
 
 def _binary(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
-        return _run(fn, self, other) if _is_operand(other) else NotImplemented
+        return run(fn, self, other) if _is_operand(other) else NotImplemented
 
     return method
 
@@ -47,7 +47,7 @@ def _method(name: str) -> Callable[..., Any]:
         return getattr(x, name)(*args, **kwargs)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(call, self, *args, **kwargs)
+        return run(call, self, *args, **kwargs)
 
     method.__name__ = method.__qualname__ = name
     method.__doc__ = f"As [jax.Array.{name}](https://docs.jax.dev/en/latest/jax.numpy.html)."
@@ -55,7 +55,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _attribute(name: str) -> property:
-    return property(lambda self: _run(operator.attrgetter(name), self))
+    return property(lambda self: run(operator.attrgetter(name), self))
 
 
 class ArrayOperators:
@@ -228,4 +228,4 @@ class _At:
         def call(x: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
             return getattr(x.at[index], name)(*args, **kwargs)
 
-        return lambda *args, **kwargs: _run(call, self._value, *self._index, *args, **kwargs)
+        return lambda *args, **kwargs: run(call, self._value, *self._index, *args, **kwargs)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import quaxlike as ql
-from quaxlike.arrays import zero
+from quaxlike.arrays import named, unitful, zero
 
 
 def _dense() -> Array:
@@ -36,6 +36,13 @@ WEIGHTS: dict[str, Callable[[], ql.ArrayValue]] = {
     "Zero": lambda: zero.Zero((4, 4), jnp.float32),
     "Full": lambda: zero.Full(0.25, (4, 4)),
     "Identity": lambda: zero.Identity(4),
+    # With one name, since layers take their own results again.
+    "NamedArray": lambda: named.NamedArray(_dense(), (None, "in")),
+    # In no unit, since the products are added to numbers.
+    "Unitful": lambda: unitful.Unitful(_dense(), unitful.dimensionless),
+    "NamedArray of Unitful of LoraArray": lambda: named.NamedArray(
+        unitful.Unitful(_lora(_dense()), unitful.dimensionless), (None, "in")
+    ),
 }
 
 # Constants that are not weights: a product with one is a product with a dense array.

@@ -1,0 +1,234 @@
+"""`NamedArray`: an array whose axes have names."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import wadler_lindig as wl
+from jaxtyping import ArrayLike
+
+from ...core.operators import ArrayOperators, run
+from ...core.policy import dense_operands
+from ...core.quaxify import quaxify
+from ...core.slots import OperandMismatch
+from ...core.values import ArrayValue, is_value
+
+Name = str | None
+
+
+class AxisError(OperandMismatch):
+    """Axes whose names do not fit each other, or a name that an array does not have."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, NamedArray)
+
+
+# What rules.py says of primitives that take any number of operands.
+DEFAULTS: dict[str, Callable[..., Any]] = {}
+
+
+class NamedArray(ArrayOperators, ArrayValue):
+    """An array whose axes have names.
+
+    Operators broadcast by name: `x + y` has the axes of `x`, then those of `y` that `x` lacks. Methods that
+    reduce take names. Under [`quaxlike.quaxify`][] any code keeps them: transposing permutes them, reducing
+    drops them, new axes have none; a product contracts axes of the same name only, and arrays that are
+    added have the same names in the same order. An axis without a name (None) goes with any. What no rule
+    covers, such as a decomposition, is done to the array without its names.
+
+    **Arguments:**
+
+    - `array`: any array, or a Value that stands for one.
+    - `names`: one for each axis, or None. Counted from the last axis: one that a transform puts in front
+        (`jax.vmap`, `jax.lax.scan`) has no name, one that it takes away takes its name along.
+
+    **Raises:** [`quaxlike.arrays.named.AxisError`][], which names both sides.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        from quaxlike.arrays.named import NamedArray
+
+        x = NamedArray(jnp.ones((2, 3)), ("batch", "feature"))
+        w = NamedArray(jnp.ones((3, 4)), ("feature", "hidden"))
+        y = x.contract(w, "feature") - x.mean("feature")
+        y.names  # ("batch", "hidden")
+        ```
+    """
+
+    array: Any
+    _names: tuple[Name, ...] = eqx.field(static=True)
+
+    linear = True
+
+    def __init__(self, array: ArrayLike | ArrayValue, names: Sequence[Name]) -> None:
+        self.array = array if is_value(array) else jnp.asarray(array)
+        self._names = tuple(names)
+        if len(self._names) != self.array.ndim:
+            raise AxisError(f"An array of shape {self.array.shape} takes as many names; found {self._names}.")
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """The name of each axis, or None."""
+        missing = self.array.ndim - len(self._names)
+        return (None,) * missing + self._names[max(-missing, 0) :]
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self) -> Any:
+        return self.array
+
+    @staticmethod
+    def default(primitive: Any, values: Any, params: Any) -> Any:
+        if primitive.name in DEFAULTS:
+            return DEFAULTS[primitive.name](primitive, *values, **params)
+        return primitive.bind(*dense_operands(primitive, values), **primitive.get_bind_params(params))
+
+    @classmethod
+    def promote(cls, array: Any, like: Any) -> Any:
+        if is_value(like.array):
+            array = type(like.array).promote(array, like.array)
+        return array if array is NotImplemented else eqx.tree_at(lambda x: x.array, like, array)
+
+    def leading_axis(self) -> Any:
+        return self.array.leading_axis() if is_value(self.array) else (0,)
+
+    def shard_spec(self, spec: jax.P) -> Any:
+        return self.array.shard_spec(spec) if is_value(self.array) else (spec,)
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        sizes = zip(self.names, self.array.shape, strict=True)
+        axes = ", ".join(f"{name or '_'}={size}" for name, size in sizes)
+        return wl.TextDoc(f"NamedArray({self.dtype.name}[{axes}])")
+
+    # By name
+
+    def axis(self, name: str) -> int:
+        """The number of the axis of this name."""
+        found = [i for i, n in enumerate(self.names) if n == name]
+        if len(found) != 1:
+            problem = "several axes" if found else "no axis"
+            raise AxisError(f"An array with axes {self.names} has {problem} called {name!r}.")
+        return found[0]
+
+    def rename(self, names: dict[str, Name]) -> "NamedArray":
+        """With other names for some axes: `x.rename({"time": "step"})`."""
+        for name in names:
+            self.axis(name)
+        return NamedArray(self.array, [names.get(n, n) if n else n for n in self.names])
+
+    def ordered(self, *names: str) -> Any:
+        """With its axes in this order."""
+        if len(names) != self.ndim:
+            raise AxisError(f"An order of the axes {self.names} names each of them; found {names}.")
+        return self.transpose([self.axis(name) for name in names])
+
+    def isel(self, **indices: Any) -> Any:
+        """With axes indexed by name: `x.isel(time=0, batch=slice(2))`."""
+        index: list[Any] = [slice(None)] * self.ndim
+        for name, i in indices.items():
+            index[self.axis(name)] = i
+        return self[tuple(index)]
+
+    def contract(self, other: Any, *names: str) -> Any:
+        """The product with another named array, summed over the axes of these names.
+
+        Other axes that both have are paired. The result has the paired axes first, then those of this
+        array that are left, then those of the other.
+        """
+        contract = (tuple(map(self.axis, names)), tuple(map(other.axis, names)))
+        shared = [n for n in self.names if n and n in other.names and n not in names]
+        batch = (tuple(map(self.axis, shared)), tuple(map(other.axis, shared)))
+        return run(jax.lax.dot_general, self, other, (contract, batch))
+
+
+def _by_name(method: str) -> Any:
+    positional = getattr(ArrayOperators, method)
+
+    def operator(self: NamedArray, other: Any) -> Any:
+        if isinstance(other, NamedArray):
+            return positional(*align(self, other))
+        return positional(self, other)
+
+    return operator
+
+
+for _name in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+]:
+    setattr(NamedArray, f"__{_name}__", _by_name(f"__{_name}__"))
+
+
+def _reduction(name: str) -> Any:
+    positional = getattr(ArrayOperators, name)
+
+    def method(self: NamedArray, axis: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(axis, str):
+            axis = self.axis(axis)
+        elif isinstance(axis, list | tuple):
+            axis = tuple(self.axis(a) if isinstance(a, str) else a for a in axis)
+        return positional(self, axis, *args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"As `jax.Array.{name}`; `axis` may be a name, or several of them."
+    return method
+
+
+for _name in [
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "argsort",
+    "cumprod",
+    "cumsum",
+    "max",
+    "mean",
+    "min",
+    "prod",
+    "ptp",
+    "sort",
+    "squeeze",
+    "std",
+    "sum",
+    "var",
+]:
+    setattr(NamedArray, _name, _reduction(_name))
+
+
+def align(x: NamedArray, y: NamedArray) -> tuple[Any, Any]:
+    """Two named arrays with the same axes in the same order, of size 1 where one lacks them: those of `x`,
+    then those of `y` that `x` lacks. Arrays with axes that have no name are left as they are."""
+    if None in (*x.names, *y.names):
+        return x, y
+    names = (*x.names, *(n for n in y.names if n not in x.names))
+    return _spread(x, names), _spread(y, names)
+
+
+def _spread(x: NamedArray, names: Sequence[Name]) -> Any:
+    if tuple(names) == x.names:
+        return x
+    present = [n for n in names if n in x.names]
+    array = quaxify(jnp.transpose)(x.array, [x.axis(str(n)) for n in present])
+    absent = [i for i, n in enumerate(names) if n not in x.names]
+    return NamedArray(quaxify(jnp.expand_dims)(array, absent), names)

@@ -1,0 +1,202 @@
+"""What each primitive does to the names of axes."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.either_side import register_on_either_side
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from ...primitives.classes import CUMULATIVE, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REDUCTIONS, installed
+from .array import DEFAULTS, AxisError, Name, NamedArray
+
+# Names describe an array, whatever its unit and whatever it is made of: before all other types.
+_PRECEDENCE = 30
+
+
+def _names(x: Any) -> tuple[Name, ...]:
+    return x.names if isinstance(x, NamedArray) else (None,) * len(getattr(x, "shape", ()))
+
+
+def _array(x: Any) -> Any:
+    return x.array if isinstance(x, NamedArray) else x
+
+
+def _bind(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    return quaxify(primitive.bind)(*map(_array, operands), **params)
+
+
+def _named(array: Any, names: Sequence[Name]) -> Any:
+    """The array itself, once no axis has a name."""
+    return NamedArray(array, names) if any(names) else array
+
+
+# -------------------------------------------------------------------------------------------------
+# One array
+# -------------------------------------------------------------------------------------------------
+
+
+@register(
+    ELEMENTWISE_UNARY
+    + CUMULATIVE
+    + installed("copy copy_p dynamic_slice rev slice fft reduce_precision sharding_constraint")
+)
+def _kept(primitive: Primitive, x: NamedArray, *rest: ArrayLike, **params: Any) -> Any:
+    return _named(_bind(primitive, (x, *rest), params), x.names)
+
+
+@register(("split", "top_k"))
+def _parts(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
+    return [_named(part, x.names) for part in _bind(primitive, [x], params)]
+
+
+@register(installed("unstack"))
+def _unstack(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
+    return [_named(part, _without(x.names, [params["axis"]])) for part in _bind(primitive, [x], params)]
+
+
+@register((*REDUCTIONS, "argmax", "argmin"))
+def _reduced(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
+    return _named(_bind(primitive, [x], params), _without(x.names, params["axes"]))
+
+
+@register("squeeze")
+def _squeeze(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
+    return _named(_bind(primitive, [x], params), _without(x.names, params["dimensions"]))
+
+
+def _without(names: Sequence[Name], axes: Collection[Any]) -> list[Name]:
+    return [n for i, n in enumerate(names) if i not in axes]
+
+
+@register("transpose")
+def _transpose(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
+    return _named(_bind(primitive, [x], params), [x.names[i] for i in params["permutation"]])
+
+
+@register("broadcast_in_dim")
+def _broadcast(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
+    names: list[Name] = [None] * len(params["shape"])
+    for i, name in zip(params["broadcast_dimensions"], x.names, strict=True):
+        names[i] = name
+    return _named(_bind(primitive, [x], params), names)
+
+
+@register("reshape")
+def _reshape(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
+    out = _bind(primitive, [x], params)
+    names = x.names
+    if params["dimensions"] is not None:
+        names = [names[i] for i in params["dimensions"]]
+    return _named(out, reshaped_names(names, x.shape, out.shape))
+
+
+def reshaped_names(names: Sequence[Name], old: Sequence[int], new: Sequence[int]) -> list[Name]:
+    """An axis that is neither merged nor split keeps its name."""
+    out: list[Name] = []
+    i = 0
+    for j, size in enumerate(new):
+        before = math.prod(new[:j])
+        while i < len(old) and (math.prod(old[:i]) < before or (old[i] == 1 != size)):
+            i += 1
+        whole = i < len(old) and math.prod(old[:i]) == before and old[i] == size
+        out.append(names[i] if whole else None)
+        i += whole
+    return out
+
+
+@register("gather")
+def _gather(primitive: Primitive, x: NamedArray, indices: ArrayLike, **params: Any) -> Any:
+    out = _bind(primitive, (x, indices), params)
+    dims = params["dimension_numbers"]
+    gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
+    kept = [i for i in range(x.ndim) if i not in gone]
+    names: list[Name] = [None] * out.ndim
+    for at, i in zip(dims.offset_dims, kept, strict=True):
+        names[at] = x.names[i]
+    return _named(out, names)
+
+
+# -------------------------------------------------------------------------------------------------
+# Several arrays
+# -------------------------------------------------------------------------------------------------
+
+
+def _agreed(primitive: Primitive, operands: Sequence[Any]) -> list[Name]:
+    """For each axis, the one name that the operands (those that are no scalars) have for it."""
+    shaped = [_names(x) for x in operands if _names(x)]
+    out: list[Name] = []
+    for of_axis in zip(*shaped, strict=True):
+        found = {n for n in of_axis if n}
+        if len(found) > 1:
+            sides = " and ".join(str(names) for names in dict.fromkeys(shaped) if any(names))
+            raise AxisError(
+                f"`{primitive}` takes arrays with the same axes; found {sides}. Reorder or rename those "
+                "of one of them, or use the operators of NamedArray, which broadcast by name."
+            )
+        out.append(found.pop() if found else None)
+    return out
+
+
+@register_on_either_side(ELEMENTWISE_BINARY, NamedArray, precedence=_PRECEDENCE)
+def _elementwise(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    return _named(_bind(primitive, (x, y), params), _agreed(primitive, (x, y)))
+
+
+@register_on_either_side("dot_general", NamedArray, precedence=_PRECEDENCE)
+def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    contract, batch = params["dimension_numbers"]
+    xs, ys = _names(x), _names(y)
+    for i, j in (*zip(*contract, strict=True), *zip(*batch, strict=True)):
+        if xs[i] and ys[j] and xs[i] != ys[j]:
+            raise AxisError(
+                f"`dot_general` pairs axis {xs[i]!r} of an array with axes {xs} and axis {ys[j]!r} of one "
+                f"with axes {ys}. Name the axes to contract with `x.contract(y, name)`, or rename one of them."
+            )
+    names = [xs[i] or ys[j] for i, j in zip(*batch, strict=True)]
+    names += _without(xs, (*contract[0], *batch[0])) + _without(ys, (*contract[1], *batch[1]))
+    return _named(_bind(primitive, (x, y), params), names)
+
+
+def _for_several(names: str) -> Callable[[Any], Any]:
+    """Primitives of any number of operands, of which any may have names: what happens by default."""
+
+    def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
+        DEFAULTS.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return decorator
+
+
+@_for_several("concatenate clamp")
+def _alike(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    return _named(_bind(primitive, xs, params), _agreed(primitive, xs))
+
+
+@_for_several("stack")
+def _stack(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    names = _agreed(primitive, xs)
+    names.insert(params["axis"], None)
+    return _named(_bind(primitive, xs, params), names)
+
+
+@_for_several("select_n")
+def _select(primitive: Primitive, which: Any, *cases: Any, **params: Any) -> Any:
+    return _named(_bind(primitive, (which, *cases), params), _agreed(primitive, (which, *cases)))
+
+
+@_for_several("sort")
+def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    names = _agreed(primitive, xs)
+    return [_named(out, names) for out in _bind(primitive, xs, params)]
+
+
+@_for_several("pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
+def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
+    """What is written into an array takes its axes."""
+    updates = rest[0] if primitive.name == "dynamic_update_slice" else None
+    names = _agreed(primitive, (x, updates)) if updates is not None else _names(x)
+    return _named(_bind(primitive, (x, *rest), params), names)
