@@ -5,22 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-#: What the `demo` extra brings.
-_EXTRA = ("matplotlib", "optax", "rich", "sklearn")
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.lstrip("+-").isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text) if text.lstrip("+-").isdecimal() else -1
-    if not 0 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**32 - 1, found {text!r}")
-    return value
+from .arguments import importing_extra, number
 
 
 def _make_writable(directory: Path) -> str | None:
@@ -40,8 +25,10 @@ def _parser() -> argparse.ArgumentParser:
         "ones in full, by LoRA and by QLoRA (LoRA over NF4 weights).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=_positive, default=300, help="steps of each of the four runs")
-    parser.add_argument("--seed", type=_seed, default=0, help="of data, weights and batches")
+    parser.add_argument("--steps", type=number(int, 1), default=300, help="steps of each of the four runs")
+    parser.add_argument(
+        "--seed", type=number(int, 0, 2**32 - 1), default=0, help="of data, weights and batches"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -62,13 +49,8 @@ def main(argv: list[str] | None = None) -> int:
             f"argument --output: cannot write to '{arguments.output}' ({reason}); "
             "choose a directory that you may write to"
         )
-    try:
+    with importing_extra(parser):
         from .show import show
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA:
-            raise
-        parser.error(f"{package} is not installed: pip install 'quaxlike[demo]'")
     show(seed=arguments.seed, steps=arguments.steps, output=arguments.output)
     return 0
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quaxlike as ql
+from quaxlike.arrays import zero
 
 
 def make_lora(shape=(6, 5), rank=2, *, seed=0, batch=((), (), ()), dtype=jnp.float32, dora=False, **options):
@@ -216,6 +217,8 @@ STAYS = {
     "scalar": lambda w: w * 2.0,
     "broadcast": lambda w: jnp.broadcast_to(w, (3, 6, 5)),
     "expand": lambda w: w[:, None],
+    "on a device": lambda w: jax.device_put(w),
+    "stopped": jax.lax.stop_gradient,
 }
 
 
@@ -273,7 +276,34 @@ def test_over_nf4(name, qlora):
 
 
 def test_no_pair_of_types_is_ambiguous():
-    ql.check_ambiguities(ql.LoraArray, ql.NF4Array, ql.TrainableArray, ql.LoraBias)
+    ql.check_ambiguities(
+        ql.LoraArray, ql.TrainableArray, ql.LoraBias, ql.NF4Array, ql.Int8Array, ql.SparseArray,
+        ql.BlockSparseArray, zero.Zero, zero.Full, zero.Identity,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_with_constants(kind):
+    lora = make_lora(**KINDS[kind])
+    matmul = ql.quaxify(jnp.matmul)
+    with ql.on_materialise("error"):
+        none = matmul(lora, zero.Zero((5, 3)))
+        same = matmul(lora, zero.Identity(5))
+    assert isinstance(none, zero.Zero)
+    assert none.shape == (6, 3)
+    agrees(ql.materialise(same), exact(lora))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_is_frozen_unless_it_is_trained(kind):
+    lora, x = make_lora(**KINDS[kind]), jnp.linspace(-1, 1, 5)
+    loss = lambda lora: jnp.sum(jnp.sin(ql.quaxify(jnp.matmul)(lora, x)))
+    frozen, trained = (jax.grad(loss)(lora.replace(train_base=train)) for train in (False, True))
+    assert not np.any(frozen.w)
+    w = jax.grad(lambda w: jnp.sum(jnp.sin(lora.replace(w=w).merged() @ x)))(lora.w)
+    agrees(trained.w, w, 2e-5)
+    agrees(frozen.a, trained.a)
+    agrees(frozen.b, trained.b)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -270,10 +270,10 @@ def test_directories_of_other_runs(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rank=0"], "argument --rank: expected a whole number, 1 or more; found '0'"),
-        (["--rank=1.5"], "expected a whole number, 1 or more; found '1.5'"),
-        (["--held-out=2"], "argument --held-out: expected a number, 0 to 1; found '2'"),
-        (["--learning-rate=nan"], "argument --learning-rate: expected a number, 0 or more; found 'nan'"),
+        (["--rank=0"], "argument --rank: expected a whole number of at least 1, found '0'"),
+        (["--rank=1.5"], "expected a whole number of at least 1, found '1.5'"),
+        (["--held-out=2"], "argument --held-out: expected a number from 0 to 1, found '2'"),
+        (["--learning-rate=nan"], "argument --learning-rate: expected a number of at least 0, found 'nan'"),
         (["--quantize=nf5"], "argument --quantize: invalid choice: 'nf5'"),
         ([], "the following arguments are required: --model, --data, --output"),
     ],

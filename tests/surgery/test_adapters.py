@@ -49,6 +49,22 @@ def test_one_adapter_for_each_sample(models):
     np.testing.assert_allclose(y, np.stack(expected), atol=2e-6)
 
 
+def test_one_adapter_for_each_sample_over_4_bits():
+    """QLoRA for several users: no weight becomes dense, and none is made for each of them."""
+    base = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=1, key=KEY), "nf4")
+    models = [adapted(i, base) for i in range(5)]
+    stacked, x = ql.stack_adapters(models), np.random.default_rng(2).normal(size=(5, 64)).astype(np.float32)
+    run = lambda i, x: jax.vmap(lambda i, x: ql.quaxify(ql.choose_adapter(stacked, i))(x))(i, x)
+    with ql.on_materialise("error"):
+        y = jax.jit(run)(np.array([4, 2, 2, 0, 1]), x)
+        expected = [ql.quaxify(models[i])(row) for i, row in zip([4, 2, 2, 0, 1], x, strict=True)]
+    np.testing.assert_allclose(y, np.stack(expected), atol=2e-5)
+    shapes = {
+        v.aval.shape for eqn in all_equations(jax.make_jaxpr(run)(np.arange(5), x).jaxpr) for v in eqn.outvars
+    }
+    assert (5, 64, 64) not in shapes
+
+
 def bases(model):
     return [x.w for x in ql.select(model).values() if isinstance(x, ql.LoraArray)]
 

@@ -3,14 +3,11 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..arguments import importing_extra, number
 from .settings import FinetuneError, Settings
-
-#: What the `demo` extra brings.
-_EXTRA = ("optax", "rich", "tokenizers")
 
 _ABOUT = """\
 QLoRA on a checkpoint directory of transformers (Llama, GPT-2 or BERT; in full, or in 4 bits by
@@ -21,23 +18,6 @@ data, one JSON object a line:
   BertModel           {"anchor": ..., "positive": ...}: sentences that mean the same
   ...Classification   {"text": ..., "label": 0}
 """
-
-
-def _number(
-    kind: Callable[[str], Any], least: float | int, most: float | int = float("inf")
-) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            what = "a whole number" if kind is int else "a number"
-            limit = f" to {most:g}" if most < float("inf") else " or more"
-            raise argparse.ArgumentTypeError(f"expected {what}, {least:g}{limit}; found {text!r}")
-        return value
-
-    return parse
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         told = default not in (None, False, (), dataclasses.MISSING)
         parser.add_argument(name, help=f"{help} (default: {default})" if told else help, **options)
 
-    size, share = _number(int, 1), _number(float, 0, 1)
+    size, share = number(int, 1), number(float, 0, 1)
     add(
         "--model",
         "checkpoint directory: config.json, model.safetensors, tokenizer.json",
@@ -85,20 +65,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
     )
     add("--rank", "of the adapters", type=size)
-    add("--alpha", "adapters are scaled with alpha / rank", type=_number(float, 0))
-    add("--dropout", "on the inputs of adapters", type=_number(float, 0, 0.99))
+    add("--alpha", "adapters are scaled with alpha / rank", type=number(float, 0))
+    add("--dropout", "on the inputs of adapters", type=number(float, 0, 0.99))
     add("--rslora", "scale with alpha / sqrt(rank)", action="store_true")
     add("--dora", "train the norms of rows apart from their directions", action="store_true")
     add("--steps", "updates of the weights, in place of --epochs", type=size)
-    add("--epochs", "how often the data is gone through", type=_number(float, 0))
+    add("--epochs", "how often the data is gone through", type=number(float, 0))
     add("--batch-size", "examples at a time", type=size)
     add("--accumulate", "batches a step", type=size)
-    add("--learning-rate", "the highest", type=_number(float, 0))
+    add("--learning-rate", "the highest", type=number(float, 0))
     add("--schedule", "how the learning rate falls", choices=["cosine", "linear", "constant"])
     add("--warmup", "share of steps in which it rises", type=share)
-    add("--weight-decay", "of AdamW", type=_number(float, 0))
-    add("--clip", "largest norm of a gradient, 0 for any", type=_number(float, 0))
-    add("--seed", "of adapters, batches, dropout and what is held out", type=_number(int, 0, 2**32 - 1))
+    add("--weight-decay", "of AdamW", type=number(float, 0))
+    add("--clip", "largest norm of a gradient, 0 for any", type=number(float, 0))
+    add("--seed", "of adapters, batches, dropout and what is held out", type=number(int, 0, 2**32 - 1))
     add("--checkpoint-every", "steps between checkpoints", type=size)
     return parser
 
@@ -110,17 +90,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = vars(parser.parse_args(argv))
     arguments["target"] = tuple(arguments.get("target", ()))
     settings = Settings(**arguments)
-    try:
+    with importing_extra(parser):
         from rich.console import Console
 
         from ...interop import CheckpointError
         from ..models import UnsupportedConfigError
         from .run import finetune
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA:
-            raise
-        parser.error(f"{package} is not installed: pip install 'quaxlike[demo]'")
     console = Console(soft_wrap=True)
     try:
         metrics = finetune(settings, console)

@@ -1,0 +1,40 @@
+"""What the command lines have in common."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+#: What the `demo` extra brings.
+_EXTRA = ("matplotlib", "optax", "rich", "sklearn", "tokenizers")
+
+
+def number(
+    kind: type[int] | type[float], least: float | int, most: float | int = float("inf")
+) -> Callable[[str], Any]:
+    """A type of argument: a number in a range."""
+    what = "a whole number" if kind is int else "a number"
+    limits = f"of at least {least}" if most == float("inf") else f"from {least} to {most}"
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {what} {limits}, found {text!r}")
+        return value
+
+    return parse
+
+
+@contextlib.contextmanager
+def importing_extra(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Ends the command with advice where a package of the `demo` extra is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        parser.error(f"{package} is not installed: pip install 'quaxlike[demo]'")
