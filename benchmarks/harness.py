@@ -1,6 +1,7 @@
 """Timing of the same work done several ways: interleaved in one run, so that only ratios are compared."""
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -38,13 +39,17 @@ def _micro(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def measure(case: Case, repeats: int) -> Measured:
-    """Runs every way twice to warm up, then all of them in turn, `repeats` times."""
+    """Runs every way twice to warm up, then all of them in turn, `repeats` times.
+
+    Each time in another order: what ran before leaves its mark on caches and heap.
+    """
     for run in case.ways.values():
         run()
         run()
     seconds: dict[str, list[float]] = {way: [] for way in case.ways}
+    order = random.Random(0)
     for _ in range(repeats):
-        for way, run in case.ways.items():
+        for way, run in order.sample(list(case.ways.items()), len(case.ways)):
             start = time.perf_counter()
             run()
             seconds[way].append((time.perf_counter() - start) / case.operations)

@@ -10,9 +10,13 @@ from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
 from quaxlike.core.either_side import register_on_either_side
+from quaxlike.core.policy import dense
+from quaxlike.core.quaxify import quaxify
+from quaxlike.core.values import ArrayValue
 from quaxlike.kernels import csr_matmul
 from quaxlike.kernels.csr_matmul import coo_matmul, sum_dtype
 
+from .block import BlockSparseArray
 from .coordinates import fits_int32, flattened, is_stored, known_indices, known_places, pairs, unstacked
 from .stacks import dot_stack, product_dtype
 from .unstructured import SparseArray
@@ -92,3 +96,13 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     indices, sizes = zip(*kept, strict=True)
     out = SparseArray.from_coo(terms, np.stack(indices, -1), sizes)
     return out.replace(data=out.data.astype(dtype))
+
+
+@register_on_either_side("dot_general", SparseArray | BlockSparseArray, other=ArrayValue, precedence=-1)
+def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    """With a type that is multiplied with arrays alone, such as a quantised one, and of two sparse arrays
+    that nothing better is known for: only the (smaller) sparse one is made dense."""
+    sparse = [v for v in (x, y) if isinstance(v, SparseArray | BlockSparseArray)]
+    lost = min(sparse, key=lambda v: v.size)
+    operands = [dense(v, primitive.name, (x, y)) if v is lost else v for v in (x, y)]
+    return quaxify(functools.partial(primitive.bind, **params))(*operands)
