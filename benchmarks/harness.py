@@ -19,16 +19,26 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Seconds per operation of each way: medians over the repeats, and the spread between quartiles."""
+    """Seconds per operation of each way, in each repeat."""
 
     case: Case
-    median: dict[str, float]
-    spread: dict[str, float]
+    seconds: dict[str, list[float]]
+
+    @property
+    def median(self) -> dict[str, float]:
+        return {way: statistics.median(s) for way, s in self.seconds.items()}
+
+    @property
+    def spread(self) -> dict[str, float]:
+        """Between the quartiles."""
+        quartiles = {way: statistics.quantiles(s, n=4) for way, s in self.seconds.items()}
+        return {way: q[2] - q[0] for way, q in quartiles.items()}
 
     def ratio(self, of: str, to: str) -> float | None:
-        if of not in self.median or to not in self.median:
+        """The median of the ratios within a repeat, where both saw the machine in the same state."""
+        if of not in self.seconds or to not in self.seconds:
             return None
-        return self.median[of] / self.median[to]
+        return statistics.median(a / b for a, b in zip(self.seconds[of], self.seconds[to], strict=True))
 
     def as_json(self) -> dict[str, Any]:
         return {"case": self.case.name, "median_us": _micro(self.median), "spread_us": _micro(self.spread)}
@@ -53,9 +63,4 @@ def measure(case: Case, repeats: int) -> Measured:
             start = time.perf_counter()
             run()
             seconds[way].append((time.perf_counter() - start) / case.operations)
-    quartiles = {way: statistics.quantiles(s, n=4) for way, s in seconds.items()}
-    return Measured(
-        case,
-        {way: statistics.median(s) for way, s in seconds.items()},
-        {way: q[2] - q[0] for way, q in quartiles.items()},
-    )
+    return Measured(case, seconds)

@@ -46,6 +46,10 @@ def track() -> None:
     _tracked = _MOVES | _OPEN | _ALL.keys() | _ANY.keys()
 
 
+def is_tracking() -> bool:
+    return bool(_tracked)
+
+
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], out: Any) -> None:
     """Notes what is known of `out`, which `primitive` made of plain operands."""
     name = primitive.name

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .fills import may_be_placeholder, note_fill
+from .fills import is_tracking, may_be_placeholder, note_fill
 from .policy import dense
 from .values import Value, as_shapes, aval_of, is_value, not_an_array
 
@@ -47,7 +47,7 @@ class Slot:
     @property
     def cls(self) -> Any:
         """The class of Value in this slot; None for a plain array."""
-        return None if self.treedef is None else type(self.like)
+        return None if self.treedef is None else self.treedef.node_data()[0]
 
     @functools.cached_property
     def like(self) -> Any:
@@ -120,7 +120,8 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
 
 def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Slot] = ()) -> tuple[Slot, ...]:
     """The slots of the operands with placeholders marked, if a type that has them is near."""
-    if any(slot.treedef is not None and _has_placeholders(slot.cls) for slot in (*slots, *beside)):
+    classes = [slot.cls for slot in (*slots, *beside) if slot.treedef is not None] if is_tracking() else []
+    if any(map(_has_placeholders, classes)):
         return tuple(slot.loosened(x) for slot, x in zip(slots, operands, strict=True))
     return tuple(slots)
 

@@ -46,8 +46,7 @@ def _scan(
             else body([*([None] * len(carry)), *ys])
         )
 
-    init, carry, body = carry_fixed_point(init, body_for, (*const_slots, *x_slots), "scan")
-    carry_leaves, _ = flatten(init)
+    carry_leaves, carry, body = carry_fixed_point(init, body_for, (*const_slots, *x_slots), "scan")
     y_slots = body.out[len(carry) :]
     before = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if is_shared]
     rows = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if not is_shared]

@@ -33,7 +33,7 @@ def _while(
         slots = (*body_slots, *carry)
         return subjaxpr(trace, params["body_jaxpr"], slots, targets=targets, what="while_loop")
 
-    init, carry, body = carry_fixed_point(init, body_for, body_slots, "while_loop")
+    init_leaves, carry, body = carry_fixed_point(init, body_for, body_slots, "while_loop")
     (predicate,) = params["cond_jaxpr"].out_avals
     cond = subjaxpr(
         trace,
@@ -42,7 +42,6 @@ def _while(
         targets=[Slot(None, (predicate,))],
         what="the condition of while_loop",
     )
-    init_leaves, _ = flatten(init)
     params = params | {
         "cond_jaxpr": cond.jaxpr,
         "body_jaxpr": body.jaxpr,
@@ -71,9 +70,10 @@ def carry_fixed_point(
 
     **Returns:**
 
-    `init` in that form, the slots of the carry, and the body.
+    The leaves of `init` in that form, the slots of the carry, and the body.
     """
-    carry = loosened(flatten(init)[1], init, beside)
+    leaves, slots = flatten(init)
+    carry = slots = loosened(slots, init, beside)
     while True:
         try:
             body = body_for(carry, None)
@@ -96,7 +96,9 @@ def carry_fixed_point(
             body = body_for(carry, (*carry, *rest))
             break
         carry = unified
-    return [conform(x, slot, what) for x, slot in zip(init, carry, strict=True)], carry, body
+    if carry is not slots:
+        leaves, _ = flatten([conform(x, slot, what) for x, slot in zip(init, carry, strict=True)])
+    return leaves, carry, body
 
 
 def _explore(
