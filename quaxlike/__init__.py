@@ -57,7 +57,7 @@ from .primitives import custom_dce as custom_dce
 from .surgery.adapters import choose_adapter as choose_adapter
 from .surgery.adapters import combine_adapters as combine_adapters
 from .surgery.adapters import stack_adapters as stack_adapters
-from .surgery.adapters import with_dropout_key as with_dropout_key
+from .surgery.dropout import with_dropout_key as with_dropout_key
 from .surgery.eva import eva as eva
 from .surgery.eva import input_moments as input_moments
 from .surgery.loftq import loftq as loftq

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -13,8 +14,9 @@ from quaxlike.demo.finetune import data
 from quaxlike.demo.finetune.__main__ import main
 from quaxlike.demo.finetune.state import RunDirectory
 from quaxlike.demo.finetune.tasks import NextToken
-from quaxlike.demo.models import load_model
-from quaxlike.interop import peft
+from quaxlike.demo.models import Bert, load_model
+from quaxlike.demo.models.bert import BertConfig
+from quaxlike.interop import peft, safetensors
 from quaxlike.interop.tensors import open_tensors
 from tests.fixtures import fixture
 
@@ -34,7 +36,7 @@ LINES = {
     "text": [{"text": count(*RNG.integers(2, 10, 2))} for _ in range(40)],
     "completion": [{"prompt": count(i, 3), "completion": count(i + 3, 4)} for i in RNG.integers(0, 10, 40)],
     "label": [{"text": count(i, 3), "label": int(i < 5)} for i in RNG.integers(0, 10, 40)],
-    "pairs": [{"anchor": count(i, 4), "positive": count(i + 1, 5)} for i in range(40)],
+    "pairs": [{"a": count(i % 10, 1 + i // 10), "b": count(i % 10 + 3, 1 + i // 10)} for i in range(40)],
 }
 CHECKPOINTS = {
     "llama": "peft_llama/base",
@@ -46,11 +48,14 @@ CHECKPOINTS = {
 
 def checkpoint(folder, kind, **changes):
     """A copy of a fixture with a tokeniser of the words above, and changes to its configuration."""
-    shutil.copytree(fixture(CHECKPOINTS[kind]), folder)
+    if kind == "encoder":
+        random_encoder(folder)
+    else:
+        shutil.copytree(fixture(CHECKPOINTS[kind]), folder)
     words = [*SPECIAL, *WORDS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if kind == "bert":
+    if kind in ("bert", "encoder"):
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
@@ -61,6 +66,17 @@ def checkpoint(folder, kind, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
+
+
+def random_encoder(folder):
+    sizes = {
+        "vocab_size": 14, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 20,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["BertModel"]}))
+    model = Bert(BertConfig.from_json(sizes), key=jax.random.key(0))
+    safetensors.save(folder / "model.safetensors", model)
 
 
 def write(path, lines):
@@ -99,6 +115,7 @@ def log_of(folder):
         ("llama4bit", "completion", "perplexity", ["--schedule=linear", "--target", "q_proj", "v_proj"]),
         ("gpt2", "text", "loss", ["--quantize=int8", "--schedule=constant", "--clip=0"]),
         ("bert", "label", "loss", ["--quantize=none", "--dora"]),
+        ("encoder", "pairs", "mrr", ["--quantize=fp4"]),
     ],
 )
 def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_path):
@@ -108,7 +125,7 @@ def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_pat
     assert [entry["step"] for entry in log] == list(range(13))
     before, after = map(float, re.search(rf"held-out {better}: (\S+) before, (\S+) after", told).groups())
     assert before == pytest.approx(log[0]["held_out"][better], abs=1e-4)
-    assert after < 0.8 * before
+    assert (after > 1.2 * before) if better == "mrr" else (after < 0.8 * before)
     assert f"{sum(v.size for v in adapter(tmp_path / 'out').values()):,} trained" in told
     # It fits the base that it was trained on.
     base, _ = load_model(tmp_path / kind)
@@ -209,6 +226,7 @@ def test_bad_lines_are_named(name, tmp_path, capsys):
         ("llama", "text", ["--max-length=100000"], "--max-length 100000 is more than the model's"),
         ("llama", "text", ["--target", "qq_proj"], r"'qq_proj' matches none .* Did you mean .*q_proj"),
         ("llama", "text", ["--eval-data=nowhere.jsonl"], r"There is no file nowhere\.jsonl"),
+        ("encoder", "text", [], r"data\.jsonl:1: expected two texts that belong together; found text"),
         ("bert", "text", [], r"data\.jsonl:1: 'label' must be a whole number from 0 to \d; found None"),
     ],
 )

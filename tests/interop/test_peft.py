@@ -78,6 +78,28 @@ def test_on_a_base_in_4_bits(scales):
     np.testing.assert_allclose(logits(model, io), io["qv/logits"], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
+def test_adapters_of_several_files_on_one_base(bases):
+    """Other ranks, scalings and layers in each; one of them for each sample."""
+    names = ["qv", "all_rslora_patterns", "embed_and_head"]
+    folder = fixture("peft_llama")
+    io = np.load(folder / "io.npz")
+    stacked = ql.stack_adapters([peft.load_adapter(folder / "adapters" / n, bases["llama"]) for n in names])
+    ids, seen = jnp.asarray(io["input_ids"].astype(np.int32)), jnp.asarray(io["attention_mask"] > 0)
+
+    @eqx.filter_jit
+    def run(model, indices):
+        one = lambda i, ids, seen: ql.quaxify(ql.choose_adapter(model, i))(ids, seen)
+        return jax.vmap(one)(indices, ids, seen)
+
+    for shift in range(3):
+        indices = (np.arange(len(ids)) + shift) % 3
+        with ql.on_materialise("error"):
+            y = run(stacked, indices)
+        for i, row, sample in zip(indices, y, range(len(ids)), strict=True):
+            np.testing.assert_allclose(row, io[f"{names[i]}/logits"][sample], rtol=0, atol=2e-5)
+
+
 def test_on_a_state_dict_under_other_names(bases):
     """A model that is a dict, and names that are others than PEFT's."""
     folder = fixture("peft_llama") / "adapters" / "qv"

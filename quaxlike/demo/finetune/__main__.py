@@ -15,7 +15,7 @@ bitsandbytes). Writes an adapter that PEFT loads. The same command goes on with 
 
 data, one JSON object a line:
   Llama, GPT-2        {"text": ...}  or  {"prompt": ..., "completion": ...}
-  BertModel           {"anchor": ..., "positive": ...}: sentences that mean the same
+  BertModel           {"anchor": ..., "positive": ...}: two texts that belong together
   ...Classification   {"text": ..., "label": 0}
 """
 

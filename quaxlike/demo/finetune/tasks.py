@@ -86,8 +86,8 @@ class NextToken(AbstractTask):
 
 
 class Pairs(AbstractTask):
-    """Sentence embeddings: `{"anchor": ..., "positive": ...}`. Each anchor shall be closer to its positive
-    than to all others of the batch.
+    """Sentence embeddings: `{"anchor": ..., "positive": ...}`, or two texts of other names. The first shall
+    be closer to its partner than to those of all others of the batch.
 
     Henderson et al., Efficient Natural Language Response Suggestion (2017), as sentence-transformers has it.
     """
@@ -98,7 +98,9 @@ class Pairs(AbstractTask):
     scale: ClassVar[float] = 20.0
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example:
-        anchor, positive = (tokens.cut(text_of(fields, name)) for name in ("anchor", "positive"))
+        if len(fields) != 2:
+            raise ValueError(f"expected two texts that belong together; found {', '.join(fields) or 'none'}")
+        anchor, positive = (tokens.cut(text_of(fields, name)) for name in fields)
         return Example((anchor[0], positive[0]), was_cut=anchor[1] or positive[1])
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, "texts hidden"]:
