@@ -6,7 +6,6 @@ or no structure and one aval for a plain array. Slots are hashable, and say noth
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -128,7 +127,7 @@ def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Sl
 
 @functools.cache
 def _has_placeholders(cls: type[Value]) -> bool:
-    return inspect.unwrap(cls.placeholder) is not inspect.unwrap(Value.placeholder)
+    return cls.placeholder.__func__ is not Value.placeholder.__func__
 
 
 def _leaf_aval(value: Value, leaf: Any) -> Any:
@@ -218,8 +217,10 @@ def placeholder(slot: Slot, cls: type[Value]) -> Slot:
 
 def settled(slot: Slot) -> Slot:
     """The plain slot that a placeholder stands for; another slot as it is."""
+    if slot.treedef is None or not _has_placeholders(slot.cls):
+        return slot
     plain = Slot(None, slot.avals[:1], loose=True)
-    return plain if slot.treedef is not None and placeholder(plain, slot.cls) == slot else slot
+    return plain if placeholder(plain, slot.cls) == slot else slot
 
 
 def without_placeholder(x: Any) -> Any:

@@ -156,10 +156,13 @@ def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
+        highest = max(cls.default_precedence for cls in overriding.values())
+        overriding = {d: cls for d, cls in overriding.items() if cls.default_precedence == highest}
+    if len(overriding) > 1:
         names = ", ".join(sorted(cls.__name__ for cls in overriding.values()))
         raise TypeError(
             f"No rule for `{primitive}` matches, and its operands {names} each have a `default` of "
-            "their own. Register a rule for this combination of types."
+            "their own. Register a rule for this combination of types, or give one a `default_precedence`."
         )
     for default, cls in overriding.items():
         if (recorder := recording.active()) is not None:

@@ -91,6 +91,9 @@ class Value(eqx.Module, metaclass=_ValueMeta):
     linear: ClassVar[bool] = False
     """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then."""
 
+    default_precedence: ClassVar[int] = 0
+    """Among operands of several types that override `default`, that of the highest is called."""
+
     # Equinox looks attributes up in Python, so as to make pytrees of bound methods. On Values that lookup is
     # most of the cost of a rule; their methods are bound as those of any other Python object.
     __getattribute__ = object.__getattribute__
@@ -112,7 +115,8 @@ class Value(eqx.Module, metaclass=_ValueMeta):
         """What happens when no rule matches; overridden by types that treat all primitives alike.
 
         Without an override among the operands every Value is materialised, under the policy; with
-        exactly one, it is called; with several different ones a `TypeError` names the types.
+        exactly one, or one of the highest `default_precedence`, it is called; with several different
+        ones a `TypeError` names the types.
 
         **Arguments:**
 

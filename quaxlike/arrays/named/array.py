@@ -26,6 +26,9 @@ class AxisError(OperandMismatch):
         super().__init__(message, NamedArray)
 
 
+# Names describe an array, whatever its unit and whatever it is made of: before all other types.
+PRECEDENCE = 30
+
 # What rules.py says of primitives that take any number of operands.
 DEFAULTS: dict[str, Callable[..., Any]] = {}
 
@@ -64,6 +67,7 @@ class NamedArray(ArrayOperators, ArrayValue):
     _names: tuple[Name, ...] = eqx.field(static=True)
 
     linear = True
+    default_precedence = PRECEDENCE
 
     def __init__(self, array: ArrayLike | ArrayValue, names: Sequence[Name]) -> None:
         self.array = array if is_value(array) else jnp.asarray(array)

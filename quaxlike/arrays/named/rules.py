@@ -10,11 +10,11 @@ from jaxtyping import ArrayLike
 from ...core.either_side import register_on_either_side
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ...core.values import ArrayValue
 from ...primitives.classes import CUMULATIVE, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REDUCTIONS, installed
-from .array import DEFAULTS, AxisError, Name, NamedArray
+from .array import DEFAULTS, PRECEDENCE, AxisError, Name, NamedArray
 
-# Names describe an array, whatever its unit and whatever it is made of: before all other types.
-_PRECEDENCE = 30
+_Any = ArrayLike | ArrayValue
 
 
 def _names(x: Any) -> tuple[Name, ...]:
@@ -141,12 +141,12 @@ def _agreed(primitive: Primitive, operands: Sequence[Any]) -> list[Name]:
     return out
 
 
-@register_on_either_side(ELEMENTWISE_BINARY, NamedArray, precedence=_PRECEDENCE)
+@register_on_either_side(ELEMENTWISE_BINARY, NamedArray, precedence=PRECEDENCE)
 def _elementwise(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return _named(_bind(primitive, (x, y), params), _agreed(primitive, (x, y)))
 
 
-@register_on_either_side("dot_general", NamedArray, precedence=_PRECEDENCE)
+@register_on_either_side("dot_general", NamedArray, precedence=PRECEDENCE)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     contract, batch = params["dimension_numbers"]
     xs, ys = _names(x), _names(y)
@@ -154,7 +154,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         if xs[i] and ys[j] and xs[i] != ys[j]:
             raise AxisError(
                 f"`dot_general` pairs axis {xs[i]!r} of an array with axes {xs} and axis {ys[j]!r} of one "
-                f"with axes {ys}. Name the axes to contract with `x.contract(y, name)`, or rename one of them."
+                f"with axes {ys}. Name what to contract with `x.contract(y, name)`, or rename one of them."
             )
     names = [xs[i] or ys[j] for i, j in zip(*batch, strict=True)]
     names += _without(xs, (*contract[0], *batch[0])) + _without(ys, (*contract[1], *batch[1]))
@@ -181,6 +181,21 @@ def _stack(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     names = _agreed(primitive, xs)
     names.insert(params["axis"], None)
     return _named(_bind(primitive, xs, params), names)
+
+
+@register("select_n", precedence=PRECEDENCE)
+def _select_left(primitive: Primitive, which: ArrayLike, x: NamedArray, y: _Any, **params: Any) -> Any:
+    return _select(primitive, which, x, y, **params)
+
+
+@register("select_n", precedence=PRECEDENCE)
+def _select_right(primitive: Primitive, which: ArrayLike, x: _Any, y: NamedArray, **params: Any) -> Any:
+    return _select(primitive, which, x, y, **params)
+
+
+@register("select_n", precedence=PRECEDENCE)
+def _select_both(primitive: Primitive, which: ArrayLike, x: NamedArray, y: NamedArray, **params: Any) -> Any:
+    return _select(primitive, which, x, y, **params)
 
 
 @_for_several("select_n")

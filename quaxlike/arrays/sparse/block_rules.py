@@ -127,10 +127,11 @@ def _div(primitive: Primitive, x: BlockSparseArray, y: ArrayLike, **params: Any)
 
 
 def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
-    """The elements of `y`, of the shape of `w` or (), where blocks are; 1 for empty slots."""
+    """The elements of `y`, which is broadcast to `w`, where blocks are; 1 for empty slots."""
     y = jnp.asarray(y)
     if y.ndim == 0:
         return y
+    y = jnp.broadcast_to(y, w.shape)
     b, columns = w.block_size, w.transposed_idx.shape[-2]
     y = y.swapaxes(-2, -1) if w.transposed else y
 

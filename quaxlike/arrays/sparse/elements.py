@@ -50,10 +50,11 @@ def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> S
 
 
 def _at(w: SparseArray, y: ArrayLike) -> Array:
-    """The elements of `y`, of the shape of `w` or (), where `w` has elements; 1 for padding."""
+    """The elements of `y`, which is broadcast to `w`, where `w` has elements; 1 for padding."""
     y = jnp.asarray(y)
     if y.ndim == 0:
         return y
+    y = jnp.broadcast_to(y, w.shape)
     take = lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1)
     for _ in range(w.num_batch):
         take = jax.vmap(take)

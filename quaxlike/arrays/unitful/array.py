@@ -16,6 +16,9 @@ from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, adopters, is_value
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
+# A unit describes an array whatever that is made of: before the types that say how it is stored.
+PRECEDENCE = 20
+
 # What rules.py says of primitives that take any number of operands.
 DEFAULTS: dict[str, Callable[..., Any]] = {}
 
@@ -53,6 +56,7 @@ class Unitful(ArrayOperators, ArrayValue):
     unit: Unit = eqx.field(static=True, converter=Unit)
 
     linear = True
+    default_precedence = PRECEDENCE
     on_materialise = "error"  # dropping a unit has to be asked for
 
     def aval(self) -> jax.core.ShapedArray:

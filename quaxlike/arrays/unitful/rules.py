@@ -16,11 +16,9 @@ from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
-from .array import DEFAULTS, Unitful, array_of, unit_of, with_unit
+from .array import DEFAULTS, PRECEDENCE, Unitful, array_of, unit_of, with_unit
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
-# A unit describes an array whatever that is made of: before the types that say how it is stored.
-_PRECEDENCE = 20
 _Any = ArrayLike | ArrayValue
 
 
@@ -113,20 +111,20 @@ def _dimensionless(primitive: Primitive, operands: Sequence[Any]) -> Sequence[An
 _PRODUCTS = {"mul": (1, 1), "div": (1, -1), "dot_general": (1, 1), "conv_general_dilated": (1, 1)}
 
 
-@register_on_either_side(tuple(_PRODUCTS), Unitful, precedence=_PRECEDENCE)
+@register_on_either_side(tuple(_PRODUCTS), Unitful, precedence=PRECEDENCE)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     return with_unit(_bind(primitive, (x, y), params), unit_of(x) ** p * unit_of(y) ** q)
 
 
-@register_on_either_side("triangular_solve", Unitful, precedence=_PRECEDENCE)
+@register_on_either_side("triangular_solve", Unitful, precedence=PRECEDENCE)
 def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
     # With a unit diagonal the matrix is a plain factor, as the lower one of an LU decomposition.
     unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
     return with_unit(_bind(primitive, (a, b), params), unit)
 
 
-@register_on_either_side("pow", Unitful, precedence=_PRECEDENCE)
+@register_on_either_side("pow", Unitful, precedence=PRECEDENCE)
 def _pow(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     _dimensionless(primitive, [y])
     out = _bind(primitive, (x, y), params)
@@ -163,12 +161,13 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
     return units.pop() if units else next(x.unit for x in operands if isinstance(x, Unitful))
 
 
-@register_on_either_side(_SAME, Unitful, precedence=_PRECEDENCE)
+@register_on_either_side(_SAME, Unitful, precedence=PRECEDENCE)
 def _same(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    return with_unit(_bind(primitive, (x, y), params), _common(primitive, (x, y)))
+    unit = _common(primitive, (x, y))
+    return with_unit(_bind(primitive, (x, y), params), unit)
 
 
-@register_on_either_side(_RATIOS, Unitful, precedence=_PRECEDENCE)
+@register_on_either_side(_RATIOS, Unitful, precedence=PRECEDENCE)
 def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     _common(primitive, (x, y))
     return _bind(primitive, (x, y), params)
@@ -177,7 +176,7 @@ def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 @register_on_either_side(
     tuple(set(ELEMENTWISE_BINARY) - {*_SAME, *_RATIOS, *_PRODUCTS, "pow"}),
     Unitful,
-    precedence=_PRECEDENCE,
+    precedence=PRECEDENCE,
 )
 def _two_numbers(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return _bind(primitive, _dimensionless(primitive, (x, y)), params)
@@ -209,7 +208,8 @@ def _for_several(names: str) -> Callable[[Any], Any]:
 
 @_for_several("concatenate stack clamp")
 def _several(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    return with_unit(_bind(primitive, xs, params), _common(primitive, xs))
+    unit = _common(primitive, xs)
+    return with_unit(_bind(primitive, xs, params), unit)
 
 
 @_for_several("sort")
@@ -224,20 +224,21 @@ def _ragged_dot(primitive: Primitive, x: Any, y: Any, group_sizes: Any, **params
 
 @_for_several(" ".join(_STORED))
 def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    return with_unit(_bind(primitive, xs, params), _common(primitive, xs[_STORED[primitive.name]]))
+    unit = _common(primitive, xs[_STORED[primitive.name]])
+    return with_unit(_bind(primitive, xs, params), unit)
 
 
-@register("select_n", precedence=_PRECEDENCE)
+@register("select_n", precedence=PRECEDENCE)
 def _select_left(primitive: Primitive, which: ArrayLike, x: Unitful, y: _Any) -> Any:
     return _select(primitive, which, x, y)
 
 
-@register("select_n", precedence=_PRECEDENCE)
+@register("select_n", precedence=PRECEDENCE)
 def _select_right(primitive: Primitive, which: ArrayLike, x: _Any, y: Unitful) -> Any:
     return _select(primitive, which, x, y)
 
 
-@register("select_n", precedence=_PRECEDENCE)
+@register("select_n", precedence=PRECEDENCE)
 def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful) -> Any:
     return _select(primitive, which, x, y)
 
@@ -245,10 +246,10 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 @_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
     """A plain case takes the unit of the others, as before a division: `jnp.where(x > 0, x, 1)`."""
-    given = [x for x in cases if isinstance(x, Unitful)]
-    return with_unit(_bind(primitive, (which, *cases), {}), _common(primitive, given))
+    unit = _common(primitive, [x for x in cases if isinstance(x, Unitful)])
+    return with_unit(_bind(primitive, (which, *cases), {}), unit)
 
 
-@register("scatter-mul", precedence=_PRECEDENCE)
+@register("scatter-mul", precedence=PRECEDENCE)
 def _scatter_mul(primitive: Primitive, x: Unitful, indices: ArrayLike, by: _Any, **params: Any) -> Any:
     return with_unit(_bind(primitive, (x, indices, *_dimensionless(primitive, [by])), params), x.unit)

@@ -1,0 +1,144 @@
+"""Every type meets every other: what comes out is that of the dense arrays, or an error that says why not.
+
+A type joins with one line in `TYPES`.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+import quaxlike as ql
+from quaxlike.arrays import named, sparse, unitful, zero
+from quaxlike.arrays.unitful import DimensionError, Unit
+
+N = 4
+
+
+def _dense(seed: int = 0) -> Array:
+    return jax.random.normal(jax.random.key(seed), (N, N))
+
+
+def _lora(w: Any) -> ql.LoraArray:
+    a, b = jax.random.normal(jax.random.key(1), (2, 2, N))
+    return ql.LoraArray(w, a, b.T, alpha=4)
+
+
+def _pruned() -> Array:
+    return jnp.where(_dense() > 0, _dense(), 0.0)
+
+
+def _blocks() -> ql.BlockSparseArray:
+    return ql.BlockSparseArray.from_dense(_dense(), block_size=2, density=0.5)
+
+
+def _metres(x: Any) -> unitful.Unitful:
+    return unitful.Unitful(x, "m")
+
+
+def _named(x: Any) -> named.NamedArray:
+    return named.NamedArray(x, ("i", "i"))
+
+
+TYPES: dict[str, Callable[[], Any]] = {
+    "array": _dense,
+    "LoraArray": lambda: _lora(_dense()),
+    "NF4Array": lambda: ql.NF4Array.quantize(_dense(), block_size=32),
+    "Int8Array": lambda: ql.Int8Array.quantize(_dense()),
+    "LoraArray of NF4Array": lambda: _lora(ql.NF4Array.quantize(_dense(), block_size=32)),
+    "SparseArray": lambda: ql.SparseArray.from_dense(_pruned()),
+    "BlockSparseArray": _blocks,
+    "LoraArray of BlockSparseArray": lambda: _lora(_blocks()),
+    "OneHotVector": lambda: sparse.OneHotVector(5.0, 2, length=N),
+    "Zero": lambda: zero.Zero((N, N), jnp.float32),
+    "Full": lambda: zero.Full(0.25, (N, N)),
+    "Identity": lambda: zero.Identity(N),
+    "Unitful": lambda: _metres(_dense()),
+    "Unitful of LoraArray": lambda: _metres(_lora(_dense())),
+    "NamedArray": lambda: _named(_dense()),
+    "NamedArray of Unitful of BlockSparseArray": lambda: _named(_metres(_blocks())),
+}
+
+
+def parts(x: Any) -> tuple[tuple[str | None, ...], Unit, Any]:
+    """The names of the axes, the unit, and the numbers."""
+    names: tuple[str | None, ...] = (None,) * jnp.ndim(x)
+    unit = Unit()
+    if isinstance(x, named.NamedArray):
+        names, x = x.names, x.array
+    if isinstance(x, unitful.Unitful):
+        unit, x = x.unit, x.array
+    assert not isinstance(x, named.NamedArray | unitful.Unitful)
+    return names, unit, np.asarray(ql.materialise(x))
+
+
+# What is done, and the names and units that come out of it.
+
+
+def _same_names(x: Any, y: Any) -> tuple[str | None, ...]:
+    return tuple(a or b for a, b in itertools.zip_longest(x[::-1], y[::-1]))[::-1]
+
+
+def _product_names(x: Any, y: Any) -> tuple[str | None, ...]:
+    return (*x[:-1], *y[:-2], *(y[-1:] if len(y) > 1 else ()))
+
+
+def _same_unit(x: Unit, y: Unit) -> Unit | None:
+    return x if x == y else None
+
+
+def _either_unit(x: Unit, y: Unit) -> Unit | None:
+    return x if y.dimensionless else y
+
+
+MASK = np.eye(N, dtype=bool) | (np.arange(N) == 1)
+OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[..., Any], Callable[..., Any]]] = {
+    "add": (jnp.add, _same_names, _same_unit),
+    "multiply": (jnp.multiply, _same_names, lambda x, y: x * y),
+    "matmul": (jnp.matmul, _product_names, lambda x, y: x * y),
+    "where": (lambda x, y: jnp.where(MASK, x, y), _same_names, _either_unit),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y]), _same_names, _same_unit),
+}
+
+
+@pytest.mark.parametrize("right", TYPES)
+@pytest.mark.parametrize("left", TYPES)
+def test_pair(left, right, default_promotion):
+    x, y = TYPES[left](), TYPES[right]()
+    with ql.on_materialise("allow"):
+        (x_names, x_unit, x_dense), (y_names, y_unit, y_dense) = parts(x), parts(y)
+    for name, (fn, names_of, unit_of) in OPERATIONS.items():
+        if name == "concatenate" and x_dense.ndim != y_dense.ndim:
+            continue  # nor do plain arrays
+        unit = unit_of(x_unit, y_unit)
+        if unit is None:
+            with pytest.raises(
+                DimensionError, match=r"in the same unit; found \((m, dimen|dimensionless, m)"
+            ):
+                ql.quaxify(fn)(x, y)
+            continue
+        with ql.on_materialise("allow"):  # sparse arrays warn of it
+            names, found_unit, numbers = parts(ql.quaxify(fn)(x, y))
+        expected = np.asarray(fn(x_dense, y_dense))
+        np.testing.assert_allclose(numbers, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+        assert numbers.dtype == expected.dtype, name
+        assert found_unit == unit, name
+        expected_names = names_of(x_names, y_names)
+        assert names == (None,) * (numbers.ndim - len(expected_names)) + expected_names, name
+
+
+def test_no_pair_is_ambiguous():
+    types = {type(part) for make in TYPES.values() for part in _values(make())}
+    ql.check_ambiguities(*types, ql.FP4Array, ql.Int4Array)  # which have the rules of NF4Array
+
+
+def _values(x: Any) -> list[Any]:
+    """The Value and the Values that it is made of."""
+    if not ql.is_value(x):
+        return []
+    return [x, *(v for part in vars(x).values() for v in _values(part))]
