@@ -5,6 +5,7 @@ import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -17,7 +18,7 @@ from quaxlike.demo.finetune.tasks import NextToken
 from quaxlike.demo.models import Bert, load_model
 from quaxlike.demo.models.bert import BertConfig
 from quaxlike.interop import peft, safetensors
-from quaxlike.interop.tensors import open_tensors
+from quaxlike.interop.tensors import open_tensors, write_tensors
 from tests.fixtures import fixture
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -41,6 +42,7 @@ LINES = {
 CHECKPOINTS = {
     "llama": "peft_llama/base",
     "llama4bit": "qlora_llama_double/base4bit",
+    "llama16bit": "peft_llama/base",
     "gpt2": "peft_gpt2/base",
     "bert": "peft_bert/base",
 }
@@ -52,6 +54,11 @@ def checkpoint(folder, kind, **changes):
         random_encoder(folder)
     else:
         shutil.copytree(fixture(CHECKPOINTS[kind]), folder)
+    if kind == "llama16bit":
+        file = folder / "model.safetensors"
+        write_tensors(
+            file, {k: v.astype(jnp.bfloat16) for k, v in open_tensors(file).items()}, {"format": "pt"}
+        )
     words = [*SPECIAL, *WORDS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -113,6 +120,7 @@ def log_of(folder):
     [
         ("llama", "text", "loss", ["--dropout=0.1", "--rslora", "--weight-decay=0.01"]),
         ("llama4bit", "completion", "perplexity", ["--schedule=linear", "--target", "q_proj", "v_proj"]),
+        ("llama16bit", "text", "loss", ["--quantize=int4"]),
         ("gpt2", "text", "loss", ["--quantize=int8", "--schedule=constant", "--clip=0"]),
         ("bert", "label", "loss", ["--quantize=none", "--dora"]),
         ("encoder", "pairs", "mrr", ["--quantize=fp4"]),
@@ -169,6 +177,14 @@ def test_stopped_and_resumed_is_uninterrupted(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_few_examples_make_up_one_batch(run, tmp_path):
+    status, told = run("bert", "label", "--batch-size=64", "--epochs=2", "--quantize=none", "--held-out=0.01")
+    assert status == 0
+    assert "batches are of all 39 examples to train on" in told
+    assert len(log_of(tmp_path / "out")) == 3
+
+
+@pytest.mark.slow
 def test_accumulation_is_one_large_batch(run, tmp_path):
     """However the tokens are spread over its parts."""
     common = ["--steps=3", "--learning-rate=0.001", "--quantize=none"]
@@ -221,7 +237,7 @@ def test_bad_lines_are_named(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("kind", "lines", "options", "message"),
     [
-        ("llama", "text", ["--batch-size=33"], "has 32 examples to train on; a batch takes 33"),
+        ("encoder", "pairs", ["--batch-size=1"], "--batch-size is 1; a batch must have at least 2"),
         ("llama", "text", ["--held-out=0"], "Nothing of .* is held out"),
         ("llama", "text", ["--max-length=100000"], "--max-length 100000 is more than the model's"),
         ("llama", "text", ["--target", "qq_proj"], r"'qq_proj' matches none .* Did you mean .*q_proj"),

@@ -152,8 +152,9 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """What is trained on, and a share that is held out; the order of the file is kept."""
-    n = round(share * len(examples))
+    """What is trained on, and a share that is held out, at least one of several; the order of the file is
+    kept."""
+    n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
     chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())
     parts: tuple[list[Example], list[Example]] = ([], [])
     for i, example in enumerate(examples):

@@ -1,5 +1,6 @@
 """A run from the checkpoint to the adapter."""
 
+import dataclasses
 import time
 from typing import Any
 
@@ -35,16 +36,19 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
 
     **Raises:**
 
-    `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError`, `ValueError`: before
-    anything is written, for all that the run cannot start with.
+    `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError`: before anything is
+    written, for all that the run cannot start with.
     """
     base, config = load_model(settings.model)
     task = task_for(base)
-    limit = config.get("max_position_embeddings") or config["n_positions"]
+    limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = settings.max_length or min(256, limit)
     if max_length > limit:
         raise FinetuneError(f"--max-length {max_length} is more than the model's {limit} positions.")
     training, held_out = _data(settings, task, Tokens(settings.model, config, max_length), console)
+    if len(training) < settings.batch_size:
+        console.print(f"{settings.data}: batches are of all {len(training)} examples to train on.")
+        settings = dataclasses.replace(settings, batch_size=len(training))
     model = _adapted(base, task, settings)
     table = ql.summary(model)
     console.print(
@@ -104,11 +108,10 @@ def _data(
             )
         parts.append(examples)
     training, held_out = parts if len(parts) == 2 else split(parts[0], settings.held_out, settings.seed)
-    least = max(settings.batch_size, task.least_batch)
-    if len(training) < least or settings.batch_size < task.least_batch:
+    if min(len(training), settings.batch_size) < task.least_batch:
         raise FinetuneError(
-            f"{settings.data} has {len(training)} examples to train on; a batch takes {settings.batch_size}, "
-            f"and must have at least {task.least_batch}."
+            f"{settings.data} has {len(training)} examples to train on, and --batch-size is "
+            f"{settings.batch_size}; a batch must have at least {task.least_batch}."
         )
     if not held_out:
         raise FinetuneError(
