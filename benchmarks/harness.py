@@ -41,7 +41,13 @@ class Measured:
         return statistics.median(a / b for a, b in zip(self.seconds[of], self.seconds[to], strict=True))
 
     def as_json(self) -> dict[str, Any]:
-        return {"case": self.case.name, "median_us": _micro(self.median), "spread_us": _micro(self.spread)}
+        ratios = {way: self.ratio("quaxlike", way) for way in self.seconds if way != "quaxlike"}
+        return {
+            "case": self.case.name,
+            "median_us": _micro(self.median),
+            "spread_us": _micro(self.spread),
+            "quaxlike_to": {way: ratio and round(ratio, 3) for way, ratio in ratios.items()},
+        }
 
 
 def _micro(seconds: dict[str, float]) -> dict[str, float]:
