@@ -101,3 +101,9 @@ def may_be_placeholder(x: Any) -> bool:
     """Whether all elements of `x` are known to be 0, infinity or NaN, as of arrays to be written to."""
     number = fill_of(x)
     return number is not None and bool(number == 0 or not np.isfinite(number))
+
+
+def is_open(x: Any) -> bool:
+    """Whether `x` is known to hold 0, infinity or NaN, but not which."""
+    number = fill_of(x)
+    return number is not None and bool(np.isnan(number))

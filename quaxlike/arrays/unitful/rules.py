@@ -11,10 +11,10 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.either_side import register_on_either_side
-from ...core.fills import fill_of, may_be_placeholder
+from ...core.fills import fill_of, is_open, may_be_placeholder, note_fill
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ...core.values import ArrayValue
+from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
 from .array import DEFAULTS, PRECEDENCE, Unitful, array_of, unit_of, with_unit
 from .unit import ANY, UNKNOWN, DimensionError, Unit
@@ -114,7 +114,11 @@ _PRODUCTS = {"mul": (1, 1), "div": (1, -1), "dot_general": (1, 1), "conv_general
 @register_on_either_side(tuple(_PRODUCTS), Unitful, precedence=PRECEDENCE)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
-    return with_unit(_bind(primitive, (x, y), params), unit_of(x) ** p * unit_of(y) ** q)
+    out = _bind(primitive, (x, y), params)
+    if any(map(is_open, (x,) if primitive.name == "div" else (x, y))) and not is_value(out):
+        note_fill(out, np.nan)  # so is the product, in whatever unit a loop finds for its placeholder
+        return out
+    return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 
 
 @register_on_either_side("triangular_solve", Unitful, precedence=PRECEDENCE)
