@@ -4,6 +4,7 @@ from . import contraction as _contraction  # noqa: F401  # pyright: ignore[repor
 from . import convolution as _convolution  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import joining as _joining  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import layout as _layout  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from . import reshaping as _reshaping  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import slicing as _slicing  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .array import RANK as RANK
 from .array import LoraArray as LoraArray

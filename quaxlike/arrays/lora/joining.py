@@ -11,7 +11,7 @@ from ...core.rules import register
 from .array import RANK, LoraArray, labels, matrix_labels
 from .contraction import drops
 from .einsum import Labels, cast, common_dtype
-from .layout import has_all_axes, with_axes
+from .layout import with_all_axes, with_axes
 
 
 @register("concatenate")
@@ -32,13 +32,36 @@ def _stack(*operands: LoraArray | ArrayLike, axis: int):
     return _in_a_row([with_axes(x, order) for x in loras], axis)
 
 
+@register("add")
+def _add(x: LoraArray, y: LoraArray, **params: Any):
+    """One adapter beside the other, over the sum of the bases."""
+    loras = _alike((x, y))
+    if loras is None or x.shape != y.shape or x.magnitude is not None:
+        return NotImplemented
+    x, y = map(plainly_scaled, loras)
+    _, a_labels, b_labels = labels(x)
+    return x.replace(
+        w=quaxify(jnp.add)(x.w, y.w),
+        a=_joined([x.a, y.a], a_labels.index(RANK)),
+        b=_joined([x.b, y.b], b_labels.index(RANK)),
+        alpha=float(x.rank + y.rank),
+    )
+
+
+@register("sub")
+def _sub(x: LoraArray, y: LoraArray, **params: Any):
+    return quaxify(lambda x, y: x + (-y))(x, y)
+
+
 def _alike(operands: Sequence[Any]) -> list[LoraArray] | None:
     """The operands as adapted arrays with the same axes; None if that cannot be."""
     like = next(x for x in operands if isinstance(x, LoraArray))
-    loras = [x if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like) for x in operands]
+    loras = [
+        with_all_axes(x) if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like)
+        for x in operands
+    ]
     axes = {(x.ndim, x.out_axes, x.in_axes, x.magnitude is None) for x in loras}
-    fits = len(axes) == 1 and all(has_all_axes(x) and not drops(x) for x in loras)
-    return loras if fits else None
+    return loras if len(axes) == 1 and not any(map(drops, loras)) else None
 
 
 def without_adapter(w: Any, like: LoraArray) -> LoraArray:

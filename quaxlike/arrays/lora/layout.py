@@ -26,8 +26,8 @@ def each(lora: LoraArray, fn: Callable[[Any, Labels], Any], order: Sequence[int]
         a=fn(lora.a, a_labels),
         b=fn(lora.b, b_labels),
         magnitude=None if lora.magnitude is None else fn(lora.magnitude, b_labels[:-1]),
-        out_axes=tuple(at[n + axis] for axis in lora.out_axes),
-        in_axes=tuple(at[n + axis] for axis in lora.in_axes),
+        out_axes=tuple(at[n + axis] for axis in lora.out_axes if n + axis in at),
+        in_axes=tuple(at[n + axis] for axis in lora.in_axes if n + axis in at),
     )
 
 
@@ -65,7 +65,8 @@ def _transpose(x: LoraArray, *, permutation: Sequence[int]):
 
 @register("squeeze")
 def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
-    if set(dimensions) & matrix_labels(x):  # one row or column: an activation, not a weight
+    left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
+    if not left & {*x.out_axes} or not left & {*x.in_axes}:  # one row or column: an activation, not a weight
         return jax.lax.squeeze(x.materialise(), dimensions)
 
     def squeezed(part: Any, own: Labels) -> Any:
@@ -99,6 +100,25 @@ def has_all_axes(x: LoraArray) -> bool:
     return all(batch <= set(own) for own in labels(x))
 
 
+def with_all_axes(x: LoraArray) -> LoraArray:
+    """The same array, each part with all batch axes: those that a part lacks are in front of its own."""
+    if has_all_axes(x):
+        return x
+    batch = [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]
+
+    def stretched(part: Any, n_own: int) -> Any:
+        shape = (*batch, *part.shape[part.ndim - n_own :])
+        return quaxify(lambda part: jnp.broadcast_to(part, shape))(part)
+
+    n_in, n_out = len(x.in_axes), len(x.out_axes)
+    return x.replace(
+        w=quaxify(lambda w: jnp.broadcast_to(w, x.shape))(x.w),
+        a=stretched(x.a, 1 + n_in),
+        b=stretched(x.b, n_out + 1),
+        magnitude=None if x.magnitude is None else stretched(x.magnitude, n_out),
+    )
+
+
 def with_axes(x: LoraArray, order: Sequence[int]) -> LoraArray:
     """`x`, which has all axes, with new axes of size one: those with labels from `x.ndim` on in `order`."""
     matrix = matrix_labels(x)
@@ -113,7 +133,7 @@ def with_axes(x: LoraArray, order: Sequence[int]) -> LoraArray:
 
 
 # -------------------------------------------------------------------------------------------------
-# Arithmetic with scalars
+# Arithmetic
 # -------------------------------------------------------------------------------------------------
 #
 # The base may be frozen, but what it is combined with need not be: it is cut off before, and the result
@@ -121,18 +141,18 @@ def with_axes(x: LoraArray, order: Sequence[int]) -> LoraArray:
 
 
 @register("mul")
-def _mul_scalar(x: LoraArray, y: ArrayLike, **params: Any):
-    return _times(x, y) if jnp.ndim(y) == 0 else NotImplemented
+def _mul_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _times(x, y)
 
 
 @register("mul")
-def _scalar_mul(x: ArrayLike, y: LoraArray, **params: Any):
-    return _times(y, x) if jnp.ndim(x) == 0 else NotImplemented
+def _array_mul(x: ArrayLike, y: LoraArray, **params: Any):
+    return _times(y, x)
 
 
 @register("div")
-def _div_scalar(x: LoraArray, y: ArrayLike, **params: Any):
-    return _times(x, 1 / jnp.asarray(y)) if jnp.ndim(y) == 0 else NotImplemented
+def _div_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _times(x, 1 / jnp.asarray(y))
 
 
 @register("neg")
@@ -140,12 +160,21 @@ def _neg(x: LoraArray, **params: Any):
     return _times(x, jnp.asarray(-1, x.dtype))
 
 
-def _times(x: LoraArray, y: Any) -> LoraArray:
+def _times(x: LoraArray, y: Any) -> Any:
+    """By a scalar, or by one number for each row or for each column: then one factor takes it, too."""
     y = jnp.asarray(y)
     if x.magnitude is not None:
-        return x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
+        return NotImplemented if y.ndim else x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
+    _, a_labels, b_labels = labels(x)
+    varying = [i for i, size in enumerate(y.shape) if size != 1]
+    field, own = ("b", b_labels) if set(varying) <= set(b_labels) else ("a", a_labels)
+    fits = set(varying) <= set(own) and all(y.shape[i] == x.shape[i] for i in varying)
+    if y.ndim and not (fits and y.ndim == x.ndim and has_all_axes(x)):
+        return NotImplemented
+    factor = getattr(x, field)
+    numbers = arrange(jax.lax.squeeze(y, [i for i in range(y.ndim) if i not in varying]), varying, own)
     w = quaxify(jnp.multiply)(x.base, y)
-    return x.replace(w=w, b=x.b * cast(y, x.b.dtype), train_base=True)
+    return x.replace(w=w, train_base=True, **{field: factor * cast(numbers, factor.dtype)})
 
 
 @register("add")
