@@ -1,7 +1,7 @@
 """What multilinear operations share: the accumulator, derivatives, batching, manual mesh axes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,15 @@ from jaxtyping import Array
 from quaxlike.core import compat
 from quaxlike.primitives import DefinedPrimitive
 
+_Tree = TypeVar("_Tree")
+
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
     """What products of a floating dtype are summed in: float32, or wider if they are."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def vary_alike(operands: Any) -> Any:
+def vary_alike(operands: _Tree) -> _Tree:
     """A tree of arrays that within `shard_map` all vary over the same mesh axes: sums that begin with one of
     them go on with the others."""
     axes = frozenset().union(*map(compat.varying_axes, jax.tree.leaves(operands)))

@@ -12,10 +12,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-# Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: amortises the
-# passes over activations and accumulator when these outweigh the tile.
+# Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: work enough for
+# each step to be shared between cores, and fewer passes over activations and accumulator.
 _TILE_FEW, _TILE_MANY = 2**18, 2**20
-_FEW_ROWS_OF_X = 32
+_FEW_ROWS_OF_X = 4
 
 Decode = Callable[[Array | int, int], list[Array]]
 """`decode(start, rows)`: rows of `W` from an even `start` on, as one array for every `stride`-th column:
@@ -73,6 +73,8 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 def _tiling(m: int, n: int, k: int) -> tuple[int, int]:
     """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
-    weights = _TILE_FEW if m <= _FEW_ROWS_OF_X else _TILE_MANY
+    # Never a weight of any size at once: XLA would keep it, decoded, from the forward to the backward pass.
+    many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
+    weights = _TILE_FEW if m <= _FEW_ROWS_OF_X else many
     tiles = -(-n // max(2, weights // max(k, 1)))
     return (tiles, n) if tiles < 2 else (tiles, n // tiles // 2 * 2)

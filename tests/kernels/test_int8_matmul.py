@@ -55,7 +55,8 @@ def test_no_dense_copy_of_the_weight(transpose):
         jax.ShapeDtypeStruct((n, 1), jnp.float32),
     ]
     matmul = jax.jit(lambda *operands: int8_matmul(*operands, transpose=transpose))
-    assert matmul.lower(*operands).compile().memory_analysis().temp_size_in_bytes <= 4 * 2**20
+    # A tile of 4 MiB, where the dense weight would take 16.
+    assert matmul.lower(*operands).compile().memory_analysis().temp_size_in_bytes <= 5 * 2**20
 
 
 def test_shapes_are_checked():

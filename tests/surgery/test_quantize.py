@@ -128,13 +128,18 @@ def test_fake_quantisation_keeps_ties_and_adapters(mlp):
 
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_a_training_step_holds_no_dense_copy_of_a_frozen_weight(double_quant):
-    """QLoRA: what the step needs beside its arguments are a tile of 1 MiB and activations, where each of the
-    dense weights would take 16 MiB."""
-    width = 2048
-    mlp = eqx.nn.MLP(width, width, width, depth=3, key=KEY)
-    model = ql.loraify(ql.quantize(mlp, double_quant=double_quant), rank=4, key=KEY)
-    trained, frozen = eqx.partition(model, ql.trainable(model))
-    arrays, rest = eqx.partition(frozen, eqx.is_array)
+    """QLoRA: what the step needs beside its arguments are a tile of 4 MiB, the scales of one weight and
+    activations, where each of the dense weights would take 64 MiB."""
+    width = 4096
+
+    def make():
+        mlp = eqx.nn.MLP(width, width, width, depth=3, key=KEY)
+        model = ql.loraify(ql.quantize(mlp, double_quant=double_quant), rank=4, key=KEY)
+        trained, frozen = eqx.partition(model, ql.trainable(model))
+        return trained, *eqx.partition(frozen, eqx.is_array)
+
+    trained, arrays, rest = eqx.filter_eval_shape(make)
+    assert sum(x.size for x in jax.tree.leaves(trained)) == 4 * 2 * 4 * width
 
     @jax.jit
     def step(trained, arrays, x):
@@ -146,7 +151,7 @@ def test_a_training_step_holds_no_dense_copy_of_a_frozen_weight(double_quant):
 
     with ql.on_materialise("error"):
         compiled = step.lower(trained, arrays, jnp.ones((8, width))).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2**20
+    assert compiled.memory_analysis().temp_size_in_bytes < 10 * 2**20, compiled.memory_analysis()
 
 
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
