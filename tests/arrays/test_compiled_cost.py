@@ -11,7 +11,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.zero import Identity, Zero
-from quaxlike.kernels import block_sparse_matmul, lora_matmul, nf4_matmul
+from quaxlike.kernels import block_sparse_matmul, csr_matmul, lora_matmul, nf4_matmul
 
 SHAPE, RANK, ROWS = (128, 256), 4, 16
 _RNG = np.random.default_rng(0)
@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any]] = {
     "NF4": (_times, _on_nf4, NF4),
     "QLoRA": (_times, _on_qlora, ql.LoraArray(NF4, A, B, alpha=8)),
     "block-sparse": (_times, _on_blocks, ql.BlockSparseArray.from_dense(W, block_size=64, density=0.5)),
+    "sparse": (_times, lambda x, w: csr_matmul(x, w.data, w.csr), ql.SparseArray.from_dense(W, density=0.1)),
     "zero": (lambda x, w: x @ w.T + x[:, :128], lambda x, w: x[:, :128], Zero(SHAPE, jnp.float32)),
     "identity": (lambda x, w: w @ x, lambda x, w: x, Identity(ROWS)),
     "one-hot": (lambda x, w: x @ w, _on_one_hot, OneHotVector(jnp.float32(2), jnp.int32(3), 256)),

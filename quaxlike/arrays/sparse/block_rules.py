@@ -24,6 +24,7 @@ from .stacks import (
     broadcast_stack,
     cut_stack,
     dot_stack,
+    is_covered,
     is_stacked,
     map_batch,
     product_dtype,
@@ -118,11 +119,15 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     if isinstance(x, BlockSparseArray) and isinstance(y, BlockSparseArray):
         return _on_blocks(primitive, x, y, **params)
     w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
+    if not is_covered(w, other):
+        return NotImplemented
     return w.replace(blocks=quaxify(lambda a, b: primitive.bind(a, b, **params))(w.blocks, _at(w, other)))
 
 
 @register("div")
 def _div(primitive: Primitive, x: BlockSparseArray, y: ArrayLike, **params: Any) -> Any:
+    if not is_covered(x, y):
+        return NotImplemented
     return x.replace(blocks=quaxify(lambda a, b: primitive.bind(a, b, **params))(x.blocks, _at(x, y)))
 
 
@@ -146,13 +151,13 @@ def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
 
 @register_on_either_side(["add", "sub", "add_any"], BlockSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """With an array of the same shape the sum is an array, to which the blocks are added."""
+    """The sum with an array, or a number, is an array, to which the blocks are added."""
     if isinstance(x, BlockSparseArray) and isinstance(y, BlockSparseArray):
         return _on_blocks(primitive, x, y, **params)
     w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
-    other = jnp.asarray(other)
-    if other.shape != w.shape or isinstance(w.blocks, ArrayValue):
-        return NotImplemented  # with a scalar nothing is left that is zero
+    if not is_covered(w, other) or isinstance(w.blocks, ArrayValue):
+        return NotImplemented
+    other = jnp.broadcast_to(jnp.asarray(other), w.shape)
     minus = primitive.name == "sub"
     blocks = -w.blocks if minus and w is y else w.blocks
     return _add_blocks(-other if minus and w is x else other, w.replace(blocks=blocks))
@@ -175,7 +180,7 @@ def _add_blocks(y: Array, w: BlockSparseArray) -> Array:
 
 def _on_blocks(primitive: Primitive, x: BlockSparseArray, y: BlockSparseArray, **params: Any) -> Any:
     """Two matrices with the same blocks."""
-    if x.transposed != y.transposed or not same_index(x.col_idx, y.col_idx):
+    if x.shape != y.shape or x.transposed != y.transposed or not same_index(x.col_idx, y.col_idx):
         return NotImplemented
     blocks = quaxify(lambda a, b: primitive.bind(a, b, **params))(x.blocks, y.blocks)
     return x.replace(blocks=blocks)

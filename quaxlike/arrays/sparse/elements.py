@@ -23,6 +23,7 @@ from .coordinates import (
     same_pattern,
     unstacked,
 )
+from .stacks import is_covered
 from .unstructured import SparseArray
 
 
@@ -41,28 +42,40 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     if isinstance(x, SparseArray) and isinstance(y, SparseArray):
         return _where_both(primitive, x, y, **params)
     w, other = (x, y) if isinstance(x, SparseArray) else (y, x)
+    if not is_covered(w, other):
+        return NotImplemented
     return w.replace(data=primitive.bind(w.data, _at(w, other), **params))
 
 
 @register("div")
-def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> SparseArray:
+def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> Any:
+    if not is_covered(x, y):
+        return NotImplemented
     return x.replace(data=primitive.bind(x.data, _at(x, y), **params))
 
 
 def _at(w: SparseArray, y: ArrayLike) -> Array:
-    """The elements of `y`, which is broadcast to `w`, where `w` has elements; 1 for padding."""
+    """The elements of `y`, of shape () or with axes like those of `w` or of size one, where `w` has
+    elements; 1 for padding."""
     y = jnp.asarray(y)
     if y.ndim == 0:
         return y
-    y = jnp.broadcast_to(y, w.shape)
+    n = w.num_batch
+    y = jnp.broadcast_to(y, (*w.shape[:n], *y.shape[n:]))
+    at = [
+        jnp.where(index < size, 0, 1) if along == 1 else index
+        for index, size, along in zip(w.indices, w.sizes, y.shape[n:], strict=True)
+    ]
     take = lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1)
-    for _ in range(w.num_batch):
+    for _ in range(n):
         take = jax.vmap(take)
-    return take(y, *w.indices)
+    return take(y, *at)
 
 
 def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: Any) -> Any:
     """A function that is zero where one of the two is."""
+    if x.shape != y.shape:
+        return NotImplemented
     if same_pattern(x, y):
         return x.replace(data=primitive.bind(x.data, y.data, **params))
     at_x, at_y = known_indices(x), known_indices(y)
@@ -75,14 +88,14 @@ def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: 
 
 @register_on_either_side(["add", "sub", "add_any"], SparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """With an array of the same shape the sum is an array, to which the elements are added."""
+    """The sum with an array, or a number, is an array, to which the elements are added."""
     minus = primitive.name == "sub"
     if isinstance(x, SparseArray) and isinstance(y, SparseArray):
         return _where_either(x, y.replace(data=-y.data) if minus else y)
     w, other = (x, y) if isinstance(x, SparseArray) else (y, x)
-    other = jnp.asarray(other)
-    if other.shape != w.shape:
-        return NotImplemented  # with a scalar nothing is left that is zero
+    if not is_covered(w, other):
+        return NotImplemented
+    other = jnp.broadcast_to(jnp.asarray(other), w.shape)
     data = -w.data if minus and w is y else w.data
     add = lambda y, data, *indices: y.at[indices].add(data, mode="drop")
     for _ in range(w.num_batch):
@@ -92,6 +105,8 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 def _where_either(x: SparseArray, y: SparseArray) -> Any:
     """The sum of two sparse arrays."""
+    if x.shape != y.shape:
+        return NotImplemented
     if same_pattern(x, y):
         return x.replace(data=x.data + y.data)
     at_x, at_y = known_indices(x), known_indices(y)

@@ -78,6 +78,11 @@ def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
     return [jax.P(*batch, *[None] * (leaf.ndim - len(batch))) for leaf in jax.tree.leaves(w)]
 
 
+def is_covered(w: Any, y: Any) -> bool:
+    """Whether a function of `w` and `y`, element by element, has the shape of `w`."""
+    return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
+
+
 def same_index(x: Any, y: Any) -> bool:
     """Whether two indices are known to be equal."""
     if x is y:

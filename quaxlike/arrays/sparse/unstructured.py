@@ -1,6 +1,8 @@
 """`SparseArray`: an array of which single elements are stored."""
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal
@@ -164,17 +166,29 @@ class SparseArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def from_bcoo(cls, matrix: Any) -> "SparseArray":
-        """A `jax.experimental.sparse.BCOO`. Its batch axes stay batch axes, its dense ones become sparse."""
+        """A `jax.experimental.sparse.BCOO`. Its batch axes stay batch axes, its dense ones become sparse.
+
+        Where its indices are traced, under `jax.jit` say, its elements stay in their order.
+        """
         from jax.experimental import sparse
 
         if matrix.n_dense:
             matrix = sparse.bcoo_update_layout(matrix, n_dense=0, on_inefficient=None)
         batch = matrix.shape[: matrix.n_batch]
         data = jnp.broadcast_to(matrix.data, (*batch, *matrix.data.shape[matrix.n_batch :]))
-        indices = matrix.indices
+        indices = jnp.broadcast_to(matrix.indices, (*batch, *matrix.indices.shape[matrix.n_batch :]))
         if not isinstance(indices, jax.core.Tracer):
-            indices = np.broadcast_to(indices, (*batch, *indices.shape[matrix.n_batch :]))
-        return cls.from_coo(data, indices, matrix.shape)
+            return cls.from_coo(data, indices, matrix.shape)
+        if not matrix.unique_indices:
+            matrix = sparse.BCOO((data, indices), shape=matrix.shape)
+            with jax.numpy_rank_promotion("allow"):  # which JAX relies on there
+                matrix = matrix.sum_duplicates(nse=matrix.nse)
+            data, indices = matrix.data, matrix.indices
+        sizes = matrix.shape[matrix.n_batch :]
+        along = [indices[..., axis].astype(jnp.int32) for axis in range(len(sizes))]
+        inside = functools.reduce(jnp.logical_and, map(operator.lt, along, sizes))
+        each = tuple(jnp.where(inside, index, size) for index, size in zip(along, sizes, strict=True))
+        return cls(jnp.where(inside, data, jnp.zeros_like(data)), each, sizes)
 
     def to_bcoo(self) -> Any:
         """The array as a `jax.experimental.sparse.BCOO`, with the same batch axes."""

@@ -247,6 +247,9 @@ KEEPS = {
     "functions": lambda w: jnp.sin(jnp.abs(w)) - jnp.tanh(w) ** 3,
     "array": lambda w: w * normal(*w.shape) / (2 + jnp.abs(normal(*w.shape))),
     "array on the left": lambda w: normal(*w.shape) * w,
+    "rows and columns": lambda w: (
+        w * normal(*w.shape[:-2], 1, w.shape[-1]) / jnp.full((*w.shape[:-1], 1), 3.0)
+    ),
     "transpose": lambda w: jnp.swapaxes(w, -2, -1) * 2.0,
     "new axes": lambda w: w[None, :, None][0, 0] if w.ndim == 2 else w[None][0],
     "broadcast": lambda w: jnp.broadcast_to(w, (3, *w.shape)),
@@ -254,6 +257,8 @@ KEEPS = {
     "dtype": lambda w: w.astype(jnp.float32),
 }
 DENSE = {
+    "plus a number": lambda w: 1.0 - (w + 2.0),
+    "plus a row": lambda w: w + normal(*w.shape[:-2], 1, w.shape[-1]),
     "plus an array": lambda w: w + normal(*w.shape),
     "array minus": lambda w: normal(*w.shape) - w,
     "minus an array": lambda w: w - normal(*w.shape),
@@ -284,7 +289,7 @@ def test_stacks():
 
 
 def test_what_densifies_says_so():
-    for f in (jnp.cos, lambda w: w + 1.0, jnp.max, lambda w: w[2:5], lambda w: w @ w.T):
+    for f in (jnp.cos, lambda w: w > 1.0, jnp.max, lambda w: w[2:5], lambda w: w @ w.T):
         with pytest.raises(ql.MaterialisationError, match="BlockSparseArray"), ql.on_materialise("error"):
             ql.quaxify(f)(W)
     with ql.on_materialise("allow"):

@@ -109,6 +109,21 @@ def test_layouts_of_bcoo():
     np.testing.assert_array_equal(S.from_bcoo(shared).materialise(), [[1, 0, 0], [1, 0, 0]])
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["batches", "one pattern"])
+def test_bcoo_that_is_traced(shared):
+    """Of duplicates as well."""
+    data, indices = normal(2, 5), jnp.array([[[0, 1], [2, 0], [0, 1], [3, 4], [2, 3]]] * (1 if shared else 2))
+    matrix = jsparse.BCOO((data, indices), shape=(2, 3, 4))
+    with ql.on_materialise("error"):
+        found = jax.jit(lambda m: ql.quaxify(lambda w: jnp.abs(w @ jnp.ones(4)))(S.from_bcoo(m)))(matrix)
+        each = jax.vmap(lambda m: S.from_bcoo(m) @ jnp.ones(4))(
+            jsparse.BCOO((data, jnp.broadcast_to(indices, (2, 5, 2))), shape=(2, 3, 4))
+        )
+    expected = matrix.todense() @ jnp.ones(4)
+    np.testing.assert_allclose(found, jnp.abs(expected), rtol=1e-5)
+    np.testing.assert_allclose(each, expected, rtol=1e-5)
+
+
 def test_scipy():
     for matrix in (scipy.sparse.csc_array(W.materialise()), scipy.sparse.dok_array(W.materialise())):
         np.testing.assert_array_equal(S.from_scipy(matrix).materialise(), W.materialise())
@@ -266,6 +281,7 @@ def elementwise(x):
         "functions": jnp.sin(jnp.abs(x)) - jnp.tanh(x) ** 3,
         "array": x * other / (2 + jnp.abs(other)),
         "array on the left": other * x,
+        "rows and columns": x * other[..., :1, :] / (2 + jnp.abs(other[..., :1])),
         "dtype": x.astype(jnp.float16).astype(jnp.float32),
     }
 
@@ -297,6 +313,8 @@ def moved(x):
 def dense(x):
     other = normal(*x.shape, seed=5)
     return {
+        "plus a number": 1.0 - (x + 2.0),
+        "plus a row": x + other[..., :1, :],
         "plus an array": x + other,
         "array minus": other - x,
         "minus an array": x - other,
@@ -367,7 +385,7 @@ def test_two_whose_patterns_are_known():
 
 
 def test_what_densifies_says_so():
-    for f in (jnp.cos, lambda x: x + 1.0, jnp.max, jnp.exp, lambda x: x**0):
+    for f in (jnp.cos, lambda x: x > 1.0, jnp.max, jnp.exp, lambda x: x**0):
         with pytest.raises(ql.MaterialisationError, match="SparseArray"), ql.on_materialise("error"):
             ql.quaxify(f)(W)
     with pytest.warns(ql.MaterialisationWarning, match="SparseArray"):
