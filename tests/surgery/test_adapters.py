@@ -8,6 +8,8 @@ import pytest
 
 import quaxlike as ql
 
+from ..primitives.jaxprs import equations
+
 KEY = jax.random.key(0)
 MLP = eqx.nn.MLP(6, 3, 16, depth=2, key=KEY)
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
@@ -60,7 +62,7 @@ def test_one_adapter_for_each_sample_over_4_bits():
         expected = [ql.quaxify(models[i])(row) for i, row in zip([4, 2, 2, 0, 1], x, strict=True)]
     np.testing.assert_allclose(y, np.stack(expected), atol=2e-5)
     shapes = {
-        v.aval.shape for eqn in all_equations(jax.make_jaxpr(run)(np.arange(5), x).jaxpr) for v in eqn.outvars
+        v.aval.shape for eqn in equations(jax.make_jaxpr(run)(np.arange(5), x).jaxpr) for v in eqn.outvars
     }
     assert (5, 64, 64) not in shapes
 
@@ -94,17 +96,8 @@ def test_thirty_two_adapters_compile_once():
     jaxpr = jax.make_jaxpr(
         lambda i, x: jax.vmap(lambda i, x: ql.quaxify(ql.choose_adapter(stacked, i))(x))(i, x)
     )
-    shapes = {v.aval.shape for eqn in all_equations(jaxpr(indices, x).jaxpr) for v in eqn.outvars}
+    shapes = {v.aval.shape for eqn in equations(jaxpr(indices, x).jaxpr) for v in eqn.outvars}
     assert not any(len(shape) == 3 and shape[-2:] in ((16, 6), (16, 16), (3, 16)) for shape in shapes)
-
-
-def all_equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for param in eqn.params.values():
-            inner = getattr(param, "jaxpr", param)
-            if hasattr(inner, "eqns"):
-                yield from all_equations(inner)
 
 
 def test_an_adapter_chosen_by_number():
