@@ -16,6 +16,9 @@ from jax.core import Tracer
 
 from .values import is_value
 
+# The number of arrays that hold 0, infinity or NaN, but it is not known which.
+OPEN = np.float64("nan")
+
 _known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 # Primitives whose results hold nothing but elements of their operands, in order.
@@ -34,16 +37,15 @@ _ALL: dict[str, slice] = {
 }
 # ... and where one of them is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
-# What holds no number yet counts as NaN; so does what the host returns, since `eqx.error_if` returns that
-# from the branch that raises.
-_OPEN = frozenset(["empty", "empty2", "pure_callback"])
+# What holds no number yet, and what the host returns: `eqx.error_if` does in the branch that raises.
+_UNSET = frozenset(["empty", "empty2", "pure_callback"])
 _tracked: frozenset[str] = frozenset()
 
 
 def track() -> None:
     """From now on, what plain arrays are filled with is followed through the primitives that keep it."""
     global _tracked
-    _tracked = _MOVES | _OPEN | _ALL.keys() | _ANY.keys()
+    _tracked = _MOVES | _UNSET | _ALL.keys() | _ANY.keys()
 
 
 def is_tracking() -> bool:
@@ -61,18 +63,13 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], out: Any) -> None
             number = fill_of(x)
             if number is not None:
                 note_fill(y, number)
-    elif name in _OPEN:
+    elif name in _UNSET:
         for y in outs:
-            note_fill(y, np.nan)
+            note_fill(y, OPEN)
     else:
         among, matter = (all, operands[_ALL[name]]) if name in _ALL else (any, operands[_ANY[name]])
         if among(map(may_be_placeholder, matter)):
-            note_fill(out, 0 if among(map(_is_zero, matter)) else np.nan)
-
-
-def _is_zero(x: Any) -> bool:
-    number = fill_of(x)
-    return number is not None and bool(number == 0)
+            note_fill(out, 0 if among(map(is_zero, matter)) else OPEN)
 
 
 def note_fill(array: Any, number: Any) -> None:
@@ -83,8 +80,7 @@ def note_fill(array: Any, number: Any) -> None:
 
 
 def fill_of(x: Any) -> Any:
-    """The number that all elements of `x` are known to be, if it is a plain array; else None. NaN stands for
-    any mixture of 0, infinity and NaN."""
+    """The number that all elements of `x` are known to be, or `OPEN`, if it is a plain array; else None."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
@@ -103,7 +99,11 @@ def may_be_placeholder(x: Any) -> bool:
     return number is not None and bool(number == 0 or not np.isfinite(number))
 
 
+def is_zero(x: Any) -> bool:
+    number = fill_of(x)
+    return number is not None and bool(number == 0)
+
+
 def is_open(x: Any) -> bool:
     """Whether `x` is known to hold 0, infinity or NaN, but not which."""
-    number = fill_of(x)
-    return number is not None and bool(np.isnan(number))
+    return fill_of(x) is OPEN

@@ -13,9 +13,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
-from .fills import is_tracking, may_be_placeholder, note_fill
+from .fills import OPEN, is_tracking, is_zero, may_be_placeholder, note_fill
 from .policy import dense
 from .values import Value, as_shapes, aval_of, is_value, not_an_array
 
@@ -24,7 +23,9 @@ from .values import Value, as_shapes, aval_of, is_value, not_an_array
 class Slot:
     treedef: Any  # of a Value; None for a plain array
     avals: tuple[Any, ...]
-    loose: bool = False  # a plain array that may be a placeholder, where a type with `placeholder` is near
+    # What is known of a plain array, where a type with `placeholder` is near: 2 if it is zero, 1 if it is
+    # zero, infinity or NaN, which are what libraries use as placeholders.
+    loose: int = 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Slot) or self.avals != other.avals or self.loose != other.loose:
@@ -66,13 +67,19 @@ class Slot:
 
     def admits(self, other: "Slot") -> bool:
         """Whether what is in the other slot goes into this one as it is."""
-        return self == (other if self.loose else Slot(other.treedef, other.avals))
+        return self.loose <= other.loose and self == Slot(other.treedef, other.avals, self.loose)
 
     def loosened(self, x: Any) -> "Slot":
-        """This slot of `x`, which may be a placeholder if it is a plain array of inexact numbers."""
-        if self.treedef is not None or not jnp.issubdtype(self.avals[0].dtype, jnp.inexact):
+        """This slot of `x`, with what is known of `x` if it is a plain array."""
+        if self.treedef is not None or not jnp.issubdtype(self.avals[0].dtype, jnp.number):
             return self
-        return Slot(None, self.avals, may_be_placeholder(x))
+        return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
+
+    def carried(self) -> "Slot":
+        """This slot in a loop, of whose carry only the start is known. Counters, which start from zero too,
+        are no placeholders."""
+        inexact = self.treedef is None and jnp.issubdtype(self.avals[0].dtype, jnp.inexact)
+        return Slot(self.treedef, self.avals, min(self.loose, int(inexact)))
 
     def with_avals(self, avals: Iterable[Any]) -> "Slot":
         return Slot(self.treedef, tuple(avals), self.loose)
@@ -89,7 +96,7 @@ class Slot:
         if self.treedef is not None:
             return jtu.tree_unflatten(self.treedef, leaves)
         if self.loose:
-            note_fill(leaves[0], np.nan)
+            note_fill(leaves[0], 0 if self.loose == 2 else OPEN)
         return leaves[0]
 
     def __str__(self) -> str:
@@ -219,7 +226,7 @@ def settled(slot: Slot) -> Slot:
     """The plain slot that a placeholder stands for; another slot as it is."""
     if slot.treedef is None or not _has_placeholders(slot.cls):
         return slot
-    plain = Slot(None, slot.avals[:1], loose=True)
+    plain = Slot(None, slot.avals[:1], loose=1)
     return plain if placeholder(plain, slot.cls) == slot else slot
 
 
@@ -232,7 +239,8 @@ def without_placeholder(x: Any) -> Any:
 def unify(a: Slot, b: Slot, where: str) -> Slot:
     """The slot that both sides can be brought to with `conform`."""
     if a.treedef is None and b.treedef is None and a.loose != b.loose:
-        a, b = Slot(None, a.avals), Slot(None, b.avals)  # a placeholder only if both sides are
+        known = min(a.loose, b.loose)
+        a, b = Slot(None, a.avals, known), Slot(None, b.avals, known)
     if a == b:
         return a
     if a.strong() == b.strong():

@@ -195,7 +195,7 @@ def test_linear_algebra():
             lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: (c[0] + c[1], c[1] + 1.0), (x, 0.0)),
             r"found \(m, dimensionless\)",
         ),
-        (lambda x, t: jax.jit(lambda n: x**n)(0.0), "needs an exponent that is one number"),
+        (lambda x, t: jax.jit(lambda n: x**n)(2.0), "needs an exponent that is one number"),
     ],
 )
 @pytest.mark.parametrize("jit", [False, True])
@@ -222,6 +222,9 @@ def test_zero_infinity_and_nan_have_any_unit():
     ):
         np.testing.assert_array_equal(ql.materialise(ql.quaxify(f)(X)), f(X.array))
     same(sum([X, Y]), X.array + Y.array, "m")
+    # Through jit as well, where a zero keeps the unit of a product.
+    for f in (lambda x: jnp.clip(x, 0), lambda x: jnp.pad(x, 1), lambda x: jax.jit(jnp.multiply)(x, 0)):
+        same(ql.quaxify(f)(X), f(X.array), "m")
 
 
 # Transforms

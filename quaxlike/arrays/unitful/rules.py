@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.either_side import register_on_either_side
-from ...core.fills import fill_of, is_open, may_be_placeholder, note_fill
+from ...core.fills import OPEN, fill_of, is_open, may_be_placeholder, note_fill
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue, is_value
@@ -116,7 +116,7 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     out = _bind(primitive, (x, y), params)
     if any(map(is_open, (x,) if primitive.name == "div" else (x, y))) and not is_value(out):
-        note_fill(out, np.nan)  # so is the product, in whatever unit a loop finds for its placeholder
+        note_fill(out, OPEN)  # so is the product, in whatever unit a loop finds for its placeholder
         return out
     return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 

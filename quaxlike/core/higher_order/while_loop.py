@@ -73,7 +73,7 @@ def carry_fixed_point(
     The leaves of `init` in that form, the slots of the carry, and the body.
     """
     leaves, slots = flatten(init)
-    carry = slots = loosened(slots, init, beside)
+    carry = slots = tuple(slot.carried() for slot in loosened(slots, init, beside))
     while True:
         try:
             body = body_for(carry, None)
@@ -85,7 +85,7 @@ def carry_fixed_point(
             break
         unified = tuple(
             unify(
-                a if b.treedef is None else a.loosened(x),
+                a if b.treedef is None else a.loosened(x).carried(),
                 b,
                 f"Carry {i} of {what}, before and after an iteration,",
             )
@@ -115,7 +115,9 @@ def _explore(
 
     **Raises:** the `OperandMismatch`, if no plain array turns out to be a Value.
     """
-    loose = tuple(placeholder(slot.loosened(x), mismatch.cls) for slot, x in zip(carry, init, strict=True))
+    loose = tuple(
+        placeholder(slot.loosened(x).carried(), mismatch.cls) for slot, x in zip(carry, init, strict=True)
+    )
     for plain_tells in (False, True):  # whether a plain result tells that it is a plain array
         lifted = tuple(map(settled, _settle(loose, body_for, plain_tells)))
         if not all(map(Slot.has_structure_of, lifted, carry)):
