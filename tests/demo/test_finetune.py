@@ -178,10 +178,14 @@ def test_stopped_and_resumed_is_uninterrupted(run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_few_examples_make_up_one_batch(run, tmp_path):
-    status, told = run("bert", "label", "--batch-size=64", "--epochs=2", "--quantize=none", "--held-out=0.01")
+    other = write(tmp_path / "other.jsonl", LINES["label"][:3])
+    options = ["--batch-size=64", "--epochs=2", "--quantize=none", f"--eval-data={other}"]
+    status, told = run("bert", "label", *options)
     assert status == 0
-    assert "batches are of all 39 examples to train on" in told
-    assert len(log_of(tmp_path / "out")) == 3
+    assert "batches are of all 40 examples to train on" in told
+    log = log_of(tmp_path / "out")
+    assert len(log) == 3
+    assert log[0]["held_out"]["accuracy"] in (0, 1 / 3, 2 / 3, 1)
 
 
 @pytest.mark.slow
