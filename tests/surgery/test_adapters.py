@@ -51,6 +51,22 @@ def test_one_adapter_for_each_sample(models):
     np.testing.assert_allclose(y, np.stack(expected), atol=2e-6)
 
 
+def test_vmap_over_adapters():
+    """What is trained is what the adapters differ in."""
+    models = [adapted(i) for i in range(3)]
+    stacked = ql.stack_adapters(models)
+    axes = jax.tree.map(lambda trained: 0 if trained else None, ql.trainable(stacked))
+    with ql.on_materialise("error"):
+        y = eqx.filter_vmap(lambda model, x: ql.quaxify(model)(x), in_axes=(axes, 0))(stacked, X[:3])
+    expected = [ql.quaxify(model)(x) for model, x in zip(models, X[:3], strict=True)]
+    np.testing.assert_allclose(y, np.stack(expected), atol=2e-6)
+
+    lora = stacked.layers[0].weight  # and the array alone, by the axes of its parts
+    run = jax.vmap(ql.quaxify(jnp.matmul), in_axes=(lora.replace(w=None, a=0, b=0), None))
+    expected = [ql.quaxify(jnp.matmul)(model.layers[0].weight, X[0]) for model in models]
+    np.testing.assert_allclose(run(lora, X[0]), np.stack(expected), atol=2e-6)
+
+
 def test_one_adapter_for_each_sample_over_4_bits():
     """QLoRA for several users: no weight becomes dense, and none is made for each of them."""
     base = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=1, key=KEY), "nf4")
