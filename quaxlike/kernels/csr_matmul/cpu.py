@@ -13,7 +13,9 @@ _EIGEN_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int6
 # faster than gathering two vectors for each element that is kept (measured: 85 ns an element of 128
 # terms, against 1.7 ns for one of a dense product).
 _DENSE_FROM = 0.02
+# How many rows, and numbers, are computed at a time, and of how many elements those are taken that are kept.
 _ROWS = 256
+_PRODUCT = 2**22
 _ELEMENTS = 2**14
 
 
@@ -38,24 +40,26 @@ def sampled(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtyp
         return sampled_reference(by_rows, by_columns, *index, out_dtype=out_dtype)
     y, _ = features_first(by_rows, sum_dtype(out_dtype))
     x, _ = features_first(by_columns, sum_dtype(out_dtype))
-    chunks = -(-n // _ROWS)
-    y = jnp.pad(y, ((0, chunks * _ROWS - n), (0, 0)))
-    ends = row_ptr[jnp.minimum(jnp.arange(1, chunks + 1) * _ROWS, n)]
+    height = max(1, min(_ROWS, _PRODUCT // k))
+    chunks = -(-n // height)
+    y = jnp.pad(y, ((0, chunks * height - n), (0, 0)))
+    bounds = row_ptr[np.minimum(np.arange(chunks + 1) * height, n)]
     size = rows.shape[0]
     rows, columns = (jnp.pad(array, (0, _ELEMENTS), mode="edge") for array in (rows, columns))
 
-    def chunk(i: Array, out: Array) -> Array:
-        product = (lax.dynamic_slice_in_dim(y, i * _ROWS, _ROWS) @ x.T).reshape(-1)
+    def chunk(out: Array, of_chunk: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        i, first, end = of_chunk
+        product = (lax.dynamic_slice_in_dim(y, i * height, height) @ x.T).reshape(-1)
 
         def piece(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start, out = carry
             row, column = (lax.dynamic_slice_in_dim(a, start, _ELEMENTS) for a in (rows, columns))
-            found = product.at[(row - i * _ROWS) * k + column].get(mode="clip")
+            found = product.at[(row - i * height) * k + column].get(mode="clip")
             # Past the end of the chunk this writes what later chunks write over.
             return start + _ELEMENTS, lax.dynamic_update_slice_in_dim(out, found, start, 0)
 
-        start = row_ptr[jnp.minimum(i * _ROWS, n)]
-        return lax.while_loop(lambda carry: carry[0] < ends[i], piece, (start, out))[1]
+        return lax.while_loop(lambda carry: carry[0] < end, piece, (first, out))[1], None
 
-    out = lax.fori_loop(0, chunks, chunk, jnp.zeros(size + _ELEMENTS, y.dtype))[:size]
-    return jnp.where(jnp.arange(size) < row_ptr[-1], out, 0).astype(out_dtype)
+    of_chunks = np.arange(chunks, dtype=np.int32), bounds[:-1], bounds[1:]
+    out = lax.scan(chunk, jnp.zeros(size + _ELEMENTS, y.dtype), of_chunks)[0][:size]
+    return jnp.where(jnp.arange(size, dtype=jnp.int32) < row_ptr[-1], out, 0).astype(out_dtype)
