@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import quaxlike as ql
-from quaxlike.arrays import named, unitful, zero
+from quaxlike.arrays import named, structured, unitful, zero
 
 
 def _dense() -> Array:
@@ -43,6 +43,10 @@ WEIGHTS: dict[str, Callable[[], ql.ArrayValue]] = {
     "NamedArray of Unitful of LoraArray": lambda: named.NamedArray(
         unitful.Unitful(_lora(_dense()), unitful.dimensionless), (None, "in")
     ),
+    "DiagonalMatrix": lambda: structured.DiagonalMatrix(_dense()[0]),
+    "TridiagonalMatrix": lambda: structured.TridiagonalMatrix(_dense()[0, 1:], _dense()[1], _dense()[2, 1:]),
+    "KroneckerMatrix": lambda: structured.KroneckerMatrix(_dense()[:2, :2], _dense()[2:, 2:]),
+    "LowRankUpdate": lambda: structured.LowRankUpdate(_dense(), _dense()[:, :1], _dense()[:, 1:2]),
 }
 
 # Constants that are not weights: a product with one is a product with a dense array.

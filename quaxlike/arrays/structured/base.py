@@ -1,0 +1,177 @@
+"""What structured matrices have in common: parts with batch axes in front, and what is asked of a type."""
+
+import abc
+from collections.abc import Callable, Sequence
+from types import NotImplementedType
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ...core.operators import ArrayOperators
+from ...core.quaxify import quaxify
+from ...core.values import ArrayValue, is_value, replace_fields
+
+_M = TypeVar("_M", bound="StructuredMatrix")
+
+
+class StructuredMatrix(ArrayOperators, ArrayValue):
+    """A matrix, or a stack of them, made of smaller arrays: its parts.
+
+    Axes in front of a part's own are batch axes. A part may lack some of them, from the left: then it is
+    shared by what they stack.
+    """
+
+    CORE: ClassVar[dict[str, int]]
+    """For each part, the field that holds it and how many of its axes are not batch axes."""
+
+    FACTORS: ClassVar[tuple[str, ...]]
+    """The parts that are multiplied when the matrix is multiplied by a scalar."""
+
+    @property
+    @abc.abstractmethod
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape without batch axes."""
+
+    @abc.abstractmethod
+    def transposed(self) -> "StructuredMatrix":
+        """The matrix with its last two axes swapped."""
+
+    # The rules call what follows by way of `inside`, so that parts may be Values.
+
+    @abc.abstractmethod
+    def times(self, x: Any, precision: Any = None) -> Any:
+        """The product with `x`, of shape `(..., n, k)`, whose batch axes broadcast against the matrix's."""
+
+    @abc.abstractmethod
+    def solve(self, b: Any) -> Any:
+        """`x` such that `self @ x = b`, of shape `(*batch, n, k)`."""
+
+    @abc.abstractmethod
+    def inverse(self) -> Any:
+        """The inverse: structured if that is of a type here, else dense."""
+
+    @abc.abstractmethod
+    def slogdet(self) -> tuple[Any, Any]:
+        """Sign and logarithm of the absolute value of the determinant."""
+
+    @abc.abstractmethod
+    def diagonal_elements(self) -> Any:
+        """The elements on the diagonal; shape `(*batch, min(m, n))`."""
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.CORE}
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The sizes of the batch axes."""
+        return max((part.shape[: part.ndim - self.CORE[name]] for name, part in self.parts.items()), key=len)
+
+    def aval(self) -> jax.core.ShapedArray:
+        dtype = jnp.result_type(*(part.dtype for part in self.parts.values()))
+        return jax.core.ShapedArray((*self.batch, *self.matrix_shape), dtype)
+
+    def each(self: _M, fn: Callable[[Any, int], Any]) -> _M:
+        """`fn(part, n)` in place of each part, of which `n` axes are not batch axes."""
+        return self.with_parts(
+            {name: quaxify(fn)(part, self.CORE[name]) for name, part in self.parts.items()}
+        )
+
+    def with_parts(self: _M, parts: dict[str, Any]) -> _M:
+        return replace_fields(self, **parts)
+
+    def stacked(self: _M, batch: Sequence[int] | None = None) -> _M:
+        """The same, with all batch axes on every part."""
+        batch = self.batch if batch is None else tuple(batch)
+        return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
+
+    def scaled(self: _M, factor: Any) -> _M:
+        """The matrix times a scalar."""
+        first = {name: quaxify(jnp.multiply)(getattr(self, name), factor) for name in self.FACTORS}
+        return self.with_parts(self.parts | first)
+
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
+        if not self.batch:
+            return NotImplemented  # rows of a matrix have no such structure
+        axes: list[int | None] = []
+        for name, part in self.parts.items():
+            if part.ndim - self.CORE[name] < len(self.batch):
+                axes += [None] * len(jtu.tree_leaves(part))
+            elif is_value(part):
+                inner = part.leading_axis()
+                if inner is NotImplemented:
+                    return NotImplemented
+                axes += inner
+            else:
+                axes.append(0)
+        return axes
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
+        batch = len(self.batch)
+        if any(axis is not None for axis in spec[batch:]):
+            return NotImplemented  # a block of rows is not a matrix of this type
+        specs: list[jax.P] = []
+        sharded = (*spec[:batch], *[None] * (batch - len(spec)))
+        for name, part in self.parts.items():
+            own = jax.P(*sharded[batch - (part.ndim - self.CORE[name]) :], *[None] * self.CORE[name])
+            inner = part.shard_spec(own) if is_value(part) else [own]
+            if inner is NotImplemented:
+                return NotImplemented
+            specs += inner
+        return specs
+
+
+def inside(fn: Callable[..., Any], *operands: Any) -> Any:
+    """`fn(*operands)` inside `quaxify`, with the parts of structured operands as what is dispatched on."""
+
+    def opened(*parts: Any) -> Any:
+        pairs = zip(operands, parts, strict=True)
+        return fn(*(x.with_parts(p) if isinstance(x, StructuredMatrix) else p for x, p in pairs))
+
+    return quaxify(opened)(*(x.parts if isinstance(x, StructuredMatrix) else x for x in operands))
+
+
+def check_batches(matrix: StructuredMatrix) -> None:
+    """Batch axes must agree, as far as a part has them."""
+    batch = matrix.batch
+    for name, part in matrix.parts.items():
+        core = matrix.CORE[name]
+        own = part.shape[: max(part.ndim - core, 0)]
+        if part.ndim < core or own != batch[len(batch) - len(own) :]:
+            shapes = ", ".join(f"{name} {part.shape}" for name, part in matrix.parts.items())
+            raise ValueError(
+                f"{type(matrix).__name__} takes {name} with {core} axes, after batch axes that all its parts "
+                f"share or that a part leaves out from the left; found {shapes}."
+            )
+
+
+def as_part(x: Any) -> Any:
+    """A field as an array; a Value as it is."""
+    return x if is_value(x) or not isinstance(x, int | float | complex | list | tuple) else jnp.asarray(x)
+
+
+def _broadcast(part: Any, shape: tuple[int, ...]) -> Any:
+    return part if part.shape == shape else jnp.broadcast_to(part, shape)
+
+
+def lead(part: Any, ndim: int) -> Any:
+    """`part` with axes of size 1 in front, so as to have `ndim`."""
+    return part if part.ndim >= ndim else jnp.reshape(part, (*[1] * (ndim - part.ndim), *part.shape))
+
+
+def solve_part(part: Any, b: Any) -> Any:
+    """`jnp.linalg.solve` of a part with `b`, of shape `(*batch, n, k)`; a part that the batch shares is
+    factorised once."""
+    batch = b.shape[:-2]
+    if part.ndim > 2:
+        return jnp.linalg.solve(_broadcast(part, (*batch, *part.shape[-2:])), b)
+    columns = jnp.reshape(jnp.moveaxis(b, -2, 0), (b.shape[-2], -1))
+    x = jnp.linalg.solve(part, columns)
+    return jnp.moveaxis(jnp.reshape(x, (b.shape[-2], *batch, b.shape[-1])), 0, -2)
+
+
+def diagonal_of(part: Any) -> Any:
+    return jnp.diagonal(part, axis1=-2, axis2=-1)

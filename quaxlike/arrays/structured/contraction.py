@@ -1,0 +1,140 @@
+"""Products: `dot_general` with any dimension numbers that sum over one axis of the matrix."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.policy import dense
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from ...core.values import ArrayValue, replace_fields
+from .base import StructuredMatrix, inside, lead
+from .diagonal import DiagonalMatrix
+from .kronecker import KroneckerMatrix
+from .low_rank import LowRankUpdate
+from .tridiagonal import TridiagonalMatrix
+
+
+@register("dot_general")
+def _matrix_first(primitive: Primitive, x: StructuredMatrix, y: ArrayLike | ArrayValue, **params: Any):
+    return _product(primitive, x, y, True, **params)
+
+
+@register("dot_general")
+def _matrix_second(primitive: Primitive, x: ArrayLike | ArrayValue, y: StructuredMatrix, **params: Any):
+    return _product(primitive, y, x, False, **params)
+
+
+def _product(
+    primitive: Primitive,
+    matrix: StructuredMatrix,
+    x: Any,
+    matrix_first: bool,
+    *,
+    dimension_numbers: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    **params: Any,
+):
+    (summed, x_summed), (batch, x_batch) = (
+        pair if matrix_first else pair[::-1] for pair in dimension_numbers
+    )
+    n_batch = len(matrix.batch)
+    rows, columns = n_batch, n_batch + 1
+    if tuple(summed) not in {(rows,), (columns,)} or any(axis >= n_batch for axis in batch):
+        return NotImplemented
+    if params.get("out_sharding") is not None:
+        return NotImplemented
+    if tuple(summed) == (rows,):
+        matrix = matrix.transposed()
+    dtype = jnp.promote_types(matrix.dtype, jnp.result_type(x))
+    x_free = [i for i in range(jnp.ndim(x)) if i not in x_summed and i not in x_batch]
+
+    def product(matrix: StructuredMatrix, x: Any) -> Any:
+        # x: (*batch, n, k) in the order of the matrix's batch axes, of size 1 where it has none.
+        own = dict(zip(batch, x_batch, strict=True))
+        x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *x_summed, *x_free])
+        sizes = x.shape[len(batch) + 1 :]
+        stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
+        x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
+        y = _converted(matrix, dtype).times(_cast(x, dtype), precision)
+        y = jnp.broadcast_to(y, (*matrix.batch, *y.shape[-2:]))
+        y = jnp.reshape(y, (*y.shape[:-1], *sizes))
+        # y: (*batch, m, *free), to (*batch of the product, free axes of the first, of the second).
+        of_matrix = [*(i for i in range(n_batch) if i not in own), n_batch]
+        of_x = [n_batch + 1 + i for i in range(len(sizes))]
+        free = [*of_matrix, *of_x] if matrix_first else [*of_x, *of_matrix]
+        y = jnp.transpose(y, [*batch, *free])
+        return y if preferred_element_type is None else _cast(y, preferred_element_type)
+
+    return inside(product, matrix, x)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def _converted(matrix: StructuredMatrix, dtype: Any) -> StructuredMatrix:
+    return matrix if matrix.dtype == dtype else matrix.each(lambda part, _: _cast(part, dtype))
+
+
+# -------------------------------------------------------------------------------------------------
+# Of two structured matrices, where that is structured again
+# -------------------------------------------------------------------------------------------------
+
+
+@register("dot_general")
+def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any):
+    (x_summed, y_summed), (x_batch, y_batch) = params["dimension_numbers"]
+    n = len(x.batch)
+    stacked = tuple(range(n))
+    if x.batch == y.batch and len(x_summed) == 1 and tuple(x_batch) == tuple(y_batch) == stacked:
+        preferred = params["preferred_element_type"]
+        dtype = jnp.promote_types(x.dtype, y.dtype)
+        a = x if x_summed[0] == n + 1 else x.transposed()
+        b = y if y_summed[0] == n else y.transposed()
+        out = multiply(_converted(a, dtype), _converted(b, dtype), params["precision"])
+        if out is not NotImplemented:
+            return out if preferred is None else _converted(out, preferred)
+    y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")
+    return _product(primitive, x, y, True, **params)
+
+
+def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) -> Any:
+    """`x @ y` as a structured matrix, or NotImplemented where it is none."""
+    if isinstance(x, DiagonalMatrix):
+        return _scale_rows(x, y)
+    if isinstance(y, DiagonalMatrix) or (isinstance(y, LowRankUpdate) and not isinstance(x, LowRankUpdate)):
+        out = multiply(y.transposed(), x.transposed(), precision)
+        return out if out is NotImplemented else out.transposed()
+    if isinstance(x, KroneckerMatrix) and isinstance(y, KroneckerMatrix):
+        if x.a.shape[-1] != y.a.shape[-2]:
+            return NotImplemented
+        by = quaxify(lambda p, q: jnp.matmul(p, q, precision=precision))
+        return replace_fields(x, a=by(x.a, y.a), b=by(x.b, y.b))
+    if isinstance(x, LowRankUpdate) and isinstance(x.base, StructuredMatrix):
+        # (base + u vᵀ) y = base y + u (yᵀ v)ᵀ
+        base = multiply(x.base, y, precision) if x.base.batch == y.batch else NotImplemented
+        if base is not NotImplemented:
+            return replace_fields(
+                x, base=base, v=inside(lambda y, v: y.transposed().times(v, precision), y, x.v)
+            )
+    return NotImplemented
+
+
+def _scale_rows(d: DiagonalMatrix, y: StructuredMatrix) -> Any:
+    by = d.diagonal
+    if isinstance(y, DiagonalMatrix):
+        ndim = max(by.ndim, y.diagonal.ndim)
+        return replace_fields(y, diagonal=lead(by, ndim) * lead(y.diagonal, ndim))
+    if isinstance(y, TridiagonalMatrix):
+        y = y.stacked()
+        return replace_fields(
+            y, lower=by[..., 1:] * y.lower, diagonal=by * y.diagonal, upper=by[..., :-1] * y.upper
+        )
+    if isinstance(y, LowRankUpdate):
+        return replace_fields(y, base=quaxify(lambda d, base: jnp.matmul(d, base))(d, y.base), u=d.times(y.u))
+    return NotImplemented

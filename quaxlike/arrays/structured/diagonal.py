@@ -1,0 +1,68 @@
+"""`DiagonalMatrix`: zero but for its diagonal."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ...core.values import replace_fields
+from .base import StructuredMatrix, as_part, lead
+
+
+class DiagonalMatrix(StructuredMatrix):
+    """A square matrix that is zero but for its diagonal.
+
+    **Arguments:**
+
+    - `diagonal`: shape `(*batch, n)`; the shape of the matrix is `(*batch, n, n)`.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.structured import DiagonalMatrix
+
+        d = DiagonalMatrix(jnp.array([1.0, 2.0, 4.0]))
+        ql.quaxify(jnp.linalg.solve)(d, jnp.ones(3))  # three divisions
+        ```
+    """
+
+    diagonal: Any = eqx.field(converter=as_part)
+
+    linear = True
+    CORE: ClassVar[dict[str, int]] = {"diagonal": 1}
+    FACTORS = ("diagonal",)
+
+    def __check_init__(self) -> None:
+        if self.diagonal.ndim < 1:
+            raise ValueError("DiagonalMatrix takes a diagonal of shape (*batch, n); found shape ().")
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        n = self.diagonal.shape[-1]
+        return (n, n)
+
+    def materialise(self) -> jax.Array:
+        eye = jnp.eye(self.diagonal.shape[-1], dtype=bool)
+        diagonal = jnp.asarray(self.diagonal)
+        return jnp.where(eye, diagonal[..., None], jnp.zeros((), diagonal.dtype))
+
+    def times(self, x: Any, precision: Any = None) -> Any:
+        return lead(jnp.expand_dims(self.diagonal, -1), x.ndim) * x
+
+    def transposed(self) -> "DiagonalMatrix":
+        return self
+
+    def solve(self, b: Any) -> Any:
+        return b / lead(jnp.expand_dims(self.diagonal, -1), b.ndim)
+
+    def inverse(self) -> "DiagonalMatrix":
+        return replace_fields(self, diagonal=1 / self.diagonal)
+
+    def slogdet(self) -> tuple[Any, Any]:
+        sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
+        return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
+
+    def diagonal_elements(self) -> Any:
+        return self.diagonal

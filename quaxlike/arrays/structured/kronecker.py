@@ -1,0 +1,110 @@
+"""`KroneckerMatrix`: the Kronecker product of two matrices."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ...core.values import materialise
+from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, solve_part
+
+
+class KroneckerMatrix(StructuredMatrix):
+    """The Kronecker product of two matrices: `a[i, j] * b` in block `(i, j)`.
+
+    Each of them may be any Value, another `KroneckerMatrix` for a product of three.
+
+    **Arguments:**
+
+    - `a`: shape `(*batch, p, q)`.
+    - `b`: shape `(*batch, r, s)`; the shape of the matrix is `(*batch, p * r, q * s)`.
+
+    **Raises:**
+
+    `ValueError` if the batch axes do not agree.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.structured import KroneckerMatrix
+
+        k = KroneckerMatrix(jnp.eye(30) + 1, jnp.eye(40) + 1)  # 1200 x 1200
+        ql.quaxify(jnp.linalg.solve)(k, jnp.ones(1200))
+        ```
+    """
+
+    a: Any = eqx.field(converter=as_part)
+    b: Any = eqx.field(converter=as_part)
+
+    CORE: ClassVar[dict[str, int]] = {"a": 2, "b": 2}
+    FACTORS = ("a",)
+
+    def __check_init__(self) -> None:
+        check_batches(self)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return (self.a.shape[-2] * self.b.shape[-2], self.a.shape[-1] * self.b.shape[-1])
+
+    def materialise(self) -> jax.Array:
+        a, b = materialise((self.a, self.b))
+        n = len(self.batch) + 2
+        a, b = lead(a, n)[..., :, None, :, None], lead(b, n)[..., None, :, None, :]
+        return jnp.reshape(a * b, self.shape).astype(self.dtype)
+
+    def _map(self, by_a: Any, by_b: Any, x: Any) -> Any:
+        """`x`, of shape (..., q * s, k), with `by_a` along q and `by_b` along s."""
+        *batch, _, k = x.shape
+        q, s = self.a.shape[-1], self.b.shape[-1]
+        # (..., s, q * k)
+        x = jnp.reshape(jnp.swapaxes(jnp.reshape(x, (*batch, q, s, k)), -3, -2), (*batch, s, q * k))
+        x = by_b(x)
+        *batch, r, _ = x.shape
+        # (..., q, r * k)
+        x = jnp.reshape(jnp.swapaxes(jnp.reshape(x, (*batch, r, q, k)), -3, -2), (*batch, q, r * k))
+        x = by_a(x)
+        *batch, p, _ = x.shape
+        return jnp.reshape(x, (*batch, p * r, k))
+
+    def times(self, x: Any, precision: Any = None) -> Any:
+        by = lambda part: lambda x: jnp.matmul(part, x, precision=precision)
+        return self._map(by(self.a), by(self.b), x)
+
+    def transposed(self) -> "KroneckerMatrix":
+        return self.each(lambda part, _: jnp.matrix_transpose(part))
+
+    def solve(self, b: Any) -> Any:
+        self._check_square()
+        return self._map(lambda x: solve_part(self.a, x), lambda x: solve_part(self.b, x), b)
+
+    def _check_square(self) -> None:
+        for name, part in self.parts.items():
+            if part.shape[-1] != part.shape[-2]:
+                raise ValueError(
+                    "A KroneckerMatrix of matrices that are not square is singular, or has no inverse that "
+                    f"would be a Kronecker product; found {name} of shape {part.shape}."
+                )
+
+    def inverse(self) -> Any:
+        self._check_square()
+        return self.each(lambda part, _: jnp.linalg.inv(part))
+
+    def slogdet(self) -> tuple[Any, Any]:
+        self._check_square()
+        m, n = self.a.shape[-1], self.b.shape[-1]
+        (sign_a, log_a), (sign_b, log_b) = jnp.linalg.slogdet(self.a), jnp.linalg.slogdet(self.b)
+        sign_a, log_a, sign_b, log_b = (
+            jnp.broadcast_to(x, self.batch) for x in (sign_a, log_a, sign_b, log_b)
+        )
+        return sign_a**n * sign_b**m, n * log_a + m * log_b
+
+    def diagonal_elements(self) -> Any:
+        (p, q), (r, s) = self.a.shape[-2:], self.b.shape[-2:]
+        ndim = len(self.batch) + 1
+        if p == q and r == s:
+            a, b = lead(diagonal_of(self.a), ndim), lead(diagonal_of(self.b), ndim)
+            return jnp.reshape(jnp.expand_dims(a, -1) * jnp.expand_dims(b, -2), (*self.batch, p * r))
+        i = jnp.arange(min(self.matrix_shape))
+        return lead(self.a[..., i // r, i // s], ndim) * lead(self.b[..., i % r, i % s], ndim)

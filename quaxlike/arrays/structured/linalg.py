@@ -1,0 +1,198 @@
+"""Linear systems, inverses and determinants of structured matrices, through the functions of `jax.numpy`.
+
+`jnp.linalg.solve` factorises with the primitive `lu` and then solves with `triangular_solve`, all inside of
+`lax.custom_linear_solve`. The `lu` of a structured matrix here is the matrix itself, kept as a factor; that
+carries through every transform, and differentiation is JAX's own, of the linear system.
+
+The other functions read elements of what they compute on the way. They are recognised as a whole, by the
+jaxpr of their call: it is the very object that the function itself is traced to.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core import compat
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from ...core.values import ArrayValue
+from ...primitives.classes import REARRANGEMENTS
+from .base import StructuredMatrix, inside
+from .diagonal import DiagonalMatrix
+
+
+def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
+    """`x` such that `matrix @ x = b`: `jnp.linalg.solve` under [`quaxlike.quaxify`][].
+
+    **Arguments:**
+
+    - `matrix`: shape `(*batch, n, n)`, of any type.
+    - `b`: shape `(n,)`, or `(*batch, n, k)`.
+
+    **Returns:**
+
+    An array of the shape of `b`.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        from quaxlike.arrays.structured import DiagonalMatrix, solve
+
+        solve(DiagonalMatrix(jnp.array([1.0, 2.0])), jnp.ones(2))
+        ```
+    """
+    return quaxify(jnp.linalg.solve)(matrix, b)
+
+
+def logdet(matrix: ArrayLike | ArrayValue) -> Any:
+    """The logarithm of the absolute value of the determinant: the second result of `jnp.linalg.slogdet`
+    under [`quaxlike.quaxify`][].
+
+    **Arguments:**
+
+    - `matrix`: shape `(*batch, n, n)`, of any type.
+
+    **Returns:**
+
+    An array of shape `batch`; minus infinity for a singular matrix.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        from quaxlike.arrays.structured import KroneckerMatrix, logdet
+
+        logdet(KroneckerMatrix(2 * jnp.eye(30), jnp.eye(40)))  # of a matrix of shape (1200, 1200)
+        ```
+    """
+    return quaxify(jnp.linalg.slogdet)(matrix)[1]
+
+
+# -------------------------------------------------------------------------------------------------
+# Factors
+# -------------------------------------------------------------------------------------------------
+
+
+class Factored(ArrayValue):
+    """What `lu` gives for a structured matrix: the identity as L, and the matrix as U.
+
+    The primitive `triangular_solve` is all that it is for.
+    """
+
+    matrix: StructuredMatrix
+
+    on_materialise = "error"
+
+    def aval(self) -> jax.core.ShapedArray:
+        return self.matrix.aval()
+
+    def materialise(self) -> jax.Array:
+        raise ValueError(
+            f"The LU factors of a {type(self.matrix).__name__} are kept as the matrix itself, and have no "
+            "elements. Factorise `quaxlike.materialise(matrix)` to look at them; inside of `jax.vmap`, put "
+            "`quaxify` inside of the vmap."
+        )
+
+    def leading_axis(self) -> Any:
+        return self.matrix.leading_axis()
+
+
+@register("lu")
+def _lu(x: StructuredMatrix, **params: Any):
+    m, n = x.matrix_shape
+    if m != n:
+        return NotImplemented
+    order = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (*x.batch, n))
+    return [Factored(x), order, order]
+
+
+@register([*REARRANGEMENTS, "gather", "dynamic_slice", "concatenate"])
+def _move(primitive: Primitive, x: Factored, *rest: ArrayLike, **params: Any):
+    """Batch axes."""
+    out = quaxify(primitive.bind)(x.matrix, *rest, **params)
+    return Factored(out) if isinstance(out, StructuredMatrix) else NotImplemented
+
+
+@register("triangular_solve")
+def _solve_factored(x: Factored, b: ArrayLike, *, lower: bool, unit_diagonal: bool, **params: Any):
+    if lower and unit_diagonal:
+        return jnp.asarray(b)
+    return NotImplemented if lower or unit_diagonal else _solve(x.matrix, b, **params)
+
+
+@register("triangular_solve")
+def _solve_diagonal(x: DiagonalMatrix, b: ArrayLike, *, lower: bool, unit_diagonal: bool, **params: Any):
+    return jnp.asarray(b) if unit_diagonal else _solve(x, b, **params)
+
+
+def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bool, conjugate_a: bool) -> Any:
+    def solved(a: StructuredMatrix, b: Any) -> Any:
+        a = a.each(lambda part, _: jnp.conj(part)) if conjugate_a else a
+        # x a = b is aᵀ xᵀ = bᵀ.
+        a = a.transposed() if transpose_a == left_side else a
+        return a.solve(b) if left_side else jnp.matrix_transpose(a.solve(jnp.matrix_transpose(b)))
+
+    return inside(solved, matrix, b)
+
+
+# -------------------------------------------------------------------------------------------------
+# Functions that are recognised as a whole
+# -------------------------------------------------------------------------------------------------
+
+_LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
+
+# For each jitted function, what it gives, and the keywords that it may have been called with.
+_FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[str, Any], ...]]] = {
+    "inv": (jnp.linalg.inv, lambda x: x.inverse(), ({},)),
+    "slogdet": (jnp.linalg.slogdet, lambda x: x.slogdet(), ({},)),
+    "det": (jnp.linalg.det, lambda x: _det(*x.slogdet()), ({},)),
+    "diagonal": (jnp.diagonal, lambda x: x.diagonal_elements(), ({}, *_LAST_AXES)),
+    "trace": (jnp.trace, lambda x: jnp.sum(x.diagonal_elements(), -1), ({}, *_LAST_AXES)),
+}
+
+
+def _det(sign: Any, log: Any) -> Any:
+    return sign * jnp.exp(log).astype(sign.dtype)
+
+
+@register("jit")
+def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
+    fun, of_matrix, keywords = _FUNCTIONS.get(name, (None, None, ()))
+    m, n = x.matrix_shape
+    if fun is None or of_matrix is None or (m != n and name in ("inv", "slogdet", "det")):
+        return NotImplemented
+    if not any(_is_call_of(fun, kwargs, jaxpr, x) for kwargs in keywords):
+        return NotImplemented
+    out = inside(of_matrix, x)
+    return [*out] if isinstance(out, tuple) else [out]
+
+
+@register("jit")
+def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
+    """Determinants are products of the diagonal.
+
+    Transforms rewrite this call, so that it is known by its source. `lu` puts the batch axes of every
+    transform in front, and elements of all rows are those of the diagonal.
+    """
+    diagonal: Any = jnp.diagonal
+    like = diagonal.trace(x.aval(), axis1=-2, axis2=-1).jaxpr
+    source = lambda jaxpr: compat.debug_info_of(jaxpr).func_src_info
+    if name != "diagonal" or source(jaxpr) != source(like) or jaxpr.out_avals[0].shape != x.shape[:-1]:
+        return NotImplemented
+    sign, log = inside(lambda x: x.slogdet(), x.matrix)
+    n = x.shape[-1]
+    # Elements of the same size, so that neither they nor their product's logarithm overflow.
+    size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
+    return [size.at[..., 0].multiply(sign)]
+
+
+def _is_call_of(fun: Any, kwargs: dict[str, Any], jaxpr: Any, x: ArrayValue) -> bool:
+    if not kwargs and x.ndim > 2 and fun in (jnp.diagonal, jnp.trace):
+        return False  # without keywords they are of the first two axes
+    return fun.trace(x.aval(), **kwargs).jaxpr is jaxpr

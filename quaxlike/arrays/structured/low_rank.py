@@ -1,0 +1,129 @@
+"""`LowRankUpdate`: a matrix plus a product of thin ones."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ...core.quaxify import quaxify
+from ...core.values import Value, is_value, materialise, replace_fields
+from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, solve_part
+
+
+class LowRankUpdate(StructuredMatrix):
+    """The matrix `base + u @ v.T`, with thin `u` and `v`.
+
+    Linear systems are solved by the formula of Woodbury, in systems with the base and one of the size of
+    the rank; determinants by the matrix determinant lemma. Both ask for a base that can be inverted.
+
+    **Arguments:**
+
+    - `base`: an array or any Value, of shape `(*batch, m, n)`.
+    - `u`: shape `(*batch, m, rank)`.
+    - `v`: shape `(*batch, n, rank)`. Default: `u`, for a symmetric update.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not fit each other.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.structured import DiagonalMatrix, LowRankUpdate
+
+        noise = DiagonalMatrix(0.1 * jnp.ones(500))
+        covariance = LowRankUpdate(noise, jnp.ones((500, 2)))
+        ql.quaxify(jnp.linalg.solve)(covariance, jnp.ones(500))
+        ```
+
+    Woodbury (1950); Hager, Updating the inverse of a matrix (1989).
+    """
+
+    base: Any = eqx.field(converter=as_part)
+    u: Any = eqx.field(converter=as_part)
+    v: Any = eqx.field(converter=as_part)
+
+    CORE: ClassVar[dict[str, int]] = {"base": 2, "u": 2, "v": 2}
+    FACTORS = ("base", "u")
+
+    def __init__(self, base: Any, u: Any, v: Any = None) -> None:
+        self.base, self.u = base, u
+        self.v = u if v is None else v
+
+    def __check_init__(self) -> None:
+        check_batches(self)
+        m, n = self.base.shape[-2:]
+        rank = self.u.shape[-1]
+        if self.u.shape[-2] != m or self.v.shape[-2] != n or self.v.shape[-1] != rank:
+            raise ValueError(
+                f"LowRankUpdate of a base of shape {self.base.shape} takes u of shape (..., {m}, rank) and v "
+                f"of shape (..., {n}, rank); found {self.u.shape} and {self.v.shape}."
+            )
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        m, n = self.base.shape[-2:]
+        return (m, n)
+
+    def materialise(self) -> jax.Array:
+        base, u, v = materialise((self.base, self.u, self.v))
+        update = jnp.matmul(u, jnp.matrix_transpose(v))
+        ndim = len(self.batch) + 2
+        return (lead(base, ndim) + lead(update, ndim)).astype(self.dtype)
+
+    @classmethod
+    def promote(cls, array: Any, like: Value) -> Any:
+        """`array` with an update that adds nothing."""
+        assert isinstance(like, LowRankUpdate)
+        base = type(like.base).promote(array, like.base) if is_value(like.base) else array
+        if base is NotImplemented or base.shape != like.base.shape:
+            return NotImplemented
+        zeros = {name: jnp.zeros(part.shape, part.dtype) for name, part in (("u", like.u), ("v", like.v))}
+        return replace_fields(like, base=base, **zeros)
+
+    def times(self, x: Any, precision: Any = None) -> Any:
+        inner = jnp.matmul(jnp.matrix_transpose(self.v), x, precision=precision)
+        update = jnp.matmul(self.u, inner, precision=precision)
+        y = jnp.matmul(self.base, x, precision=precision)
+        ndim = max(update.ndim, y.ndim)
+        return lead(y, ndim) + lead(update, ndim)
+
+    def transposed(self) -> "LowRankUpdate":
+        return replace_fields(self, base=quaxify(jnp.matrix_transpose)(self.base), u=self.v, v=self.u)
+
+    def solve(self, b: Any) -> Any:
+        rank = self.u.shape[-1]
+        both = solve_part(self.base, jnp.concatenate([self._wide(self.u, b.shape[:-2]), b], -1))
+        of_u, of_b = both[..., :rank], both[..., rank:]
+        v = jnp.matrix_transpose(self._wide(self.v, b.shape[:-2]))
+        return of_b - of_u @ jnp.linalg.solve(_plus_identity(v @ of_u), v @ of_b)
+
+    def inverse(self) -> "LowRankUpdate":
+        base = jnp.linalg.inv(self.base)
+        u, v = self._wide(self.u), self._wide(self.v)
+        of_u, of_v = jnp.matmul(base, u), jnp.matmul(jnp.matrix_transpose(base), v)
+        capacitance = _plus_identity(jnp.matrix_transpose(v) @ of_u)
+        # of_u @ inv(capacitance), by the transposed system
+        weighted = jnp.linalg.solve(jnp.matrix_transpose(capacitance), jnp.matrix_transpose(of_u))
+        return replace_fields(self, base=base, u=-jnp.matrix_transpose(weighted), v=of_v)
+
+    def slogdet(self) -> tuple[Any, Any]:
+        of_u = solve_part(self.base, self._wide(self.u))
+        capacitance = _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
+        (sign, log), (base_sign, base_log) = jnp.linalg.slogdet(capacitance), jnp.linalg.slogdet(self.base)
+        return sign * jnp.broadcast_to(base_sign, self.batch), log + jnp.broadcast_to(base_log, self.batch)
+
+    def diagonal_elements(self) -> Any:
+        n = min(self.matrix_shape)
+        update = jnp.sum(self._wide(self.u)[..., :n, :] * self._wide(self.v)[..., :n, :], -1)
+        return lead(diagonal_of(self.base), update.ndim) + update
+
+    def _wide(self, part: Any, batch: tuple[int, ...] | None = None) -> Any:
+        """`part` with all batch axes."""
+        return jnp.broadcast_to(part, (*(self.batch if batch is None else batch), *part.shape[-2:]))
+
+
+def _plus_identity(x: Any) -> Any:
+    return x + jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)

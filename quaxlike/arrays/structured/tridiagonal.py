@@ -1,0 +1,122 @@
+"""`TridiagonalMatrix`: zero but for its diagonal and the two beside it."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...core.values import replace_fields
+from .base import StructuredMatrix, as_part, check_batches, lead
+
+
+class TridiagonalMatrix(StructuredMatrix):
+    """A square matrix that is zero but for its diagonal and the two beside it.
+
+    **Arguments:**
+
+    - `lower`: what is below the diagonal; shape `(*batch, n - 1)`.
+    - `diagonal`: shape `(*batch, n)`.
+    - `upper`: what is above the diagonal; shape `(*batch, n - 1)`.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not fit each other.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.arrays.structured import TridiagonalMatrix
+
+        n = 1000  # the second derivative, of a step of heat conduction
+        heat = TridiagonalMatrix(-jnp.ones(n - 1), 3 * jnp.ones(n), -jnp.ones(n - 1))
+        ql.quaxify(jnp.linalg.solve)(heat, jnp.ones(n))
+        ```
+    """
+
+    lower: Any = eqx.field(converter=as_part)
+    diagonal: Any = eqx.field(converter=as_part)
+    upper: Any = eqx.field(converter=as_part)
+
+    linear = True
+    CORE: ClassVar[dict[str, int]] = {"lower": 1, "diagonal": 1, "upper": 1}
+    FACTORS = ("lower", "diagonal", "upper")
+
+    def __check_init__(self) -> None:
+        check_batches(self)
+        n = self.diagonal.shape[-1]
+        if not self.lower.shape[-1] == self.upper.shape[-1] == max(n - 1, 0):
+            raise ValueError(
+                f"TridiagonalMatrix with a diagonal of length {n} takes lower and upper of length {n - 1}; "
+                f"found {self.lower.shape[-1]} and {self.upper.shape[-1]}."
+            )
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        n = self.diagonal.shape[-1]
+        return (n, n)
+
+    def materialise(self) -> jax.Array:
+        full = self.stacked()
+        n = self.diagonal.shape[-1]
+        at = jnp.arange(n)
+        out = jnp.zeros(self.shape, self.dtype)
+        for values, rows, columns in (
+            (full.lower, at[1:], at[:-1]),
+            (full.diagonal, at, at),
+            (full.upper, at[:-1], at[1:]),
+        ):
+            out = out.at[..., rows, columns].set(values.astype(self.dtype))
+        return out
+
+    def times(self, x: Any, precision: Any = None) -> Any:
+        lower, diagonal, upper = (lead(jnp.expand_dims(part, -1), x.ndim) for part in self.parts.values())
+        if x.shape[-2] < 2:
+            return diagonal * x
+        below, above = lower * x[..., :-1, :], upper * x[..., 1:, :]
+        rows = [(0, 0)] * (below.ndim - 2)
+        below, above = jnp.pad(below, [*rows, (1, 0), (0, 0)]), jnp.pad(above, [*rows, (0, 1), (0, 0)])
+        return diagonal * x + below + above
+
+    def transposed(self) -> "TridiagonalMatrix":
+        return replace_fields(self, lower=self.upper, upper=self.lower)
+
+    def solve(self, b: Any) -> Any:
+        if self.diagonal.shape[-1] < 2:
+            return b / lead(jnp.expand_dims(self.diagonal, -1), b.ndim)
+        lower, diagonal, upper = self._padded(b.shape[:-2])
+        return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
+
+    def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
+        """The three diagonals, each of the length of the middle one: row by row."""
+        full = self.stacked(batch)
+        zero = jnp.zeros((*batch, 1), self.dtype)
+        lower = jnp.concatenate([zero, full.lower], -1)
+        return lower, full.diagonal, jnp.concatenate([full.upper, zero], -1)
+
+    def inverse(self) -> Any:
+        return self.solve(jnp.broadcast_to(jnp.eye(self.diagonal.shape[-1], dtype=self.dtype), self.shape))
+
+    def slogdet(self) -> tuple[Any, Any]:
+        """By elimination with exchange of neighbouring rows, as LAPACK's `gttrf`: O(n)."""
+        lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
+
+        def eliminate(row: tuple[Any, Any, Any], below: tuple[Any, Any, Any]) -> Any:
+            # `row` starts at the pivot: (pivot, next); the row below it is (first, d, u).
+            pivot, after, sign = row
+            first, d, u = below
+            swap = jnp.abs(first) > jnp.abs(pivot)
+            chosen = jnp.where(swap, first, pivot)
+            # A pivot of zero makes the determinant zero, whatever follows.
+            ratio = jnp.where(swap, pivot, first) / jnp.where(chosen == 0, 1, chosen)
+            kept = (jnp.where(swap, after - ratio * d, d - ratio * after), jnp.where(swap, -ratio * u, u))
+            return (*kept, jnp.where(swap, -sign, sign) * jnp.sign(chosen)), jnp.abs(chosen)
+
+        start = (diagonal[0], upper[0], jnp.ones(self.batch, self.dtype))
+        (last, _, sign), pivots = lax.scan(eliminate, start, (lower[1:], diagonal[1:], upper[1:]))
+        return sign * jnp.sign(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
+
+    def diagonal_elements(self) -> Any:
+        return self.stacked().diagonal

@@ -1,0 +1,383 @@
+"""Structured matrices against the dense ones that they stand for, in float64."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+import scipy.linalg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quaxlike as ql
+from quaxlike.arrays.structured import (
+    DiagonalMatrix,
+    KroneckerMatrix,
+    LowRankUpdate,
+    StructuredMatrix,
+    TridiagonalMatrix,
+    logdet,
+    solve,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+N = 6
+
+
+def _normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
+
+
+def _tridiagonal(batch=()):
+    return TridiagonalMatrix(_normal(*batch, N - 1), _normal(*batch, N), _normal(*batch, N - 1, seed=1))
+
+
+def _update(base, batch=(), rank=2):
+    return LowRankUpdate(base, _normal(*batch, N, rank, seed=2), _normal(*batch, N, rank, seed=3))
+
+
+MAKERS = {
+    "diagonal": lambda b: DiagonalMatrix(_normal(*b, N)),
+    "tridiagonal": _tridiagonal,
+    "kronecker": lambda b: KroneckerMatrix(_normal(*b, 2, 2), _normal(*b, 3, 3)),
+    "kronecker, shared": lambda b: KroneckerMatrix(_normal(2, 2), _normal(*b, 3, 3)),
+    "kronecker of structured": lambda b: KroneckerMatrix(DiagonalMatrix(_normal(*b, 2)), _normal(*b, 3, 3)),
+    "update of dense": lambda b: _update(_normal(*b, N, N), b),
+    "update, shared": lambda b: _update(_normal(N, N), b),
+    "update of diagonal": lambda b: _update(DiagonalMatrix(_normal(*b, N)), b),
+    "update of tridiagonal": lambda b: _update(_tridiagonal(b), b),
+    "update of update": lambda b: _update(_update(DiagonalMatrix(_normal(*b, N)), b, rank=1), b),
+}
+
+COLUMNS = _normal(N, 3, seed=5)
+
+# What stays a structured matrix, and what gives plain arrays.
+CLOSED = {
+    "transpose": jnp.matrix_transpose,
+    "negative": jnp.negative,
+    "times a scalar": lambda a: 2.0 * a,
+    "by a scalar": lambda a: a / jnp.asarray(3.0),
+    "float32": lambda a: a.astype(jnp.float32),
+    "a stack": lambda a: jnp.stack([a, a]),
+    "a new axis": lambda a: a[None],
+    "concatenated": lambda a: jnp.concatenate([a[None], a[None]]),
+    "broadcast": lambda a: jnp.broadcast_to(a, (3, *a.shape)),
+    "one of a stack": lambda a: jnp.stack([a, 2.0 * a])[1],
+    "some of a stack": lambda a: jnp.stack([a, 2.0 * a, -a])[jnp.array([2, 0])],
+    "by a traced index": lambda a: jax.lax.dynamic_index_in_dim(jnp.stack([a, 2.0 * a]), jnp.array(1)),
+    "axes of a stack": lambda a: jnp.swapaxes(jnp.stack([jnp.stack([a, -a])] * 3), 0, 1),
+    "reshaped stack": lambda a: jnp.reshape(jnp.stack([a, -a]), (2, 1, *a.shape)),
+}
+PLAIN = {
+    "matmul": lambda a: a @ COLUMNS,
+    "matmul from the left": lambda a: COLUMNS.T @ a,
+    "solve": lambda a: jnp.linalg.solve(a, jnp.broadcast_to(COLUMNS, (*a.shape[:-2], *COLUMNS.shape))),
+    "slogdet": lambda a: tuple(jnp.linalg.slogdet(a)),
+    "det": jnp.linalg.det,
+    "diagonal": lambda a: jnp.diagonal(a, axis1=-2, axis2=-1),
+    "jnp.linalg.diagonal": jnp.linalg.diagonal,
+    "trace": lambda a: jnp.trace(a, axis1=-2, axis2=-1),
+    "row sums": lambda a: jnp.sum(a, -1),
+    "column sums": lambda a: jnp.sum(a, -2),
+    "sum": jnp.sum,
+    "grad of solve inside": lambda a: jax.grad(
+        lambda x: jnp.sum(jnp.linalg.solve(a, jnp.broadcast_to(x, (*a.shape[:-2], *x.shape))) ** 2)
+    )(COLUMNS),
+}
+
+
+def _same(found, expected):
+    tol = {"rtol": 1e-8, "atol": 1e-8}
+    if jtu.tree_leaves(expected)[0].dtype == jnp.float32:
+        tol = {"rtol": 1e-5, "atol": 1e-5}
+    check = lambda x, y: np.testing.assert_allclose(ql.materialise(x), y, **tol)
+    jtu.tree_map(check, found, expected, is_leaf=ql.is_value)
+
+
+@pytest.mark.parametrize("batch", [(), (4,)], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_closed_operations(name, batch):
+    a = MAKERS[name](batch)
+    for operation, f in CLOSED.items():
+        with ql.on_materialise("error"):
+            out = ql.quaxify(f)(a)
+        assert isinstance(out, StructuredMatrix), operation
+        expected = f(ql.materialise(a))
+        assert (out.shape, out.dtype) == (expected.shape, expected.dtype), operation
+        _same(out, expected)
+
+
+@pytest.mark.parametrize("batch", [(), (4,)], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_operations_that_give_arrays(name, batch, default_promotion):
+    a = MAKERS[name](batch)
+    for operation, f in PLAIN.items():
+        with ql.on_materialise("error"):
+            out = ql.quaxify(f)(a)
+        assert not any(map(ql.is_value, jtu.tree_leaves(out, is_leaf=ql.is_value))), operation
+        _same(out, f(ql.materialise(a)))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_under_an_outer_vmap_and_scan(name):
+    stack, xs = MAKERS[name]((4,)), _normal(4, N)
+    dense = ql.materialise(stack)
+    shared = "shared" in name
+    f = ql.quaxify(lambda a, x: (a @ x, jnp.linalg.solve(a, x), jnp.linalg.slogdet(a)[1]))
+    expected = jax.vmap(lambda a, x: (a @ x, jnp.linalg.solve(a, x), jnp.linalg.slogdet(a)[1]))(dense, xs)
+    with ql.on_materialise("error"):
+        if not shared:  # vmap maps over every leaf
+            _same(jax.jit(jax.vmap(f))(stack, xs), expected)
+        inside = ql.quaxify(lambda a, xs: jax.lax.scan(lambda c, ax: (c, f(*ax)), 0, (a, xs))[1])(stack, xs)
+        _same(inside, expected)
+        mapped = ql.quaxify(jax.vmap(lambda a, x: (a @ x, jnp.linalg.solve(a, x))))(stack, xs)
+        _same(mapped, expected[:2])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_gradients(name):
+    """Of the parts, through a linear system and a determinant, as through the dense matrix."""
+    a, x = MAKERS[name](()), _normal(N)
+    f = lambda a, x: jnp.sum(jnp.sin(jnp.linalg.solve(a, x))) + jnp.linalg.slogdet(a)[1]
+    with ql.on_materialise("error"):
+        found = jax.grad(ql.quaxify(f), argnums=(0, 1))(a, x)
+    expected = jax.grad(lambda a, x: f(ql.materialise(a), x), argnums=(0, 1))(a, x)
+    jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-6, atol=1e-8), found, expected)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_gradient_inside(name):
+    """Of the whole matrix, which is dense."""
+    a, x = MAKERS[name](()), _normal(N)
+    f = lambda a: jnp.sum(jnp.linalg.solve(a, x) ** 2) + jnp.linalg.slogdet(a)[1]
+    found = ql.quaxify(jax.grad(f))(a)
+    np.testing.assert_allclose(ql.materialise(found), jax.grad(f)(ql.materialise(a)), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["jit", "vmap"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_determinants_under_transforms_inside(name, kind):
+    a = MAKERS[name]((4,))
+    f = lambda a: tuple(jnp.linalg.slogdet(a))
+    f = jax.jit(f) if kind == "jit" else jax.vmap(f)
+    with ql.on_materialise("error"):
+        _same(ql.quaxify(f)(a), f(ql.materialise(a)))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_inverse(name):
+    a = MAKERS[name](())
+    with ql.on_materialise("error"):
+        out = ql.quaxify(jnp.linalg.inv)(a)
+    assert isinstance(out, StructuredMatrix) == ("tridiagonal" not in name or "update" in name)
+    with ql.on_materialise("allow"):
+        np.testing.assert_allclose(
+            ql.materialise(out), jnp.linalg.inv(ql.materialise(a)), rtol=1e-7, atol=1e-8
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Two structured matrices
+# -------------------------------------------------------------------------------------------------
+
+PRODUCTS = {
+    ("diagonal", "diagonal"): DiagonalMatrix,
+    ("diagonal", "tridiagonal"): TridiagonalMatrix,
+    ("tridiagonal", "diagonal"): TridiagonalMatrix,
+    ("kronecker", "kronecker"): KroneckerMatrix,
+    ("diagonal", "update of diagonal"): LowRankUpdate,
+    ("update of diagonal", "diagonal"): LowRankUpdate,
+    ("update of diagonal", "tridiagonal"): LowRankUpdate,
+    ("tridiagonal", "update of diagonal"): LowRankUpdate,
+    ("update of diagonal", "update of diagonal"): LowRankUpdate,
+    ("diagonal", "update of dense"): LowRankUpdate,
+}
+
+
+@pytest.mark.parametrize("batch", [(), (4,)], ids=str)
+@pytest.mark.parametrize("names", PRODUCTS, ids="·".join)
+def test_products_that_are_structured(names, batch):
+    a, b = (MAKERS[name](batch) for name in names)
+    with ql.on_materialise("error"):
+        out = ql.quaxify(jnp.matmul)(a, b)
+        transposed = ql.quaxify(lambda a, b: jnp.matrix_transpose(a) @ b)(a, b)
+    assert type(out) is PRODUCTS[names]
+    _same(out, ql.materialise(a) @ ql.materialise(b))
+    _same(transposed, jnp.matrix_transpose(ql.materialise(a)) @ ql.materialise(b))
+
+
+KINDS = ["diagonal", "tridiagonal", "kronecker", "update of dense", "update of diagonal"]
+
+
+@pytest.mark.parametrize("left", KINDS)
+@pytest.mark.parametrize("right", KINDS)
+def test_every_pair(left, right):
+    a, b = MAKERS[left](()), MAKERS[right](())
+    f = lambda a, b: (a + b, a - b, a * b, a @ b)
+    _same(jax.jit(ql.quaxify(f))(a, b), f(ql.materialise(a), ql.materialise(b)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_with_a_dense_array(name):
+    a, x = MAKERS[name](()), _normal(N, N, seed=7)
+    f = lambda a, x: (a + x, x + a, a - x, x - a, a * x, x * a, a / x, a + 2.0, 2.0 - a, a**2)
+    _same(jax.jit(ql.quaxify(f))(a, x), f(ql.materialise(a), x))
+
+
+def test_sums_that_are_structured():
+    d, t, u = (MAKERS[name](()) for name in ("diagonal", "tridiagonal", "update of diagonal"))
+    with ql.on_materialise("error"):
+        assert type(d + d) is DiagonalMatrix
+        assert type(d + t) is type(t - d) is TridiagonalMatrix
+        assert type(u + t) is type(t - u) is type(u - u) is LowRankUpdate
+        assert (u - u).u.shape == (N, 4)
+
+
+# -------------------------------------------------------------------------------------------------
+# Shapes, numbers, errors
+# -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_tridiagonal_determinant_and_system(n, seed):
+    """Of integers, so that pivots vanish; the oracles are numpy's determinant and SciPy's banded solver."""
+    rng = np.random.default_rng(seed)
+    lower, diagonal, upper = (rng.integers(-2, 3, size).astype(float) for size in (n - 1, n, n - 1))
+    dense = np.diag(diagonal) + np.diag(lower, -1) + np.diag(upper, 1)
+    a = TridiagonalMatrix(*map(jnp.asarray, (lower, diagonal, upper)))
+    sign, log = ql.quaxify(jnp.linalg.slogdet)(a)
+    det = np.round(np.linalg.det(dense))
+    np.testing.assert_allclose(sign * np.exp(log), det, rtol=1e-9, atol=1e-9)
+    if det != 0:
+        b = rng.normal(size=n)
+        bands = np.stack([np.append(0, upper), diagonal, np.append(lower, 0)])
+        expected = scipy.linalg.solve_banded(
+            (min(1, n - 1), min(1, n - 1)), bands if n > 1 else bands[1:2], b
+        )
+        np.testing.assert_allclose(solve(a, jnp.asarray(b)), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("p", "q", "r", "s"), [(1, 3, 2, 2), (3, 1, 2, 4), (2, 3, 3, 2), (4, 2, 1, 1)])
+def test_rectangular_kronecker(p, q, r, s):
+    a, b, x = _normal(p, q), _normal(r, s), _normal(q * s, 3)
+    found = ql.quaxify(jnp.matmul)(KroneckerMatrix(a, b), x)
+    np.testing.assert_allclose(found, np.kron(a, b) @ x, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(ql.materialise(KroneckerMatrix(a, b)), np.kron(a, b))
+    trace = ql.quaxify(jnp.trace)(KroneckerMatrix(a, b))
+    np.testing.assert_allclose(trace, np.trace(np.kron(a, b)), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("m", "n", "rank"), [(3, 5, 2), (5, 3, 1), (4, 4, 0), (1, 2, 3)])
+def test_rectangular_update(m, n, rank):
+    base, u, v, x = _normal(m, n), _normal(m, rank), _normal(n, rank, seed=1), _normal(n)
+    found = ql.quaxify(jnp.matmul)(LowRankUpdate(base, u, v), x)
+    np.testing.assert_allclose(found, base @ x + u @ (v.T @ x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "spec", ["ij,jk->ik", "ij,kj->ki", "ij,ki->jk", "bij,bj->bi", "bij,jb->ib", "bij,cj->bci", "bij,bcj->cib"]
+)
+@pytest.mark.parametrize("name", MAKERS)
+def test_contractions(name, spec):
+    operands, _ = spec.split("->")
+    left, right = operands.split(",")
+    sizes = {"b": 4, "c": 2, "k": 3, "i": N, "j": N}
+    a, x = MAKERS[name]((4,) if "b" in left else ()), _normal(*(sizes[i] for i in right))
+    f = lambda a, x: jnp.einsum(spec, a, x)
+    g = lambda a, x: jnp.einsum(f"{right},{left}->{spec.split('->')[1]}", x, a)
+    with ql.on_materialise("error"):
+        for h in (f, g):
+            _same(ql.quaxify(h)(a, x), h(ql.materialise(a), x))
+
+
+def test_mixed_precision():
+    d = DiagonalMatrix(jnp.ones(4, jnp.bfloat16))
+    with jax.numpy_dtype_promotion("standard"):
+        assert ql.quaxify(jnp.matmul)(d, jnp.ones(4, jnp.float32)).dtype == jnp.float32
+    wide = ql.quaxify(lambda d, x: jnp.matmul(d, x, preferred_element_type=jnp.float32))
+    assert wide(d, jnp.ones(4, jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_nothing_dense_is_made():
+    """A system whose dense matrix would take 8 TB."""
+    n = 10**6
+    heat = TridiagonalMatrix(-jnp.ones(n - 1), 3 * jnp.ones(n), -jnp.ones(n - 1))
+    kron = KroneckerMatrix(DiagonalMatrix(jnp.full(1000, 2.0)), DiagonalMatrix(jnp.full(1000, 3.0)))
+    update = LowRankUpdate(heat, 1e-3 * jnp.ones((n, 1)))
+    for a in (DiagonalMatrix(jnp.full(n, 2.0)), heat, kron, update):
+        f = jax.jit(ql.quaxify(lambda a, x: (jnp.linalg.solve(a, a @ x), jnp.linalg.slogdet(a)[1])))
+        x, log = f(a, jnp.ones(n))
+        np.testing.assert_allclose(x, 1.0, rtol=1e-6)
+        assert jnp.isfinite(log)
+
+
+def test_direct_functions():
+    a = MAKERS["update of diagonal"](())
+    dense, b = ql.materialise(a), _normal(N)
+    np.testing.assert_allclose(solve(a, b), np.linalg.solve(dense, b), rtol=1e-8)
+    np.testing.assert_allclose(logdet(a), np.linalg.slogdet(dense)[1], rtol=1e-8)
+    np.testing.assert_allclose(solve(dense, b), np.linalg.solve(dense, b), rtol=1e-8)
+
+
+def test_function_of_the_same_name_is_not_mistaken():
+    @jax.jit
+    def slogdet(a):
+        return a @ jnp.ones(N)
+
+    inv = jax.jit(lambda a: jnp.matrix_transpose(a))
+    a = MAKERS["tridiagonal"](())
+    np.testing.assert_allclose(ql.quaxify(slogdet)(a), slogdet(ql.materialise(a)))
+    _same(ql.quaxify(inv)(a), inv(ql.materialise(a)))
+    f = lambda a: jnp.diagonal(a, offset=1)
+    np.testing.assert_allclose(ql.quaxify(f)(a), f(ql.materialise(a)))
+
+
+def test_diagonal_of_a_stack_is_of_the_first_axes():
+    a = MAKERS["kronecker"]((N,))
+    for f in (jnp.diagonal, jnp.trace):
+        np.testing.assert_allclose(ql.quaxify(f)(a), f(ql.materialise(a)), rtol=1e-10)
+
+
+def test_elements_of_the_factors_are_refused():
+    with pytest.raises(ql.MaterialisationError, match="Factored"):
+        ql.quaxify(lambda a: jax.scipy.linalg.lu_factor(a)[0] + 1.0)(MAKERS["kronecker"](()))
+    with ql.on_materialise("allow"), pytest.raises(ValueError, match="Factorise `quaxlike"):
+        ql.quaxify(lambda a: jax.scipy.linalg.lu_factor(a)[0] + 1.0)(MAKERS["kronecker"](()))
+
+
+def test_shapes_that_do_not_fit():
+    x = jnp.ones
+    with pytest.raises(ValueError, match=r"diagonal of shape \(\*batch, n\)"):
+        DiagonalMatrix(x(()))
+    with pytest.raises(ValueError, match="takes lower and upper of length 3; found 4 and 3"):
+        TridiagonalMatrix(x(4), x(4), x(3))
+    with pytest.raises(
+        ValueError, match=r"batch axes that all its parts share .* a \(2, 3, 3\), b \(4, 3, 3\)"
+    ):
+        KroneckerMatrix(x((2, 3, 3)), x((4, 3, 3)))
+    with pytest.raises(ValueError, match=r"u of shape \(..., 4, rank\) .* found \(3, 2\) and \(5, 2\)"):
+        LowRankUpdate(x((4, 5)), x((3, 2)), x((5, 2)))
+    with pytest.raises(ValueError, match="not square"):
+        ql.quaxify(jnp.linalg.inv)(KroneckerMatrix(x((2, 3)), x((3, 2))))
+
+
+def test_printing():
+    a = LowRankUpdate(DiagonalMatrix(jnp.ones(3)), jnp.ones((3, 1)))
+    assert (
+        eqx.tree_pformat(a, width=200)
+        == "LowRankUpdate(base=DiagonalMatrix(diagonal=f64[3]), u=f64[3,1], v=f64[3,1])"
+    )
+
+
+def test_shard_spec():
+    a = MAKERS["update of diagonal"]((4,))
+    P = jax.P
+    assert a.shard_spec(P("i")) == [P("i", None), P("i", None, None), P("i", None, None)]
+    assert a.shard_spec(P(None, "i")) is NotImplemented
+
+
+def test_no_ambiguities():
+    ql.check_ambiguities()
