@@ -122,6 +122,16 @@ def _slice(
     return x if len(batch) == len(touched) else smaller(_cut(x, starts, sizes, steps))
 
 
+@register("split")
+def _split(x: SparseArray, *, sizes: Sequence[Any], axis: int, **params: Any) -> list[Any]:
+    starts, limits, parts = [0] * x.ndim, list(x.shape), []
+    for size in map(int, sizes):
+        limits[axis] = starts[axis] + size
+        parts.append(_slice(x, start_indices=starts, limit_indices=limits, strides=None))
+        starts[axis] = limits[axis]
+    return parts
+
+
 @register("dynamic_slice")
 def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any) -> Any:
     n, shape = x.num_batch, x.shape

@@ -60,6 +60,6 @@ def sampled(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtyp
 
         return lax.while_loop(lambda carry: carry[0] < end, piece, (first, out))[1], None
 
-    of_chunks = np.arange(chunks, dtype=np.int32), bounds[:-1], bounds[1:]
+    of_chunks = jnp.arange(chunks, dtype=jnp.int32), bounds[:-1], bounds[1:]
     out = lax.scan(chunk, jnp.zeros(size + _ELEMENTS, y.dtype), of_chunks)[0][:size]
     return jnp.where(jnp.arange(size, dtype=jnp.int32) < row_ptr[-1], out, 0).astype(out_dtype)

@@ -306,6 +306,7 @@ def moved(x):
         "below": jnp.concatenate([x, 2 * x], 0),
         "in a stack": jnp.stack([x, 2 * x]),
         "in a stack behind": jnp.stack([x, x], -1),
+        "split": jnp.split(x, [1], -1)[1],
         "most rows": x[..., : x.shape[-1] - 1],
     }
 
