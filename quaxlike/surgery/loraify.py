@@ -126,7 +126,7 @@ def blank(
 ) -> LoraArray:
     """`w` with an adapter of zeros, for a weight of this kind of layer."""
     n = len(w.shape)
-    if kind == "conv":
+    if kind in ("conv", "other conv"):
         out_axes, in_axes = (-n,), tuple(range(1 - n, 0))
     elif kind == "embedding" or (fan_in_fan_out and kind != "linear"):
         out_axes, in_axes = (-1,), (-2,)

@@ -203,8 +203,8 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def layer_kinds(model: PyTree) -> dict[str, str | None]:
-    """For each array: "linear", "embedding" or "conv" if it is the weight of such a layer, "matrix" if
-    it may be that of a linear layer for all that is known, else None."""
+    """For each array: "linear", "embedding", "conv" or "other conv" (grouped or transposed) if it is the
+    weight of such a layer, "matrix" if it may be that of a linear layer for all that is known, else None."""
     return {path_of(path): _kind(_owner(model, path), path, leaf) for path, leaf in _leaves(model)}
 
 
@@ -233,7 +233,7 @@ def _kind(owner: Any, path: Sequence[Any], leaf: Any) -> str | None:
     if isinstance(owner, eqx.nn.Linear):
         return "linear"
     if isinstance(owner, eqx.nn.Conv | eqx.nn.ConvTranspose):
-        return "conv"
+        return "conv" if isinstance(owner, eqx.nn.Conv) and owner.groups == 1 else "other conv"
     if isinstance(owner, eqx.nn.LayerNorm | eqx.nn.RMSNorm | eqx.nn.GroupNorm):
         return None
     if isinstance(owner, eqx.nn.Embedding) or _EMBEDDING.fullmatch(name):

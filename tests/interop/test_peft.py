@@ -170,6 +170,20 @@ def test_round_trip(name, adapter_name, tmp_path):
     assert eqx.tree_equal(peft.load_adapter(tmp_path, again, adapter_name=adapter_name), model)
 
 
+def test_grouped_convolutions_are_refused(tmp_path):
+    """PEFT's second factor is grouped there: no product of matrices."""
+    net = Net(jax.random.key(0))
+    model = ql.loraify(net, rank=2, where=["conv"], key=jax.random.key(1))
+    peft.save_adapter(tmp_path / "plain", model)
+    grouped = eqx.tree_at(lambda n: n.conv, net, eqx.nn.Conv2d(2, 4, 3, groups=2, key=jax.random.key(2)))
+    with pytest.raises(CheckpointError, match=r"conv\.lora_A\.weight': the model's conv is a grouped"):
+        peft.load_adapter(tmp_path / "plain", grouped)
+    adapted = ql.loraify(grouped, rank=2, where=["conv"], key=jax.random.key(1))
+    with pytest.raises(ValueError, match="conv is a grouped or transposed convolution"):
+        peft.save_adapter(tmp_path / "grouped", adapted)
+    assert not (tmp_path / "grouped").exists()
+
+
 def test_pissa_base_is_that_of_the_initialisation(tmp_path):
     """PEFT, too, takes the principal part out of the base when it loads such an adapter."""
     net = Net(jax.random.key(0))

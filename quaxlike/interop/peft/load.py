@@ -187,6 +187,12 @@ def _adapter(
         kind = "embedding"
     elif kind == "embedding":  # a name that looks like one
         kind = "linear"
+    if kind == "other conv":
+        raise file.complain(
+            keys["a"],
+            f"the model's {layer} is a grouped or transposed convolution; PEFT's adapters of those are not "
+            "low-rank changes of the weight",
+        )
     base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
     rank = config.rank(layer)
     lora = blank(

@@ -123,6 +123,11 @@ def _adapter_tensors(layer: str, lora: LoraArray, kind: str | None) -> dict[str,
         return {f"{layer}.lora_embedding_A": lora.a, f"{layer}.lora_embedding_B": lora.b} | _magnitude(
             layer, lora
         )
+    if kind == "other conv":
+        raise ValueError(
+            f"{layer} is a grouped or transposed convolution; PEFT's adapters of those are not low-rank "
+            "changes of the weight."
+        )
     if kind == "conv" and lora.out_axes == (-n,):
         ones = (1,) * (n - 2)
     elif n != 2:
