@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jax import lax
 
 import quaxlike as ql
-from quaxlike.kernels import block_sparse_matmul
 from tests.primitives.jaxprs import names
 
 B = ql.BlockSparseArray
@@ -158,11 +157,6 @@ def test_products_are_the_kernel():
     x = normal(3, 12)
     f = ql.quaxify(lambda w, x: x @ w.T)
     assert names(f, W, x) == ["block_sparse_matmul"]
-    by_hand = lambda w, x: block_sparse_matmul(x, w.blocks, w.col_idx, w.transposed_idx)
-    ours, theirs = (jax.jit(fn).lower(W, x).compile().cost_analysis() for fn in (f, by_hand))
-    assert {k: ours[k] for k in ("flops", "bytes accessed")} == {
-        k: theirs[k] for k in ("flops", "bytes accessed")
-    }
 
 
 def test_a_layer_forward_and_backward_without_anything_dense():

@@ -12,7 +12,6 @@ from jax import lax
 from jax.experimental import sparse as jsparse
 
 import quaxlike as ql
-from quaxlike.kernels import csr_matmul
 from quaxlike.primitives.classes import ZERO_PRESERVING
 from tests.primitives.jaxprs import names
 
@@ -200,10 +199,6 @@ def test_products_are_the_kernel():
     f = ql.quaxify(lambda w, x: x @ w.T)
     assert names(f, W, x) == ["csr_matmul"]
     assert names(ql.quaxify(lambda w, x: w.T.T @ x.T), W, x).count("csr_matmul") == 1
-    by_hand = lambda w, x: csr_matmul(x, w.data, w.csr)
-    ours, theirs = (jax.jit(fn).lower(W, x).compile().cost_analysis() for fn in (f, by_hand))
-    for figure in ("flops", "bytes accessed"):
-        assert ours[figure] == theirs[figure]
 
 
 def test_products_of_two_whose_patterns_are_known():
