@@ -14,7 +14,7 @@ import pytest
 from jax import Array
 
 import quaxlike as ql
-from quaxlike.arrays import named, sparse, unitful, zero
+from quaxlike.arrays import named, sparse, structured, unitful, zero
 from quaxlike.arrays.unitful import DimensionError, Unit
 
 N = 4
@@ -54,6 +54,10 @@ TYPES: dict[str, Callable[[], Any]] = {
     "SparseArray": lambda: ql.SparseArray.from_dense(_pruned()),
     "BlockSparseArray": _blocks,
     "LoraArray of BlockSparseArray": lambda: _lora(_blocks()),
+    "DiagonalMatrix": lambda: structured.DiagonalMatrix(_dense()[0]),
+    "TridiagonalMatrix": lambda: structured.TridiagonalMatrix(_dense()[0, 1:], _dense()[1], _dense()[2, 1:]),
+    "KroneckerMatrix": lambda: structured.KroneckerMatrix(_dense()[:2, :2], _dense()[2:, 2:]),
+    "LowRankUpdate": lambda: structured.LowRankUpdate(_dense(), _dense()[:, :1], _dense()[:, 1:2]),
     "OneHotVector": lambda: sparse.OneHotVector(5.0, 2, length=N),
     "Zero": lambda: zero.Zero((N, N), jnp.float32),
     "Full": lambda: zero.Full(0.25, (N, N)),
