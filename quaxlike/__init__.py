@@ -59,6 +59,7 @@ from .surgery.adapters import combine_adapters as combine_adapters
 from .surgery.adapters import stack_adapters as stack_adapters
 from .surgery.dropout import with_dropout_key as with_dropout_key
 from .surgery.eva import eva as eva
+from .surgery.eva import eva_ranks as eva_ranks
 from .surgery.eva import input_moments as input_moments
 from .surgery.loftq import loftq as loftq
 from .surgery.loraify import loraify as loraify

@@ -1,11 +1,14 @@
 """`eva`: starts adapters with the directions that the inputs of their layers vary in."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike, PyTree
 
@@ -15,7 +18,7 @@ from ..core.quaxify import quaxify
 from ..core.values import ArrayValue
 from .inits import Init, with_factors
 from .loraify import blank
-from .select import Where, layer_kinds, replace, select_matrices
+from .select import Where, layer_kinds, layer_of, replace, select_matrices
 
 
 def input_moments(
@@ -75,8 +78,8 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
     **Returns:**
 
-    What [`quaxlike.loraify`][] takes as `init`. (The rank is the same for all layers; the redistribution
-    of ranks that belongs to the method can be had with `rank_pattern`.)
+    What [`quaxlike.loraify`][] takes as `init`. The ranks that belong to the method come from
+    [`quaxlike.eva_ranks`][].
 
     Paischer et al., EVA (2024).
     """
@@ -89,6 +92,45 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
         return with_factors(lora, a, jnp.zeros((*lora.b.shape[:-1], lora.rank), a.dtype))
 
     return init
+
+
+def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None = None) -> dict[str, int]:
+    """Shares ranks out among layers: to the directions that explain most of what goes into their layer.
+
+    **Arguments:**
+
+    - `moments`: as for [`quaxlike.eva`][].
+    - `rank`: what the ranks are on average, but for layers that would have none and keep one.
+    - `most`: the largest that one may have. Default: twice `rank`.
+
+    **Returns:**
+
+    What [`quaxlike.loraify`][] takes as `rank_pattern`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(8, 2, 16, depth=1, key=jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (32, 8))
+        moments = ql.input_moments(lambda model, x: jax.vmap(model)(x))(mlp, x)
+        ranks = ql.eva_ranks(moments, 2)
+        model = ql.loraify(mlp, rank=2, rank_pattern=ranks, init=ql.eva(moments), key=jax.random.key(2))
+        ```
+
+    Paischer et al., EVA (2024).
+    """
+    if rank < 1:
+        raise ValueError(f"eva_ranks takes a rank of at least 1; found {rank}.")
+    explained: list[tuple[float, str]] = []
+    for name, moment in moments.items():
+        variances = np.linalg.eigvalsh(np.asarray(moment, np.float64))[::-1]
+        shares = variances / max(variances.sum(), np.finfo(np.float64).tiny)
+        explained += [(share, name) for share in shares[: 2 * rank if most is None else most]]
+    chosen = sorted(explained, key=lambda pair: -pair[0])[: rank * len(moments)]
+    counts = Counter(name for _, name in chosen)
+    return {f"^{re.escape(layer_of(name))}": max(1, counts[name]) for name in moments}
 
 
 class _Probe(ArrayValue):

@@ -349,6 +349,19 @@ def test_eva_finds_the_directions_of_the_inputs():
         ql.loraify(MLP, rank=2, init=ql.eva({"layers.0.weight": x.T @ x}), key=KEY)
 
 
+def test_eva_gives_ranks_to_what_explains_most():
+    """One layer's inputs vary in one direction, another's in all alike."""
+    moments = {"layers.0.weight": np.diag([9.0, 3, 2, 0.5, 0, 0]), "layers.1.weight": np.eye(16)}
+    assert ql.eva_ranks(moments, 2) == {r"^layers\.0": 3, r"^layers\.1": 1}
+    assert ql.eva_ranks(moments, 2, most=2) == {r"^layers\.0": 2, r"^layers\.1": 2}
+    assert ql.eva_ranks(moments, 1) == {r"^layers\.0": 2, r"^layers\.1": 1}  # it keeps one
+    ranks, moments = ql.eva_ranks(moments, 2), moments | {"layers.2.weight": np.eye(16)}
+    model = ql.loraify(MLP, rank=2, rank_pattern=ranks, init=ql.eva(moments), key=KEY)
+    assert [layer.weight.rank for layer in model.layers] == [3, 1, 2]
+    with pytest.raises(ValueError, match="rank of at least 1; found 0"):
+        ql.eva_ranks(moments, 0)
+
+
 def test_eva_on_weights_stored_in_any_order():
     class Net(eqx.Module):
         weight: jax.Array
