@@ -15,6 +15,7 @@ from ..arrays.quantized import (
     NestedScales,
     NF4Array,
 )
+from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
 from .select import Where, replace, select_matrices
@@ -38,7 +39,8 @@ def quantize(
     """Quantises weights of a model; all else about the model stays as it is.
 
     Call the result through [`quaxlike.quaxify`][]. Of a weight with an adapter the base is quantised, so
-    that a model may be adapted first, by an init that needs dense weights, and quantised then.
+    that a model may be adapted first, by an init that needs dense weights, and quantised then; of a
+    block-sparse weight the blocks.
     A weight that stands at several places of the model (the same array object) is quantised once.
 
     **Arguments:**
@@ -135,11 +137,15 @@ def fake_quantize(
 
 
 def quantize_array(name: str, w: Any, scheme: str, **options: Any) -> Any:
-    """The weight of this name, or the base of its adapter, quantised."""
+    """The weight of this name, or the base of its adapter or its blocks, quantised."""
     if scheme not in _SCHEMES:
         raise ValueError(f"quantize takes one of the schemes {', '.join(_SCHEMES)}; found {scheme!r}.")
     if isinstance(w, LoraArray):
         return w.replace(w=quantize_array(name, w.w, scheme, **options))
+    if isinstance(w, BlockSparseArray):
+        # Nested scales belong to a whole array: each block has its own, so that rows of blocks can be cut.
+        stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
+        return w.replace(blocks=quantize_array(name, w.blocks, scheme, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
             f"{name} is a {type(w).__name__} already. Leave it out with `exclude`, or make it dense with "

@@ -118,6 +118,23 @@ def test_adapters_are_trained_over_a_frozen_sparse_base(kind):
     np.testing.assert_allclose(found.b, expected[1], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "options"), [("nf4", {}), ("nf4", {"double_quant": True}), ("int8", {})], ids=str
+)
+def test_models_are_pruned_and_then_quantised(scheme, options):
+    w = ql.BlockSparseArray.from_dense(DENSE, block_size=32, density=0.5)
+    model = eqx.nn.Linear(64, 64, use_bias=False, key=jax.random.key(0))
+    model = ql.quantize(eqx.tree_at(lambda m: m.weight, model, w), scheme, **options)
+    assert type(model.weight) is ql.BlockSparseArray
+    assert model.weight.blocks.codes.size <= w.blocks.size
+    apply = lambda w, x: (x @ w.T, x @ w)
+    with ql.on_materialise("error"):
+        found = jax.jit(ql.quaxify(apply))(model.weight, X)
+    for a, b in zip(found, apply(model.weight.materialise(), X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(model.weight.materialise(), w.materialise(), atol=0.5)
+
+
 def test_files(tmp_path):
     safetensors.save(tmp_path / "sparse.safetensors", SPARSE)
     again = safetensors.load(tmp_path / "sparse.safetensors", like=dict.fromkeys(SPARSE, DENSE))
