@@ -75,6 +75,11 @@ class Slot:
             return self
         return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
 
+    def canonical(self) -> "Slot":
+        """This slot of a Value, with the static fields that rules would give it."""
+        value = self.like.canonical()
+        return self if value is self.like else Slot(jtu.tree_structure(value), self.avals)
+
     def carried(self) -> "Slot":
         """This slot in a loop, of whose carry only the start is known. Counters, which start from zero too,
         are no placeholders."""

@@ -166,6 +166,14 @@ class Value(eqx.Module, metaclass=_ValueMeta):
         """
         return NotImplemented
 
+    def canonical(self) -> "Value":
+        """This value with its static fields as rules make them: asked of the rows that `lax.scan` and
+        `lax.map` run over, whose leaves have lost an axis. Its leaves stay as they are.
+
+        Without it the static fields are those of the whole array.
+        """
+        return self
+
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         """For each array leaf, the partition spec that follows from `spec`, the one of the logical array.
 

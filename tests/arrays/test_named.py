@@ -168,6 +168,14 @@ def test_names_are_followed(name, jit, default_promotion):
     same(out, f(X.array), names)
 
 
+def test_rows_have_the_names_that_are_left():
+    """So that they go with what is computed of them, where structures have to be equal."""
+    chosen = lambda row: jax.lax.cond(row.sum() > 0, lambda: row, lambda: -row)
+    same(ql.quaxify(lambda x: jax.lax.map(chosen, x))(X), jax.vmap(chosen)(X.array), (None, "feature"))
+    last = ql.quaxify(lambda x: jax.lax.scan(lambda c, row: (row, c * 2), x[0], x)[0])(X)
+    same(last, X.array[-1], ("feature",))
+
+
 def test_products_know_both_sides():
     f = ql.quaxify(jnp.matmul)
     same(f(X, W), X.array @ W.array, ("batch", "hidden"))

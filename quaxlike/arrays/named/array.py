@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
@@ -98,6 +99,12 @@ class NamedArray(ArrayOperators, ArrayValue):
         if is_value(like.array):
             array = type(like.array).promote(array, like.array)
         return array if array is NotImplemented else eqx.tree_at(lambda x: x.array, like, array)
+
+    def canonical(self) -> "NamedArray":
+        if self.names == self._names:
+            return self
+        shaped = NamedArray(np.zeros((1,) * self.array.ndim), self.names)
+        return eqx.tree_at(lambda x: x.array, shaped, self.array)
 
     def leading_axis(self) -> Any:
         return self.array.leading_axis() if is_value(self.array) else (0,)
