@@ -132,8 +132,6 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
 
 def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
     """Whether some operands match both rules and the order between the two is undecided for them."""
-    if more_specific(a, b) or more_specific(b, a):
-        return False
     if a.signature.precedence != b.signature.precedence:
         return False
     variadic = a.signature.has_varargs or b.signature.has_varargs
@@ -146,6 +144,8 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         if not both:
             return False
         slots.append(both)
+    if more_specific(a, b) or more_specific(b, a):
+        return False
     for operands in itertools.product(*slots):
         if all(t is jax.Array for t in operands):
             continue
@@ -173,6 +173,6 @@ def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
         yield from itertools.chain.from_iterable(map(_concrete, cls.__subclasses__()))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=65536)
 def _matches(cls: type, hint: Any) -> bool:
     return signature_of([cls]) <= signature_of([hint])
