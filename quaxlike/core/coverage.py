@@ -119,7 +119,8 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
     pairs: dict[tuple[str, str], None] = {}
     for layer in layers:
         for _, registered in layer.items():
-            for a, b in itertools.combinations(registered, 2):
+            among = [rule for rule in registered if not types or _takes(rule, types)]
+            for a, b in itertools.combinations(among, 2):
                 if _clash(a, b, registered, types):
                     pairs[(repr(a), repr(b))] = None
     if pairs:
@@ -128,6 +129,12 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
             f"{len(pairs)} ambiguous pair(s) of rules:\n{listed}Register a rule for the types that "
             "both match, or give one of them a `precedence`."
         )
+
+
+def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:
+    """Whether operands of these types or plain arrays can match the rule."""
+    classes: list[type] = [jax.Array, *types]
+    return all(any(_matches(t, hint) for t in classes) for hint in rule.signature.types)
 
 
 def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
