@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
+import jax
 
 from .quaxify import quaxify
 from .values import adopters, is_value
@@ -158,6 +159,10 @@ class ArrayOperators:
     def __contains__(self, item: Any) -> bool:
         return bool((self == item).any())
 
+    def block_until_ready(self) -> Any:
+        """As `jax.Array.block_until_ready`, for all leaves."""
+        return jax.block_until_ready(self)
+
     @property
     def at(self) -> "_At":
         """As `jax.Array.at`: `x.at[index].set(y)` and its siblings."""
@@ -172,9 +177,12 @@ class ArrayOperators:
     any = _method("any")
     argmax = _method("argmax")
     argmin = _method("argmin")
+    argpartition = _method("argpartition")
     argsort = _method("argsort")
     astype = _method("astype")
+    choose = _method("choose")
     clip = _method("clip")
+    compress = _method("compress")
     conj = _method("conj")
     conjugate = _method("conjugate")
     copy = _method("copy")

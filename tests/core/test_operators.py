@@ -100,9 +100,11 @@ METHODS = {
     "any": (),
     "argmax": (1,),
     "argmin": (1,),
+    "argpartition": (1,),
     "argsort": (),
     "astype": (jnp.int32,),
     "clip": (1.0, 5.0),
+    "compress": (np.array([True, False]), 0),
     "conj": (),
     "conjugate": (),
     "copy": (),
@@ -139,6 +141,66 @@ METHODS = {
 def test_methods(name):
     out = getattr(MATRIX, name)(*METHODS[name])
     same(out, getattr(MATRIX.materialise(), name)(*METHODS[name]))
+
+
+def test_choose():
+    choices = [jnp.arange(3) + i for i in range(7)]
+    same(INTEGERS.choose(choices, mode="clip"), INTEGERS.materialise().choose(choices, mode="clip"))
+
+
+# What tells of the buffers of one array, or is a method of NumPy's alone; a Value has leaves instead.
+OF_BUFFERS = {
+    "addressable_data",
+    "addressable_shards",
+    "byteswap",
+    "clone",
+    "committed",
+    "copy_to_host_async",
+    "delete",
+    "device",
+    "device_buffer",
+    "device_buffers",
+    "devices",
+    "flat",
+    "format",
+    "global_shards",
+    "is_deleted",
+    "is_fully_addressable",
+    "is_fully_replicated",
+    "is_ready",
+    "itemsize",
+    "nbytes",
+    "on_device_size_in_bytes",
+    "platform",
+    "sharding",
+    "to_device",
+    "tobytes",
+    "traceback",
+    "unsafe_buffer_pointer",
+    "unsafe_raw_buffer",
+    "weak_type",
+}
+
+
+def test_every_public_method_of_arrays_is_there_and_tested():
+    public = {name for name in dir(type(jnp.ones(1))) if not name.startswith("_")}
+    assert public - OF_BUFFERS <= set(dir(MATRIX))
+    apart = {"aval", "at", "block_until_ready", "choose", "dtype", "imag", "item", "mT", "ndim", "real"}
+    apart |= {"searchsorted", "shape", "size", "T"}
+    assert public - OF_BUFFERS - apart == set(METHODS)
+
+
+def test_every_operator_of_arrays_is_there():
+    array = type(jnp.ones(1))
+    operators = {
+        f"__{side}{op.__name__.strip('_')}__" for op in [*ARITHMETIC, *BITWISE] for side in ("", "r")
+    }
+    for name in operators & set(dir(array)):
+        assert getattr(ql.ArrayOperators, name) is not getattr(object, name, None)
+
+
+def test_block_until_ready():
+    assert MATRIX.block_until_ready().array is MATRIX.array
 
 
 def test_searchsorted():

@@ -1,0 +1,141 @@
+"""`KeyArray`: keys of a pseudo-random generator."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ...core.operators import ArrayOperators
+from ...core.rules import register
+from ...core.values import ArrayValue
+from ...primitives.classes import REARRANGEMENTS
+from .philox import philox4x32
+
+_IMPLEMENTATIONS: dict[str, Any] = {"philox4x32": philox4x32}
+
+
+class KeyArray(ArrayOperators, ArrayValue):
+    """Keys of a pseudo-random generator, as the words that they are made of.
+
+    To `jax.random` under [`quaxlike.quaxify`][] they are keys; to everything that handles leaves
+    (checkpoints, averages, `np.save`) they are arrays of uint32, which JAX's own keys are not.
+
+    **Arguments:**
+
+    - `data`: the words, uint32 of shape `(*shape, words)`: 2 for Threefry and Philox, 4 for RBG.
+    - `impl`: the generator: "threefry2x32", "rbg", "unsafe_rbg" or "philox4x32". Default: the first.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike.arrays import prng
+
+        a, b = ql.quaxify(jax.random.split)(prng.key(0, "philox4x32"))
+        ql.quaxify(jax.random.normal)(a, (3,))
+        ```
+    """
+
+    data: jax.Array = eqx.field(converter=jnp.asarray)
+    impl: str = eqx.field(static=True, default="threefry2x32")
+
+    def __check_init__(self) -> None:
+        _, words = _like(self.impl)
+        if self.data.dtype != jnp.uint32 or self.data.shape[-1:] != (words,):
+            raise ValueError(
+                f"KeyArray of {self.impl} takes uint32 data of shape (*shape, {words}); found "
+                f"{self.data.dtype} of shape {self.data.shape}."
+            )
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.data.shape[:-1], _like(self.impl)[0])
+
+    def materialise(self) -> jax.Array:
+        return self.to_jax()
+
+    def to_jax(self) -> jax.Array:
+        """The same keys as JAX has them."""
+        return jax.random.wrap_key_data(self.data, impl=_implementation(self.impl))
+
+    @classmethod
+    def from_jax(cls, key: jax.Array) -> "KeyArray":
+        """Keys that `jax.random.key` or `jax.random.split` made, of one of the generators above.
+
+        **Raises:**
+
+        `ValueError` for a key of another generator.
+        """
+        for name in ("threefry2x32", "rbg", "unsafe_rbg", *_IMPLEMENTATIONS):
+            if key.dtype == _like(name)[0]:
+                return cls(jax.random.key_data(key), name)
+        raise ValueError(
+            f"KeyArray.from_jax takes a key of threefry2x32, rbg, unsafe_rbg or philox4x32; found "
+            f"{key.dtype}."
+        )
+
+    @classmethod
+    def promote(cls, array: Any, like: Any) -> "KeyArray":
+        return cls(jax.random.key_data(array), like.impl)
+
+    def leading_axis(self) -> Any:
+        return [0] if self.data.ndim > 1 else NotImplemented
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
+        return [jax.P(*spec, *[None] * (self.data.ndim - len(spec)))]
+
+
+def _implementation(name: str) -> Any:
+    return _IMPLEMENTATIONS.get(name, name)
+
+
+@functools.cache
+def _like(impl: str) -> tuple[Any, int]:
+    """The dtype that JAX has for keys of a generator, and the number of words of a key."""
+    make = lambda: jax.random.key(0, impl=_implementation(impl))
+    words = jax.eval_shape(lambda: jax.random.key_data(make()))
+    return jax.eval_shape(make).dtype, words.shape[-1]
+
+
+def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
+    """A key from a seed: `jax.random.key` as a [`quaxlike.arrays.prng.KeyArray`][].
+
+    **Arguments:**
+
+    - `seed`: an integer.
+    - `impl`: the generator. Default: "threefry2x32".
+    """
+    return KeyArray.from_jax(jax.random.key(seed, impl=_implementation(impl)))
+
+
+@register(["random_split", "random_fold_in", "random_clone"])
+def _keys_of_keys(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params: Any):
+    return KeyArray.from_jax(primitive.bind(x.to_jax(), *rest, **params))
+
+
+@register(["random_bits", "random_gamma"])
+def _numbers(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params: Any):
+    return primitive.bind(x.to_jax(), *rest, **params)
+
+
+@register("random_unwrap")
+def _random_unwrap(x: KeyArray, **params: Any):
+    return x.data
+
+
+@register([*REARRANGEMENTS, "dynamic_slice", "gather"])
+def _moved(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params: Any):
+    out = primitive.bind(x.to_jax(), *rest, **params)
+    return [*map(KeyArray.from_jax, out)] if primitive.multiple_results else KeyArray.from_jax(out)
+
+
+@register(["concatenate", "stack"])
+def _joined(primitive: Primitive, x: KeyArray, *rest: KeyArray, **params: Any):
+    if any(y.impl != x.impl for y in rest):
+        return NotImplemented
+    return KeyArray.from_jax(primitive.bind(*(y.to_jax() for y in (x, *rest)), **params))
