@@ -31,6 +31,7 @@ def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = (
     **Raises:**
 
     - `ValueError`: if `rng` is not one key, or `shape` has a negative number.
+    - `TypeError`: if `shape` has what is not an integer.
 
     !!! example
 
@@ -43,7 +44,10 @@ def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = (
         ```
     """
     sizes = shape if isinstance(shape, Sequence) else (shape,)
-    sizes = tuple(operator.index(size) for size in sizes)
+    try:
+        sizes = tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise TypeError(f"key_chain: `shape` must be integers, found {shape}.") from None
     if any(size < 0 for size in sizes):
         raise ValueError(f"key_chain: `shape` must have no negative number, found {sizes}.")
     is_new_style = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
