@@ -7,6 +7,7 @@ or no structure and one aval for a plain array. Slots are hashable, and say noth
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from types import NotImplementedType
 from typing import Any
 
 import equinox as eqx
@@ -164,6 +165,28 @@ def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
         out.append(items[at : at + size])
         at += size
     return [*out, items[at:]]
+
+
+def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImplementedType:
+    """For a Value made of `parts`, what its `leading_axis` returns.
+
+    **Arguments:**
+
+    - `parts`: each array or Value that it holds, in the order of its leaves, and whether its first axis is
+        the leading one; all rows share it otherwise.
+    """
+    axes: list[int | None] = []
+    for part, has_rows in parts:
+        if not has_rows:
+            axes += [None] * len(jtu.tree_leaves(part))
+        elif is_value(part):
+            inner = part.leading_axis()
+            if inner is NotImplemented:
+                return NotImplemented
+            axes += inner
+        else:
+            axes.append(0)
+    return axes
 
 
 def spread(per_slot: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:

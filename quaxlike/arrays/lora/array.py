@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ...core.operators import ArrayOperators
+from ...core.slots import leading_axes
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
@@ -160,18 +161,7 @@ class LoraArray(ArrayOperators, ArrayValue):
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if 0 in matrix_labels(self):
             return NotImplemented  # rows of the matrix are arrays that have no adapter
-        axes: list[int | None] = []
-        for part, part_labels in _parts(self):
-            if 0 not in part_labels:
-                axes += [None] * len(jtu.tree_leaves(part))
-            elif is_value(part):
-                inner = part.leading_axis()
-                if inner is NotImplemented:
-                    return NotImplemented
-                axes += inner
-            else:
-                axes.append(0)
-        return axes
+        return leading_axes((part, 0 in part_labels) for part, part_labels in _parts(self))
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         sharded = (*spec, *[None] * (self.ndim - len(spec)))

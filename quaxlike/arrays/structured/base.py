@@ -8,10 +8,10 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
 
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
+from ...core.slots import leading_axes
 from ...core.values import ArrayValue, is_value, replace_fields
 
 _M = TypeVar("_M", bound="StructuredMatrix")
@@ -96,18 +96,8 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not self.batch:
             return NotImplemented  # rows of a matrix have no such structure
-        axes: list[int | None] = []
-        for name, part in self.parts.items():
-            if part.ndim - self.CORE[name] < len(self.batch):
-                axes += [None] * len(jtu.tree_leaves(part))
-            elif is_value(part):
-                inner = part.leading_axis()
-                if inner is NotImplemented:
-                    return NotImplemented
-                axes += inner
-            else:
-                axes.append(0)
-        return axes
+        n = len(self.batch)
+        return leading_axes((part, part.ndim - self.CORE[name] >= n) for name, part in self.parts.items())
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         batch = len(self.batch)
