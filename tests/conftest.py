@@ -1,14 +1,20 @@
 """Test configuration: several CPU devices, strict promotion, runtime type checks on the package."""
 
 import os
+from importlib.metadata import version
 
-# Both are read once, when JAX starts its backend. Four devices share the cores; each process
-# keeps to one compute thread so that parallel test workers do not fight over them.
+# Read once, when JAX starts its backend. Four devices share the cores; each process keeps to one compute
+# thread so that parallel test workers do not fight over them.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=4",
         "--xla_cpu_multi_thread_eigen=false",
+        # Two thirds of the time of the tests went into machine code of 28,000 small programs, most of
+        # them run once: it is not optimised. `QUAXLIKE_OPTIMIZED=1` leaves XLA as users have it.
+        *(["--xla_backend_optimization_level=0"] if os.environ.get("QUAXLIKE_OPTIMIZED") != "1" else []),
+        # A flag that later releases do not know.
+        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
     ]
 ).strip()
 os.environ.setdefault("OMP_NUM_THREADS", "1")

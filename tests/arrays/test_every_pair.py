@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,16 +15,17 @@ from jax import Array
 import quaxlike as ql
 from quaxlike.arrays import named, sparse, structured, unitful, zero
 from quaxlike.arrays.unitful import DimensionError, Unit
+from tests.samples import normal
 
 N = 4
 
 
 def _dense(seed: int = 0) -> Array:
-    return jax.random.normal(jax.random.key(seed), (N, N))
+    return normal(N, N, seed=seed)
 
 
 def _lora(w: Any) -> ql.LoraArray:
-    a, b = jax.random.normal(jax.random.key(1), (2, 2, N))
+    a, b = normal(2, 2, N)
     return ql.LoraArray(w, a, b.T, alpha=4)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.arrays import zero
+from tests.samples import normal
 
 
 def make_lora(shape=(6, 5), rank=2, *, seed=0, batch=((), (), ()), dtype=jnp.float32, dora=False, **options):
@@ -361,9 +362,9 @@ def test_equinox_convolutions():
         eqx.nn.ConvTranspose2d(4, 6, 3, stride=2, key=jax.random.key(0)),
     ):
         model = ql.loraify(layer, rank=2, where=lambda name, w: True, key=jax.random.key(1), init="gaussian")
-        b = jax.random.normal(jax.random.key(2), model.weight.b.shape)
+        b = normal(*model.weight.b.shape)
         model = eqx.tree_at(lambda m: m.weight.b, model, b)
-        x = jax.random.normal(jax.random.key(3), (4, 9, 9)[: layer.weight.ndim - 1])
+        x = normal(*(4, 9, 9)[: layer.weight.ndim - 1])
         with ql.on_materialise("error"):
             y = ql.quaxify(model)(x)
         np.testing.assert_allclose(y, ql.merge(model)(x), atol=1e-5)

@@ -2,20 +2,20 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 import quaxlike as ql
 from quaxlike.arrays import named, structured, unitful, zero
+from tests.samples import normal
 
 
 def _dense() -> Array:
-    return jax.random.normal(jax.random.key(0), (4, 4)) * 0.3
+    return 0.3 * normal(4, 4)
 
 
 def _lora(w: Array | ql.ArrayValue) -> ql.LoraArray:
-    a, b = jax.random.normal(jax.random.key(1), (2, 2, 4)) * 0.3
+    a, b = 0.3 * normal(2, 2, 4)
     return ql.LoraArray(w, a, b.T, alpha=4)
 
 

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 import quaxlike as ql
 from quaxlike.core import subjaxpr
+from tests.samples import normal
 from tests.strict import Strict, strict
 
 
@@ -31,8 +32,7 @@ def _contract(x: LowRank, y: Array, **params):
 
 
 def _low_rank(rank: int) -> LowRank:
-    a, b = jax.random.split(jax.random.key(rank))
-    return LowRank(jax.random.normal(a, (rank, 4)), jax.random.normal(b, (4, rank)))
+    return LowRank(normal(rank, 4), normal(4, rank))
 
 
 def _loop(w, x):

@@ -10,6 +10,7 @@ from jax import Array
 
 import quaxlike as ql
 from quaxlike.core.replay import replayed
+from tests.samples import normal
 
 CALLS: list[str] = []
 
@@ -53,7 +54,7 @@ def _forget_calls():
 
 
 def _scaled(n: int = 3) -> Scaled:
-    return Scaled(jax.random.normal(jax.random.key(n), (n, n)), jnp.float32(2.0))
+    return Scaled(normal(n, n), jnp.float32(2.0))
 
 
 def _layers(ws: list[Scaled], x: Array) -> Array:

@@ -20,8 +20,9 @@ from quaxlike.implicit import (
     materialize_nested,
     register,
 )
+from tests.samples import normal
 
-from .types import Codes, Strict, weight
+from .types import Codes, Strict
 
 
 class Bare(ImplicitArray, warn_on_materialize=False):
@@ -118,7 +119,7 @@ class TestShapeAndDtype:
         (field,) = [f for f in dataclasses.fields(Codes) if f.name == "bits"]
         assert field.metadata["static"]
         assert field.default == 8
-        assert len(jax.tree.leaves(Codes.quantize(weight(2, 3)))) == 2
+        assert len(jax.tree.leaves(Codes.quantize(normal(2, 3)))) == 2
 
     def test_it_is_an_array(self):
         assert issubclass(ImplicitArray, OriginArray)
@@ -131,7 +132,7 @@ class TestShapeAndDtype:
 class TestShapeFollowsTheFields:
     """A shape that was given stays true when the leaves are mapped over, sliced or stacked."""
 
-    stacked = staticmethod(lambda: Codes.quantize(weight(5, 4, 3)))
+    stacked = staticmethod(lambda: Codes.quantize(normal(5, 4, 3)))
 
     def test_vmap(self):
         seen = []
@@ -161,19 +162,19 @@ class TestShapeFollowsTheFields:
         assert jax.tree.map(lambda x: x[0, 0], self.stacked()).shape == (3,)
 
     def test_stacks(self):
-        parts = [Codes.quantize(w) for w in weight(5, 4, 3)]
+        parts = [Codes.quantize(w) for w in normal(5, 4, 3)]
         whole = jax.tree.map(lambda *xs: jnp.stack(xs), *parts)
         assert whole.shape == (5, 4, 3)
         np.testing.assert_array_equal(whole.materialise(), self.stacked().materialise())
 
     def test_what_is_vmapped_out(self):
-        made = jax.vmap(Codes.quantize)(weight(5, 4, 3))
+        made = jax.vmap(Codes.quantize)(normal(5, 4, 3))
         assert made.shape == (5, 4, 3)
-        assert jax.vmap(jax.vmap(Codes.quantize))(weight(2, 5, 4, 3)).shape == (2, 5, 4, 3)
+        assert jax.vmap(jax.vmap(Codes.quantize))(normal(2, 5, 4, 3)).shape == (2, 5, 4, 3)
 
     def test_structures_agree(self):
         """A row of a stack is a value like one that was made alone: both may be branches of a cond."""
-        row, alone = jax.tree.map(lambda x: x[0], self.stacked()), Codes.quantize(weight(5, 4, 3)[0])
+        row, alone = jax.tree.map(lambda x: x[0], self.stacked()), Codes.quantize(normal(5, 4, 3)[0])
         assert jax.tree.structure(row) == jax.tree.structure(alone)
         out = jax.lax.cond(True, lambda: row, lambda: alone)
         assert out.shape == (4, 3)
@@ -195,7 +196,7 @@ class TestShapeFollowsTheFields:
         assert jax.vmap(lambda x: jnp.zeros(x.shape), (axes,))(stack).shape == (4, 2, 3, 2)
 
     def test_replace(self):
-        x = Codes.quantize(weight(4, 3))
+        x = Codes.quantize(normal(4, 3))
         y = dataclasses.replace(x, scale=x.scale * 2)
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         np.testing.assert_allclose(y.materialise(), 2 * x.materialise())
@@ -205,7 +206,7 @@ class TestShapeFollowsTheFields:
 
 class TestAstype:
     def test_returns_a_new_array(self):
-        x = Codes.quantize(weight(4, 3))
+        x = Codes.quantize(normal(4, 3))
         y = x.astype(jnp.bfloat16)
         assert (x.dtype, y.dtype) == (jnp.float32, jnp.bfloat16)
         assert type(y) is Codes
@@ -218,7 +219,7 @@ class TestAstype:
         assert implicit(jnp.negative)(x).dtype == jnp.float16
 
     def test_under_jit(self):
-        x = Codes.quantize(weight(4, 3))
+        x = Codes.quantize(normal(4, 3))
         assert jax.jit(lambda x: x.astype(jnp.bfloat16))(x).dtype == jnp.bfloat16
 
 
@@ -239,7 +240,7 @@ class OuterByNumpy(Outer):
 class TestNesting:
     @pytest.mark.parametrize("cls", [Outer, OuterByNumpy])
     def test_children_dispatch(self, cls):
-        x = cls(Codes.quantize(weight(4, 3)))
+        x = cls(Codes.quantize(normal(4, 3)))
         once = materialize_nested(x)
         assert type(once) is Codes  # by the rule of `mul`, not by materialising
         np.testing.assert_allclose(materialize_nested(x, full=True), 2 * x.inner.materialise(), rtol=1e-6)
@@ -248,7 +249,7 @@ class TestNesting:
 
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_deep(self, wrap):
-        x = Outer(Outer(Outer(Codes.quantize(weight(4, 3)))))
+        x = Outer(Outer(Outer(Codes.quantize(normal(4, 3)))))
         expected = 8 * x.inner.inner.inner.materialise()
         np.testing.assert_allclose(wrap(implicit(jnp.negative))(x), -expected, rtol=1e-6)
 
@@ -259,7 +260,7 @@ class TestNesting:
                     return self.inner
                 raise ZeroDivisionError("mine")
 
-        x = Broken(Codes.quantize(weight(4, 3)), shape=(4, 3), dtype=jnp.float32)
+        x = Broken(Codes.quantize(normal(4, 3)), shape=(4, 3), dtype=jnp.float32)
         for full in (False, True):
             with pytest.raises(ZeroDivisionError, match="mine"):
                 materialize_nested(x, full=full)
@@ -270,7 +271,7 @@ class TestNesting:
         assert materialize_nested(x, full=True) is x
 
     def test_other_values_inside(self):
-        x = Outer(ql.Int8Array.quantize(weight(4, 8)))
+        x = Outer(ql.Int8Array.quantize(normal(4, 8)))
         np.testing.assert_allclose(x.materialise(), 2 * ql.materialise(x.inner), rtol=1e-6)
 
 
@@ -383,7 +384,7 @@ class TestDefaultHandlers:
 
 
 def test_strict_types_are_kept():
-    x, w = weight(2, 4), Strict.quantize(weight(4, 3))
+    x, w = normal(2, 4), Strict.quantize(normal(4, 3))
     np.testing.assert_allclose(implicit(jnp.matmul)(x, w), x @ w.materialise(), rtol=1e-5)
 
 

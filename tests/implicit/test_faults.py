@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import quaxlike as ql
 from quaxlike.implicit import ImplicitArray, implicit, register
+from tests.samples import normal
 
-from .types import Strict, weight
+from .types import Strict
 
-X = weight(2, 4)
-W = weight(4, 3)
+X = normal(2, 4)
+W = normal(4, 3)
 Q = Strict.quantize(W)
 EXPECTED = X @ Q.materialise()
 

@@ -18,8 +18,9 @@ from quaxlike.implicit import (
     register,
     use_implicit,
 )
+from tests.samples import normal
 
-from .types import Codes, Strict, weight
+from .types import Codes, Strict
 
 
 class Box(ImplicitArray, warn_on_materialize=False):
@@ -46,7 +47,7 @@ class TestImplicit:
         assert f.__name__ == "f"
 
     def test_as_a_context(self):
-        w, x = Strict.quantize(weight(4, 3)), weight(2, 4)
+        w, x = Strict.quantize(normal(4, 3)), normal(2, 4)
         with implicit:
             y = x @ w
             with implicit:

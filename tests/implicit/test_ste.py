@@ -9,11 +9,12 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.implicit import implicit, ste
+from tests.samples import normal
 
-from .types import Codes, weight
+from .types import Codes
 
-W = weight(4, 3)
-X = weight(2, 4)
+W = normal(4, 3)
+X = normal(2, 4)
 
 quantize = ste(Codes.quantize)
 
@@ -137,7 +138,7 @@ class TestValues:
         np.testing.assert_allclose(dy, X @ (2 * W), rtol=1e-4)
 
     def test_vmap(self):
-        w = weight(5, 4, 3)
+        w = normal(5, 4, 3)
         f = lambda w: ((X @ quantize(w)) ** 2).sum()
         grads = jax.vmap(jax.grad(implicit(f)))(w)
         for got, each in zip(grads, w, strict=True):
@@ -160,8 +161,8 @@ class TestValues:
         np.testing.assert_array_equal(ql.materialise(q), Codes.quantize(W, bits=4).materialise())
 
     def test_training_lowers_the_loss(self):
-        x = weight(16, 4)
-        target = x @ weight(4, 3)
+        x = normal(16, 4)
+        target = x @ normal(4, 3)
         loss = implicit(lambda w: jnp.mean((x @ quantize(w, bits=4) - target) ** 2))
         w = jnp.full((4, 3), 0.1)
         first = loss(w)

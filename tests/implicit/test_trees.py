@@ -7,8 +7,9 @@ import pytest
 
 import quaxlike as ql
 import quaxlike.implicit as qi
+from tests.samples import normal
 
-from .types import Codes, weight
+from .types import Codes
 
 
 class Pair(qi.ImplicitArray, warn_on_materialize=False):
@@ -23,7 +24,7 @@ X = jnp.ones((4, 3))
 
 
 def _codes():
-    return Codes.quantize(weight(4, 3))
+    return Codes.quantize(normal(4, 3))
 
 
 @pytest.mark.parametrize("x", [np.ones(3), np.float32(1), jnp.ones(3)])
@@ -38,7 +39,7 @@ def test_is_not_array(x):
 
 class TestTrees:
     def test_as_leaves(self):
-        q, other = _codes(), ql.Int8Array.quantize(weight(4, 8))
+        q, other = _codes(), ql.Int8Array.quantize(normal(4, 8))
         tree = {"a": q, "b": [X, other], "c": None}
         leaves, structure = qi.tree_flatten_with_implicit(tree)
         assert [type(x) for x in leaves] == [Codes, type(X), ql.Int8Array]

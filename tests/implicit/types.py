@@ -48,7 +48,3 @@ class Strict(Codes):
 def _(x: jax.Array, w: Strict, **params: Any):
     dense = w.codes.astype(w.dtype) * w.scale[..., None]
     return jax.lax.dot_general_p.bind(x, dense, **params)
-
-
-def weight(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(len(shape)), shape)

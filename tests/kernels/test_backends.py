@@ -9,6 +9,7 @@ import pytest
 from quaxlike import kernels
 from quaxlike.kernels import nf4_matmul
 from tests.primitives.jaxprs import equations
+from tests.samples import normal
 
 from .weights import quantised, relative_error
 
@@ -96,7 +97,7 @@ def test_a_program_that_xla_divides_runs_no_kernel(mesh):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("backend", ["reference", "gpu", "tpu"])
 def test_within_shard_map_each_device_runs_the_kernel(mesh, backend, check_vma):
-    x = jax.random.normal(jax.random.key(0), (128, 256))
+    x = normal(128, 256)
     w = quantised((128, 256))
     fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
     rows = jax.P("rows")

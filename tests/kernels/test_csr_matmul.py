@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quaxlike.kernels import csr_index, csr_matmul, csr_sampled_matmul
 from quaxlike.kernels.csr_matmul import cpu, reference
 from tests.primitives.jaxprs import names
+from tests.samples import normal
 
 from .weights import relative_error
 
@@ -23,10 +24,6 @@ def weight(n, k, density, padding=0, seed=0):
     index = csr_index(np.append(rows, np.full(padding, n)), np.append(columns, np.full(padding, k)), (n, k))
     dense = lambda data: jnp.zeros((n, k), data.dtype).at[rows, columns].set(data[: rows.size])
     return data, index, dense
-
-
-def normal(*shape, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 IMPLEMENTATIONS = {"reference": reference.matmul_reference, "cpu": cpu.matmul}

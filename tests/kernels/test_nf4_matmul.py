@@ -9,6 +9,7 @@ import pytest
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, nf4_matmul, nf4_matmul_p
 from tests.primitives.jaxprs import names
+from tests.samples import normal
 
 from .weights import quantised, relative_error, tpu_at_hand
 
@@ -22,8 +23,7 @@ _MAY_FALL_BACK = pytest.mark.filterwarnings("ignore::quaxlike.kernels.KernelFall
 
 
 def _x(w, lead, transpose=False, dtype="float32"):
-    key = jax.random.key(len(lead) + sum(lead))
-    return jax.random.normal(key, (*lead, w.dense.shape[not transpose]), dtype)
+    return normal(*lead, w.dense.shape[not transpose], dtype=dtype)
 
 
 def _nested(absmax):

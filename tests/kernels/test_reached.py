@@ -10,6 +10,7 @@ import quaxlike as ql
 from quaxlike import kernels
 from quaxlike.kernels import lora_matmul_p, nf4_matmul_p
 from tests.primitives.jaxprs import equations
+from tests.samples import normal
 
 from .weights import relative_error
 
@@ -43,7 +44,7 @@ def _kernels(fn, *args):
 @pytest.mark.parametrize(("name", "kernel"), [("NF4", "nf4_matmul"), ("LoRA over NF4", "lora_matmul")])
 def test_forward_and_backward_are_the_kernel(name, kernel, double_quant):
     model = _models(double_quant=double_quant)[name]
-    x = jax.random.normal(jax.random.key(2), (5, 128))
+    x = normal(5, 128)
     forward = lambda x: eqx.filter_jit(ql.quaxify(_loss))(model, x)
     # Three layers, each with a product and, in the backward pass, its transposed contraction.
     assert _kernels(forward, x) == [(kernel, False)] * 3
@@ -58,7 +59,7 @@ def test_transforms_leave_no_other_form_of_the_kernel():
     """Under `vmap`, `jvp`, `hessian` and `checkpoint` as well: nothing falls back to a derived primitive."""
     model = _models(double_quant=True)["LoRA over NF4"]
     forward = lambda x: ql.quaxify(_loss)(model, x)
-    x = jax.random.normal(jax.random.key(2), (2, 128))
+    x = normal(2, 128)
     for transform in (
         jax.grad(jax.checkpoint(forward)),
         jax.hessian(forward),
@@ -83,7 +84,7 @@ def test_explain_tells_the_backend():
 
 def test_gradients_of_adapters_go_through_the_kernel():
     model = _models()["LoRA over NF4"]
-    x = jax.random.normal(jax.random.key(2), (5, 128))
+    x = normal(5, 128)
     trained, frozen = eqx.partition(model, ql.trainable(model))
     loss = lambda trained, x: ql.quaxify(_loss)(eqx.combine(trained, frozen), x)
     # The first layer's input needs no gradient.

@@ -22,7 +22,7 @@ def backpropagated(step, model, state, xs, targets, loss=squared_error):
 
         return jax.lax.scan(body, state, (xs, targets))[1].sum()
 
-    return jax.grad(total)(model)
+    return jax.jit(jax.grad(total))(model)
 
 
 def recurrent(step, model, state, xs, targets, loss=squared_error):

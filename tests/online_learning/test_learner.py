@@ -19,18 +19,15 @@ from quaxlike.online_learning import (
     etp_conv_p,
     matmul,
 )
+from tests.samples import normal
 
 from .oracles import backpropagated, online, relative_error, squared_error
 
 BATCH, IN, HIDDEN, STEPS = 3, 4, 6, 8
 
 
-def _normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
 def _sequence(steps=STEPS):
-    return _normal(0, steps, BATCH, IN), _normal(1, steps, BATCH, HIDDEN)
+    return normal(steps, BATCH, IN), normal(steps, BATCH, HIDDEN, seed=1)
 
 
 def _leaky(w, h, x):
@@ -55,7 +52,7 @@ class Cell(eqx.Module):
 
 
 def test_modules_and_states_that_are_not_floats():
-    cell = Cell(_normal(2, IN, HIDDEN), _normal(3, HIDDEN))
+    cell = Cell(normal(IN, HIDDEN, seed=2), normal(HIDDEN, seed=3))
     learner = DRTRL(Cell.__call__)
     state = {"h": jnp.zeros((BATCH, HIDDEN)), "count": jnp.array(0)}
     x, target = _sequence(1)
@@ -78,7 +75,7 @@ def test_modules_and_states_that_are_not_floats():
 
 
 def test_what_is_trained_can_be_chosen():
-    model = {"w": _normal(2, IN, HIDDEN), "v": _normal(3, IN, HIDDEN)}
+    model = {"w": normal(IN, HIDDEN, seed=2), "v": normal(IN, HIDDEN, seed=3)}
 
     def step(model, h, x):
         masked = jnp.where(model["v"] > 0, model["w"], 0.0)
@@ -98,7 +95,7 @@ def test_weights_of_another_precision(learner):
         h = 0.5 * h + matmul(x.astype(w.dtype), w).astype(h.dtype)
         return h, jnp.sin(h)
 
-    w, h = _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+    w, h = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN))
     single, half = (online(learner(step), w.astype(t), h, *_sequence()) for t in (jnp.float32, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     assert relative_error(half.astype(jnp.float32), single) < 3e-2
@@ -106,7 +103,7 @@ def test_weights_of_another_precision(learner):
 
 def test_under_vmap():
     """Examples may be mapped over with a learner that knows of one."""
-    w, h = _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+    w, h = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN))
     xs, targets = _sequence()
     learner = DRTRL(_leaky)
     traces = jax.vmap(lambda h, x: learner.init(w, h, x))(h, xs[0])
@@ -130,23 +127,23 @@ def _lora(base, *, by_column, train_base=False):
     if by_column:
         return ql.LoraArray(
             base,
-            0.3 * _normal(5, 2, IN),
-            0.3 * _normal(6, HIDDEN, 2),
+            0.3 * normal(2, IN, seed=5),
+            0.3 * normal(HIDDEN, 2, seed=6),
             alpha=4,
             out_axes=(-1,),
             in_axes=(-2,),
             train_base=train_base,
         )
     return ql.LoraArray(
-        base, 0.3 * _normal(5, 2, HIDDEN), 0.3 * _normal(6, IN, 2), alpha=4, train_base=train_base
+        base, 0.3 * normal(2, HIDDEN, seed=5), 0.3 * normal(IN, 2, seed=6), alpha=4, train_base=train_base
     )
 
 
 @pytest.mark.parametrize("by_column", [True, False])
 @pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
 def test_an_adapter_learns_over_a_quantised_base(learner, by_column):
-    base = NF4Array.quantize(_normal(2, IN, HIDDEN), block_size=32)
-    model = {"w": _lora(base, by_column=by_column), "b": _normal(7, HIDDEN)}
+    base = NF4Array.quantize(normal(IN, HIDDEN, seed=2), block_size=32)
+    model = {"w": _lora(base, by_column=by_column), "b": normal(HIDDEN, seed=7)}
 
     def step(model, h, x):
         h = 0.5 * h + matmul(x, model["w"], model["b"])
@@ -171,7 +168,7 @@ def test_an_adapter_learns_over_a_quantised_base(learner, by_column):
 
 
 def test_a_base_that_is_trained_as_well():
-    model = _lora(_normal(2, IN, HIDDEN), by_column=False, train_base=True)
+    model = _lora(normal(IN, HIDDEN, seed=2), by_column=False, train_base=True)
     h, (xs, targets) = jnp.zeros((BATCH, HIDDEN)), _sequence()
     found = online(DRTRL(_leaky, untraced="error"), model, h, xs, targets)
     dense = lambda p, h, x: _leaky(p["w"] + 2.0 * p["b"] @ p["a"], h, x)
@@ -186,7 +183,7 @@ def test_a_base_that_is_trained_as_well():
 
 @pytest.mark.parametrize("learner", [DRTRL(_leaky), PPProp(_leaky, decay=0.9)])
 def test_memory_does_not_grow_with_the_sequence(learner):
-    w, h = _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+    w, h = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN))
 
     def forward(w, xs, targets):
         def body(carry, x_and_target):
@@ -230,7 +227,7 @@ def test_a_parameter_without_a_trace_is_told():
         h = jnp.tanh(matmul(x, model["w"]) + h @ model["plain"])
         return h, h @ model["out"]
 
-    model = {"w": _normal(2, IN, HIDDEN), "plain": jnp.eye(HIDDEN), "out": jnp.eye(HIDDEN)}
+    model = {"w": normal(IN, HIDDEN, seed=2), "plain": jnp.eye(HIDDEN), "out": jnp.eye(HIDDEN)}
     h, (xs, _) = jnp.zeros((BATCH, HIDDEN)), _sequence()
     message = r"parameter model\['plain'\] acts on the state other than through an ETP primitive"
     with pytest.warns(UntracedParameterWarning, match=message):
@@ -283,11 +280,11 @@ def _in_grad(w, h, x):
 def test_steps_that_cannot_be_learned(step, message):
     h = jnp.zeros((BATCH, HIDDEN))
     with pytest.raises((ValueError, TypeError), match=message):
-        _init(step, _normal(2, IN, HIDDEN), h, _normal(0, BATCH, IN))
+        _init(step, normal(IN, HIDDEN, seed=2), h, normal(BATCH, IN))
 
 
 def test_mapped_convolutions_are_refused():
-    kernel, x = _normal(2, 3, 2, 4), _normal(0, 2, BATCH, 6, 2)
+    kernel, x = normal(3, 2, 4, seed=2), normal(2, BATCH, 6, 2)
     step = lambda k, h, x: (h + jax.vmap(lambda x: conv(x, k))(x), h)
     with pytest.raises(ValueError, match=f"'{etp_conv_p}' is under vmap .* map or differentiate the learner"):
         _init(step, kernel, jnp.zeros((2, BATCH, 6, 4)), x)
@@ -302,8 +299,8 @@ def test_states_that_do_not_fit():
     state = (jnp.zeros((BATCH, HIDDEN)), jnp.zeros((BATCH, HIDDEN, 2)))
     message = r"state '\[1\]' of shape .* depends on state '\[0\]' of shape .* position by position"
     with pytest.raises(ValueError, match=message):
-        _init(mixes, _normal(2, IN, HIDDEN), state, _normal(0, BATCH, IN))
-    x, w, h = _normal(0, BATCH, IN), _normal(2, IN, HIDDEN), jnp.zeros((BATCH, HIDDEN))
+        _init(mixes, normal(IN, HIDDEN, seed=2), state, normal(BATCH, IN))
+    x, w, h = normal(BATCH, IN), normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN))
     with pytest.raises(TypeError, match="must return a pair"):
         _init(lambda w, h, x: matmul(x, w), w, h, x)
     with pytest.raises(TypeError, match="state of the structure that it is given"):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from quaxlike.primitives import DefinedPrimitive, define_primitive
+from tests.samples import normal
 
 from .jaxprs import equations, names, primitives
 
@@ -32,8 +33,8 @@ gate_p = define_primitive("test_gate", _gate)
 split_p = define_primitive("test_split", _split, multiple_results=True)
 
 key = jax.random.key(0)
-X, W = jax.random.normal(key, (3,)), jax.random.normal(jax.random.key(1), (3, 2))
-TREE = {"w": jax.random.normal(jax.random.key(2), (3,)), "v": [jnp.array([0.3, 2.0])]}
+X, W = normal(3), normal(3, 2)
+TREE = {"w": normal(3, seed=2), "v": [jnp.array([0.3, 2.0])]}
 N = jnp.array([1, 2])
 
 

@@ -1,5 +1,7 @@
 """`loraify`, `merge`, `unmerge`, `trainable`, `select` and `summary` on whole models."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from tests.samples import normal
 
 
 @pytest.fixture
@@ -35,9 +38,9 @@ OPTIONS = {
 
 def perturbed(model):
     """The model after some training: what is trained is no longer what it was at first."""
-    keys = iter(jax.random.split(jax.random.key(2), 100))
     params, rest = eqx.partition(model, ql.trainable(model))
-    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape, p.dtype), params)
+    seeds = itertools.count()
+    params = jax.tree.map(lambda p: p + 0.1 * normal(*p.shape, seed=next(seeds), dtype=p.dtype), params)
     return eqx.combine(params, rest)
 
 

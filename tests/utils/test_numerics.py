@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quaxlike.utils import dataclass, isin, kahan_summation
+from tests.samples import normal
 
 from . import fast_math
 from .fast_math import assert_compensated
@@ -142,7 +143,7 @@ def test_in_two_calls(values, split):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_dtypes(dtype, transform):
-    xs = jax.random.normal(jax.random.key(0), (32,)).astype(dtype)
+    xs = normal(32, dtype=dtype)
     total, lost = transform(lambda xs: kahan_summation(*xs))(xs)
     assert total.dtype == dtype
     assert_compensated(list(xs), float(total), float(lost), dtype)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from quaxlike.utils import dataclass, sequential_vmap_with_vjp, shard_map
 from quaxlike.utils.sequential import sequential_call_p
 from tests.primitives.jaxprs import names, primitives
+from tests.samples import normal
 
 
 @dataclass
@@ -26,8 +27,8 @@ def of_state(state, y):
     return State(jnp.tanh(state.x @ y) * state.n.astype(jnp.float32), state.n + 1)
 
 
-X = jax.random.normal(jax.random.key(0), (2, 3, 2))
-Y = jax.random.normal(jax.random.key(1), (3, 2))
+X = normal(2, 3, 2)
+Y = normal(3, 2)
 STATE = State(X, jnp.arange(6).reshape(2, 3))
 
 CASES = {
@@ -52,7 +53,7 @@ def tangents_like(tree, seed):
     def one(i, x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return np.zeros(x.shape, jax.dtypes.float0)
-        return jax.random.normal(jax.random.key(seed + i), x.shape)
+        return normal(*x.shape, seed=seed + i)
 
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, [one(i, x) for i, x in enumerate(leaves)])

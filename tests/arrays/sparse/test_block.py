@@ -12,12 +12,9 @@ from jax import lax
 
 import quaxlike as ql
 from tests.primitives.jaxprs import names
+from tests.samples import normal
 
 B = ql.BlockSparseArray
-
-
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def pruned(*shape, b=4, density=0.4, balanced=False):

@@ -13,8 +13,9 @@ from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.interop import safetensors
 from tests.primitives.jaxprs import names
+from tests.samples import normal
 
-DENSE, X = jax.random.normal(jax.random.key(0), (2, 64, 64))
+DENSE, X = normal(2, 64, 64)
 SPARSE = {
     "elements": ql.SparseArray.from_dense(DENSE, density=0.1),
     "blocks": ql.BlockSparseArray.from_dense(DENSE, block_size=16, density=0.25),
@@ -23,7 +24,7 @@ KERNEL = {"elements": "csr_matmul", "blocks": "block_sparse_matmul"}
 
 
 def lora(w):
-    a, b = jax.random.normal(jax.random.key(1), (2, 4, 64)) / 8
+    a, b = normal(2, 4, 64) / 8
     return ql.LoraArray(w, a, b.T)
 
 

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.primitives.classes import ZERO_PRESERVING
+from tests.samples import normal
 
 SINGLE = OneHotVector(5.0, 2, length=4)
 STACKED = OneHotVector(jnp.array([5.0, 3.0, 2.0]), jnp.array([2, -1, 7]), length=4)  # the last: nowhere
-
-
-def random(*shape):
-    return jax.random.normal(jax.random.key(len(shape)), shape)
 
 
 def agrees(f, *args):
@@ -50,14 +47,14 @@ def contractions(draw):
 @given(contractions())
 def test_dot_general_on_both_sides(case):
     shape, dims = case
-    y = random(*shape)
+    y = normal(*shape)
     agrees(lambda x, y: jax.lax.dot_general(x, y, dims), STACKED, y)
     swapped = (dims[0][::-1], dims[1][::-1])
     agrees(lambda x, y: jax.lax.dot_general(y, x, swapped), STACKED, y)
 
 
 def test_vmap_outside_and_inside_and_grad():
-    w = random(3, 4)
+    w = normal(3, 4)
     expected = STACKED.materialise() @ w.T
     np.testing.assert_allclose(jax.vmap(lambda x: w @ x)(STACKED), expected, rtol=1e-6)
     np.testing.assert_allclose(ql.quaxify(jax.vmap(lambda x: w @ x))(STACKED), expected, rtol=1e-6)
@@ -70,7 +67,7 @@ def test_vmap_outside_and_inside_and_grad():
 
 def test_rows_can_be_scanned():
     f = lambda w, xs: jax.lax.scan(lambda total, x: (total + w @ x, None), jnp.zeros(3), xs)[0]
-    agrees(f, random(3, 4), STACKED)
+    agrees(f, normal(3, 4), STACKED)
 
 
 @pytest.mark.parametrize("name", ZERO_PRESERVING)
@@ -92,7 +89,7 @@ def test_functions_that_keep_zero_keep_the_type(name):
 
 
 def test_elementwise_with_arrays_and_scalars():
-    y = random(3, 4)
+    y = normal(3, 4)
     for f in (lambda x, y: x * y, lambda x, y: y * x, lambda x, y: x / y):
         assert type(agrees(f, STACKED, y)) is OneHotVector
         assert type(agrees(f, SINGLE, jnp.array(2.0))) is OneHotVector

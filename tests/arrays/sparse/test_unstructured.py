@@ -14,17 +14,14 @@ from jax.experimental import sparse as jsparse
 import quaxlike as ql
 from quaxlike.primitives.classes import ZERO_PRESERVING
 from tests.primitives.jaxprs import names
+from tests.samples import normal
 
 S = ql.SparseArray
 
 
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
 def thinned(*shape, density=0.3, seed=1):
-    keep = jax.random.bernoulli(jax.random.key(seed), density, shape)
-    return jnp.where(keep, normal(*shape, seed=seed), 0.0)
+    keep = np.random.default_rng(seed).random(shape) < density
+    return jnp.asarray(np.where(keep, normal(*shape, seed=seed), np.float32(0)))
 
 
 W = S.from_dense(thinned(8, 12))
