@@ -305,6 +305,13 @@ def test_directories_of_other_runs(run, tmp_path):
     assert matches(r"run\.json is of a run with .*rank 7 \(now 4\).* or choose another --output", run()[1])
 
 
+def test_other_weights_in_the_same_place(run, tmp_path):
+    assert run("llama", "text", "--steps=1")[0] == 0
+    file = tmp_path / "llama" / "model.safetensors"
+    write_tensors(file, {name: 2 * x for name, x in open_tensors(file).items()}, {"format": "pt"})
+    assert matches(r"of a run with sha256 of model '\w+' \(now '\w+'\)", run("llama", "text", "--steps=1")[1])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -45,9 +45,14 @@ class Settings:
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}
-        digests = {
-            f"sha256 of {name}": hashlib.sha256(path.read_bytes()).hexdigest()
-            for name, path in files.items()
-            if path.is_file()
-        }
+        digests = {f"sha256 of {name}": _digest(path) for name, path in files.items()}
         return options | digests | {"target": list(self.target)}
+
+
+def _digest(path: Path) -> str:
+    """The SHA-256 of a file, or of those of a checkpoint: names and contents."""
+    if not path.is_dir():
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    parts = sorted(part for part in path.iterdir() if part.suffix in (".json", ".safetensors"))
+    return hashlib.sha256("".join(f"{x.name} {_digest(x)}\n" for x in parts).encode()).hexdigest()
