@@ -179,6 +179,25 @@ def test_identity():
     agrees(lambda i, x: jnp.einsum("abj,ij->abi", x, i), EYE, jnp.ones((2, 3, 4)))
 
 
+@pytest.mark.parametrize(
+    "subscripts",
+    ["ij,jk->ik", "ij,kj->ik", "abj,ij->abi", "ij,abj->iab", "bij,bkj->bik", "i,j->ij", "ij,ij->"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_products_with_full(subscripts, dtype):
+    """The other side is summed once; no matrix product is left, and nothing of the size of the `Full`."""
+    sizes = dict(zip("abijk", (2, 3, 4, 5, 6), strict=True))
+    shapes = [[sizes[i] for i in part] for part in subscripts.split("->")[0].split(",")]
+    f = lambda x, y: jnp.einsum(subscripts, x, y, preferred_element_type="int32" if dtype == "int8" else None)
+    for number in (2, jnp.asarray(2, dtype)):
+        full = [Full(number, shape, dtype) for shape in shapes]
+        x, y = (jnp.asarray(np.random.default_rng(0).integers(-4, 5, shape), dtype) for shape in shapes)
+        assert type(agrees(f, *full)) is Full
+        for args in ((full[0], y), (x, full[1])):
+            agrees(f, *args)
+            assert "dot_general" not in primitives_of(f, *args)
+
+
 def test_gradients():
     f = ql.quaxify(lambda x, c: ((x * c + c) ** 2).sum())
     dense = lambda x, c: ((x * c + c) ** 2).sum()
@@ -186,6 +205,11 @@ def test_gradients():
     np.testing.assert_allclose(gx, jax.grad(dense)(X, TRACED.materialise()), rtol=1e-6)
     gc = jax.grad(f, 1)(X, TRACED)
     np.testing.assert_allclose(gc.value, jax.grad(dense, 1)(X, TRACED.materialise()).sum(), rtol=1e-6)
+    product = lambda x, c: (jnp.sin(x.T @ c) ** 2).sum()
+    gx, gc = jax.grad(ql.quaxify(product), (0, 1))(X, TRACED)
+    expected = jax.grad(product, (0, 1))(X, TRACED.materialise())
+    np.testing.assert_allclose(gx, expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gc.value, expected[1].sum(), rtol=1e-5)
 
 
 def test_a_stack_of_constants():

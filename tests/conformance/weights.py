@@ -48,6 +48,3 @@ WEIGHTS: dict[str, Callable[[], ql.ArrayValue]] = {
     "KroneckerMatrix": lambda: structured.KroneckerMatrix(_dense()[:2, :2], _dense()[2:, 2:]),
     "LowRankUpdate": lambda: structured.LowRankUpdate(_dense(), _dense()[:, :1], _dense()[:, 1:2]),
 }
-
-# Constants that are not weights: a product with one is a product with a dense array.
-DENSE_IN_PRODUCTS = {"Full"}

@@ -297,3 +297,27 @@ def _of_zeros(primitive: Primitive, x: Zero, **params: Any) -> Zero:
 def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Zero:
     out = result(primitive, (x, y), params)
     return Zero(out.shape, out.dtype)
+
+
+@register_on_either_side("dot_general", Full, other=ArrayLike, precedence=PRECEDENCE)
+def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    """Each sum of the other's elements stands for all rows of the `Full`."""
+    if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):
+        return NotImplemented
+    out = result(primitive, (x, y), params)
+    contracted, batched = params["dimension_numbers"]
+    if isinstance(x, Full) and isinstance(y, Full):
+        n = math.prod(x.shape[i] for i in contracted[0])
+        return apply(
+            lambda a, b: jnp.astype(a, out.dtype) * jnp.astype(b, out.dtype) * n, x, y, shape=out.shape
+        )
+    side = int(isinstance(x, Full))
+    full, array = (x, y) if side else (y, x)
+    free = [i for i in range(np.ndim(array)) if i not in (*contracted[side], *batched[side])]
+    # The axes of the result: first the batch axes, then the free ones of x, then those of y.
+    moved = jnp.transpose(array, (*batched[side], *free, *contracted[side])).astype(out.dtype)
+    kept = moved.ndim - len(contracted[side])
+    sums = jnp.sum(moved, range(kept, moved.ndim)) * jnp.astype(_scalar(full), out.dtype)
+    n = len(batched[side])
+    first = len(out.shape) - len(free) if side else n
+    return jax.lax.broadcast_in_dim(sums, out.shape, (*range(n), *range(first, first + len(free))))
