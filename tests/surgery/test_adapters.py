@@ -59,12 +59,12 @@ def test_vmap_over_adapters():
     with ql.on_materialise("error"):
         y = eqx.filter_vmap(lambda model, x: ql.quaxify(model)(x), in_axes=(axes, 0))(stacked, X[:3])
     expected = [ql.quaxify(model)(x) for model, x in zip(models, X[:3], strict=True)]
-    np.testing.assert_allclose(y, np.stack(expected), atol=2e-6)
+    np.testing.assert_allclose(y, np.stack(expected), rtol=2e-6, atol=2e-6)
 
     lora = stacked.layers[0].weight  # and the array alone, by the axes of its parts
     run = jax.vmap(ql.quaxify(jnp.matmul), in_axes=(lora.replace(w=None, a=0, b=0), None))
     expected = [ql.quaxify(jnp.matmul)(model.layers[0].weight, X[0]) for model in models]
-    np.testing.assert_allclose(run(lora, X[0]), np.stack(expected), atol=2e-6)
+    np.testing.assert_allclose(run(lora, X[0]), np.stack(expected), rtol=2e-6, atol=2e-6)
 
 
 def test_one_adapter_for_each_sample_over_4_bits():
@@ -102,7 +102,7 @@ def test_thirty_two_adapters_compile_once():
         indices = np.random.default_rng(seed).permutation(32)
         y = run(stacked, indices, x)
         expected = [ql.quaxify(models[i])(row) for i, row in zip(indices, x, strict=True)]
-        np.testing.assert_allclose(y, np.stack(expected), atol=2e-6)
+        np.testing.assert_allclose(y, np.stack(expected), rtol=2e-6, atol=2e-6)
         # Other adapters, too, run the same program.
         models = [adapted(100 * seed + i) for i in range(32)]
         stacked = ql.stack_adapters(models)
