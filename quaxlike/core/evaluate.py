@@ -1,14 +1,17 @@
 """Running a jaxpr on Values."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend.core as jexc
+import jax.tree_util as jtu
 
 from . import compat
 from .fills import follow
+from .rules import asking
 from .trace import QuaxTrace, value_types
+from .tracer import ValueTracer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,3 +121,17 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
     out = primitive.bind(*inputs, **step.params)
     follow(primitive, inputs, out)
     return out if primitive.multiple_results else [out]
+
+
+def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """Runs one of the user's functions on Values, under a new trace of the level of `trace`."""
+    # It may run when the quaxified function has returned, as a backward pass does; a `quaxify` in it still
+    # inherits.
+    with asking(trace.resolver.layers), jexc.take_current_trace() as parent:
+        inner = QuaxTrace(parent, trace.tag, trace.resolver)
+        with jexc.set_current_trace(inner):
+            outs = fun(*[inner.box(x) for x in operands])
+        with jexc.set_current_trace(parent):
+            unwrap = lambda x: inner.unwrap(x) if isinstance(x, ValueTracer) else x
+            is_leaf = lambda x: not isinstance(x, list | tuple)
+            return jtu.tree_map(unwrap, outs, is_leaf=is_leaf)

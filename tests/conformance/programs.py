@@ -22,6 +22,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {}
 NOT_IN_JAX = {
     "while_loop": {"grad"},  # no reverse mode through an unbounded loop
     "eqx_while_loop_lax": {"grad"},
+    "custom_vmap": {"grad"},  # no transpose
     "composite": {"vmap", "grad"},  # no batching and no jvp rule
 }
 if jax.__version_info__ < (0, 11):
@@ -296,6 +297,26 @@ def associative_scan(x):
 @program
 def vectorize(x):
     return jnp.vectorize(lambda row: row * 2.0, signature="(n)->(n)")(x)
+
+
+@jax.custom_batching.custom_vmap
+def _batchable(x):
+    return linear(x)
+
+
+@_batchable.def_vmap
+def _batch(axis_size, in_batched, x):
+    return linear(x), in_batched[0]
+
+
+@program
+def custom_vmap(x):
+    return _batchable(x)
+
+
+@program
+def custom_vmap_in_vmap(x):
+    return jax.vmap(_batchable)(x)
 
 
 @program

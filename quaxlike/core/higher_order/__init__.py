@@ -5,6 +5,7 @@ from . import checkpoint as checkpoint
 from . import cond as cond
 from . import custom_dce as custom_dce
 from . import custom_derivatives as custom_derivatives
+from . import custom_vmap as custom_vmap
 from . import defined as defined
 from . import in_place as in_place
 from . import jit as jit

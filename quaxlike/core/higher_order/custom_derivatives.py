@@ -18,12 +18,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from .. import compat
+from ..evaluate import call_on_values
 from ..policy import dense
 from ..recording import shown_as
-from ..rules import asking
 from ..slots import Slot, StructureError, conform, flatten, split, spread, unflatten
 from ..trace import QuaxTrace, builtin
-from ..tracer import ValueTracer
 from ..values import Value, is_value, materialise
 
 
@@ -198,19 +197,10 @@ class _Residuals:
 
 
 def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
-    """Runs one of the user's functions on Values, under a new trace of the level of `trace`."""
     for store in fun.stores:
         if store:
             store.reset()
-    # The backward pass runs when the quaxified function has returned; a `quaxify` in it still inherits.
-    with asking(trace.resolver.layers), jexc.take_current_trace() as parent:
-        inner = QuaxTrace(parent, trace.tag, trace.resolver)
-        with jexc.set_current_trace(inner):
-            outs = fun.call_wrapped(*[inner.box(x) for x in operands])
-        with jexc.set_current_trace(parent):
-            unwrap = lambda x: inner.unwrap(x) if isinstance(x, ValueTracer) else x
-            is_leaf = lambda x: not isinstance(x, list | tuple)
-            return jtu.tree_map(unwrap, outs, is_leaf=is_leaf)
+    return call_on_values(trace, fun.call_wrapped, operands)
 
 
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:

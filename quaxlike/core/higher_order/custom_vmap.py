@@ -1,0 +1,70 @@
+"""`jax.custom_batching.custom_vmap`: the function and its rule for batches, both on Values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.custom_batching import custom_vmap
+
+from .. import compat
+from ..evaluate import call_on_values, evaluate
+from ..slots import conform, flatten, split, spread, unflatten
+from ..subjaxpr import subjaxpr
+from ..trace import QuaxTrace, builtin
+from ..values import is_value
+
+
+@builtin("custom_vmap_call")
+def _custom_vmap(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    call, rule, in_tree, out_tree = (params[name] for name in ("call", "rule", "in_tree", "out_tree"))
+    call, what = compat.closed(call), "custom_vmap"
+    if compat.is_eval_trace(trace.parent_trace):  # nothing below makes batches
+        return evaluate(trace, call, operands)
+    leaves, slots = flatten(operands)
+    flat = subjaxpr(trace, call, slots, what=what)
+    # The rule is asked when the traces of now may have ended, and must not keep them.
+    level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
+    n_consts, out_slots = len(flat.consts), flat.out
+
+    def rule_on_leaves(axis_size: int, batched: Sequence[bool], *inputs: Any) -> tuple[list[Any], list[bool]]:
+        if any(batched[:n_consts]):  # which the rule knows nothing of
+            over = jax.vmap(jexc.jaxpr_as_fun(flat.jaxpr), [0 if b else None for b in batched])
+            outs = over(*inputs)
+            return outs, [True] * len(outs)
+        per_slot = split(batched[n_consts:], *map(len, slots))
+        flags = [any(of_slot) for of_slot in per_slot[:-1]]
+        whole = [
+            jnp.broadcast_to(x, (axis_size, *x.shape)) if flag and not has_axis else x
+            for x, has_axis, flag in zip(
+                inputs[n_consts:], batched[n_consts:], spread(flags, slots), strict=True
+            )
+        ]
+
+        def on_values(*args: Any) -> tuple[list[Any], list[bool]]:
+            in_batched = list(jtu.tree_unflatten(in_tree, flags))
+            out, out_batched = rule(axis_size, in_batched, *jtu.tree_unflatten(in_tree, args))
+            results, found = jtu.tree_flatten(out, is_leaf=is_value)
+            flags_out, of_flags = jtu.tree_flatten(out_batched)
+            if not found == of_flags == out_tree:
+                raise ValueError(
+                    f"The vmap rule of {getattr(rule, '__name__', rule)} returned results {found}, and "
+                    f"whether they are batched as {of_flags}; expected {out_tree} for both."
+                )
+            return results, flags_out
+
+        results, out_flags = call_on_values(level, on_values, unflatten(slots, whole))
+        outs = [
+            jax.vmap(lambda x, slot=slot: conform(x, slot, what))(x) if b else conform(x, slot, what)
+            for x, b, slot in zip(results, out_flags, out_slots, strict=True)
+        ]
+        return flatten(outs)[0], list(spread(out_flags, out_slots))
+
+    of_leaves = custom_vmap(jexc.jaxpr_as_fun(flat.jaxpr))
+    of_leaves.def_vmap(rule_on_leaves)
+    return unflatten(out_slots, of_leaves(*flat.consts, *leaves))
