@@ -317,12 +317,13 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
             lambda a, b: jnp.astype(a, out.dtype) * jnp.astype(b, out.dtype) * n, x, y, shape=out.shape
         )
     side = int(isinstance(x, Full))
-    full, array = (x, y) if side else (y, x)
+    array: Any = y if side else x
+    number = _scalar(x if side else y)
     free = [i for i in range(np.ndim(array)) if i not in (*contracted[side], *batched[side])]
     # The axes of the result: first the batch axes, then the free ones of x, then those of y.
     moved = jnp.transpose(array, (*batched[side], *free, *contracted[side])).astype(out.dtype)
     kept = moved.ndim - len(contracted[side])
-    sums = jnp.sum(moved, range(kept, moved.ndim)) * jnp.astype(_scalar(full), out.dtype)
+    sums = jnp.sum(moved, range(kept, moved.ndim)) * jnp.astype(number, out.dtype)
     n = len(batched[side])
     first = len(out.shape) - len(free) if side else n
     return jax.lax.broadcast_in_dim(sums, out.shape, (*range(n), *range(first, first + len(free))))
