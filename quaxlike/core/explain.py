@@ -90,6 +90,8 @@ class Report:
         import rich.console
 
         console = rich.console.Console()
+        if not console.is_terminal:  # a log or a file, where nothing asks for narrow columns
+            console.width = max(console.width, _WIDTH)
         with console.capture() as captured:
             console.print(self)
         return captured.get().rstrip("\n")
@@ -208,6 +210,8 @@ def _rows(events: Any) -> list[Row]:
 # As a table
 # -------------------------------------------------------------------------------------------------
 
+#: Of a table that is not printed to a terminal.
+_WIDTH = 160
 _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "count", "bytes", "notes")
 
 
