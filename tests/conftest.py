@@ -1,4 +1,4 @@
-"""Test configuration: several CPU devices, strict promotion, runtime type checks on the package."""
+"""Test configuration: several CPU devices, strict promotion, and what environment variables ask for."""
 
 import os
 from importlib.metadata import version
@@ -10,11 +10,17 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=4",
         "--xla_cpu_multi_thread_eigen=false",
-        # Two thirds of the time of the tests went into machine code of 28,000 small programs, most of
-        # them run once: it is not optimised. `QUAXLIKE_OPTIMIZED=1` leaves XLA as users have it.
-        *(["--xla_backend_optimization_level=0"] if os.environ.get("QUAXLIKE_OPTIMIZED") != "1" else []),
-        # A flag that later releases do not know.
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
+        # Most of the small programs of the tests run once, and do not repay that their machine code is
+        # optimised. `QUAXLIKE_OPTIMIZED=1` leaves XLA as users have it.
+        *(
+            []
+            if os.environ.get("QUAXLIKE_OPTIMIZED") == "1"
+            else [
+                "--xla_backend_optimization_level=0",
+                # A flag that later releases do not know.
+                *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
+            ]
+        ),
     ]
 ).strip()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,8 +32,8 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-# Before the first import of quaxlike: every annotation of the package is checked when called, at about a
-# third of the time of the tests.
+# Before the first import of quaxlike: every annotation of the package is checked when called, if asked for:
+# that takes time.
 if os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1":
     install_import_hook("quaxlike", "beartype.beartype")
 

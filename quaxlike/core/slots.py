@@ -189,9 +189,14 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
     return axes
 
 
-def spread(per_slot: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
+def spread(items: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
     """One item per logical operand, repeated for each of its leaves."""
-    return tuple(x for x, slot in zip(per_slot, slots, strict=True) for _ in slot.avals)
+    return tuple(x for x, slot in zip(items, slots, strict=True) for _ in slot.avals)
+
+
+def per_slot(slots: Sequence[Slot], items: Sequence[Any]) -> list[Sequence[Any]]:
+    """One item per leaf, those of each logical operand together."""
+    return split(items, *map(len, slots))[:-1]
 
 
 def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:

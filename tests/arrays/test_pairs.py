@@ -10,6 +10,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.kernels import lora_matmul_p, nf4_matmul_p
 from tests.primitives.jaxprs import equations
+from tests.samples import normal
 
 N, K, RANK = 32, 64, 4
 
@@ -23,7 +24,7 @@ def _adapted(base=ql.NF4Array.quantize, shape=(N, K), dtype=jnp.float32, **optio
 
 
 def _x(*shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(1).standard_normal(shape), dtype)
+    return normal(*shape, seed=1, dtype=dtype)
 
 
 def _found(fn, *args):

@@ -324,6 +324,6 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
     moved = jnp.transpose(array, (*batched[side], *free, *contracted[side])).astype(out.dtype)
     kept = moved.ndim - len(contracted[side])
     sums = jnp.sum(moved, range(kept, moved.ndim)) * jnp.astype(number, out.dtype)
-    n = len(batched[side])
-    first = len(out.shape) - len(free) if side else n
-    return jax.lax.broadcast_in_dim(sums, out.shape, (*range(n), *range(first, first + len(free))))
+    n_batch = len(batched[side])
+    first = len(out.shape) - len(free) if side else n_batch
+    return jax.lax.broadcast_in_dim(sums, out.shape, (*range(n_batch), *range(first, first + len(free))))

@@ -21,7 +21,7 @@ from .. import compat
 from ..evaluate import call_on_values
 from ..policy import dense
 from ..recording import shown_as
-from ..slots import Slot, StructureError, conform, flatten, split, spread, unflatten
+from ..slots import Slot, StructureError, conform, flatten, per_slot, split, spread, unflatten
 from ..trace import QuaxTrace, builtin
 from ..values import Value, is_value, materialise
 
@@ -53,7 +53,7 @@ def _custom_jvp(
         primals_out, tangents_out = split(outs, len(outs) // 2)
         forwarded = {
             id(t): (slot, leaves)
-            for slot, t, leaves in zip(slots, tangents_in, _per_slot(slots, tangents), strict=True)
+            for slot, t, leaves in zip(slots, tangents_in, per_slot(slots, tangents), strict=True)
         }
         flat = results.flatten_differentiated(
             primals_out, [forwarded.get(id(t), (None,))[0] for t in tangents_out]
@@ -100,7 +100,7 @@ def _custom_vjp(
 
     def flat_fwd(*pairs: Any) -> list[Any]:
         primals = unflatten(slots, pairs[::2])
-        perturbed = [any(nz) for nz in _per_slot(slots, pairs[1::2])]
+        perturbed = [any(nz) for nz in per_slot(slots, pairs[1::2])]
         outs = _call(trace, fwd, [x for pair in zip(primals, perturbed, strict=True) for x in pair])
         _, res_tree, forwards = out_trees()
         n_stored = res_tree.num_leaves - sum(f is not None for f in forwards)
@@ -207,10 +207,6 @@ def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
     return lu.wrap_init(flat, debug_info=original.debug_info.with_unknown_names())
 
 
-def _per_slot(slots: Sequence[Slot], items: Sequence[Any]) -> list[Sequence[Any]]:
-    return split(items, *map(len, slots))[:-1]
-
-
 def _is_inexact(leaves: Sequence[Any]) -> list[bool]:
     return [_has_tangent(jax.typeof(x)) for x in leaves]
 
@@ -231,7 +227,7 @@ def _instantiate(tangent: Any, aval: Any) -> Any:
 
 
 def _tangents_in(slots: Sequence[Slot], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    pairs = zip(_per_slot(slots, primals), _per_slot(slots, tangents), strict=True)
+    pairs = zip(per_slot(slots, primals), per_slot(slots, tangents), strict=True)
     return [_tangent_in(slot, p, t) for slot, (p, t) in zip(slots, pairs, strict=True)]
 
 
@@ -309,7 +305,7 @@ def _cotangents_in(
 ) -> list[Any]:
     fixed = iter(constant)
     out = []
-    for slot, group in zip(slots, _per_slot(slots, cts), strict=True):
+    for slot, group in zip(slots, per_slot(slots, cts), strict=True):
         rest = [None if _has_tangent(a) else next(fixed) for a in slot.avals]
         if slot.treedef is None:
             (ct,) = group

@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 
 from .. import compat
 from ..evaluate import call_on_values, evaluate
-from ..slots import conform, flatten, split, spread, unflatten
+from ..slots import conform, flatten, per_slot, spread, unflatten
 from ..subjaxpr import subjaxpr
 from ..trace import QuaxTrace, builtin
 from ..values import is_value
@@ -22,28 +22,21 @@ from ..values import is_value
 def _custom_vmap(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    call, rule, in_tree, out_tree = (params[name] for name in ("call", "rule", "in_tree", "out_tree"))
-    call, what = compat.closed(call), "custom_vmap"
+    call, what = compat.closed(params["call"]), "custom_vmap"
     if compat.is_eval_trace(trace.parent_trace):  # nothing below makes batches
         return evaluate(trace, call, operands)
+    rule, in_tree, out_tree = params["rule"], params["in_tree"], params["out_tree"]
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, call, slots, what=what)
     # The rule is asked when the traces of now may have ended, and must not keep them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
-    n_consts, out_slots = len(flat.consts), flat.out
 
-    def rule_on_leaves(axis_size: int, batched: Sequence[bool], *inputs: Any) -> tuple[list[Any], list[bool]]:
-        if any(batched[:n_consts]):  # which the rule knows nothing of
-            over = jax.vmap(jexc.jaxpr_as_fun(flat.jaxpr), [0 if b else None for b in batched])
-            outs = over(*inputs)
-            return outs, [True] * len(outs)
-        per_slot = split(batched[n_consts:], *map(len, slots))
-        flags = [any(of_slot) for of_slot in per_slot[:-1]]
+    def rule_on_leaves(axis_size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
+        flags = [any(of_slot) for of_slot in per_slot(slots, batched)]
+        # A Value of which a part is batched is batched as a whole.
         whole = [
             jnp.broadcast_to(x, (axis_size, *x.shape)) if flag and not has_axis else x
-            for x, has_axis, flag in zip(
-                inputs[n_consts:], batched[n_consts:], spread(flags, slots), strict=True
-            )
+            for x, has_axis, flag in zip(leaves, batched, spread(flags, slots), strict=True)
         ]
 
         def on_values(*args: Any) -> tuple[list[Any], list[bool]]:
@@ -61,10 +54,11 @@ def _custom_vmap(
         results, out_flags = call_on_values(level, on_values, unflatten(slots, whole))
         outs = [
             jax.vmap(lambda x, slot=slot: conform(x, slot, what))(x) if b else conform(x, slot, what)
-            for x, b, slot in zip(results, out_flags, out_slots, strict=True)
+            for x, b, slot in zip(results, out_flags, flat.out, strict=True)
         ]
-        return flatten(outs)[0], list(spread(out_flags, out_slots))
+        return flatten(outs)[0], list(spread(out_flags, flat.out))
 
-    of_leaves = custom_vmap(jexc.jaxpr_as_fun(flat.jaxpr))
+    # What the jaxpr closes over is left to JAX, which does not let it be batched.
+    of_leaves = custom_vmap(lambda *leaves: jexc.jaxpr_as_fun(flat.jaxpr)(*flat.consts, *leaves))
     of_leaves.def_vmap(rule_on_leaves)
-    return unflatten(out_slots, of_leaves(*flat.consts, *leaves))
+    return unflatten(flat.out, of_leaves(*leaves))
