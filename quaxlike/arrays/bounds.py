@@ -1,0 +1,101 @@
+"""Starts, bounds and fills: what the primitives `dynamic_slice` and `gather` do beyond the ends of an array.
+
+`jax.numpy` and the functions of `jax.lax` wrap negative positions before they bind a primitive. The
+primitives themselves never wrap, and a rule must not do so a second time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Int32
+
+
+def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, ""]:
+    """Where a dynamic slice along an axis begins: `start`, moved so that the slice lies inside.
+
+    **Arguments:**
+
+    - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, of any integer dtype.
+    - `size`: of the axis.
+    - `slice_size`: of the slice along it.
+    """
+    start = jnp.asarray(start)
+    last = min(size - slice_size, jnp.iinfo(start.dtype).max)
+    zero = jnp.zeros((), start.dtype)
+    return lax.clamp(zero, start, jnp.asarray(last, start.dtype)).astype(jnp.int32)
+
+
+def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: int) -> Any:
+    """A dynamic slice along one axis, from a `start` that is clamped and never wrapped."""
+    start = clamped_start(start, operand.shape[axis], slice_size)
+    return lax.dynamic_slice_in_dim(operand, start, slice_size, axis, allow_negative_indices=False)
+
+
+def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
+    """What `gather` gives out of bounds; None for a mode that never fills.
+
+    **Arguments:**
+
+    - `mode`, `fill_value`: parameters of the primitive `gather`.
+    - `dtype`: of its operand. The default fill value is NaN for inexact dtypes, the least number for signed
+        integers, the largest for unsigned ones, and True for booleans.
+    """
+    if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
+        return None
+    if fill_value is not None:
+        return fill_value
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.nan
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    info = jnp.iinfo(dtype)
+    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
+
+
+def in_bounds(
+    indices: ArrayLike,
+    shape: Sequence[int],
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+) -> Bool[Any, "*batch"]:
+    """Which slices of a `gather` lie inside of its operand; known, as a NumPy array, if the indices are.
+
+    **Arguments:**
+
+    - `indices`: `(*batch, axes)`, the second operand of `gather`.
+    - `shape`: that of the first one.
+    - `dimension_numbers`, `slice_sizes`: parameters of the primitive.
+    """
+    xp = jnp if isinstance(indices, jax.core.Tracer) else np
+    picked = dimension_numbers.start_index_map
+    last = np.asarray([shape[axis] - slice_sizes[axis] for axis in picked], np.int32)
+    wide = xp.asarray(indices).astype(np.int32)
+    return ((wide >= 0) & (wide <= last.reshape(*[1] * (wide.ndim - 1), -1))).all(-1)
+
+
+def fills(
+    indices: ArrayLike,
+    shape: Sequence[int],
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    mode: Any,
+) -> bool:
+    """Whether a `gather` may read out of bounds and fill; the arguments are those of `in_bounds`."""
+    if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
+        return False
+    inside = in_bounds(indices, shape, dimension_numbers, slice_sizes)
+    return not isinstance(inside, np.ndarray | np.bool_) or not bool(inside.all())
+
+
+def filled(
+    out: Array, inside: Bool[Any, "*batch"], dimension_numbers: lax.GatherDimensionNumbers, fill_value: Any
+) -> Array:
+    """The result of a `gather`, with `fill_value` for the slices that are not `inside`."""
+    batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
+    mask = lax.broadcast_in_dim(jnp.asarray(inside), out.shape, batch)
+    return jnp.where(mask, out, jnp.asarray(fill_value, out.dtype))
