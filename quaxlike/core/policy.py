@@ -22,10 +22,6 @@ from .values import Value, aval_of, is_value, materialise
 Mode = Literal["allow", "warn", "error"]
 _MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from the laxest
 
-# The mode, as a setting that JAX keeps in the keys of its caches: under another mode than the one in
-# which `jax.jit(quaxify(f))` was traced, it is traced again, so that its losses are seen.
-_jit_mode = jax.make_user_context(None)
-
 
 class MaterialisationError(RuntimeError):
     """A Value would have been materialised where that is not allowed."""
@@ -43,7 +39,11 @@ class on_materialise(contextlib.ContextDecorator):
     """Says what happens inside when no rule matches and a Value has to be materialised.
 
     A context manager and a decorator; the innermost one wins, and all of them win over the class
-    attribute `on_materialise` of a type. Local to the thread and the context.
+    attribute `on_materialise` of a type. Local to the thread and the context, so that tasks of asyncio
+    have one each. (A thread that runs in a copy of a context, as of `asyncio.to_thread`, has to enter its
+    own.)
+
+    A jitted function is traced once under each mode, and materialises, warns or raises while it is traced.
 
     **Arguments:**
 
@@ -67,10 +67,13 @@ class on_materialise(contextlib.ContextDecorator):
         self.warned: set[Any] = set()  # where, already
 
     def __enter__(self) -> None:
-        _enter((*_entered.get(), self))
+        _enter((*_entered.get(), self), 1)
 
     def __exit__(self, *_: object) -> None:
-        _enter(_entered.get()[:-1])
+        # Not always the innermost: a generator that is abandoned leaves when it is collected.
+        stack = _entered.get()
+        at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
+        _enter(stack[:at] + stack[at + 1 :], -1)
 
 
 _entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.ContextVar(
@@ -78,16 +81,50 @@ _entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Conte
 )
 
 
-def _enter(stack: tuple[on_materialise, ...]) -> None:
-    _entered.set(stack)
-    # JAX's setting belongs to the thread; set anew, and not restored, it also follows tasks that overlap.
-    compat.set_user_context(_jit_mode, policy_key())
-
-
 def policy_key() -> Mode | None:
     """The mode in force: what a cached retracing depends on, beside its operands."""
     stack = _entered.get()
     return stack[-1].mode if stack else None
+
+
+# The mode, as a setting that JAX keeps in the keys of its caches: under another mode than the one in
+# which `jax.jit(quaxify(f))` was traced, it is traced again, so that its losses are seen.
+_jit_mode = jax.make_user_context(None)
+_n_entered = 0  # in all contexts
+_enter_lock = threading.Lock()
+
+
+def _enter(stack: tuple[on_materialise, ...], entered: int) -> None:
+    global _n_entered
+    _entered.set(stack)
+    with _enter_lock:
+        _n_entered += entered
+        compat.set_user_context(_jit_mode, _ModeOfContext() if _n_entered else None)
+
+
+class _ModeOfContext:
+    """The mode of the context in which a cache of JAX first looks at it, for the key of that cache.
+
+    JAX's settings belong to a thread, which tasks share. So what is set is not the mode, but this; looked at,
+    it leaves its place to one that is undecided again. It equals the mode itself.
+    """
+
+    __slots__ = ("_decided",)
+
+    @property
+    def mode(self) -> Mode | None:
+        try:
+            return self._decided
+        except AttributeError:
+            self._decided = policy_key()
+            compat.set_user_context(_jit_mode, _ModeOfContext())
+            return self._decided
+
+    def __eq__(self, other: object) -> bool:
+        return self.mode == (other.mode if isinstance(other, _ModeOfContext) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.mode)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -201,6 +201,44 @@ class TestWhere:
         with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError):
             f(Plain(X))
 
+    def test_jitted_functions_in_tasks_that_overlap(self):
+        lossy, kept = jax.jit(ql.quaxify(tanh)), jax.jit(ql.quaxify(lambda x: x))
+        kept_at = []
+
+        async def task(mode):
+            with ql.on_materialise(mode):
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                    if mode == "error":
+                        with pytest.raises(ql.MaterialisationError):
+                            lossy(Plain(X))
+                    else:
+                        lossy(Plain(X))
+                    kept_at.append(kept(Plain(X)))
+
+        async def all_of_them():
+            await asyncio.gather(*map(task, ["error", "allow", "allow", "error"]))
+
+        asyncio.run(all_of_them())
+        lossy(Plain(X))
+        assert len(kept_at) == 12
+        assert kept._cache_size() == 2  # one for each mode
+
+    def test_an_abandoned_generator_leaves_its_own_mode(self):
+        def lax():
+            with ql.on_materialise("allow"):
+                yield
+
+        generator = lax()
+        next(generator)
+        with ql.on_materialise("error"):
+            generator.close()
+            with pytest.raises(ql.MaterialisationError):
+                ql.quaxify(tanh)(Plain(X))
+            with pytest.raises(ql.MaterialisationError):
+                jax.jit(ql.quaxify(tanh))(Plain(X))
+        ql.quaxify(tanh)(Plain(X))
+
     def test_one_object_in_several_threads(self):
         strict = ql.on_materialise("error")
         barrier = threading.Barrier(4)
