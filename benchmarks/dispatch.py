@@ -134,6 +134,12 @@ def calls() -> list[Case]:
     }
     if quax is not None:
         warm["quax"] = many(quax.quaxify(jitted), QuaxBoxed(x), QuaxBoxed(x))
+    inline = {
+        "plain": many(jitted, x, x),
+        "quaxlike": lambda: [ql.quaxify(jitted)(Boxed(x), Boxed(x)) for _ in range(N)],
+    }
+    if quax is not None:
+        inline["quax"] = lambda: [quax.quaxify(jitted)(QuaxBoxed(x), QuaxBoxed(x)) for _ in range(N)]
     nested = ql.quaxify(ql.quaxify(lambda a: a + a), filter_spec=False)
     mixed = lambda a, y: (a + a, lax.add(y, y), lax.mul(y, y))
     weight, y = jnp.ones((4, 4)), jnp.ones(4)
@@ -141,6 +147,7 @@ def calls() -> list[Case]:
     by_hand_lora = lambda w, a, b, y: lax.add(lax.dot(w, y), lax.dot(b, lax.dot(a, y)))
     return [
         Case("warm quaxify(jit(f))", warm, N),
+        Case("inline quaxify(jit)", inline, N),
         Case(
             "warm jit(quaxify(f)), same leaves",
             {

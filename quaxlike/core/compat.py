@@ -254,11 +254,14 @@ def scan_params(
     return params | {"jaxpr": jaxpr, "num_consts": consts, "num_carry": carry} | linear
 
 
+_JITTED = type(jax.jit(lambda: None))
+
+
 def is_jit_without_options(fun: Any) -> bool:
     """Whether `fun` is what `jax.jit(f)` returns, with nothing else said."""
-    info = getattr(fun, "_jit_info", None)
-    if info is None:
+    if type(fun) is not _JITTED:  # what wraps one may have copied its attributes
         return False
+    info = fun._jit_info
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
     said = (
         info.static_argnums or info.static_argnames or info.donate_argnums or info.donate_argnames,

@@ -2,6 +2,7 @@
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -50,14 +51,11 @@ class _Quaxified(Generic[_P, _T]):
 
         Called eagerly, that spares dispatching the jit itself each time.
         """
-        if (
-            self._rules is not None
-            or self._filter_spec is not True
-            or not compat.is_jit_without_options(self._fn)
-        ):
+        if self._rules is not None or self._filter_spec is not True:
             return None
-        quaxified = _Quaxified(self._fn, True, None)
-        return jax.jit(functools.wraps(self._fn)(lambda *args, **kwargs: quaxified._call(*args, **kwargs)))
+        if isinstance(self._fn, types.MethodType) and compat.is_jit_without_options(self._fn.__func__):
+            return functools.partial(_quaxified_jit(self._fn.__func__), self._fn.__self__)
+        return _quaxified_jit(self._fn) if compat.is_jit_without_options(self._fn) else None
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         layers = active_layers.get()
@@ -93,6 +91,18 @@ class _Quaxified(Generic[_P, _T]):
         out._fn, (out._filter_spec, out._rules) = children[0], aux
         functools.update_wrapper(out, out._fn, updated=())
         return out
+
+
+@compat.weakly_cached
+def _quaxified_jit(jitted: Any) -> Callable[..., Any]:
+    """One for all quaxified functions of `jitted`, so that one made for a single call compiles nothing."""
+    of = weakref.ref(jitted)  # which is alive while it is called; held here, it would stay in the cache
+
+    @functools.wraps(jitted.__wrapped__)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return _Quaxified(cast(Any, of()), True, None)._call(*args, **kwargs)
+
+    return jax.jit(whole)
 
 
 def quaxify(

@@ -1,5 +1,7 @@
 """Caches are keyed on what a result depends on, and let go of what is gone."""
 
+import dataclasses
+import functools
 import gc
 import weakref
 from typing import Any
@@ -145,3 +147,43 @@ def test_equal_structures_do_not_recompile():
     f(strict(jnp.zeros(2)))
     assert compiled == 1
     assert eqx.tree_equal(f(strict(jnp.ones(2))), strict(jnp.full(2, 2.0)))
+
+
+def test_a_jitted_function_quaxified_at_each_call_is_traced_once():
+    traced = []
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        weight: Any
+
+        @jax.jit
+        def __call__(self, x):
+            traced.append("method")
+            return self.weight * x
+
+    @jax.jit
+    def double(x):
+        traced.append("function")
+        return x * 2.0
+
+    x = strict(jnp.ones(2))
+    for _ in range(3):
+        assert eqx.tree_equal(ql.quaxify(double)(x), strict(jnp.full(2, 2.0)))
+        assert eqx.tree_equal(ql.quaxify(Layer(x).__call__)(jnp.ones(2)), x)
+    assert traced == ["function", "method"]
+
+
+def test_a_wrapper_of_a_jitted_function_runs_each_time():
+    f = jax.jit(lambda x: x * 2.0)
+    calls = []
+
+    @functools.wraps(f)
+    def counted(x):
+        calls.append(1)
+        return f(x)
+
+    quaxified = ql.quaxify(counted)
+    for _ in range(2):
+        quaxified(strict(jnp.ones(2)))
+    assert len(calls) == 2
