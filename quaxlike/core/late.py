@@ -23,19 +23,25 @@ def innermost(trace: Any) -> QuaxTrace | None:
 class _Adopt:
     """Turns a Value that is used as an operand without having been passed in into a tracer."""
 
-    def available(self) -> bool:
-        return innermost(compat.current_trace()) is not None
+    def level_of(self, value: Value) -> QuaxTrace | None:
+        """The innermost level that dispatches on `value`, if any."""
+        level = innermost(compat.current_trace())
+        while level is not None and not (level.tag.takes is None or level.tag.takes(value)):
+            level = innermost(level.parent_trace)
+        return level
 
     def behind(self, x: Any) -> Any:
         """The Value that a tracer of any level stands for; anything else as it is."""
         return x.quax_value if type(x) is ValueTracer else x
 
     def __call__(self, value: Value) -> Any:
-        level = innermost(compat.current_trace())
+        level = self.level_of(value)
         if level is None:
+            left_out = innermost(compat.current_trace()) is not None
             raise RuntimeError(
-                f"A {type(value).__name__} was given to a JAX primitive outside `quaxlike.quaxify`. "
-                "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the "
+                f"A {type(value).__name__} was given to a JAX primitive "
+                + ("that no `filter_spec` selects it for. " if left_out else "outside `quaxlike.quaxify`. ")
+                + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the "
                 "parts), or use `quaxlike.materialise` to make it a dense array."
             )
         if _lives_below(level, value):

@@ -12,8 +12,8 @@ from .values import adopters, is_value
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """`fn(value, ...)` under the level of `quaxify` that is under way, or under one of its own."""
-    if adopters[0].available():
+    """`fn(value, ...)` under the level of `quaxify` that dispatches on `value`, or under one of its own."""
+    if adopters[0].level_of(value) is not None:
         return fn(adopters[0](value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 

@@ -3,21 +3,20 @@
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import equinox as eqx
 import jax
-import jax.extend.core as jexc
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from . import compat, recording
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
-from .trace import QuaxTrace
+from .trace import Level, QuaxTrace
 from .tracer import ValueTracer
-from .values import is_value, kind_of
+from .values import Value, is_value, kind_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -64,7 +63,7 @@ class _Quaxified(Generic[_P, _T]):
                 return self._call(*args, **kwargs)
         mark_in_use()
         parent = compat.current_trace()
-        trace = QuaxTrace(parent, jexc.TraceTag(), resolver(layers))
+        trace = QuaxTrace(parent, Level(), resolver(layers))
         fn, args, kwargs = _select(trace, self._filter_spec, self._fn, args, kwargs)
         try:
             compat.set_trace(trace)
@@ -119,8 +118,9 @@ def quaxify(
     - `fn`: any callable: a function, a method, an Equinox module, a transformed function.
     - `filter_spec`: which Values of `(fn, args, kwargs)` are dispatched on: a bool, a function on
         leaves (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in
-        `eqx.partition`. The others pass untouched, so that a nested `quaxify` can pick them up.
-        Default: all of them.
+        `eqx.partition`. The others pass untouched, so that a nested `quaxify` can pick them up; what
+        uses them otherwise is as outside of `quaxify`. A Value that `fn` closes over or builds is taken
+        as one that `fn` holds. Default: all of them.
     - `rules`: a [`quaxlike.RuleSet`][] to ask before the global rules. A `quaxify` inside inherits it.
 
     **Returns:**
@@ -177,7 +177,18 @@ def _select(
             f"found {filter_spec!r} for {found if len(found) < 300 else found[:300] + '...'}: "
             f"{' '.join(str(error).split())}"
         ) from None
+    passed_by = [x for x in jtu.tree_leaves(static, is_leaf=is_value) if is_value(x)]
+    trace.tag.takes = functools.partial(_takes, filter_spec, passed_by)
     return eqx.combine(jtu.tree_map(box, dynamic, is_leaf=is_value), static, is_leaf=is_value)
+
+
+def _takes(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
+    """Whether the filter selects a Value that was passed by, or that was not passed in: this one as what
+    `fn` holds, where the filter is a prefix of `(fn, args, kwargs)`."""
+    if any(value is x for x in passed_by):
+        return False
+    spec = filter_spec[0] if isinstance(filter_spec, tuple) else filter_spec
+    return bool(spec(value)) if callable(spec) else spec is not False
 
 
 def value_of(x: Any) -> Any:

@@ -18,6 +18,18 @@ from .tracer import ValueTracer
 from .values import KINDS, Value, is_value, kind_of
 
 
+class Level(jexc.TraceTag):
+    """One `quaxify` under way; the tag of its traces and tracers.
+
+    **Arguments:**
+
+    - `takes`: whether the level dispatches on a Value that was not passed in. Default: on any.
+    """
+
+    def __init__(self, takes: Callable[[Value], bool] | None = None) -> None:
+        self.takes = takes
+
+
 class QuaxTrace(jax.core.Trace):
     """One level of `quaxify`: unwraps Values, finds the rule, wraps what the rule returns.
 
@@ -25,7 +37,7 @@ class QuaxTrace(jax.core.Trace):
     close over tracers of the level, and run under a second trace of it.
     """
 
-    def __init__(self, parent_trace: Any, tag: jexc.TraceTag, resolver: Resolver) -> None:
+    def __init__(self, parent_trace: Any, tag: Level, resolver: Resolver) -> None:
         super().__init__()
         self.parent_trace = parent_trace
         self.tag = tag

@@ -239,7 +239,7 @@ class ArrayValue(Value):
     def __jax_array__(self) -> Any:
         # A property, so that it is None where no quaxify is under way and the usual lookups
         # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
-        if not adopters or not adopters[0].available():
+        if not adopters or adopters[0].level_of(self) is None:
             return None
         return lambda: adopters[0](self)
 

@@ -113,6 +113,46 @@ def test_outside_of_quaxify():
         lax.add(strict(jnp.ones(2)), jnp.ones(2))
 
 
+class TestFilter:
+    """What `filter_spec` leaves out is not dispatched on, however it comes."""
+
+    @pytest.mark.parametrize(
+        "f",
+        [
+            lambda x, y: lax.mul(x, y),
+            lambda x, y: lax.mul(Strict(y), y),
+            lambda x, y: jnp.sum(jax.jit(lax.mul)(x, y)),
+        ],
+    )
+    def test_not_selected(self, f):
+        x, y = strict(jnp.arange(3.0)), jnp.ones(3)
+        for spec in (False, lambda leaf: False, (False, (False, True), False)):
+            with pytest.raises(RuntimeError, match=r"Strict was given to a JAX primitive that no `filter_s"):
+                ql.quaxify(f, spec)(x, y)
+
+    def test_closed_over(self):
+        x = strict(jnp.arange(3.0))
+        with pytest.raises(RuntimeError, match="no `filter_spec` selects"):
+            ql.quaxify(lambda y: lax.mul(x, y), filter_spec=False)(jnp.ones(3))
+        assert type(ql.quaxify(lambda y: lax.mul(x, y), (True, (False,), False))(jnp.ones(3))) is Strict
+
+    def test_a_level_further_out_takes_it(self):
+        x, y = strict(jnp.arange(3.0)), jnp.ones(3)
+        inner = ql.quaxify(lambda y: lax.mul(x, y), filter_spec=False)
+        assert type(ql.quaxify(inner)(y)) is Strict
+        assert type(ql.quaxify(lambda z: ql.quaxify(lambda z: lax.mul(z, y))(z), False)(x)) is Strict
+
+    def test_operators_work_as_they_do_outside(self):
+        class Own(ql.ArrayOperators, ql.ArrayValue):
+            array: Any
+
+            def materialise(self) -> Array:
+                return self.array
+
+        x = Own(jnp.arange(3.0))
+        np.testing.assert_array_equal(ql.quaxify(lambda x: x * 2.0, False)(x), x * 2.0)
+
+
 def test_concrete_python_control_flow():
     class Scalar(ql.ArrayValue):
         array: Any

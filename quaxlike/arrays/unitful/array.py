@@ -133,10 +133,11 @@ def quantity(array: Any, unit: Unit) -> Any:
     """`array * unit`."""
     if isinstance(array, Unitful):
         return Unitful(array.array, array.unit * unit)
-    if not adopters[0].available():
-        return Unitful(array, unit)
+    value = Unitful(array, unit)
+    if adopters[0].level_of(value) is None:
+        return value
     # Inside a quaxified function it has to be an operand at once: a transform that it is passed to
     # would take a Value apart.
     if isinstance(array, jax.core.Tracer):
         return array * adopters[0](Unitful(jnp.ones((), array.dtype), unit))
-    return adopters[0](Unitful(array, unit))
+    return adopters[0](value)
