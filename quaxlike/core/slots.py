@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 
 from .fills import OPEN, is_tracking, is_zero, may_be_placeholder, note_fill
 from .policy import dense
-from .values import Value, as_shapes, aval_of, is_value, not_an_array
+from .values import Value, as_shapes, aval_of, is_value, not_an_array, replace_fields
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,6 +65,11 @@ class Slot:
     def has_structure_of(self, other: "Slot") -> bool:
         """Whether both are plain, or both Values of the same class and statics."""
         return Slot(self.treedef, ()) == Slot(other.treedef, ())
+
+    def has_form_of(self, other: "Slot") -> bool:
+        """Whether, beyond that, the leaves have the same shapes and dtypes."""
+        form = [(a.shape, a.dtype) for a in self.avals]
+        return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
     def admits(self, other: "Slot") -> bool:
         """Whether what is in the other slot goes into this one as it is."""
@@ -282,39 +287,47 @@ def unify(a: Slot, b: Slot, where: str) -> Slot:
         return a  # left to JAX, which has a message for it
     if a.treedef is not None and b.treedef is not None:
         a, b = settled(a), settled(b)
-    value, plain = (a, b) if b.treedef is None else (b, a)
-    if plain.treedef is not None:
+    first, second = (b, a) if b.treedef is None else (a, b)  # a plain array first, to be lifted
+    form = _widened(first, second)
+    if form.treedef is None:
+        return second.dense().strong()
+    common = _widened(second, form)
+    if not common.has_form_of(form):
         raise StructureError(
             f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. Make their "
-            "static fields and the shapes of their leaves agree, or apply `quaxlike.materialise` to both."
+            "static fields and the shapes of their leaves agree, define `widen(like)`, or apply "
+            "`quaxlike.materialise` to both."
         )
-    return value.strong() if _lifts(plain, value) else value.dense().strong()
+    return common.strong()
 
 
-def _lifts(plain: Slot, slot: Slot) -> bool:
-    def lifted(array: Any) -> Any:
-        nonlocal lifts
-        array = plain.unflatten([array])
-        out = _promote(array, slot)
-        lifts = out is not NotImplemented
-        return out if lifts else None
+def widened(x: Any, like: Any) -> Any:
+    """`x` in a form that `like` has or can be brought to; as it is if it has no such form.
 
-    lifts = False
-    jax.eval_shape(lifted, jax.ShapeDtypeStruct(plain.aval.shape, plain.aval.dtype))
-    return lifts
+    **Arguments:**
 
-
-def _promote(array: Any, slot: Slot) -> Any:
-    cls = slot.cls
-    out = cls.promote(array, slot.like)
+    - `x`, `like`: an array or a Value each. Of `like` only statics and shapes are read.
+    """
+    if not is_value(like):
+        return x
+    out = x.widen(like) if is_value(x) else type(like).promote(x, like)
     if out is not NotImplemented:
-        (found,) = flatten([out])[1]
-        same_shapes = [a.shape for a in found.avals] == [a.shape for a in slot.avals]
-        if not found.has_structure_of(slot) or not same_shapes:
-            raise StructureError(
-                f"{cls.__name__}.promote(array, like) must return a value with the static fields and leaf "
-                f"shapes of `like`; expected {slot}, found {found}."
-            )
+        return out
+    if type(x) is not type(like):
+        return x
+    fields = [f.name for f in dataclasses.fields(x) if is_value(getattr(like, f.name))]
+    return replace_fields(x, **{name: widened(getattr(x, name), getattr(like, name)) for name in fields})
+
+
+def _widened(slot: Slot, like: Slot) -> Slot:
+    """The slot of `widened`."""
+
+    def on_leaves(*leaves: Any) -> None:
+        nonlocal out
+        _, (out,) = flatten([widened(slot.unflatten(leaves), like.like)])
+
+    out = slot
+    jax.eval_shape(on_leaves, *slot.avals)
     return out
 
 
@@ -328,8 +341,8 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
     if slot.treedef is None:
         other = "the other side is a plain array that it does not lift; `promote(array, like)` can."
         x = dense(x, what, hint=f"{type(x).__name__}: {other}")
-    elif found.treedef is None:
-        x = _promote(x, slot)
+    elif not found.has_form_of(slot):
+        x = widened(x, slot.like)
     leaves, (found,) = flatten([x])
     if not found.has_structure_of(slot):
         raise StructureError(f"{what} expected {slot}, found {found}.")

@@ -135,7 +135,22 @@ class Value(eqx.Module, metaclass=_ValueMeta):
         """A plain `array` as this type, to match `like`: where one branch of a `cond`, or a loop carry,
         is a Value and the other side is not. Reads statics and shapes of `like` only.
 
+        The result equals `array` and differentiates as it does. Its static fields may be others than those of
+        `like` if `like` can be brought to them: see `widen`.
+
         Without it the Value side is materialised under the policy.
+        """
+        return NotImplemented
+
+    def widen(self, like: "Value") -> "Value | NotImplementedType":
+        """This value in a form that `like` has or can be brought to in turn: where two branches of a `cond`,
+        or a loop carry before and after an iteration, are Values that differ in class, static fields or
+        shapes of leaves. Reads statics and shapes of `like` only.
+
+        Both sides are asked, the second one about the first in its new form; the two forms must then agree.
+        The result equals this value and differentiates as it does.
+
+        Without it fields that are Values are widened, and the rest must agree.
         """
         return NotImplemented
 

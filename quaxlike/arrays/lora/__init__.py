@@ -9,12 +9,12 @@ from . import slicing as _slicing  # noqa: F401  # pyright: ignore[reportUnusedI
 from .array import RANK as RANK
 from .array import LoraArray as LoraArray
 from .array import labels as labels
+from .array import padded_to as padded_to
+from .array import plainly_scaled as plainly_scaled
 from .array import row_norm as row_norm
 from .array import row_scale as row_scale
 from .beside import LoraBias as LoraBias
 from .beside import TrainableArray as TrainableArray
 from .einsum import arrange as arrange
-from .joining import padded_to as padded_to
-from .joining import plainly_scaled as plainly_scaled
 from .joining import without_adapter as without_adapter
 from .layout import has_all_axes as has_all_axes

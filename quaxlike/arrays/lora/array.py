@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ...core.operators import ArrayOperators
-from ...core.slots import leading_axes
+from ...core.slots import leading_axes, widened
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
@@ -150,13 +150,34 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Value | NotImplementedType:
-        """`array` with an adapter that adds nothing; not to match a DoRA or dropout, which take more."""
+        """`array` as a trained base, with an adapter that adds nothing. Not to match a DoRA or dropout, which
+        take more, or an array of another shape."""
         assert isinstance(like, LoraArray)
-        w = type(like.w).promote(array, like.w) if is_value(like.w) else array
-        if w is NotImplemented or like.magnitude is not None or like.key is not None:
+        if (
+            not array.shape == like.shape == like.w.shape
+            or like.magnitude is not None
+            or like.key is not None
+        ):
+            return NotImplemented
+        w = widened(array, like.w)
+        if is_value(w) != is_value(like.w):
             return NotImplemented
         a, b = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (like.a, like.b))
-        return like.replace(w=w, a=a, b=b)
+        return like.replace(w=w, a=a, b=b, train_base=True)
+
+    def widen(self, like: Value) -> Value | NotImplementedType:
+        """With a base that may be trained if that of `like` may, and a rank that is not below its."""
+        if not isinstance(like, LoraArray) or self._kind() != like._kind():
+            return NotImplemented
+        x = self
+        if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
+            x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
+        x = opened(x) if like.train_base else x
+        return x.replace(w=widened(x.w, like.w))
+
+    def _kind(self) -> Any:
+        """Static properties of adapters that cannot be changed."""
+        return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if 0 in matrix_labels(self):
@@ -181,6 +202,32 @@ class LoraArray(ArrayOperators, ArrayValue):
 def frozen(x: Any) -> Any:
     """`x`, an array or a Value, as a constant in differentiation."""
     return jtu.tree_map(jax.lax.stop_gradient, x)
+
+
+# -------------------------------------------------------------------------------------------------
+# The same array with other static fields
+# -------------------------------------------------------------------------------------------------
+
+
+def opened(x: LoraArray) -> LoraArray:
+    """The same array with a base that gradients flow to: to its arrays they still do not if they did not."""
+    return x.replace(w=x.base, train_base=True)
+
+
+def plainly_scaled(x: LoraArray) -> LoraArray:
+    """The same array with `scaling` 1 and an open base."""
+    b = x.b if x.scaling == 1 else x.b * x.scaling
+    return opened(x).replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
+
+
+def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
+    """The same array with zeros added to its adapter, up to this rank."""
+    _, a_labels, b_labels = labels(x)
+
+    def pad(part: Any, own: Labels) -> Any:
+        return jnp.pad(part, [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own])
+
+    return x.replace(a=pad(x.a, a_labels), b=pad(x.b, b_labels), alpha=float(rank))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -255,7 +302,7 @@ def _misfit(lora: LoraArray) -> str | None:
 def dense(lora: LoraArray, base: Any) -> jax.Array:
     w, delta = materialise(base), lora.delta()
     dtype = common_dtype(w, delta)
-    total = cast(w, dtype) + cast(delta, dtype)
+    total = arrange(cast(w, dtype), labels(lora)[0], range(lora.ndim)) + cast(delta, dtype)
     if lora.magnitude is not None:
         scale, scale_labels = row_scale(lora)
         total = cast(arrange(scale, scale_labels, range(lora.ndim)), dtype) * total

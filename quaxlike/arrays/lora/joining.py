@@ -8,9 +8,9 @@ from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from .array import RANK, LoraArray, labels, matrix_labels
+from .array import RANK, LoraArray, labels, matrix_labels, padded_to, plainly_scaled
 from .contraction import drops
-from .einsum import Labels, cast, common_dtype
+from .einsum import cast, common_dtype
 from .layout import with_all_axes, with_axes
 
 
@@ -114,22 +114,6 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 def statics(x: LoraArray) -> Any:
     """What adapters that are stacked must have in common."""
     return x.rank, x.alpha, x.rslora, x.dropout, x.train_base
-
-
-def plainly_scaled(x: LoraArray) -> LoraArray:
-    """The same array with `scaling` 1 and an open base."""
-    b = x.b if x.scaling == 1 else x.b * x.scaling
-    return x.replace(w=x.base, b=b, alpha=float(x.rank), rslora=False, dropout=0.0, train_base=True)
-
-
-def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
-    """The same array with zeros added to its adapter, up to this rank."""
-    _, a_labels, b_labels = labels(x)
-
-    def pad(part: Any, own: Labels) -> Any:
-        return jnp.pad(part, [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own])
-
-    return x.replace(a=pad(x.a, a_labels), b=pad(x.b, b_labels), alpha=float(rank))
 
 
 def _joined(parts: Sequence[Any], axis: int) -> Any:

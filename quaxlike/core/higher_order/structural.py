@@ -8,7 +8,16 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import compat
-from ..slots import StructureError, conform, flatten, spread, unflatten, unify, without_placeholder
+from ..slots import (
+    StructureError,
+    conform,
+    flatten,
+    spread,
+    unflatten,
+    unify,
+    widened,
+    without_placeholder,
+)
 from ..trace import QuaxTrace, builtin, by_default
 from ..values import is_value
 from .jit import leaf_layouts, leaf_shardings
@@ -99,8 +108,8 @@ def _write(
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
         return by_default(primitive, operands, params)
-    buffer = type(updates).promote(operands[0], updates)
-    if buffer is NotImplemented:
+    buffer = widened(operands[0], updates)
+    if not is_value(buffer):
         return by_default(primitive, operands, params)
     return trace.dispatch(primitive, [buffer, *operands[1:]], params)
 
@@ -113,10 +122,9 @@ def _maybe_set(
     which, buffer, x, *index = operands
     if not is_value(x) or any(map(is_value, (which, *index))):
         return by_default(primitive, operands, params)
-    buffer = without_placeholder(buffer)
-    if not is_value(buffer):
-        buffer = type(x).promote(buffer, x)
-    if buffer is NotImplemented or jtu.tree_structure(buffer) != jtu.tree_structure(x):
+    buffer = widened(without_placeholder(buffer), x)
+    x = widened(x, buffer)
+    if jtu.tree_structure(buffer) != jtu.tree_structure(x):
         return by_default(primitive, operands, params)
     into, (slot,) = flatten([buffer])
     pairs = zip(into, flatten([x])[0], strict=True)

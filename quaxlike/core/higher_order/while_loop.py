@@ -52,6 +52,10 @@ def _while(
     return unflatten(carry, out)
 
 
+# A form may depend on that of another carry; the rank of an adapter that one is added to grows for ever.
+_MOST_CHANGES = 2
+
+
 def carry_fixed_point(
     init: Sequence[Any],
     body_for: Callable[[Sequence[Slot], Sequence[Slot | None] | None], Flat],
@@ -61,7 +65,8 @@ def carry_fixed_point(
     """The form that a loop's carry keeps from one iteration to the next.
 
     A plain array that comes out as a Value is lifted by the type's `promote`, or the Value is
-    materialised; two different Values are an error that names the slot.
+    materialised; two different Values are brought to a form that both can have, or are an error that names
+    the slot. A Value that has another form after each iteration is materialised.
 
     **Arguments:**
 
@@ -74,6 +79,15 @@ def carry_fixed_point(
     """
     leaves, slots = flatten(init)
     carry = slots = tuple(slot.carried() for slot in loosened(slots, init, beside))
+    changes = [0] * len(init)  # how often a Value has had to change its form
+
+    def joined(i: int, a: Slot, b: Slot) -> Slot:
+        if changes[i] > _MOST_CHANGES:
+            return a
+        out = unify(a, b, f"Carry {i} of {what}, before and after an iteration,")
+        changes[i] += a.treedef is not None and not out.has_form_of(a)
+        return out if changes[i] <= _MOST_CHANGES else a.dense()
+
     while True:
         try:
             body = body_for(carry, None)
@@ -84,11 +98,7 @@ def carry_fixed_point(
         if all(map(Slot.admits, carry, after)):
             break
         unified = tuple(
-            unify(
-                a if b.treedef is None else a.loosened(x).carried(),
-                b,
-                f"Carry {i} of {what}, before and after an iteration,",
-            )
+            joined(i, a if b.treedef is None else a.loosened(x).carried(), b)
             for i, (x, a, b) in enumerate(zip(init, carry, after, strict=True))
         )
         if unified == carry:  # the results only have to be brought to it

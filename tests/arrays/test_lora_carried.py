@@ -1,0 +1,112 @@
+"""Adapted arrays where control flow, choices and writes meet them with other arrays: the values, and the
+gradients by every leaf and every operand, of the same program on dense arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
+
+SCALING = 1.5
+_RNG = np.random.default_rng(0)
+W, A, B, Y = (_RNG.normal(size=s) for s in ((4, 3), (2, 3), (4, 2), (4, 3)))
+
+
+def holds(y):
+    """A traced predicate that is true."""
+    return y[0, 0] > -9
+
+
+# name: (program of an adapted and a plain array, whether it stays adapted)
+PROGRAMS = {
+    "cond, adapted or plain": (lambda x, y: lax.cond(holds(y), lambda: x, lambda: y), True),
+    "cond, plain or adapted": (lambda x, y: lax.cond(holds(y), lambda: y, lambda: x), True),
+    "cond, dense result": (lambda x, y: lax.cond(holds(y), lambda: jnp.sin(x), lambda: x), True),
+    "cond, scaled": (lambda x, y: lax.cond(holds(y), lambda: x * y[0, 1], lambda: x), True),
+    "cond, not scaled": (lambda x, y: lax.cond(holds(y), lambda: x, lambda: x * y[0, 1]), True),
+    "cond, other rank": (lambda x, y: lax.cond(holds(y), lambda: x + x * y[0, 1], lambda: x), True),
+    "switch": (
+        lambda x, y: lax.switch(jnp.where(holds(y), 2, 0), [lambda: x, lambda: y, lambda: x * y[0, 1]]),
+        True,
+    ),
+    "where, plain": (lambda x, y: jnp.where(holds(y), y, x), True),
+    "where, adapted": (lambda x, y: jnp.where(holds(y), x, y), True),
+    "where, scaled": (lambda x, y: jnp.where(holds(y), x * 2, x), True),
+    "scan, dense result": (lambda x, y: lax.scan(lambda c, _: (jnp.tanh(c), None), x, length=3)[0], True),
+    "scan, plain start": (lambda x, y: lax.scan(lambda c, _: (x * c[0, 0], None), y, length=2)[0], True),
+    "fori, scaled by a number": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c * 0.9, x), True),
+    "fori, scaled": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c * y[0, 0], x), True),
+    "fori, added to": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c + y, x), True),
+    "moving average": (lambda x, y: lax.fori_loop(0, 4, lambda i, c: c * 0.9 + x * 0.1, y), False),
+    "moving average of itself": (lambda x, y: lax.fori_loop(0, 4, lambda i, c: c * 0.9 + x * 0.1, x), False),
+    "at.add": (lambda x, y: jnp.stack([y, y]).at[1].add(x), False),
+    "at.set": (lambda x, y: jnp.stack([y, y]).at[1].set(x), False),
+    "dynamic_update_slice": (
+        lambda x, y: lax.dynamic_update_slice(jnp.stack([y, y]), x[None], (1, 0, 0)),
+        False,
+    ),
+    "into more rows": (lambda x, y: lax.dynamic_update_slice(jnp.concatenate([y, y]), x, (1, 0)), False),
+}
+
+
+@pytest.mark.parametrize("train_base", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_differentiates_as_the_dense_array(name, train_base, x64):
+    program, stays = PROGRAMS[name]
+    adapted = False
+
+    def ours(w, a, b, y):
+        nonlocal adapted
+        x = ql.LoraArray(w, a, b, alpha=2 * SCALING, train_base=train_base)
+        out = ql.quaxify(program)(x, y)
+        adapted = isinstance(out, ql.LoraArray)
+        return jnp.sum(jnp.sin(ql.materialise(out)))
+
+    def expected(w, a, b, y):
+        w = w if train_base else lax.stop_gradient(w)
+        return jnp.sum(jnp.sin(program(w + SCALING * b @ a, y)))
+
+    both = lambda *args: [jax.value_and_grad(f, (0, 1, 2, 3))(*args) for f in (ours, expected)]
+    with ql.on_materialise("allow"):
+        got, want = jax.jit(both)(*map(jnp.asarray, (W, A, B, Y)))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-12), got, want)
+    assert adapted == stays
+
+
+def test_while_loop_that_scales(x64):
+    def program(w, a, b, s):
+        x = ql.LoraArray(w, a, b)
+        scaled = lambda carry: (carry[0] + 1, carry[1] * s)
+        return ql.quaxify(lambda x: lax.while_loop(lambda c: c[0] < 3, scaled, (0, x))[1])(x)
+
+    args = (*map(jnp.asarray, (W, A, B)), jnp.asarray(0.5))
+    with ql.on_materialise("error"):
+        out, tangent = jax.jvp(program, args, tuple(map(jnp.ones_like, args)))
+    exact = lambda w, a, b, s: (lax.stop_gradient(w) + b @ a) * s**3
+    want, want_dot = jax.jvp(exact, args, tuple(map(jnp.ones_like, args)))
+    np.testing.assert_allclose(ql.materialise(out), want, rtol=1e-9)
+    # The tangent of the parts, as that of the array.
+    dense = lambda w, a, b: out.replace(w=w, a=a, b=b).materialise()
+    parts = [[getattr(x, name) for name in "wab"] for x in (out, tangent)]
+    np.testing.assert_allclose(jax.jvp(dense, *parts)[1], want_dot, rtol=1e-9)
+
+
+@pytest.mark.parametrize("wrap", [ql.NF4Array.quantize, ql.Int8Array.quantize])
+def test_a_quantised_base_is_carried(wrap):
+    w, a, b = (jnp.asarray(_RNG.normal(size=s), jnp.float32) for s in ((8, 64), (2, 64), (8, 2)))
+    x = ql.LoraArray(wrap(w), a, b)
+    with ql.on_materialise("error"):
+        out = ql.quaxify(lambda x: lax.fori_loop(0, 3, lambda i, c: c * 0.5, x))(x)
+    assert type(out.w) is type(x.w)
+    np.testing.assert_allclose(ql.materialise(out), x.materialise() / 8, rtol=1e-5, atol=1e-6)
+
+
+def test_inside_another_type():
+    x = NamedArray(ql.LoraArray(*(jnp.asarray(p, jnp.float32) for p in (W, A, B))), ("out", "in"))
+    with ql.on_materialise("error"):
+        out = ql.quaxify(lambda x: lax.fori_loop(0, 3, lambda i, c: c * 0.5, x))(x)
+    assert isinstance(out.array, ql.LoraArray)
+    np.testing.assert_allclose(ql.materialise(out), ql.materialise(x) / 8, rtol=1e-5)
