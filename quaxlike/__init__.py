@@ -1,73 +1,117 @@
 """New kinds of arrays for any JAX program."""
 
-from ._version import __version__ as __version__
-from .arrays.lora import LoraArray as LoraArray
-from .arrays.lora import LoraBias as LoraBias
-from .arrays.lora import TrainableArray as TrainableArray
-from .arrays.quantized import FP4Array as FP4Array
-from .arrays.quantized import Int4Array as Int4Array
-from .arrays.quantized import Int8Array as Int8Array
-from .arrays.quantized import NF4Array as NF4Array
-from .arrays.sparse import BlockSparseArray as BlockSparseArray
-from .arrays.sparse import SparseArray as SparseArray
+from typing import TYPE_CHECKING
+
+from ._lazy import lazily
+from ._version import __version__
+from .arrays.annotated import AnnotatedArray
+from .arrays.lora import LoraArray, LoraBias, TrainableArray
+from .arrays.quantized import FP4Array, Int4Array, Int8Array, NF4Array
+from .arrays.sparse import BlockSparseArray, SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core import late as _late  # noqa: F401  # pyright: ignore[reportUnusedImport] (adopts late Values)
-from .core.coverage import check_ambiguities as check_ambiguities
-from .core.coverage import compare_rules as compare_rules
-from .core.coverage import rules_for as rules_for
-from .core.explain import explain as explain
-from .core.operators import ArrayOperators as ArrayOperators
-from .core.policy import (
-    MaterialisationError as MaterialisationError,
+from .core.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
+from .core.either_side import register_on_either_side
+from .core.explain import Report, Row, explain
+from .core.operators import ArrayOperators
+from .core.policy import MaterialisationError, MaterialisationWarning, on_materialise
+from .core.quaxify import quaxify, value_of
+from .core.recording import note
+from .core.rules import AmbiguousRuleError, RuleError, RuleSet, register
+from .core.slots import OperandMismatch, StructureError
+from .core.values import ArrayValue, Value, is_value, materialise
+from .primitives import custom_dce
+from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters
+from .surgery.dropout import with_dropout_key
+from .surgery.eva import eva, eva_ranks, input_moments
+from .surgery.loftq import loftq
+from .surgery.loraify import loraify
+from .surgery.merge import merge, unmerge
+from .surgery.quantize import fake_quantize, quantize
+from .surgery.select import path_of, select
+from .surgery.summary import summary
+from .surgery.trainable import trainable
+
+if TYPE_CHECKING:
+    from . import arrays as arrays
+    from . import implicit as implicit
+    from . import interop as interop
+    from . import kernels as kernels
+    from . import numpy as numpy
+    from . import online_learning as online_learning
+    from . import primitives as primitives
+    from . import sharding as sharding
+    from . import surgery as surgery
+    from . import utils as utils
+
+__all__ = [  # noqa: RUF022 (grouped by purpose)
+    "__version__",
+    # Running a function on new kinds of arrays
+    "quaxify",
+    "value_of",
+    "materialise",
+    "on_materialise",
+    "MaterialisationError",
+    "MaterialisationWarning",
+    "OperandMismatch",
+    "StructureError",
+    # Seeing what happens to them
+    "explain",
+    "Report",
+    "Row",
+    "note",
+    # Types and rules of your own
+    "Value",
+    "ArrayValue",
+    "AnnotatedArray",
+    "ArrayOperators",
+    "is_value",
+    "register",
+    "register_on_either_side",
+    "RuleSet",
+    "RuleError",
+    "AmbiguousRuleError",
+    "rules_for",
+    "compare_rules",
+    "RulesDiff",
+    "check_ambiguities",
+    # Types that come along
+    "LoraArray",
+    "LoraBias",
+    "TrainableArray",
+    "NF4Array",
+    "FP4Array",
+    "Int4Array",
+    "Int8Array",
+    "SparseArray",
+    "BlockSparseArray",
+    # Whole models
+    "path_of",
+    "select",
+    "summary",
+    "trainable",
+    "loraify",
+    "with_dropout_key",
+    "merge",
+    "unmerge",
+    "stack_adapters",
+    "choose_adapter",
+    "combine_adapters",
+    "quantize",
+    "fake_quantize",
+    "loftq",
+    "eva",
+    "eva_ranks",
+    "input_moments",
+    # Operations of your own
+    "custom_dce",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    (
+        *("arrays", "implicit", "interop", "kernels", "numpy", "online_learning", "primitives"),
+        *("sharding", "surgery", "utils"),
+    ),
+    globals(),
 )
-from .core.policy import (
-    MaterialisationWarning as MaterialisationWarning,
-)
-from .core.policy import (
-    on_materialise as on_materialise,
-)
-from .core.quaxify import quaxify as quaxify
-from .core.quaxify import value_of as value_of
-from .core.rules import (
-    AmbiguousRuleError as AmbiguousRuleError,
-)
-from .core.rules import (
-    RuleError as RuleError,
-)
-from .core.rules import (
-    RuleSet as RuleSet,
-)
-from .core.rules import (
-    register as register,
-)
-from .core.slots import OperandMismatch as OperandMismatch
-from .core.values import (
-    ArrayValue as ArrayValue,
-)
-from .core.values import (
-    Value as Value,
-)
-from .core.values import (
-    is_value as is_value,
-)
-from .core.values import (
-    materialise as materialise,
-)
-from .primitives import custom_dce as custom_dce
-from .surgery.adapters import choose_adapter as choose_adapter
-from .surgery.adapters import combine_adapters as combine_adapters
-from .surgery.adapters import stack_adapters as stack_adapters
-from .surgery.dropout import with_dropout_key as with_dropout_key
-from .surgery.eva import eva as eva
-from .surgery.eva import eva_ranks as eva_ranks
-from .surgery.eva import input_moments as input_moments
-from .surgery.loftq import loftq as loftq
-from .surgery.loraify import loraify as loraify
-from .surgery.merge import merge as merge
-from .surgery.merge import unmerge as unmerge
-from .surgery.quantize import fake_quantize as fake_quantize
-from .surgery.quantize import quantize as quantize
-from .surgery.select import path_of as path_of
-from .surgery.select import select as select
-from .surgery.summary import summary as summary
-from .surgery.trainable import trainable as trainable

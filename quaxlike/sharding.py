@@ -14,6 +14,8 @@ from .core.slots import Slot, leaf_specs
 from .core.values import is_value
 from .surgery.select import matches, named_arrays, near, path_of
 
+__all__ = ["shard", "specs_for"]
+
 Rule = Callable[[str, Any], jax.P | None] | Mapping[str, jax.P]
 
 _Model = TypeVar("_Model")

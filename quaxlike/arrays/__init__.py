@@ -1,4 +1,24 @@
-"""Array types, one module each; importing one registers rules for its own type only."""
+"""Array types, one package each; importing one registers rules for its own type only."""
 
+from typing import TYPE_CHECKING
+
+from .._lazy import lazily
 from . import kernel_notes as _kernel_notes  # noqa: F401  # pyright: ignore[reportUnusedImport] (explain)
 from . import pairs as _pairs  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
+from .annotated import AnnotatedArray
+
+if TYPE_CHECKING:
+    from . import lora as lora
+    from . import named as named
+    from . import prng as prng
+    from . import quantized as quantized
+    from . import sparse as sparse
+    from . import structured as structured
+    from . import unitful as unitful
+    from . import zero as zero
+
+__all__ = ["AnnotatedArray"]
+
+__getattr__, __dir__ = lazily(
+    __name__, ["lora", "named", "prng", "quantized", "sparse", "structured", "unitful", "zero"], globals()
+)

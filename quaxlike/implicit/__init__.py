@@ -5,25 +5,44 @@ A thin layer over the core: an `ImplicitArray` is a [`quaxlike.ArrayValue`][], `
 After the style of eformer's `jaximus` and of qax.
 """
 
-from .array import ImplicitArray as ImplicitArray
-from .array import OriginArray as OriginArray
-from .array import UninitializedAval as UninitializedAval
-from .array import aux_field as aux_field
-from .array import materialize_nested as materialize_nested
-from .handlers import default_handler as default_handler
-from .handlers import implicit as implicit
-from .handlers import materialize_handler as materialize_handler
-from .handlers import register as register
-from .handlers import use_implicit as use_implicit
-from .ste import ste as ste
-from .trees import combine_leaf_predicate as combine_leaf_predicate
-from .trees import flatten_one_implicit_layer as flatten_one_implicit_layer
-from .trees import implicit_depth as implicit_depth
-from .trees import is_array as is_array
-from .trees import leaf_predicate as leaf_predicate
-from .trees import tree_flatten_with_implicit as tree_flatten_with_implicit
-from .trees import tree_flatten_with_path_with_implicit as tree_flatten_with_path_with_implicit
-from .trees import tree_leaves_with_implicit as tree_leaves_with_implicit
-from .trees import tree_map_with_implicit as tree_map_with_implicit
-from .trees import tree_map_with_path_with_implicit as tree_map_with_path_with_implicit
-from .trees import tree_structure_with_implicit as tree_structure_with_implicit
+from .array import ImplicitArray, OriginArray, UninitializedAval, aux_field, materialize_nested
+from .handlers import default_handler, implicit, materialize_handler, register, use_implicit
+from .ste import ste
+from .trees import (
+    combine_leaf_predicate,
+    flatten_one_implicit_layer,
+    implicit_depth,
+    is_array,
+    leaf_predicate,
+    tree_flatten_with_implicit,
+    tree_flatten_with_path_with_implicit,
+    tree_leaves_with_implicit,
+    tree_map_with_implicit,
+    tree_map_with_path_with_implicit,
+    tree_structure_with_implicit,
+)
+
+__all__ = [
+    "ImplicitArray",
+    "OriginArray",
+    "UninitializedAval",
+    "aux_field",
+    "combine_leaf_predicate",
+    "default_handler",
+    "flatten_one_implicit_layer",
+    "implicit",
+    "implicit_depth",
+    "is_array",
+    "leaf_predicate",
+    "materialize_handler",
+    "materialize_nested",
+    "register",
+    "ste",
+    "tree_flatten_with_implicit",
+    "tree_flatten_with_path_with_implicit",
+    "tree_leaves_with_implicit",
+    "tree_map_with_implicit",
+    "tree_map_with_path_with_implicit",
+    "tree_structure_with_implicit",
+    "use_implicit",
+]

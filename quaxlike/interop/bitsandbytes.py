@@ -28,6 +28,8 @@ from .quant_state import (
 )
 from .tensors import Tensors, as_jax, open_tensors, write_tensors
 
+__all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
+
 
 class Checkpoint(Mapping[str, Any]):
     """The weights of a 4-bit checkpoint by name; each look-up reads one of them.

@@ -19,6 +19,8 @@ from .errors import CheckpointError, complain
 from .manifest import Types, decode, encode, shipped_types
 from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
 
+__all__ = ["load", "save"]
+
 _VERSION = 1
 _MANIFEST = "quaxlike"
 _Model = TypeVar("_Model")

@@ -1,8 +1,8 @@
 """For authors of operations: a JAX primitive from one function."""
 
-from .custom_dce import custom_dce as custom_dce
-from .define import DefinedPrimitive as DefinedPrimitive
-from .define import define_primitive as define_primitive
-from .partitioning import Partitioning as Partitioning
-from .slots import MissingRuleError as MissingRuleError
-from .slots import Slot as Slot
+from .custom_dce import custom_dce
+from .define import DefinedPrimitive, define_primitive
+from .partitioning import Partitioning
+from .slots import MissingRuleError, Slot
+
+__all__ = ["DefinedPrimitive", "MissingRuleError", "Partitioning", "Slot", "custom_dce", "define_primitive"]

@@ -23,6 +23,17 @@ Releases of JAX differ in a few primitives; each class holds those that the inst
 
 from ..core import compat
 
+__all__ = [
+    "COMPARISONS",
+    "CUMULATIVE",
+    "ELEMENTWISE_BINARY",
+    "ELEMENTWISE_UNARY",
+    "REARRANGEMENTS",
+    "REDUCTIONS",
+    "ZERO_PRESERVING",
+    "installed",
+]
+
 
 def installed(names: str) -> tuple[str, ...]:
     """Those of the names, parted by spaces, that are primitives of the installed JAX."""

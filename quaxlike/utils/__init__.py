@@ -1,34 +1,56 @@
 """Typed helpers for programs on pytrees."""
 
-from .checks import NotJaxCompatibleError as NotJaxCompatibleError
-from .checks import is_traced as is_traced
-from .checks import no_jax_tracing as no_jax_tracing
-from .checks import non_differentiable as non_differentiable
-from .dataclasses import dataclass as dataclass
-from .dataclasses import field as field
-from .dataclasses import lens_field as lens_field
-from .lenses import HasLensFields as HasLensFields
-from .lenses import Lens as Lens
-from .lenses import LensField as LensField
-from .numerics import isin as isin
-from .numerics import kahan_summation as kahan_summation
-from .post_init import enable_post_init as enable_post_init
-from .post_init import no_post_init as no_post_init
-from .post_init import skip_post_init_if_disabled as skip_post_init_if_disabled
-from .random import key_chain as key_chain
-from .scatter import HasScatterArgs as HasScatterArgs
-from .scatter import ScatterArgs as ScatterArgs
-from .scatter import tree_scatter_set as tree_scatter_set
-from .sequential import sequential_vmap_with_vjp as sequential_vmap_with_vjp
-from .transforms import jit as jit
-from .transforms import linearize as linearize
-from .transforms import shard_map as shard_map
-from .transforms import vectorize as vectorize
-from .trees import PyTreeDef as PyTreeDef
-from .trees import SupportsTreeMatch as SupportsTreeMatch
-from .trees import tree_concat as tree_concat
-from .trees import tree_map as tree_map
-from .trees import tree_stack as tree_stack
-from .trees import tree_structure as tree_structure
-from .trees import tree_where_broadcast_last as tree_where_broadcast_last
-from .trees import tree_zeros_like as tree_zeros_like
+from .checks import NotJaxCompatibleError, is_traced, no_jax_tracing, non_differentiable
+from .dataclasses import dataclass, field, lens_field
+from .lenses import HasLensFields, Lens, LensField
+from .numerics import isin, kahan_summation
+from .post_init import enable_post_init, no_post_init, skip_post_init_if_disabled
+from .random import key_chain
+from .scatter import HasScatterArgs, ScatterArgs, tree_scatter_set
+from .sequential import sequential_vmap_with_vjp
+from .transforms import jit, linearize, shard_map, vectorize
+from .trees import (
+    PyTreeDef,
+    SupportsTreeMatch,
+    tree_concat,
+    tree_map,
+    tree_stack,
+    tree_structure,
+    tree_where_broadcast_last,
+    tree_zeros_like,
+)
+
+__all__ = [
+    "HasLensFields",
+    "HasScatterArgs",
+    "Lens",
+    "LensField",
+    "NotJaxCompatibleError",
+    "PyTreeDef",
+    "ScatterArgs",
+    "SupportsTreeMatch",
+    "dataclass",
+    "enable_post_init",
+    "field",
+    "is_traced",
+    "isin",
+    "jit",
+    "kahan_summation",
+    "key_chain",
+    "lens_field",
+    "linearize",
+    "no_jax_tracing",
+    "no_post_init",
+    "non_differentiable",
+    "sequential_vmap_with_vjp",
+    "shard_map",
+    "skip_post_init_if_disabled",
+    "tree_concat",
+    "tree_map",
+    "tree_scatter_set",
+    "tree_stack",
+    "tree_structure",
+    "tree_where_broadcast_last",
+    "tree_zeros_like",
+    "vectorize",
+]

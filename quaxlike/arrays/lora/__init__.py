@@ -6,15 +6,23 @@ from . import joining as _joining  # noqa: F401  # pyright: ignore[reportUnusedI
 from . import layout as _layout  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import reshaping as _reshaping  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import slicing as _slicing  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from .array import RANK as RANK
-from .array import LoraArray as LoraArray
-from .array import labels as labels
-from .array import padded_to as padded_to
-from .array import plainly_scaled as plainly_scaled
-from .array import row_norm as row_norm
-from .array import row_scale as row_scale
-from .beside import LoraBias as LoraBias
-from .beside import TrainableArray as TrainableArray
-from .einsum import arrange as arrange
-from .joining import without_adapter as without_adapter
-from .layout import has_all_axes as has_all_axes
+from .array import RANK, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
+from .beside import LoraBias, TrainableArray
+from .einsum import arrange
+from .joining import without_adapter
+from .layout import has_all_axes
+
+__all__ = [
+    "RANK",
+    "LoraArray",
+    "LoraBias",
+    "TrainableArray",
+    "arrange",
+    "has_all_axes",
+    "labels",
+    "padded_to",
+    "plainly_scaled",
+    "row_norm",
+    "row_scale",
+    "without_adapter",
+]

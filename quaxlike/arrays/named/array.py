@@ -1,21 +1,19 @@
 """`NamedArray`: an array whose axes have names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
 from ...core.operators import ArrayOperators, run
-from ...core.policy import dense_operands
 from ...core.quaxify import quaxify
 from ...core.slots import OperandMismatch
-from ...core.values import ArrayValue, is_value
+from ...core.values import ArrayValue, is_value, replace_fields
+from ..annotated import AnnotatedArray
 
 Name = str | None
 
@@ -30,11 +28,8 @@ class AxisError(OperandMismatch):
 # Names describe an array, whatever its unit and whatever it is made of: before all other types.
 PRECEDENCE = 30
 
-# What rules.py says of primitives that take any number of operands.
-DEFAULTS: dict[str, Callable[..., Any]] = {}
 
-
-class NamedArray(ArrayOperators, ArrayValue):
+class NamedArray(AnnotatedArray):
     """An array whose axes have names.
 
     Operators broadcast by name: `x + y` has the axes of `x`, then those of `y` that `x` lacks. Methods that
@@ -64,10 +59,8 @@ class NamedArray(ArrayOperators, ArrayValue):
         ```
     """
 
-    array: Any
     _names: tuple[Name, ...] = eqx.field(static=True)
 
-    linear = True
     default_precedence = PRECEDENCE
 
     def __init__(self, array: ArrayLike | ArrayValue, names: Sequence[Name]) -> None:
@@ -82,35 +75,10 @@ class NamedArray(ArrayOperators, ArrayValue):
         missing = self.array.ndim - len(self._names)
         return (None,) * missing + self._names[max(-missing, 0) :]
 
-    def aval(self) -> jax.core.ShapedArray:
-        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
-
-    def materialise(self) -> Any:
-        return self.array
-
-    @staticmethod
-    def default(primitive: Any, values: Any, params: Any) -> Any:
-        if primitive.name in DEFAULTS:
-            return DEFAULTS[primitive.name](primitive, *values, **params)
-        return primitive.bind(*dense_operands(primitive, values), **primitive.get_bind_params(params))
-
-    @classmethod
-    def promote(cls, array: Any, like: Any) -> Any:
-        if is_value(like.array):
-            array = type(like.array).promote(array, like.array)
-        return array if array is NotImplemented else eqx.tree_at(lambda x: x.array, like, array)
-
     def canonical(self) -> "NamedArray":
         if self.names == self._names:
             return self
-        shaped = NamedArray(np.zeros((1,) * self.array.ndim), self.names)
-        return eqx.tree_at(lambda x: x.array, shaped, self.array)
-
-    def leading_axis(self) -> Any:
-        return self.array.leading_axis() if is_value(self.array) else (0,)
-
-    def shard_spec(self, spec: jax.P) -> Any:
-        return self.array.shard_spec(spec) if is_value(self.array) else (spec,)
+        return replace_fields(self, _names=self.names)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         sizes = zip(self.names, self.array.shape, strict=True)

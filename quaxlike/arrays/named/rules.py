@@ -1,18 +1,17 @@
 """What each primitive does to the names of axes."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.either_side import register_on_either_side
-from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import CUMULATIVE, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REDUCTIONS, installed
-from .array import DEFAULTS, PRECEDENCE, AxisError, Name, NamedArray
+from .array import PRECEDENCE, AxisError, Name, NamedArray
 
 _Any = ArrayLike | ArrayValue
 
@@ -21,12 +20,7 @@ def _names(x: Any) -> tuple[Name, ...]:
     return x.names if isinstance(x, NamedArray) else (None,) * len(getattr(x, "shape", ()))
 
 
-def _array(x: Any) -> Any:
-    return x.array if isinstance(x, NamedArray) else x
-
-
-def _bind(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    return quaxify(primitive.bind)(*map(_array, operands), **params)
+_bind = NamedArray.bind
 
 
 def _named(array: Any, names: Sequence[Name]) -> Any:
@@ -161,22 +155,12 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return _named(_bind(primitive, (x, y), params), names)
 
 
-def _for_several(names: str) -> Callable[[Any], Any]:
-    """Primitives of any number of operands, of which any may have names: what happens by default."""
-
-    def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
-        DEFAULTS.update(dict.fromkeys(names.split(), rule))
-        return rule
-
-    return decorator
-
-
-@_for_several("concatenate clamp")
+@NamedArray.rule_for_several(("concatenate", "clamp"))
 def _alike(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     return _named(_bind(primitive, xs, params), _agreed(primitive, xs))
 
 
-@_for_several("stack")
+@NamedArray.rule_for_several("stack")
 def _stack(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     names = _agreed(primitive, xs)
     names.insert(params["axis"], None)
@@ -198,18 +182,20 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: NamedArray, y: Named
     return _select(primitive, which, x, y, **params)
 
 
-@_for_several("select_n")
+@NamedArray.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any, **params: Any) -> Any:
     return _named(_bind(primitive, (which, *cases), params), _agreed(primitive, (which, *cases)))
 
 
-@_for_several("sort")
+@NamedArray.rule_for_several("sort")
 def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     names = _agreed(primitive, xs)
     return [_named(out, names) for out in _bind(primitive, xs, params)]
 
 
-@_for_several("pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
+@NamedArray.rule_for_several(
+    installed("pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
+)
 def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
     """What is written into an array takes its axes."""
     updates = rest[0] if primitive.name == "dynamic_update_slice" else None

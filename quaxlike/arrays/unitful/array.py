@@ -1,6 +1,5 @@
 """`Unitful`: an array and its unit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,18 +11,15 @@ import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
 from ...core.fills import may_be_placeholder, track
-from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, adopters, is_value
+from ..annotated import AnnotatedArray
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
 # A unit describes an array whatever that is made of: before the types that say how it is stored.
 PRECEDENCE = 20
 
-# What rules.py says of primitives that take any number of operands.
-DEFAULTS: dict[str, Callable[..., Any]] = {}
 
-
-class Unitful(ArrayOperators, ArrayValue):
+class Unitful(AnnotatedArray):
     """An array in a unit of the SI.
 
     Units are worked out while tracing, from the primitives that meet; they cost nothing at run time.
@@ -55,20 +51,11 @@ class Unitful(ArrayOperators, ArrayValue):
     array: Any = eqx.field(converter=lambda x: x if is_value(x) else jnp.asarray(x))
     unit: Unit = eqx.field(static=True, converter=Unit)
 
-    linear = True
     default_precedence = PRECEDENCE
     on_materialise = "error"  # dropping a unit has to be asked for
 
-    def aval(self) -> jax.core.ShapedArray:
-        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
-
-    def materialise(self) -> Any:
-        return self.array
-
-    @staticmethod
-    def default(primitive: Any, values: Any, params: Any) -> Any:
-        if primitive.name in DEFAULTS:
-            return DEFAULTS[primitive.name](primitive, *values, **params)
+    @classmethod
+    def without_rule(cls, primitive: Any, values: Any, params: Any) -> Any:
         units = ", ".join(str(v.unit) if isinstance(v, Unitful) else "no unit" for v in values)
         raise DimensionError(
             f"No rule says what `{primitive}` of arrays in ({units}) has for a unit. Take the units off "
@@ -76,15 +63,13 @@ class Unitful(ArrayOperators, ArrayValue):
         )
 
     @classmethod
-    def promote(cls, array: Any, like: Any) -> Any:
-        if like.unit.exponents and not may_be_placeholder(array):
+    def promote(cls, array: Any, like: Any = None) -> Any:
+        if like is not None and like.unit.exponents and not may_be_placeholder(array):
             raise DimensionError(
                 f"An array without a unit stands where one in {like.unit} does: in another branch, or before "
                 "or after an iteration. Give it the unit by multiplying with it."
             )
-        if is_value(like.array):
-            array = type(like.array).promote(array, like.array)
-        return array if array is NotImplemented else cls(array, like.unit)
+        return super().promote(array, like)
 
     @classmethod
     def placeholder(cls, array: Any) -> Any:
@@ -96,12 +81,6 @@ class Unitful(ArrayOperators, ArrayValue):
     def cotangent(cls, ct: Any) -> Any:
         # The leaves are differentiated: what by is for the caller to say.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
-
-    def leading_axis(self) -> Any:
-        return self.array.leading_axis() if is_value(self.array) else (0,)
-
-    def shard_spec(self, spec: jax.P) -> Any:
-        return self.array.shard_spec(spec) if is_value(self.array) else (spec,)
 
     def __str__(self) -> str:
         return f"{self.array} {self.unit}"
@@ -117,11 +96,6 @@ track()
 def unit_of(x: ArrayLike | ArrayValue) -> Unit:
     """The unit of an array; dimensionless for one that has none."""
     return x.unit if isinstance(x, Unitful) else Unit()
-
-
-def array_of(x: ArrayLike | ArrayValue) -> Any:
-    """The array without its unit."""
-    return x.array if isinstance(x, Unitful) else x
 
 
 def with_unit(array: Any, unit: Unit) -> Any:

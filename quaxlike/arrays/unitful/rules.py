@@ -1,7 +1,7 @@
 """What each primitive does to units, as tables."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,15 +16,14 @@ from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
-from .array import DEFAULTS, PRECEDENCE, Unitful, array_of, unit_of, with_unit
+from ..annotated import STRUCTURAL
+from .array import PRECEDENCE, Unitful, unit_of, with_unit
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
 _Any = ArrayLike | ArrayValue
 
 
-def _bind(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The primitive of the arrays without their units."""
-    return quaxify(primitive.bind)(*map(array_of, operands), **params)
+_bind = Unitful.bind
 
 
 def _units(operands: Sequence[Any]) -> str:
@@ -40,10 +39,8 @@ def _units(operands: Sequence[Any]) -> str:
 _POWERS: dict[str, Any] = {
     **dict.fromkeys(
         installed(
-            "abs broadcast_in_dim ceil conj convert_element_type copy copy_p cummax cummin cumsum "
-            "dynamic_slice expand_dims fft floor gather imag neg real reduce_max reduce_min reduce_precision "
-            "reduce_sum reduce_window_max reduce_window_min reduce_window_sum reshape rev round slice "
-            "split squeeze tile transpose unstack"
+            "abs ceil conj cummax cummin cumsum fft floor imag neg real reduce_max reduce_min reduce_sum "
+            "reduce_window_max reduce_window_min reduce_window_sum round"
         ),
         1,
     ),
@@ -86,7 +83,9 @@ def _reduce_prod(primitive: Primitive, x: Unitful, **params: Any) -> Any:
     return with_unit(_bind(primitive, [x], params), x.unit**n)
 
 
-_NUMBERS = set(ELEMENTWISE_UNARY) - set(_POWERS) - {"integer_pow"} | set(installed("cumprod cumlogsumexp"))
+_NUMBERS = set(ELEMENTWISE_UNARY) - {*STRUCTURAL, *_POWERS} - {"integer_pow"} | set(
+    installed("cumprod cumlogsumexp")
+)
 
 
 @register(tuple(_NUMBERS))
@@ -200,33 +199,23 @@ _STORED = {
 }
 
 
-def _for_several(names: str) -> Callable[[Any], Any]:
-    """Primitives of any number of operands, of which any may be in a unit: what happens by default."""
-
-    def decorator(rule: Callable[..., Any]) -> Callable[..., Any]:
-        DEFAULTS.update(dict.fromkeys(names.split(), rule))
-        return rule
-
-    return decorator
-
-
-@_for_several("concatenate stack clamp")
+@Unitful.rule_for_several(("concatenate", "stack", "clamp"))
 def _several(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     unit = _common(primitive, xs)
     return with_unit(_bind(primitive, xs, params), unit)
 
 
-@_for_several("sort")
+@Unitful.rule_for_several("sort")
 def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     return [with_unit(o, unit_of(x)) for o, x in zip(_bind(primitive, xs, params), xs, strict=True)]
 
 
-@_for_several("ragged_dot_general")
+@Unitful.rule_for_several("ragged_dot_general")
 def _ragged_dot(primitive: Primitive, x: Any, y: Any, group_sizes: Any, **params: Any) -> Any:
     return with_unit(_bind(primitive, (x, y, group_sizes), params), unit_of(x) * unit_of(y))
 
 
-@_for_several(" ".join(_STORED))
+@Unitful.rule_for_several(tuple(_STORED))
 def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     unit = _common(primitive, xs[_STORED[primitive.name]])
     return with_unit(_bind(primitive, xs, params), unit)
@@ -247,7 +236,7 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
     return _select(primitive, which, x, y)
 
 
-@_for_several("select_n")
+@Unitful.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
     """A plain case takes the unit of the others, as before a division: `jnp.where(x > 0, x, 1)`."""
     unit = _common(primitive, [x for x in cases if isinstance(x, Unitful)])

@@ -4,6 +4,7 @@ What follows from that alone is worked out while tracing: x + 0 is x, x · 0 is 
 arithmetic is left in the jaxpr.
 """
 
-from .constants import Full as Full
-from .constants import Zero as Zero
-from .identity import Identity as Identity
+from .constants import Full, Zero
+from .identity import Identity
+
+__all__ = ["Full", "Identity", "Zero"]

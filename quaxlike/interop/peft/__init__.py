@@ -3,5 +3,7 @@
 Source: PEFT, <https://github.com/huggingface/peft>, whose conventions are those of its 0.21.
 """
 
-from .load import load_adapter as load_adapter
-from .save import save_adapter as save_adapter
+from .load import load_adapter
+from .save import save_adapter
+
+__all__ = ["load_adapter", "save_adapter"]

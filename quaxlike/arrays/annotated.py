@@ -1,0 +1,161 @@
+"""`AnnotatedArray`: an array and static metadata."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.core
+import jax.tree_util as jtu
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ..core.operators import ArrayOperators
+from ..core.policy import dense_operands
+from ..core.quaxify import quaxify
+from ..core.rules import register
+from ..core.values import ArrayValue, is_value, replace_fields
+from ..primitives.classes import REARRANGEMENTS, installed
+
+_Self = TypeVar("_Self", bound="AnnotatedArray")
+_Rule = TypeVar("_Rule", bound=Callable[..., Any])
+
+STRUCTURAL = REARRANGEMENTS + installed(
+    "copy copy_p convert_element_type dynamic_slice gather reduce_precision sharding_constraint"
+)
+"""Primitives that move elements, or round them, and so keep the metadata of an array."""
+
+
+class AnnotatedArray(ArrayOperators, ArrayValue):
+    """An array and static metadata, such as a unit, names of axes, a frame of reference or a calendar.
+
+    Subclass it, declare the metadata as static fields, and register rules for the primitives that read or
+    change them. Shape and dtype are those of the array. Rows, stacks, shardings, derivatives, loop carries
+    and the operators of `jax.Array` work without a rule, and so do primitives that only move elements:
+    they keep the metadata as it is. Any other primitive without a rule is given the array alone, under the
+    policy of [`quaxlike.on_materialise`][].
+
+    **Arguments:**
+
+    - `array`: any array, or a Value that stands for one.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+        from jax.extend.core import Primitive
+
+        class Framed(ql.AnnotatedArray):
+            frame: str = eqx.field(static=True)
+
+        @ql.register_on_either_side(("add", "sub"), Framed, other=Framed)
+        def _(primitive: Primitive, x, y, **params):
+            if x.frame != y.frame:
+                raise ValueError(f"{primitive} of a vector in {x.frame!r} and one in {y.frame!r}")
+            return x.with_array(Framed.bind(primitive, (x, y), params))
+
+        x = Framed(jnp.ones(3), "earth")
+        assert (x + x)[:2].frame == "earth"
+        ```
+    """
+
+    array: Any
+
+    linear = True
+    _several: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._several = dict(cls._several)
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self) -> Any:
+        return self.array
+
+    def with_array(self: _Self, array: Any) -> _Self:
+        """Another array with the metadata of this one. What the constructor checks is not checked again."""
+        return replace_fields(self, array=array)
+
+    @classmethod
+    def bind(cls, primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
+        """The primitive of the operands without the metadata of this class: what most rules begin with."""
+        arrays = [x.array if isinstance(x, cls) else x for x in operands]
+        return quaxify(primitive.bind)(*arrays, **params)
+
+    @classmethod
+    def rule_for_several(cls, primitives: str | Sequence[str]) -> Callable[[_Rule], _Rule]:
+        """Registers a rule for a primitive, or several, of any number of operands of which one or more are of
+        this class. It is asked where no rule of [`quaxlike.register`][] matches.
+
+        **Arguments:**
+
+        - `primitives`: the name of a primitive, or several.
+
+        **Returns:**
+
+        A decorator that returns the rule unchanged. The rule takes the primitive, then the operands by
+        position, and the primitive's parameters by keyword.
+        """
+
+        def decorator(rule: _Rule) -> _Rule:
+            names = [primitives] if isinstance(primitives, str) else primitives
+            cls._several.update(dict.fromkeys(names, rule))
+            return rule
+
+        return decorator
+
+    @classmethod
+    def default(cls, primitive: Any, values: Any, params: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rule = cls._several.get(primitive.name)
+        out = NotImplemented if rule is None else rule(primitive, *values, **params)
+        return cls.without_rule(primitive, values, params) if out is NotImplemented else out
+
+    @classmethod
+    def without_rule(cls, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """The result of a primitive that no rule covers: that of the array alone, unless it is overridden."""
+        return primitive.bind(*dense_operands(primitive, values), **primitive.get_bind_params(params))
+
+    @classmethod
+    def promote(cls, array: Any, like: Any = None) -> Any:
+        if like is None:
+            return NotImplemented
+        if is_value(like.array):
+            array = type(like.array).promote(array, like.array)
+        return array if array is NotImplemented else like.with_array(array)
+
+    def leading_axis(self) -> Any:
+        return self.array.leading_axis() if is_value(self.array) else (0,)
+
+    def shard_spec(self, spec: jax.P) -> Any:
+        return self.array.shard_spec(spec) if is_value(self.array) else (spec,)
+
+
+@register(STRUCTURAL)
+def _moved(primitive: Primitive, x: AnnotatedArray, *rest: ArrayLike, **params: Any) -> Any:
+    out = type(x).bind(primitive, (x, *rest), params)
+    return [x.with_array(part) for part in out] if primitive.multiple_results else x.with_array(out)
+
+
+# Primitives of several arrays whose elements end up in one, and which of the operands those arrays are.
+_JOINING = {
+    "concatenate": slice(None),
+    "stack": slice(None),
+    "pad": slice(None),
+    "select_n": slice(1, None),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter": slice(0, None, 2),
+}
+
+
+@AnnotatedArray.rule_for_several(tuple(_JOINING))
+def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    """Arrays with the same metadata."""
+    arrays = xs[_JOINING[primitive.name]]
+    if not isinstance(arrays[0], AnnotatedArray) or len(set(map(_metadata, arrays))) > 1:
+        return NotImplemented
+    return arrays[0].with_array(type(arrays[0]).bind(primitive, xs, params))
+
+
+def _metadata(x: Any) -> Any:
+    return jtu.tree_structure(x.with_array(0)) if isinstance(x, AnnotatedArray) else None

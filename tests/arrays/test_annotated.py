@@ -1,0 +1,100 @@
+"""`AnnotatedArray`: everything that a subclass gets without a rule of its own."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
+from quaxlike.arrays.unitful import Unitful
+from tests.samples import normal
+
+
+class Tagged(ql.AnnotatedArray):
+    tag: str = eqx.field(static=True)
+
+    on_materialise = "error"
+
+
+@ql.register_on_either_side(("add", "sub"), Tagged, other=Tagged)
+def _alike(primitive: Primitive, x, y, **params):
+    return x.with_array(Tagged.bind(primitive, (x, y), params))
+
+
+class Loose(ql.AnnotatedArray):
+    tag: str = eqx.field(static=True)
+
+
+X = normal(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.T,
+        lambda x: x[1],
+        lambda x: x[:, 1:, ::2],
+        lambda x: x[jnp.array([1, 0])],
+        lambda x: x.reshape(6, 4),
+        lambda x: jnp.flip(x, 1),
+        lambda x: jnp.squeeze(x[:1], 0),
+        lambda x: jnp.broadcast_to(x, (5, 2, 3, 4)),
+        lambda x: jnp.concatenate([x, x], 1),
+        lambda x: jnp.stack([x, x]),
+        lambda x: x.astype(jnp.bfloat16),
+        lambda x: jax.lax.stop_gradient(x),
+        lambda x: jnp.split(x, 2)[1],
+        lambda x: jax.lax.scan(lambda c, row: (c, row + row), 0.0, x)[1],
+        lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y + x, x),
+        lambda x: jax.lax.cond(True, lambda: x, lambda: jnp.zeros((2, 3, 4))),
+        lambda x: jax.vmap(lambda row: row + row, in_axes=1)(x),
+        lambda x: jax.jvp(lambda x: x + x, (x,), (x,))[1],
+        lambda x: jnp.zeros((2, 2, 3, 4)).at[1].set(x),
+    ],
+)
+def test_primitives_that_move_elements_keep_the_metadata(function):
+    out = ql.quaxify(function)(Tagged(X, "a"))
+    assert isinstance(out, Tagged)
+    assert out.tag == "a"
+    assert jnp.array_equal(out.array, function(X))
+    assert out.dtype == function(X).dtype
+
+
+def test_arrays_with_different_metadata_are_not_joined():
+    with pytest.raises(ql.MaterialisationError, match="concatenate"):
+        ql.quaxify(jnp.concatenate)([Tagged(X, "a"), Tagged(X, "b")])
+
+
+def test_without_a_rule_the_array_alone_is_used():
+    out = ql.quaxify(jnp.sin)(Loose(X, "a"))
+    assert not ql.is_value(out)
+    assert jnp.array_equal(out, jnp.sin(X))
+    with pytest.raises(ql.MaterialisationError, match=r"register\(\"sin\"\)"):
+        ql.quaxify(jnp.sin)(Tagged(X, "a"))
+
+
+def test_rule_for_several_is_of_its_class_alone():
+    class Sorted(Loose):
+        pass
+
+    @Sorted.rule_for_several("sort")
+    def _sort(primitive, *xs, **params):
+        return [xs[0].with_array(out) for out in Sorted.bind(primitive, xs, params)]
+
+    assert isinstance(ql.quaxify(jnp.sort)(Sorted(X, "a")), Sorted)
+    assert not ql.is_value(ql.quaxify(jnp.sort)(Loose(X, "a")))
+
+
+def test_the_array_may_be_a_value():
+    base, a, b = normal(4, 3), normal(2, 3), normal(4, 2)
+    lora = ql.LoraArray(base, a, b)
+    rows = ql.quaxify(lambda x: jax.lax.stop_gradient(x).T)(Tagged(lora, "a"))
+    assert isinstance(rows.array, ql.LoraArray)
+    assert jnp.allclose(ql.materialise(rows), ql.materialise(lora).T)
+
+
+def test_units_and_names_are_annotated_arrays():
+    assert issubclass(Unitful, ql.AnnotatedArray)
+    assert issubclass(NamedArray, ql.AnnotatedArray)

@@ -1,0 +1,56 @@
+"""The public face: what `import quaxlike as ql` gives."""
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quaxlike as ql
+
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+_ROOMS = sorted(m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in ("core", "demo"))
+_PUBLIC = ["", *(f".{room}" for room in _ROOMS if not room.startswith("_"))]
+_PUBLIC += [f".arrays.{m.name}" for m in pkgutil.iter_modules(ql.arrays.__path__) if m.ispkg]
+_PUBLIC += [f".interop.{name}" for name in ("bitsandbytes", "peft", "safetensors")]
+_PUBLIC = [name for name in _PUBLIC if name not in (".numpy", ".surgery")]  # dynamic; modules alone
+
+
+def test_rooms_come_with_the_package():
+    """In a process of its own, where nothing else has imported them."""
+    rooms = [room for room in _ROOMS if not room.startswith("_")]
+    nested = ["arrays.unitful.Unitful", "interop.peft.save_adapter", "numpy.sin", "sharding.shard"]
+    code = "import quaxlike as ql\n" + "\n".join(f"ql.{name}" for name in [*rooms, *nested])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert set(rooms) <= set(dir(ql))
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="module 'quaxlike' has no attribute 'lora_array'"):
+        _ = ql.lora_array  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("name", _PUBLIC)
+def test_star_imports_give_what_is_public(name):
+    module = importlib.import_module(f"quaxlike{name}")
+    assert len(set(module.__all__)) == len(module.__all__)
+    given: dict[str, object] = {}
+    exec(f"from quaxlike{name} import *", given)
+    del given["__builtins__"]
+    assert set(given) == set(module.__all__)
+    assert not (set(given) & sys.stdlib_module_names) - {"select"}  # `quaxlike.select`, of models
+
+
+def test_documentation_names_no_private_path():
+    private = re.compile(r"quaxlike\.core\b|quaxlike\.\S*\._|from quaxlike\.\S* import _")
+    found = [
+        (page.name, line)
+        for page in _DOCS.rglob("*.md")
+        if page.name != "architecture.md"
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if private.search(line)
+    ]
+    assert not found
