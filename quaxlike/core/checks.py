@@ -19,18 +19,26 @@ class RuleError(TypeError):
 
 class Checked:
     """A rule whose results are checked: until it has given a right one for these types of operands, and
-    always under `jax_enable_checks`. The check costs about as much as tracing the primitive."""
+    always under `jax_enable_checks`. The check costs about as much as tracing the primitive.
 
-    def __init__(self, rule: Callable[..., Any], among: list[Callable[..., Any]]) -> None:
+    Operands that do not follow the rules of their type (`may_decline`) are looked for each time."""
+
+    def __init__(self, rule: Callable[..., Any], among: list[Callable[..., Any]], may_decline: bool) -> None:
         self.rule = rule
         self._among = among  # where the rule itself may stand once it has been checked
+        self._may_decline = may_decline
+        self._is_checked = False
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        if self._may_decline and not all(x.follows_rules() for x in operands if is_value(x)):
+            return NotImplemented
         out = self.rule(primitive, operands, params)
-        if out is not NotImplemented:
+        if out is not NotImplemented and not self._is_checked:
             check_results(self.rule, primitive, operands, params, out)
             if not jax.config.jax_enable_checks:
-                self._among[:] = [self.rule if r is self else r for r in self._among]
+                self._is_checked = True
+                if not self._may_decline:
+                    self._among[:] = [self.rule if r is self else r for r in self._among]
         return out
 
 

@@ -19,6 +19,7 @@ from jaxtyping import AbstractArray, ArrayLike
 
 from . import compat
 from .checks import Checked, RuleError
+from .values import Value
 
 if TYPE_CHECKING:
     import plum
@@ -309,7 +310,8 @@ class Resolver:
         found: list[Callable[..., Any]] = []
         for layer in self.layers:
             found += in_order(primitive, operands, [r for r in layer[primitive] if operands <= r.signature])
-        found[:] = [Checked(rule, found) for rule in found]
+        may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
+        found[:] = [Checked(rule, found, may_decline) for rule in found]
         with _lock:
             if self._made_at == _epoch:  # else `register` came between
                 self.cache[key] = found

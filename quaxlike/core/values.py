@@ -173,6 +173,13 @@ class Value(eqx.Module, metaclass=_ValueMeta):
         """
         return ct
 
+    def follows_rules(self) -> bool:
+        """Whether the rules registered for the type are for this value.
+
+        Without it they are. A value that does not follow them meets its `default`, or is materialised.
+        """
+        return True
+
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         """For each array leaf, which of its axes is the logical leading axis; None if the leaf is shared
         by all rows. Lets `lax.scan` and `lax.map` run over rows.

@@ -2,7 +2,6 @@
 
 import abc
 import contextvars
-import dataclasses
 import functools
 import os
 import warnings
@@ -17,11 +16,13 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..core.operators import ArrayOperators
-from ..core.policy import dense_operands
+from ..core.policy import dense, dense_operands
 from ..core.quaxify import quaxify
 from ..core.recording import note
 from ..core.rules import active_layers, resolver
+from ..core.slots import leading_axes
 from ..core.values import ArrayValue, is_value
+from .declared import Declared, bind_fields, canonical_dtype, take_fields
 from .trees import fields
 
 
@@ -41,41 +42,9 @@ def aux_field(**kwargs: Any) -> Any:
 
     **Arguments:** those of `equinox.field`.
     """
+    if kwargs.get("metadata", ...) is None:  # the default of `dataclasses.field`
+        kwargs.pop("metadata")
     return eqx.field(static=True, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Declared:
-    """A shape and a dtype that were given, as `shape=` and `dtype=`.
-
-    Leading axes that the array shares with all its fields are left out. They are read off the fields, so
-    that the shape stays true when these are sliced or stacked or mapped over, and arrays that differ in
-    nothing else are of one structure.
-    """
-
-    shape: tuple[int, ...] | None = None
-    ndims: tuple[int, ...] = ()  # of the fields, without those axes
-    dtype: Any = None
-
-    @staticmethod
-    def of(shape: Sequence[int] | None, dtype: Any, fields: Sequence[tuple[int, ...]]) -> "_Declared":
-        dtype = None if dtype is None else _canonical(dtype)
-        if shape is None:
-            return _Declared(dtype=dtype)
-        shape, n = tuple(shape), 0
-        while fields and n < len(shape) and all(s[n : n + 1] == shape[n : n + 1] for s in fields):
-            n += 1
-        return _Declared(shape[n:], tuple(len(s) - n for s in fields), dtype)
-
-    def shape_of(self, fields: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        assert self.shape is not None
-        leading = [s[: max(len(s) - n, 0)] for s, n in zip(fields, self.ndims, strict=True)]
-        fewer = min((n - len(s) for s, n in zip(fields, self.ndims, strict=True)), default=0)
-        return (*max(leading, key=len, default=()), *self.shape[max(fewer, 0) :])
-
-
-def _canonical(dtype: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 class _ImplicitMeta(type(ArrayValue)):
@@ -83,14 +52,24 @@ class _ImplicitMeta(type(ArrayValue)):
 
     default_shape: Any
     default_dtype: Any
+    _order: tuple[str, ...]
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
+        namespace["_order"] = take_fields(bases, namespace)
+        return super().__new__(mcs, name, bases, namespace, **kwargs)
 
     def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+        args, shape, dtype = bind_fields(cls._order, args, shape, dtype)
         x = super().__call__(*args, **kwargs)
-        if "_declared" not in kwargs:  # else `dataclasses.replace` passes on what was given before
+        before = kwargs.get("_declared")  # by `dataclasses.replace`, which passes on what was given
+        if before is None:
             shape = cls.default_shape if shape is None and _is_inherited(cls, "compute_shape") else shape
             dtype = cls.default_dtype if dtype is None and _is_inherited(cls, "compute_dtype") else dtype
-        if shape is not None or dtype is not None:
-            object.__setattr__(x, "_declared", _Declared.of(shape, dtype, _field_shapes(x)))
+        if shape is not None or (before is None and dtype is not None):
+            dtype = before.dtype if dtype is None and before is not None else dtype
+            object.__setattr__(x, "_declared", Declared.of(shape, dtype, _field_shapes(x)))
+        elif dtype is not None:
+            object.__setattr__(x, "_declared", x._declared.with_dtype(dtype))
         _compare_with_materialize(x)
         return x
 
@@ -105,7 +84,12 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     Subclasses are Equinox modules, so they need no `@dataclass`. Shape and dtype are what is given as
     `shape=` and `dtype=` when an array is built; else what `compute_shape()` and `compute_dtype()` return
     (by default the class attributes `default_shape` and `default_dtype`); else those of `materialize()`,
-    found without running it. A warning tells where `materialize()` disagrees.
+    found without running it. A warning tells where `materialize()` disagrees. A field called `shape` or
+    `dtype` is given in the same way.
+
+    Where leaves are stacked, `jax.vmap` has made several arrays, or a scan runs over them, a shape that was
+    given is that of one item. A stack is materialised item by item, and handlers are asked about items only.
+    Without a given shape `materialize()` is called with the fields as they are.
 
     Class keyword arguments, which subclasses inherit:
 
@@ -141,12 +125,14 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     commute_ops: ClassVar[bool] = True
     warn_on_materialize: ClassVar[bool] = True
 
-    _declared: _Declared = eqx.field(static=True, default=_Declared(), kw_only=True, repr=False)
+    _declared: Declared = eqx.field(static=True, default=Declared(), kw_only=True, repr=False)
 
     def __init_subclass__(
         cls, commute_ops: bool | None = None, warn_on_materialize: bool | None = None, **kwargs: Any
     ) -> None:
         super().__init_subclass__(**kwargs)
+        if "materialize" in vars(cls):
+            cls.materialize = _of_each_item(vars(cls)["materialize"])
         if commute_ops is not None:
             cls.commute_ops = commute_ops
         if warn_on_materialize is not None:
@@ -174,7 +160,7 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     @property
     def dtype(self) -> Any:
         dtype = self.compute_dtype() if self._declared.dtype is None else self._declared.dtype
-        return _aval_of_materialize(self, "dtype").dtype if dtype is None else _canonical(dtype)
+        return _aval_of_materialize(self, "dtype").dtype if dtype is None else canonical_dtype(dtype)
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(self.shape, self.dtype)
@@ -182,9 +168,20 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     def astype(self, dtype: Any) -> "ImplicitArray":
         """The same array in another dtype, to which the result of `materialize()` is cast."""
         out = jtu.tree_map(lambda x: x, self)
-        declared = dataclasses.replace(self._declared, dtype=_canonical(dtype))
-        object.__setattr__(out, "_declared", declared)  # of a copy that nobody has seen yet
+        object.__setattr__(out, "_declared", self._declared.with_dtype(dtype))  # nobody has seen it yet
         return out
+
+    def follows_rules(self) -> bool:
+        """Handlers are for one array; none of them is asked about a stack."""
+        return not is_stack(self)
+
+    def leading_axis(self) -> Any:
+        if not is_stack(self):
+            return NotImplemented  # `materialize` may mix the rows of one array
+        stacking = _stacking(self)
+        return leading_axes(
+            (part, n == max(stacking)) for part, n in zip(fields(self)[0], stacking, strict=True)
+        )
 
     def materialise(self) -> jax.Array:
         out = materialize_nested(self, full=True)
@@ -197,6 +194,8 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
 
     @staticmethod
     def default(primitive: jexc.Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        if any(isinstance(x, ImplicitArray) and is_stack(x) for x in values):
+            return bind(primitive, [_dense_if_stack(x, primitive, values) for x in values], params)
         for handler in _handlers_of_swapped(primitive, values):
             out = handler(primitive, values[::-1], params)
             if out is not NotImplemented:
@@ -214,9 +213,11 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
         return (own or [ImplicitArray])[0].default_handler(primitive, *values, params=params)
 
     @classmethod
-    def default_handler(cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any]) -> Any:
+    def default_handler(
+        cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
+    ) -> Any:
         """What happens where no handler matches: by default all operands are materialised."""
-        return bind(primitive, dense_operands(primitive, args), params)
+        return bind(primitive, dense_operands(primitive, args), params or {})
 
 
 OriginArray.register(ImplicitArray)
@@ -224,6 +225,45 @@ OriginArray.register(ImplicitArray)
 
 def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     return primitive.bind(*operands, **primitive.get_bind_params(params))
+
+
+# Stacks: arrays whose fields have more leading axes than those of the array that was declared
+
+
+def _stacking(x: ImplicitArray) -> list[int]:
+    return x._declared.stacking(_field_shapes(x)) if x._declared.shape is not None else []
+
+
+def is_stack(x: ImplicitArray) -> bool:
+    """Whether `x` is several arrays of the shape that was given, along leading axes of its fields."""
+    return any(_stacking(x))
+
+
+def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) -> Any:
+    if not (isinstance(x, ImplicitArray) and is_stack(x)):
+        return x
+    hint = (
+        f"This {type(x).__name__} is a stack of several, and handlers are for one. To keep the type, map over "
+        "it: with jax.lax.scan or jax.lax.map, or with jax.vmap around `implicit`."
+    )
+    return dense(x, primitive.name, values, hint=hint)
+
+
+def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`materialize` as it is written for one array, mapped over the leading axes of a stack."""
+
+    @functools.wraps(materialize)
+    def of_each(self: Any) -> Any:
+        parts, structure = fields(self)
+        stacking = _stacking(self)
+        if not any(stacking):
+            return materialize(self)
+        if any(map(is_value, parts)):
+            return quaxify(lambda parts: of_each(structure.unflatten(parts)))(parts)
+        axes = [0 if n == max(stacking) else None for n in stacking]
+        return jax.vmap(lambda *parts: of_each(structure.unflatten(parts)), axes)(*parts)
+
+    return of_each
 
 
 def materialize_nested(x: Any, full: bool = False) -> Any:

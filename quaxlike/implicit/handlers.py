@@ -1,5 +1,6 @@
 """`implicit`, `register`, and what a handler may fall back on."""
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
@@ -70,9 +71,10 @@ def register(
 ) -> Callable[[_Fn], _Fn]:
     """Registers a handler: what a primitive does for operands of the annotated types.
 
-    As [`quaxlike.register`][], except that a handler whose first parameter is called `primitive` is given
-    the primitive also if that parameter has no annotation, and that a handler which names no type is
-    refused: it would be asked for all types there are.
+    As [`quaxlike.register`][], except that a handler which names no type is refused, since it would be asked
+    for all types there are, and that a handler may be given the primitive without saying so: if its first
+    parameter is called `primitive` or `prim` and its annotation is `Any` or left out, or if a first parameter
+    of another name has no annotation and there is an operand for each of the others.
 
     **Raises:**
 
@@ -82,9 +84,8 @@ def register(
     registering = core_rules.register(primitive, precedence=precedence, rules=rules)
 
     def decorator(handler: _Fn) -> _Fn:
-        first = next(iter(inspect.signature(handler).parameters), None)
-        if first == "primitive":
-            handler.__annotations__.setdefault("primitive", jexc.Primitive)
+        parameters = inspect.signature(handler).parameters
+        first = next(iter(parameters), "")
         hints = {k: v for k, v in typing.get_type_hints(handler).items() if k != "return"}
         if not any(map(_names_a_type, hints.values())):
             raise TypeError(
@@ -92,9 +93,25 @@ def register(
                 "be asked for all types. Annotate a parameter with the type that it is for; `Any` stands "
                 f"for anything, also in a union. Found: {hints}."
             )
-        return registering(handler)
+        is_primitive = first in ("primitive", "prim") and hints.get(first, Any) is Any
+        # An operand or the primitive: which it is shows in the number of operands, unless any number will do.
+        variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        if is_primitive or (first and first not in hints and not variadic):
+            registering(_taking_primitive(handler, first))
+        return handler if is_primitive else registering(handler)
 
     return decorator
+
+
+def _taking_primitive(handler: Callable[..., Any], first: str) -> Callable[..., Any]:
+    """`handler` with its first parameter annotated as the primitive."""
+
+    @functools.wraps(handler)
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        return handler(*args, **kwargs)
+
+    annotated.__annotations__ = {**handler.__annotations__, first: jexc.Primitive}
+    return annotated
 
 
 def _names_a_type(hint: Any) -> bool:
@@ -109,6 +126,6 @@ def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any
     return bind(primitive, args, params)
 
 
-def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any]) -> Any:
+def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
     """What the primitive does when every ImplicitArray among its operands is materialised."""
-    return bind(primitive, materialise(vals), params)
+    return bind(primitive, materialise(vals), params or {})

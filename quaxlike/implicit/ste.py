@@ -1,6 +1,7 @@
 """`ste`: the straight-through estimator."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     **Returns:**
 
-    A function of the same arguments. Where `fn` returns a Value, the result passes for that Value and
-    follows its handlers; only derivatives are taken as if it were the first argument.
+    A function of the same arguments. Where `fn` returns a Value, the result is that Value; under a
+    transformation it passes for that Value and follows its handlers, and only derivatives are taken as if it
+    were the first argument.
 
     !!! example
 
@@ -44,9 +46,13 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def estimated(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def estimated(*args: Any, **kwargs: Any) -> Any:
+        if not args:  # by the name that it has, or as `x`
+            first = next(iter(inspect.signature(fn).parameters), "x")
+            args = (kwargs.pop(first if first in kwargs else "x"),)
+        x = args[0]
         args, kwargs = jtu.tree_map(_stop, (args, kwargs))
-        return jtu.tree_map(lambda y: _through(y, x), fn(_stop(x), *args, **kwargs), is_leaf=is_value)
+        return jtu.tree_map(lambda y: _through(y, x), fn(*args, **kwargs), is_leaf=is_value)
 
     return estimated
 
@@ -62,7 +68,10 @@ def _through(y: Any, x: Any) -> Any:
             f"ste needs a function that keeps the shape of its first argument, since that takes the "
             f"gradient; found {jnp.shape(x)} in and {jnp.shape(y)} out."
         )
-    y, x = value_of(y), jnp.asarray(x)
+    y = value_of(y)
+    if not isinstance(x, jax.core.Tracer):  # nothing can be differentiated
+        return y
+    x = jnp.asarray(x)
     return StraightThrough(y, x) if is_value(y) else _graft(y, x)
 
 
@@ -73,8 +82,9 @@ def _graft(y: Any, x: Any) -> Any:
 
 @_graft.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    (y, _), (dy, dx) = primals, tangents
-    return y, dx.astype(dy.dtype) if _is_inexact(y) else dy
+    (y, x), (dy, dx) = primals, tangents
+    # By way of `_graft` once more, so that derivatives of higher order see the derivative of `x`, too.
+    return _graft(y, x), dx.astype(dy.dtype) if _is_inexact(y) else dy
 
 
 class StraightThrough(ImplicitArray, warn_on_materialize=False):
@@ -95,29 +105,28 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     def compute_dtype(self) -> Any:
         return aval_of(self.value).dtype
 
+    def __reduce__(self) -> Any:  # which would ask `__class__`
+        return StraightThrough, (self.value, self.array)
+
     def materialize(self) -> Any:
         return _graft(materialise(self.value), self.array)
 
     @classmethod
-    def default_handler(cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any]) -> Any:
-        """Follows the handlers of `value`, and adds what the results owe to the derivative of `array`."""
-        run = quaxify(lambda *xs: bind(primitive, xs, params))
-        is_estimated = [type(x) is StraightThrough for x in args]
-        arrays = [x.array for x in args if type(x) is StraightThrough]
+    def default_handler(
+        cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
+    ) -> Any:
+        """Follows the handlers of `value`; derivatives are those of the primitive on arrays."""
+        run = quaxify(lambda *xs: bind(primitive, xs, params or {}))
+        arrays = [x.array if type(x) is StraightThrough else None for x in args]
         values = [x.value if type(x) is StraightThrough else x for x in args]
 
-        def through(arrays: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-            """The tangents of the results, for tangents `arrays`: the primitive is differentiated where it
-            is computed, at `values`."""
+        def results_of(operands: Sequence[Any]) -> list[Any]:
+            outs = run(*operands)
+            return list(outs) if primitive.multiple_results else [outs]
 
-            def dense(*estimated: Any) -> Any:
-                rest = iter(estimated)
-                operands = [next(rest) if e else x for e, x in zip(is_estimated, values, strict=True)]
-                outs = materialise(run(*operands))
-                return outs if primitive.multiple_results else [outs]
-
-            at = [materialise(x) for e, x in zip(is_estimated, values, strict=True) if e]
-            return jax.jvp(dense, at, [d.astype(x.dtype) for d, x in zip(arrays, at, strict=True)])[1]
+        def dense(arrays: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+            at = [x if a is None else _graft(materialise(x), a) for a, x in zip(arrays, values, strict=True)]
+            return materialise(results_of(at))
 
         @jax.custom_jvp
         def owing(outs: list[Any], arrays: list[Any], values: list[Any]) -> list[Any]:
@@ -125,15 +134,14 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
 
         @owing.defjvp
         def _(primals: Any, tangents: Any) -> Any:
-            (outs, _, values), (d_outs, d_arrays, _) = primals, tangents
-            extra = through(d_arrays, values)
-            return outs, [
-                d + e.astype(d.dtype) if _is_inexact(out) else d
-                for out, d, e in zip(outs, d_outs, extra, strict=True)
+            d_outs, d_arrays, d_values = tangents
+            _, owed = jax.jvp(dense, primals[1:], (d_arrays, d_values))
+            return owing(*primals), [
+                o.astype(d.dtype) if _is_inexact(out) else d
+                for out, d, o in zip(primals[0], d_outs, owed, strict=True)
             ]
 
-        outs = run(*values)
-        outs = list(outs) if primitive.multiple_results else [outs]
+        outs = results_of(values)
         # A Value has no derivative of its own kind; an array of its shape has it in its stead.
         carriers = [jnp.zeros(x.shape, x.dtype) if is_value(x) else x for x in outs]
         carriers = owing(carriers, arrays, values)

@@ -174,7 +174,8 @@ class TestShapeFollowsTheFields:
 
     def test_structures_agree(self):
         """A row of a stack is a value like one that was made alone: both may be branches of a cond."""
-        row, alone = jax.tree.map(lambda x: x[0], self.stacked()), Codes.quantize(normal(5, 4, 3)[0])
+        stack = jax.vmap(Codes.quantize)(normal(5, 4, 3))
+        row, alone = jax.tree.map(lambda x: x[0], stack), Codes.quantize(normal(5, 4, 3)[0])
         assert jax.tree.structure(row) == jax.tree.structure(alone)
         out = jax.lax.cond(True, lambda: row, lambda: alone)
         assert out.shape == (4, 3)
@@ -202,6 +203,49 @@ class TestShapeFollowsTheFields:
         np.testing.assert_allclose(y.materialise(), 2 * x.materialise())
         z = eqx.tree_at(lambda x: x.scale, x, x.scale * 2)
         np.testing.assert_array_equal(z.materialise(), y.materialise())
+
+
+class TestFieldsThatAreGivenInAnyCase:
+    def test_dtype(self):
+        class Packed(ImplicitArray):
+            array: jax.Array
+            dtype: jnp.dtype = aux_field()
+            bits: int = aux_field(default=4, metadata=None)
+
+            def materialize(self):
+                return self.array.astype(self.dtype)
+
+        array = jnp.ones((2, 3), jnp.int8)
+        for x in (
+            Packed(array, dtype=jnp.bfloat16),
+            Packed(array, jnp.bfloat16),
+            Packed(array, "bfloat16", 4),
+        ):
+            assert (x.dtype, x.bits) == (jnp.bfloat16, 4)
+            assert x.materialise().dtype == jnp.bfloat16
+            assert x.astype(jnp.float16).dtype == jnp.float16
+            assert dataclasses.replace(x, array=2 * array).dtype == jnp.bfloat16
+            assert dataclasses.replace(x, dtype=jnp.float16).dtype == jnp.float16
+
+    def test_shape(self):
+        class Flat(ImplicitArray):
+            array: jax.Array
+            shape: tuple[int, ...]
+            dtype: jnp.dtype = jnp.float32
+
+            def materialize(self):
+                return self.array.reshape(self.shape)
+
+        class Longer(Flat):
+            bits: int = aux_field(default=4)
+
+        x = Flat(jnp.arange(6.0), (2, 3))
+        assert (x.shape, x.dtype) == ((2, 3), jnp.float32)
+        assert dataclasses.replace(x, shape=(3, 2)).materialise().shape == (3, 2)
+        stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x)
+        assert stack.materialise().shape == stack.shape == (2, 2, 3)
+        y = Longer(jnp.arange(6), (3, 2), jnp.int32, 8)
+        assert (y.shape, y.dtype, y.bits) == ((3, 2), jnp.int32, 8)
 
 
 class TestAstype:

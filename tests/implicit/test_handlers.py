@@ -105,6 +105,27 @@ class TestRegister:
         np.testing.assert_array_equal(ql.quaxify(jax.lax.neg, rules=rules)(Box(X)), -(X + 1))
         np.testing.assert_array_equal(ql.quaxify(jax.lax.abs, rules=rules)(Box(-X)), jnp.abs(1 - X))
 
+    def test_the_primitive_under_another_name(self):
+        rules = ql.RuleSet()
+
+        @register(["sin", "add"], rules=rules)
+        def _(p, x: Box, **params):
+            return 7.0 * (x.array if p is jax.lax.sin_p else p)
+
+        @register("cos", rules=rules)
+        def _(primitive: Any, x: Box, **params):
+            return default_handler(primitive, x.array, **params) * 7.0
+
+        @register("neg", rules=rules)
+        def _(prim, *xs: Box, **params):
+            return default_handler(prim, *(x.array for x in xs), **params) * 7.0
+
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.sin, rules=rules)(Box(X)), 7 * X)
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.cos, rules=rules)(Box(X)), 7 * jnp.cos(X))
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.neg, rules=rules)(Box(X)), -7 * X)
+        # Beside another operand it is an operand itself.
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.add, rules=rules)(X + 1, Box(X)), 7 * (X + 1))
+
     def test_precedence(self):
         rules = ql.RuleSet()
 
@@ -141,3 +162,7 @@ class TestFallbacks:
     def test_materialize_handler(self):
         out = materialize_handler(jax.lax.concatenate_p, Box(X), X, params={"dimension": 0})
         np.testing.assert_array_equal(out, jnp.concatenate([X, X]))
+
+    def test_without_parameters(self):
+        np.testing.assert_array_equal(Box.default_handler(jax.lax.neg_p, Box(X)), -X)
+        np.testing.assert_array_equal(materialize_handler(jax.lax.neg_p, Box(X)), -X)

@@ -1,6 +1,8 @@
 """The straight-through estimator: values of the function, derivatives of the identity."""
 
+import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,17 @@ class TestArrays:
     def test_python_scalars(self):
         assert jax.grad(ste(jnp.round))(1.4) == 1.0
 
+    def test_the_first_argument_by_name(self):
+        assert ste(lambda x: jnp.round(x))(x=1.4) == 1.0
+        assert ste(jnp.round)(x=1.4) == 1.0
+        assert jax.grad(lambda v: ste(lambda w, n: jnp.round(w, n))(n=0, w=v))(1.4) == 1.0
+
+    @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
+    @pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
+    def test_second_derivatives(self, outer, inner):
+        assert outer(inner(lambda x: ste(jnp.round)(x) ** 2))(0.6) == 2.0
+        assert jax.jit(outer(inner(jax.jit(lambda x: ste(jnp.round)(x) ** 3))))(1.6) == 12.0
+
     def test_low_precision(self):
         grad = jax.grad(lambda w: ste(lambda w: w.astype(jnp.bfloat16))(w).astype(jnp.float32).sum())(W)
         np.testing.assert_array_equal(grad, jnp.ones_like(W))
@@ -112,6 +125,34 @@ class TestValues:
         expected = jax.grad(lambda x, w: ((x @ w) ** 2).sum(), (0, 1))(X, dense)
         for got, want in zip(grads, expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4)
+
+    @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
+    @pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
+    def test_second_derivatives(self, outer, inner):
+        loss = lambda x, w: (jnp.sin(x @ w) ** 2).sum()
+        estimated = implicit(lambda x, w: loss(x, quantize(w)))
+        dense = Codes.quantize(W).materialise()
+        hessian = lambda f: outer(inner(f, (0, 1)), (0, 1))
+        for got, want in zip(
+            jax.tree.leaves(hessian(estimated)(X, W)), jax.tree.leaves(hessian(loss)(X, dense)), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+    def test_without_a_transformation_it_is_the_value(self):
+        q, plain = ste(ql.NF4Array.quantize)(normal(64, 8)), ql.NF4Array.quantize(normal(64, 8))
+        assert type(q) is ql.NF4Array
+        assert jax.tree.structure(q) == jax.tree.structure(plain)
+        out, _ = jax.lax.scan(lambda c, _: (ql.NF4Array.quantize(ql.materialise(c)), None), q, None, length=2)
+        assert jax.tree.structure(out) == jax.tree.structure(plain)
+
+    def test_copies(self):
+        for q in (quantize(W), jax.jit(quantize)(W)):
+            copy = pickle.loads(pickle.dumps(q))
+            assert type(copy) is type(q)
+            assert jax.tree.structure(copy) == jax.tree.structure(q)
+            np.testing.assert_array_equal(ql.materialise(copy), ql.materialise(q))
+        q = quantize(W)
+        np.testing.assert_array_equal(dataclasses.replace(q, scale=2 * q.scale).scale, 2 * q.scale)
 
     def test_through_rules_that_return_values(self):
         dense = Codes.quantize(W).materialise()
