@@ -243,7 +243,7 @@ def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) ->
     if not (isinstance(x, ImplicitArray) and is_stack(x)):
         return x
     hint = (
-        f"This {type(x).__name__} is a stack of several, and handlers are for one. To keep the type, map over "
+        f"This {type(x).__name__} is a stack, and handlers are for one array. To keep the type, map over "
         "it: with jax.lax.scan or jax.lax.map, or with jax.vmap around `implicit`."
     )
     return dense(x, primitive.name, values, hint=hint)
