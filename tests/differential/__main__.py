@@ -1,0 +1,63 @@
+"""`python -m tests.differential --minutes 60 --jobs 2`: hunts for programs that differ on Values."""
+
+import argparse
+import concurrent.futures
+import importlib
+import multiprocessing
+import os
+import random
+import sys
+import time
+
+import tests.conftest  # noqa: F401  (the settings of JAX under test)
+from tests.conformance.weights import TYPES
+
+from .hunt import Tally, hunt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seed", type=int, default=None, help="of the first round")
+    parser.add_argument("--rounds", type=int, default=10**9, help="at most")
+    parser.add_argument("--examples", type=int, default=100, help="programs in a round")
+    parser.add_argument("--types", default="", help="only types whose name contains this")
+    args = parser.parse_args()
+    names = tuple(name for name in TYPES if args.types in name)
+    first = random.randrange(10**6) if args.seed is None else args.seed
+    until = time.monotonic() + 60 * args.minutes
+    print(f"{len(names)} types, rounds of {args.examples} programs, seeds from {first}", flush=True)
+    total, seed, running = Tally(), first, {}
+    of_workers = {
+        "mp_context": multiprocessing.get_context("spawn"),
+        "max_tasks_per_child": 20,  # compiled programs take memory
+        "initializer": importlib.import_module,
+        "initargs": ("tests.conftest",),  # the settings of JAX under test
+    }
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, **of_workers) as pool:
+        while running or time.monotonic() < until:
+            while len(running) < args.jobs and time.monotonic() < until:
+                known = frozenset(total.findings)
+                future = pool.submit(
+                    hunt, names, seed_=seed, examples=args.examples, known=known, until=until
+                )
+                running[future] = seed
+                seed += 1
+            done, _ = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+            for future in done:
+                of_seed, tally = running.pop(future), future.result()
+                for key, text in tally.findings.items():
+                    if key not in total.findings:
+                        print(
+                            f"\n--- finding {len(total.findings) + 1}, seed {of_seed}: {key}\n{text}",
+                            flush=True,
+                        )
+                        total.findings[key] = text
+                total.merge(tally)
+    print(f"\n{total}\n\nseeds {first} to {seed - 1}: {len(total.findings)} findings")
+    return bool(total.findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

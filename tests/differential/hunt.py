@@ -1,0 +1,85 @@
+"""Rounds of random programs, and what they found."""
+
+import collections
+import dataclasses
+import time
+import warnings
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from .compare import Finding, check
+from .program import Program, programs
+
+Key = tuple[str, ...]
+
+
+@dataclasses.dataclass
+class Tally:
+    """How many programs ran, by their type and by each transform, and how each of them ended."""
+
+    types: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    transforms: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    findings: dict[Key, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, program: Program, status: str) -> None:
+        self.types[program.type, status] += 1
+        for where, names in (("inside", program.inner), ("outside", program.outer)):
+            for name in names or ("-",):
+                self.transforms[f"{where} {name}", status] += 1
+
+    def merge(self, other: "Tally") -> None:
+        self.types += other.types
+        self.transforms += other.transforms
+        self.findings = other.findings | self.findings
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(_table, (self.transforms, self.types)))
+
+
+def _table(counts: collections.Counter[tuple[str, str]]) -> str:
+    columns = ["equal", "declined", "rejected", "finding"]
+    rows = sorted({name for name, _ in counts})
+    lines = [f"{'':60}" + "".join(f"{column:>10}" for column in columns)]
+    lines += [f"{row:60}" + "".join(f"{counts[row, column]:10}" for column in columns) for row in rows]
+    total = [sum(counts[row, column] for row in rows) for column in columns]
+    return "\n".join([*lines, f"{'':60}" + "".join(f"{n:10}" for n in total)])
+
+
+def hunt(
+    names: tuple[str, ...],
+    *,
+    seed_: int,
+    examples: int,
+    known: frozenset[Key] = frozenset(),
+    until: float = float("inf"),
+) -> Tally:
+    """Runs programs on these types; each finding that is not `known` is shrunk and kept."""
+    tally, known_here = Tally(), set(known)
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(names))
+    def each(program: Program) -> None:
+        if time.monotonic() > until:
+            return
+        try:
+            tally.add(program, check(program).status)
+        except Finding as finding:
+            tally.add(program, "finding")
+            if finding.key not in known_here:
+                raise
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            seed(seed_)(each)()
+        except Finding as finding:
+            tally.findings[finding.key] = str(finding)
+    return tally

@@ -1,0 +1,206 @@
+"""A program as data: a value, a chain of operations, and the transforms that it goes through."""
+
+import contextlib
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
+
+import quaxlike as ql
+from quaxlike.core.values import aval_of
+from tests.conformance.weights import TYPES, WEIGHTS
+
+from .operations import HOLES, OPERANDS, VALUE, filled, function_of, holes_of, operands_of, operations
+from .transforms import INNER, OUTER, ROWS
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An operation with its holes filled, and its operands by letter: a shape, or a type and a seed."""
+
+    text: str
+    operands: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    type: str
+    steps: tuple[Step, ...]
+    inner: tuple[str, ...] = ()
+    """Inside of `quaxify`, from the outermost on."""
+    outer: tuple[str, ...] = ()
+    """Outside of `quaxify`, from the outermost on."""
+    x64: bool = True
+
+    def operands(self) -> dict[str, Any]:
+        """All operands by name, and as `x` the value itself."""
+        x = _value(self.type, 0, self.x64)
+        out = {"x": x, "z": _plain("z", *_shape_dtype(x))}
+        aval = self._seen_by_steps()
+        for i, step in enumerate(self.steps):
+            for letter, spec in step.operands:
+                out[f"{letter}{i}"] = (
+                    _value(*spec, self.x64) if letter == VALUE else _operand(letter, i, spec, aval.dtype)
+                )
+            aval = result(step, aval)
+        return out
+
+    def function(self) -> Callable[[Any, dict[str, Any]], Any]:
+        """`f(x, ops)`: the steps, inside of the inner transforms."""
+
+        def chain(x: Any, ops: dict[str, Any]) -> Any:
+            for i, step in enumerate(self.steps):
+                x = function_of(step.text)(x, **{letter: ops[f"{letter}{i}"] for letter, _ in step.operands})
+            return x
+
+        return functools.reduce(lambda f, name: INNER[name](f), reversed(self.inner), chain)
+
+    def _seen_by_steps(self) -> jax.ShapeDtypeStruct:
+        shape, dtype = _shape_dtype(_value(self.type, 0, self.x64))
+        return jax.ShapeDtypeStruct(_seen(self.inner, shape), dtype)
+
+    def __str__(self) -> str:
+        """Source that runs on its own, and shows what is computed."""
+        lines = [f"x = TYPES[{self.type!r}]()"]
+        for i, step in enumerate(self.steps):
+            args = "".join(f", {letter}{i}={spec}" for letter, spec in step.operands)
+            lines.append(f"  x = {step.text}{'   # ' + args[2:] if args else ''}")
+        lines.append(f"  inside: {' of '.join(self.inner) or '-'}; outside: {' of '.join(self.outer) or '-'}")
+        return "\n".join([*lines, f"check({self!r})"])
+
+
+@contextlib.contextmanager
+def under(x64: bool) -> Iterator[None]:
+    """The settings that programs run under: those of JAX, but for 64-bit types."""
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _shape_dtype(x: Any) -> tuple[Shape, Any]:
+    aval = aval_of(x)
+    return aval.shape, aval.dtype
+
+
+@functools.cache
+def _value(name: str, k: int, x64: bool) -> Any:
+    with under(x64):
+        return TYPES[name](k)
+
+
+def _operand(letter: str, i: int, shape: Shape, dtype: Any) -> jax.Array:
+    return jnp.array(bool(i % 2)) if letter == "p" else _plain(f"{letter}{i}", shape, dtype)
+
+
+def _plain(name: str, shape: Shape, dtype: Any) -> jax.Array:
+    """Numbers that are the same for the same name."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    numbers = rng.uniform(0.3, 1.5, shape) * rng.choice([-1, 1], shape, p=[0.3, 0.7])
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.asarray(numbers * (1 - 0.5j), dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.asarray(numbers, dtype)
+    return jnp.asarray(
+        rng.integers(0, 4, shape) if jnp.issubdtype(dtype, jnp.integer) else numbers > 0, dtype
+    )
+
+
+def _seen(inner: tuple[str, ...], shape: Shape) -> Shape:
+    """The shape that is left of `shape` for what is inside of the transforms."""
+    for name in inner:
+        if name in ROWS:
+            shape = shape[:-1] if name == "vmap_of_columns" else shape[1:]
+    return shape
+
+
+def result(step: Step, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+    """What plain JAX gives for the operation; None if it takes no such operands."""
+    return _result(step, aval.shape, aval.dtype, jax.config.jax_enable_x64)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _result(step: Step, shape: Shape, dtype: Any, x64: bool) -> jax.ShapeDtypeStruct | None:
+    of = lambda letter, spec: (
+        jax.ShapeDtypeStruct(*_shape_dtype(_value(*spec, x64)))
+        if letter == VALUE
+        else jax.ShapeDtypeStruct(spec, bool if letter == "p" else dtype)
+    )
+    operands = {letter: of(letter, spec) for letter, spec in step.operands}
+    try:
+        out = jax.eval_shape(function_of(step.text), jax.ShapeDtypeStruct(shape, dtype), **operands)
+    except Exception:  # whatever JAX says of it
+        return None
+    return out if isinstance(out, jax.ShapeDtypeStruct) and out.size <= 256 else None
+
+
+# -------------------------------------------------------------------------------------------------
+# Drawing
+# -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _by_primitive(name: str) -> Mapping[str, tuple[str, ...]]:
+    """For each primitive that the type, or a part of it, has a rule for: the operations that bind it."""
+    classes = {type(x) for x in parts(_value(name, 0, True))}
+    ruled = {rule.primitive.name for cls in classes for rule in ql.rules_for(cls)}
+    table = {p: tuple(text for text, bound in operations().items() if p in bound) for p in sorted(ruled)}
+    return {p: texts for p, texts in table.items() if texts}
+
+
+def parts(x: Any) -> list[Any]:
+    """A Value and the Values that it is made of."""
+    return [x, *(v for part in vars(x).values() for v in parts(part))] if ql.is_value(x) else []
+
+
+def _others(name: str, shape: Shape, x64: bool) -> list[str]:
+    """The types of which a value of this shape may stand beside one of type `name`."""
+    same = [name] if _value(name, 0, x64).shape == shape else []
+    return same + (list(WEIGHTS) if shape == (4, 4) else [])
+
+
+@st.composite
+def steps(draw: st.DrawFn, name: str, aval: jax.ShapeDtypeStruct, i: int, x64: bool) -> Step:
+    by_primitive = _by_primitive(name)
+    if by_primitive and draw(st.integers(0, 3)):
+        primitive = draw(st.sampled_from(sorted(by_primitive)))
+        text = draw(st.sampled_from(by_primitive[primitive]))
+    else:
+        text = draw(st.sampled_from(sorted(operations())))
+    holes = {hole: draw(HOLES[hole]) for hole in holes_of(text)}
+    operands = []
+    for letter in operands_of(text):
+        if letter == VALUE:
+            others = _others(name, aval.shape, x64)
+            assume(others)
+            other = draw(st.one_of(st.just(others[0]), st.sampled_from(others)))
+            operands.append((letter, (other, draw(st.sampled_from([1, 0])))))
+        else:
+            operands.append((letter, draw(st.sampled_from(OPERANDS[letter](aval.shape)))))
+    return Step(filled(text, **holes), tuple(operands))
+
+
+@st.composite
+def programs(draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), max_steps: int = 4) -> Program:
+    name = draw(st.sampled_from(names))
+    x64 = draw(st.sampled_from([True, True, True, False]))
+    with under(x64):
+        shape, dtype = _shape_dtype(_value(name, 0, x64))
+        inner = tuple(draw(st.lists(st.sampled_from(sorted(INNER)), max_size=2)))
+        outer = tuple(draw(st.lists(st.sampled_from(sorted(OUTER)), max_size=2)))
+        assume(sum(t in ROWS for t in inner) <= len(shape))
+        aval = jax.ShapeDtypeStruct(_seen(inner, shape), dtype)
+        chain: list[Step] = []
+        for i in range(draw(st.integers(1, max_steps))):
+            valid = lambda step, aval=aval: result(step, aval) is not None
+            step = draw(steps(name, aval, i, x64).filter(valid))
+            chain.append(step)
+            aval = result(step, aval)
+    return Program(name, tuple(chain), inner, outer, x64)
