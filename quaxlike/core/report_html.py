@@ -1,11 +1,11 @@
 """A report as a page of HTML that stands by itself."""
 
 import html
-import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any
+
+from .files import replacing
 
 _STYLE = """
 .quaxlike { color-scheme: light dark; font: 14px/1.45 system-ui, sans-serif; }
@@ -74,15 +74,7 @@ def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
 def write(
     path: str | pathlib.Path, rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str
 ) -> None:
-    """Writes the page beside `path` first, so that no reader finds half of it."""
+    """Writes the page, so that no reader finds half of it."""
     page = _PAGE.format(title="quaxlike: what was dispatched", fragment=fragment(rows, table, summary))
-    path = pathlib.Path(path)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-        pathlib.Path(beside).chmod(0o644)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
+    with replacing(path) as file:
+        file.write(page.encode())

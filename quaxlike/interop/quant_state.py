@@ -56,6 +56,9 @@ def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
 
 
 def check_no_orphans(tensors: Tensors, states: Mapping[str, Any], plain: list[str]) -> None:
+    for key in sorted(tensors.unlisted):
+        if key.partition(_STATE)[0] in tensors:
+            raise complain(tensors.path, key, "is in the files, and the index leaves it out")
     for key in plain:
         for suffix in COMPANIONS:
             name = key.removesuffix(suffix)

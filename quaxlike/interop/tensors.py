@@ -8,15 +8,16 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from quaxlike.core.files import replacing
+
 from .errors import complain
-from .files import replacing
 
 # In the order in which the reference implementation lays tensors out, smallest alignment first.
 _DTYPES: dict[str, np.dtype] = {
@@ -43,6 +44,7 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 
+_METADATA = "__metadata__"  # the one name in a header that is not a tensor
 _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 
 
@@ -67,12 +69,20 @@ class Tensors(Mapping[str, np.ndarray]):
     - `path`: the file or folder that was opened.
     - `info`: dtype, shape and place of each tensor.
     - `metadata`: the free text entries of the header; for several files, of the first one.
+    - `unlisted`: for several files, the names of tensors in them that the index leaves out.
     """
 
-    def __init__(self, path: Path, info: dict[str, TensorInfo], metadata: dict[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        info: dict[str, TensorInfo],
+        metadata: dict[str, str],
+        unlisted: frozenset[str] = frozenset(),
+    ) -> None:
         self.path = path
         self.info = info
         self.metadata = metadata
+        self.unlisted = unlisted
 
     def __getitem__(self, name: str) -> np.ndarray:
         info = self.info[name]
@@ -119,10 +129,20 @@ def write_tensors(
     The same tensors give the same bytes, those that the reference implementation writes.
     """
     path = Path(path)
+    with replacing(path) as file:
+        write_to(file, path, tensors, metadata)
+
+
+def write_to(
+    file: BinaryIO, path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes the bytes of a file that will be at `path`."""
     for name, array in tensors.items():
         if array.dtype not in _NAMES:
             raise complain(path, name, f"the format has no dtype {array.dtype}")
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        if name == _METADATA:
+            raise complain(path, name, "the format keeps this name for itself")
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     ordered = sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
     offset = 0
     for name in ordered:
@@ -137,11 +157,10 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
 
-    with replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name in ordered:
-            file.write(np.ascontiguousarray(tensors[name]).tobytes())
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name in ordered:
+        file.write(np.ascontiguousarray(tensors[name]).tobytes())
 
 
 def as_jax(array: np.ndarray) -> Any:
@@ -200,7 +219,8 @@ def _open_index(path: Path) -> Tensors:
         if name not in tensors:
             raise complain(path, name, f"is not in the file {file!r}")
         info[name] = tensors[name]
-    return Tensors(path, info, next(iter(shards.values()))[1])
+    held = frozenset(name for tensors, _ in shards.values() for name in tensors)
+    return Tensors(path, info, next(iter(shards.values()))[1], held - info.keys())
 
 
 def _is_plain_name(file: str) -> bool:
@@ -217,9 +237,9 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
                 path, None, f"the header claims {length:,} bytes, the file has {max(size - 8, 0):,} for it"
             )
         header = read_json(path, file.read(length), "the header")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise complain(path, "__metadata__", "must map names to text")
+        raise complain(path, _METADATA, "must map names to text")
     data = size - 8 - length
     info = {name: _read_entry(path, name, entry, 8 + length, data) for name, entry in header.items()}
     _check_coverage(path, info, 8 + length, size)

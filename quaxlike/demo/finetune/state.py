@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from ...core.files import replacing
 from ...interop import safetensors
-from ...interop.files import replacing
 from ...interop.tensors import read_json
 from ...surgery.select import path_of
 from .settings import FinetuneError, Settings

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from ...interop import CheckpointError
 from ...interop.bitsandbytes import open_checkpoint
@@ -42,7 +43,8 @@ def load_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
     **Raises:**
 
     `FileNotFoundError`; `UnsupportedConfigError` for another architecture or an option that the models do
-    not have; `CheckpointError` for a missing, superfluous or misshapen tensor.
+    not have; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a dtype that no
+    model computes with.
 
     !!! example
 
@@ -100,7 +102,18 @@ def fill(skeleton: Any, weights: Mapping[str, Any], source: Any, tied: bool) -> 
             raise CheckpointError(
                 f"{source}: {name} must be of shape {tuple(wanted[name].shape)}; found {tuple(leaf.shape)}."
             )
+        if not _computes(leaf.dtype):
+            raise CheckpointError(
+                f"{source}: {name} must be of float32, bfloat16 or float16 (or float64 with jax_enable_x64); "
+                f"found {leaf.dtype}."
+            )
     return replace(skeleton, loaded)
+
+
+def _computes(dtype: Any) -> bool:
+    """Whether models compute with weights of this dtype, as JAX is set up."""
+    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+    return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 # What `lm_head` may be tied to.

@@ -9,8 +9,6 @@ from ...surgery.loraify import value_for
 from ..errors import complain
 from ..tensors import read_json
 
-CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 # Entries that say nothing about what the adapter computes once it is trained.
@@ -129,11 +127,8 @@ def _named(patterns: str | Sequence[str], layer: str) -> bool:
     return any(layer == p or layer.endswith(f".{p}") for p in patterns)
 
 
-def read_config(folder: Path) -> AdapterConfig:
+def read_config(path: Path) -> AdapterConfig:
     """Reads and checks the configuration of an adapter."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no {path}: an adapter's directory has {CONFIG_FILE} in it.")
     fields = read_json(path, path.read_bytes(), "the configuration")
     if fields.get("peft_type") != "LORA":
         raise complain(path, "peft_type", f"expected 'LORA', found {fields.get('peft_type')!r}")

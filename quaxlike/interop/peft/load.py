@@ -16,7 +16,8 @@ from ...surgery.loraify import blank
 from ...surgery.select import layer_kinds, layer_of, named_arrays, near, replace, select
 from ..errors import CheckpointError, complain
 from ..tensors import Tensors, open_tensors
-from .config import CHANGES_BASE, PREFIX, TENSORS_FILE, AdapterConfig, read_config
+from .config import CHANGES_BASE, PREFIX, AdapterConfig, read_config
+from .folder import TENSORS_FILE, config_path
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -71,7 +72,7 @@ def load_adapter(
         ```
     """
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
-    config, tensors = read_config(folder), open_tensors(folder / TENSORS_FILE)
+    config, tensors = read_config(config_path(folder)), open_tensors(folder / TENSORS_FILE)
     file = _File(tensors)
     arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
     layers = {
@@ -140,8 +141,9 @@ def _check_layers(config: AdapterConfig, file: _File, model: PyTree, layers: Map
     """The file has adapters for exactly those layers that the configuration is for."""
     for layer, keys in file.adapters.items():
         if layer not in layers:
+            shapes = {layer: leaf for layer, (_, leaf) in layers.items()}
             raise file.complain(
-                next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, layers)}"
+                next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, shapes)}"
             )
     if config.target_modules is None:
         return
@@ -195,16 +197,16 @@ def _adapter(
         )
     base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
     rank = config.rank(layer)
+    if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):  # before anything of that size is made
+        raise file.complain(
+            keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
+        )
     lora = blank(
         base, kind, rank, fan_in_fan_out=config.fan_in_fan_out, dtype=None, alpha=config.alpha(layer),
         rslora=config.use_rslora, dropout=config.lora_dropout,
     )  # fmt: skip
     if lora.ndim != len(lora.out_axes) + len(lora.in_axes):
         raise file.complain(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
-    if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):
-        raise file.complain(
-            keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
-        )
     if config.init_lora_weights in CHANGES_BASE:
         lora = initialise(config.init_lora_weights, kind, layer, lora, None)
     ones = (1,) * (len(lora.in_axes) - 1)  # a convolution's second factor has a window of one

@@ -14,9 +14,8 @@ from jaxtyping import PyTree
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray
 from ...core.values import is_value
 from ...surgery.select import layer_kinds, layer_of
-from ..files import replacing
-from ..tensors import write_tensors
-from .config import CONFIG_FILE, PREFIX, TENSORS_FILE
+from .config import PREFIX
+from .folder import write_folder
 from .load import Rename, names_in_file
 
 
@@ -31,7 +30,7 @@ def save_adapter(
 ) -> None:
     """Writes the adapter of a model as PEFT does: what is trained, without the base.
 
-    Each file appears once it is complete.
+    Where it replaces an adapter, `load_adapter` finds the old one or the new one, even after a kill.
 
     **Arguments:**
 
@@ -94,9 +93,7 @@ def save_adapter(
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
     folder.mkdir(parents=True, exist_ok=True)
     stored = {PREFIX + key: np.asarray(array) for key, array in tensors.items()}
-    write_tensors(folder / TENSORS_FILE, stored, {"format": "pt"})
-    with replacing(folder / CONFIG_FILE) as file:
-        file.write(json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+    write_folder(folder, stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
 
 
 # What PEFT trains for a task without being asked, and so expects in the file.
