@@ -17,7 +17,7 @@ from quaxlike.demo.finetune.state import RunDirectory
 from quaxlike.demo.finetune.tasks import NextToken
 from quaxlike.demo.models import Bert, load_model
 from quaxlike.demo.models.bert import BertConfig
-from quaxlike.interop import peft, safetensors
+from quaxlike.interop import CheckpointError, peft, safetensors
 from quaxlike.interop.tensors import open_tensors, write_tensors
 from tests.fixtures import fixture
 
@@ -272,6 +272,15 @@ def test_checkpoints_of_other_kinds(changes, message, run):
     status, told = run("llama", "text", **changes)
     assert status == 2
     assert matches(message, told)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "float64", "float8_e4m3fn"])
+def test_weights_that_no_model_computes_with(dtype, tmp_path):
+    shutil.copytree(fixture("peft_bert") / "base", tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    write_tensors(path, {k: x.astype(jnp.dtype(dtype)) for k, x in open_tensors(path).items()}, {})
+    with pytest.raises(CheckpointError, match=f"must be of float32, bfloat16 or float16 .*found {dtype}"):
+        load_model(tmp_path / "base")
 
 
 def test_missing_and_damaged_files(run, tmp_path):

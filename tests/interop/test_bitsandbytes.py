@@ -111,6 +111,16 @@ def test_sharded_checkpoints_are_read_one_weight_at_a_time(tmp_path):
         lazy["layers.1.weight"]
 
 
+def test_an_index_without_the_companions_of_a_weight(tmp_path):
+    shutil.copy(fixture("linear4bit/plain_nobias.safetensors"), tmp_path / "model-1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "model-1.safetensors"}}))
+    with pytest.raises(
+        CheckpointError, match=r"'weight\.quant_state.*': is in the files, and the index leaves it out"
+    ):
+        bitsandbytes.load(tmp_path)
+
+
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "..", "a\\b", "", 3, None])
 def test_shards_stay_beside_their_index(tmp_path, file):
     index = tmp_path / "model.safetensors.index.json"

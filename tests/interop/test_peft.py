@@ -258,6 +258,24 @@ def edit_tensors(folder, change):
     write_tensors(path, tensors, {"format": "pt"})
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["qv_seqcls", "dense_biasall"])
+def test_the_adapter_of_another_model(kind, name, bases):
+    folder = fixture("peft_bert") / "adapters" / name
+    with pytest.raises(
+        CheckpointError, match=r"the model has no layer 'bert\..*(There are .* \(\d+, \d+\)|Did you mean)"
+    ):
+        peft.load_adapter(folder, bases[kind])
+
+
+@pytest.mark.parametrize("rank", [10**7, 10**12])
+def test_ranks_are_compared_with_the_tensors_first(rank, damaged, bases, monkeypatch):
+    edit_config(damaged, r=rank)
+    monkeypatch.setattr("quaxlike.interop.peft.load.blank", None)  # which would make arrays of this rank
+    with pytest.raises(CheckpointError, match=rf"the configuration gives rank {rank}; found 4"):
+        peft.load_adapter(damaged, bases["bert"])
+
+
 QUERY = "base_model.model.bert.encoder.layer.0.attention.self.query"
 DAMAGES = {
     "A is missing": (lambda t: t.pop(f"{QUERY}.lora_A.weight"), rf"{QUERY}\.lora_A\.weight'.*is missing"),

@@ -95,6 +95,12 @@ def test_low_precision_dtypes(tmp_path):
         assert open_tensors(tmp_path / "x.safetensors")["x"].dtype == dtype
 
 
+def test_a_name_that_the_format_keeps(tmp_path):
+    with pytest.raises(CheckpointError, match="'__metadata__': the format keeps this name for itself"):
+        write_tensors(tmp_path / "x.safetensors", {"__metadata__": np.ones(3)}, {})
+    assert not any(tmp_path.iterdir())
+
+
 def test_saving_is_atomic(tmp_path, monkeypatch):
     path = tmp_path / "x.safetensors"
     write_tensors(path, {"x": np.ones(3)}, {})

@@ -241,7 +241,7 @@ def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, 
             )
     for new, key in file.beside.items():
         if new not in wanted:
-            hint = near(new, arrays) if new not in arrays else "modules_to_save and bias do not name it."
+            hint = near(new, held) if new not in arrays else "modules_to_save and bias do not name it."
             raise file.complain(key, f"is not expected. {hint}")
     return {new: file.beside[new] for new in wanted}
 
