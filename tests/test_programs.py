@@ -1,5 +1,7 @@
 """Programs of other libraries, unmodified, with Values flowing through."""
 
+from typing import Any
+
 import diffrax
 import equinox as eqx
 import jax
@@ -11,6 +13,7 @@ import optimistix as optx
 import pytest
 
 import quaxlike as ql
+from quaxlike.sharding import specs_for
 from tests.strict import Through
 
 Y0 = (1.0, -2.0, 3.0, 0.5)
@@ -124,6 +127,69 @@ class TestOptax:
 
         losses = _train(model, forward)
         assert losses[-1] < losses[0]
+
+
+class TestHalves:
+    """A model as `eqx.partition` leaves it: Values with parts that are None are pytrees, no arrays."""
+
+    @pytest.fixture(params=["dense", "nf4"])
+    def model(self, request):
+        model = eqx.nn.MLP(64, 3, 8, 1, key=jax.random.key(0))
+        model = ql.quantize(model, "nf4", where=["layers.0.weight"]) if request.param == "nf4" else model
+        return ql.loraify(model, rank=2, key=jax.random.key(1))
+
+    @staticmethod
+    def call(trained, frozen, x):
+        return eqx.combine(trained, frozen)(x)
+
+    def test_joined_inside(self, model):
+        halves, x = eqx.partition(model, ql.trainable(model)), jnp.ones(64)
+        with ql.on_materialise("error"):
+            found = ql.quaxify(self.call)(*halves, x)
+        np.testing.assert_array_equal(found, ql.quaxify(model)(x))
+
+    def test_gradient_by_one_half(self, model):
+        trained, frozen = eqx.partition(model, ql.trainable(model))
+        with ql.on_materialise("error"):
+            loss = lambda trained: jnp.sum(ql.quaxify(self.call)(trained, frozen, jnp.ones(64)) ** 2)
+            found = jax.grad(loss)(trained)
+            whole = eqx.filter_grad(lambda model: jnp.sum(ql.quaxify(model)(jnp.ones(64)) ** 2))(model)
+        assert jax.tree.structure(found) == jax.tree.structure(trained)
+        jax.tree.map(np.testing.assert_array_equal, found, eqx.filter(whole, ql.trainable(model)))
+
+    def test_norm(self, model):
+        trained, _ = eqx.partition(model, ql.trainable(model))
+        np.testing.assert_allclose(ql.quaxify(optax.tree.norm)(trained), optax.tree.norm(trained))
+
+    def test_state_of_an_optimiser(self, model):
+        state = optax.masked(optax.adam(1e-3), ql.trainable(model)).init(eqx.filter(model, eqx.is_array))
+        specs = specs_for(state, lambda name, leaf: None)
+        assert jax.tree.structure(specs) == jax.tree.structure(state)
+
+    def test_materialised(self, model):
+        trained, frozen = eqx.partition(model, ql.trainable(model))
+        assert eqx.tree_equal(ql.materialise(trained), trained)
+        assert not ql.is_value(ql.materialise(frozen).layers[0].weight.w)
+
+    def test_used_as_an_array(self, model):
+        trained, _ = eqx.partition(model, ql.trainable(model))
+        with pytest.raises(ValueError, match=r"Parts of a LoraArray are missing.*`eqx.combine`"):
+            trained.layers[0].weight + 1.0
+        with pytest.raises(ValueError, match=r"Parts of a LoraArray are missing.*`eqx.combine`"):
+            ql.quaxify(lambda: jnp.sin(trained.layers[0].weight))()
+
+    def test_what_is_missing(self):
+        class Scaled(ql.ArrayValue):
+            array: Any
+            scale: Any
+
+            def materialise(self):
+                return self.array if self.scale is None else self.array * self.scale
+
+        x = Scaled(jnp.ones(2), None)
+        assert ql.is_value(x)
+        assert not ql.is_value(eqx.filter(x, False))
+        assert not ql.is_value(eqx.filter(Through(jnp.ones(2)), False))
 
 
 class TestAheadOfTime:

@@ -261,7 +261,7 @@ def is_jit_without_options(fun: Any) -> bool:
     """Whether `fun` is what `jax.jit(f)` returns, with nothing else said."""
     if type(fun) is not _JITTED:  # what wraps one may have copied its attributes
         return False
-    info = fun._jit_info
+    info = cast(Any, fun)._jit_info
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
     said = (
         info.static_argnums or info.static_argnames or info.donate_argnums or info.donate_argnames,

@@ -10,7 +10,7 @@ from . import compat, values
 from .policy import dense
 from .trace import QuaxTrace
 from .tracer import ValueTracer
-from .values import Value, aval_of
+from .values import Value, aval_of, check_whole
 
 
 def innermost(trace: Any) -> QuaxTrace | None:
@@ -35,6 +35,7 @@ class _Adopt:
         return x.quax_value if type(x) is ValueTracer else x
 
     def __call__(self, value: Value) -> Any:
+        check_whole(value)
         level = self.level_of(value)
         if level is None:
             left_out = innermost(compat.current_trace()) is not None

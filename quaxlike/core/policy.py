@@ -116,7 +116,7 @@ class _ModeOfContext:
         try:
             return self._decided
         except AttributeError:
-            self._decided = policy_key()
+            self._decided: Mode | None = policy_key()
             compat.set_user_context(_jit_mode, _ModeOfContext())
             return self._decided
 

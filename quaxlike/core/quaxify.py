@@ -53,8 +53,20 @@ class _Quaxified(Generic[_P, _T]):
         if self._rules is not None or self._filter_spec is not True:
             return None
         if isinstance(self._fn, types.MethodType) and compat.is_jit_without_options(self._fn.__func__):
-            return functools.partial(_quaxified_jit(self._fn.__func__), self._fn.__self__)
-        return _quaxified_jit(self._fn) if compat.is_jit_without_options(self._fn) else None
+            return functools.partial(self._of_jit(self._fn.__func__), self._fn.__self__)
+        return self._of_jit(self._fn) if compat.is_jit_without_options(self._fn) else None
+
+    @staticmethod
+    @compat.weakly_cached
+    def _of_jit(jitted: Any) -> Callable[..., Any]:
+        """The same for all quaxified functions of `jitted`: one made for a single call compiles nothing."""
+        of = weakref.ref(jitted)  # which is alive while it is called; held here, it would stay in the cache
+
+        @functools.wraps(jitted.__wrapped__)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return _Quaxified(cast(Any, of()), True, None)._call(*args, **kwargs)
+
+        return jax.jit(whole)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         layers = active_layers.get()
@@ -90,18 +102,6 @@ class _Quaxified(Generic[_P, _T]):
         out._fn, (out._filter_spec, out._rules) = children[0], aux
         functools.update_wrapper(out, out._fn, updated=())
         return out
-
-
-@compat.weakly_cached
-def _quaxified_jit(jitted: Any) -> Callable[..., Any]:
-    """One for all quaxified functions of `jitted`, so that one made for a single call compiles nothing."""
-    of = weakref.ref(jitted)  # which is alive while it is called; held here, it would stay in the cache
-
-    @functools.wraps(jitted.__wrapped__)
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        return _Quaxified(cast(Any, of()), True, None)._call(*args, **kwargs)
-
-    return jax.jit(whole)
 
 
 def quaxify(
@@ -161,25 +161,31 @@ def _select(
     def box_tree(tree: Any) -> Any:
         kind = kind_of(tree)
         if kind == "value":
-            return ValueTracer(trace, tree)
+            return box(tree)
         plain = kind == "array" or isinstance(tree, types.FunctionType)
-        return tree if plain else jtu.tree_map(box, tree, is_leaf=is_value)
+        return tree if plain else jtu.tree_map(box, tree, is_leaf=_is_instance)
 
     if filter_spec is True:
         return box_tree(fn), map(box_tree, args), {k: box_tree(v) for k, v in kwargs.items()}
     tree = (fn, args, kwargs)
     try:
-        dynamic, static = eqx.partition(tree, filter_spec, is_leaf=is_value)
+        dynamic, static = eqx.partition(tree, filter_spec, is_leaf=_is_instance)
     except ValueError as error:
-        found = str(jtu.tree_structure(tree, is_leaf=is_value))
+        found = str(jtu.tree_structure(tree, is_leaf=_is_instance))
         raise ValueError(
             "filter_spec of quaxify must be a bool, a function on leaves, or a prefix of (fn, args, kwargs); "
             f"found {filter_spec!r} for {found if len(found) < 300 else found[:300] + '...'}: "
             f"{' '.join(str(error).split())}"
         ) from None
-    passed_by = [x for x in jtu.tree_leaves(static, is_leaf=is_value) if is_value(x)]
+    passed_by = [x for x in jtu.tree_leaves(static, is_leaf=_is_instance) if is_value(x)]
     trace.tag.takes = functools.partial(_takes, filter_spec, passed_by)
-    return eqx.combine(jtu.tree_map(box, dynamic, is_leaf=is_value), static, is_leaf=is_value)
+    return eqx.combine(jtu.tree_map(box, dynamic, is_leaf=_is_instance), static, is_leaf=_is_instance)
+
+
+def _is_instance(x: Any) -> bool:
+    """Whether `x` is an instance of a type of Values; also one of which parts are missing, which passes
+    untouched with all that it holds."""
+    return kind_of(x) == "value"
 
 
 def _takes(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import typing
 from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal, TypeVar
@@ -80,7 +81,7 @@ class Value(eqx.Module, metaclass=_ValueMeta):
 
     Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays.
     A `Value` is an Equinox module: array fields are its leaves, and whatever decides shape, dtype or
-    dispatch is a static, hashable field.
+    dispatch is a static, hashable field. The annotation of a field that may be None says so.
 
     Everything below `materialise` is optional; each hook says in its docstring what its absence means.
     """
@@ -297,8 +298,72 @@ def kind_of(x: Any) -> str:
 
 
 def is_value(x: Any) -> bool:
-    """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`."""
-    return isinstance(x, Value)
+    """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
+
+    One of which parts are missing, as in the halves that `eqx.partition` makes, stands for no array: it is
+    not a Value here, but a pytree like any other.
+    """
+    return isinstance(x, Value) and not is_hollow(x)
+
+
+def is_hollow(value: Value) -> bool:
+    """Whether parts of a Value are missing, as in the halves that `eqx.partition` makes of it.
+
+    `None`, or a part without leaves, is missing where neither the annotation nor the default of its field
+    is `None`, and the Value cannot be materialised without it.
+    """
+    cls = type(value)
+    names = _required.get(cls)
+    if names is None:
+        names = _required[cls] = _required_fields(cls)
+    for name in names:
+        part = getattr(value, name, 0)
+        if KINDS[type(part)] != "array" and _is_missing(part):
+            return not _materialises(value)
+    return False
+
+
+_required: dict[type, list[str]] = {}
+
+
+def _required_fields(cls: type) -> list[str]:
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError:  # of a local class: any of them may be missing
+        hints = {}
+    fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("static") and f.default is not None]
+    return [f.name for f in fields if type(None) not in typing.get_args(hints.get(f.name))]
+
+
+def _is_missing(part: Any) -> bool:
+    if isinstance(part, Value):
+        return is_hollow(part)
+    if type(part) in (tuple, list):
+        return any(map(_is_missing, part))
+    return not jtu.tree_leaves(part)
+
+
+def _materialises(value: Value) -> bool:
+    leaves, treedef = jtu.tree_flatten(value)
+    try:
+        key = (treedef, *map(jax.typeof, leaves))
+        found = _materialising.get(key)
+    except TypeError:  # leaves that are no arrays, or unhashable statics
+        return False
+    if found is None:
+        if len(_materialising) > 4096:
+            _materialising.clear()
+        try:
+            with jax.core.eval_context():
+                out = jax.eval_shape(type(value).materialise, as_shapes(value))
+            found = bool(jtu.tree_leaves(out))
+        except Exception:  # whatever a type does without its parts
+            found = False
+        _materialising[key] = found
+    return found
+
+
+_materialising: dict[Any, bool] = {}
 
 
 def materialise(tree: PyTree) -> PyTree:
@@ -377,6 +442,15 @@ def _memoised(key: tuple[Any, ...], value: Value, leaf_avals: Sequence[Any]) -> 
 _getattr = object.__getattribute__  # past the lookup of Equinox, which serves methods
 _fields: dict[type, list[tuple[str, bool]]] = {}
 _avals: dict[Any, Any] = {}
+
+
+def check_whole(value: Value) -> None:
+    """Raises an error for a Value of which parts are missing."""
+    if is_hollow(value):
+        raise ValueError(
+            f"Parts of a {type(value).__name__} are missing, as in the halves that `eqx.partition` makes, so "
+            f"that it stands for no array. Join the halves with `eqx.combine` first; found {value}."
+        )
 
 
 # In what follows errors are no `TypeError`s: where JAX asks for an aval it puts its own in place of those.

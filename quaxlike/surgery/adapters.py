@@ -181,7 +181,8 @@ def _stacked(loras: Sequence[LoraArray]) -> LoraArray:
     if len(alike) > 1:
         rank = max(x.rank for x in loras)
         loras = [padded_to(plainly_scaled(x), rank) for x in loras]
-    m = None if first.magnitude is None else jnp.stack([x.magnitude for x in loras])
+    magnitudes: list[Any] = [x.magnitude for x in loras]
+    m = None if first.magnitude is None else jnp.stack(magnitudes)
     return first.replace(
         a=jnp.stack([x.a for x in loras]), b=jnp.stack([x.b for x in loras]), magnitude=m,
         alpha=loras[0].alpha, rslora=loras[0].rslora,

@@ -67,8 +67,8 @@ class LoraArray(ArrayOperators, ArrayValue):
     w: Any
     a: Any
     b: Any
-    magnitude: Any
-    key: Any
+    magnitude: Any | None
+    key: Any | None
     alpha: float = eqx.field(static=True)
     rslora: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)

@@ -126,5 +126,6 @@ def dropped(lora: LoraArray, x: Any) -> Any:
     if not drops(lora):
         return x
     keep = 1 - lora.dropout
-    mask = jax.random.bernoulli(jnp.ravel(lora.key)[0], keep, x.shape)
+    key: Any = lora.key
+    mask = jax.random.bernoulli(jnp.ravel(key)[0], keep, x.shape)
     return x * (cast(mask, x.dtype) / keep)
