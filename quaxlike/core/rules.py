@@ -67,7 +67,7 @@ class Rule:
         return f"{self.primitive}({', '.join(names)}) at {self.source}"
 
 
-class AmbiguousRuleError(RuleError):
+class AmbiguousRuleError(RuleError, LookupError):
     """Several rules match the types of the operands, and none is more specific than the others."""
 
     __module__ = "quaxlike"

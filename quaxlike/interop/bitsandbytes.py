@@ -46,7 +46,7 @@ class Checkpoint(Mapping[str, Any]):
         companions = {name + suffix for name in self._states for suffix in COMPANIONS} | {
             key for key, _ in self._states.values()
         }
-        self._names = [name for name in tensors if name not in companions]
+        self._names = {name: None for name in tensors if name not in companions}  # ordered, and found at once
         self.storage = {
             name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self._states
         }

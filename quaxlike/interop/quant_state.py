@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from quaxlike.arrays.quantized import AbstractCodebookArray, FP4Array, NestedSca
 from quaxlike.kernels import blockwise
 
 from .errors import CheckpointError, complain
-from .tensors import Tensors, read_json
+from .tensors import Tensors, are_sizes, read_json
 
 TYPES: dict[str, type[AbstractCodebookArray]] = {"nf4": NF4Array, "fp4": FP4Array}
 _DTYPES = {
@@ -55,7 +55,7 @@ def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
     return states
 
 
-def check_no_orphans(tensors: Tensors, states: Mapping[str, Any], plain: list[str]) -> None:
+def check_no_orphans(tensors: Tensors, states: Mapping[str, Any], plain: Iterable[str]) -> None:
     for key in sorted(tensors.unlisted):
         if key.partition(_STATE)[0] in tensors:
             raise complain(tensors.path, key, "is in the files, and the index leaves it out")
@@ -116,7 +116,7 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
         raise bad(str(error)) from None
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in _DTYPES:
         raise bad(f"dtype must be one of {', '.join(_DTYPES)}, found {fields['dtype']!r}")
-    if not isinstance(shape, list) or not shape or not all(type(n) is int and 0 < n < 2**63 for n in shape):
+    if not are_sizes(shape) or not shape or 0 in shape:
         raise bad(f"shape must be a list of positive sizes, found {shape!r}")
     if nested:
         if fields["nested_blocksize"] != blockwise.NESTED_BLOCK or fields["nested_dtype"] != "float32":
@@ -124,7 +124,7 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
                 f"scales nested in blocks of {blockwise.NESTED_BLOCK} float32 are supported, found "
                 f"{fields['nested_blocksize']!r} of {fields['nested_dtype']!r}"
             )
-        if not isinstance(offset, int | float) or not abs(offset) < np.finfo(np.float32).max:
+        if type(offset) not in (int, float) or not abs(offset) < float(np.finfo(np.float32).max):
             raise bad(f"nested_offset must be a finite number, found {offset!r}")
     return _State(block_size, _DTYPES[fields["dtype"]], tuple(shape), offset)
 

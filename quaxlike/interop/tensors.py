@@ -253,9 +253,9 @@ def _read_entry(path: Path, name: str, entry: Any, start: int, size: int) -> Ten
     if dtype is None:
         raise complain(path, name, f"unknown dtype {_short(entry['dtype'])}")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _are_sizes(shape):
+    if not are_sizes(shape):
         raise complain(path, name, f"the shape must be a list of sizes, found {_short(shape)}")
-    if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
+    if not _is_interval(offsets, size):
         raise complain(path, name, f"data_offsets {_short(offsets)} do not lie within {size:,} bytes of data")
     expected = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != expected:
@@ -278,8 +278,16 @@ def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: in
         raise complain(path, None, f"{end - at:,} bytes after the last tensor belong to none")
 
 
-def _are_sizes(x: Any) -> bool:
-    return isinstance(x, list) and all(type(n) is int and 0 <= n < 2**63 for n in x)
+def are_sizes(x: Any) -> bool:
+    """Whether `x` is the shape of some array: NumPy has at most 64 axes and 2**63 elements."""
+    if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
+        return False
+    return math.prod(n for n in x if n) < 2**63  # as if there was no axis of size 0: NumPy counts so
+
+
+def _is_interval(x: Any, size: int) -> bool:
+    pair = isinstance(x, list) and len(x) == 2 and all(type(n) is int for n in x)
+    return pair and 0 <= x[0] <= x[1] <= size
 
 
 def _short(x: Any) -> str:

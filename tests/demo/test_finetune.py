@@ -265,6 +265,12 @@ def test_options_that_do_not_fit(kind, lines, options, message, run, tmp_path):
             "names the architecture MambaForCausalLM; supported are",
         ),
         ({"hidden_act": "relu"}, "config.json has hidden_act='relu'; LlamaConfig supports 'silu'"),
+        (
+            {"rms_norm_eps": float("nan")},
+            "config.json has rms_norm_eps=nan; LlamaConfig needs a finite number",
+        ),
+        ({"hidden_size": "64"}, "config.json has hidden_size='64'; LlamaConfig needs a whole number"),
+        ({"mlp_bias": 1}, "config.json has mlp_bias=1; LlamaConfig needs true or false"),
         ({"num_hidden_layers": 5}, r"does not fit the model of its config.json. Missing: model\.layers\.2"),
     ],
 )

@@ -124,6 +124,7 @@ def test_ambiguity_is_an_error():
     def _(x: Any, y: B, **params):
         raise AssertionError
 
+    assert issubclass(ql.AmbiguousRuleError, LookupError)
     with pytest.raises(ql.AmbiguousRuleError, match=r"`add` of \(A, B\) is ambiguous"):
         ql.quaxify(jax.lax.add, rules=rules)(A(X), B(X))
 

@@ -1,6 +1,8 @@
 """A checkpoint's `config.json`: what a model takes from it, and what it cannot do."""
 
 import dataclasses
+import math
+import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -34,10 +36,29 @@ class Config:
                     f"config.json has {name}={config[name]!r}; {cls.__name__} supports "
                     f"{' or '.join(map(repr, allowed))}."
                 )
-        values = {}
+        values, hints = {}, typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            if config.get(field.name) is not None:
-                values[field.name] = config[field.name]
+            if (value := config.get(field.name)) is not None:
+                if not _fits(value, hint := hints[field.name]):
+                    raise UnsupportedConfigError(
+                        f"config.json has {field.name}={value!r}; {cls.__name__} needs {_NEEDS[hint]}."
+                    )
+                values[field.name] = value
             elif field.default is dataclasses.MISSING:
                 raise UnsupportedConfigError(f"config.json has no {field.name}, which {cls.__name__} needs.")
         return cls(**values)
+
+
+_NEEDS: dict[Any, str] = {
+    int: "a whole number that is not negative",
+    float | int: "a finite number",
+    bool: "true or false",
+}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is int:
+        return type(value) is int and value >= 0
+    if hint is bool:
+        return type(value) is bool
+    return hint != float | int or (type(value) in (int, float) and abs(value) < math.inf)

@@ -1,6 +1,7 @@
 """`adapter_config.json`."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,10 +59,10 @@ class AdapterConfig(NamedTuple):
             return True
         wanted = self.layers_to_transform
         patterns = self.layers_pattern or ()
-        found = re.match(r".*?\.[^.]*\.(\d+)\.", layer) if not patterns else None
+        found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer) if not patterns else None
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = found or re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", layer)
-        return found is not None and int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
+            found = found or re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", layer)
+        return found is not None and int(found["number"]) in ([wanted] if isinstance(wanted, int) else wanted)
 
     def saves(self, name: str) -> bool:
         """Whether an array is part of `modules_to_save`."""
@@ -73,15 +74,33 @@ def _is_int(x: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return type(x) in (int, float)
+    return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
 
 
 def _is_names(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(name, str) for name in x)
 
 
+def _is_expression(x: Any) -> bool:
+    if not isinstance(x, str):
+        return False
+    try:
+        re.compile(x)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
 def _is_pattern(x: Any) -> bool:
-    return isinstance(x, str) or _is_names(x)
+    return _is_expression(x) or _is_names(x)
+
+
+def _are_expressions(x: Any) -> bool:
+    return isinstance(x, list) and all(map(_is_expression, x))
+
+
+def _is_by_pattern(x: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(x, dict) and all(map(_is_expression, x)) and all(map(fits, x.values()))
 
 
 def _is_flag(x: Any) -> bool:
@@ -95,11 +114,11 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "exclude_modules": ("a regular expression or a list of names", _is_pattern),
     "rank_pattern": (
         "positive integers by pattern",
-        lambda x: isinstance(x, dict) and all(_is_int(v) and v > 0 for v in x.values()),
+        lambda x: _is_by_pattern(x, lambda rank: _is_int(rank) and rank > 0),
     ),
     "alpha_pattern": (
         "numbers by pattern",
-        lambda x: isinstance(x, dict) and all(map(_is_number, x.values())),
+        lambda x: _is_by_pattern(x, _is_number),
     ),
     "bias": ("'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
     "lora_bias": ("true or false", _is_flag),
@@ -107,7 +126,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "use_rslora": ("true or false", _is_flag),
     "use_dora": ("true or false", _is_flag),
     "fan_in_fan_out": ("true or false", _is_flag),
-    "modules_to_save": ("a list of names", _is_names),
+    "modules_to_save": ("a list of names", _are_expressions),
     "init_lora_weights": (
         f"one of {', '.join(map(repr, (*_KEEPS_BASE, *CHANGES_BASE)))}, since others change the base in a "
         "way that the file does not tell",
@@ -117,7 +136,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "layer numbers",
         lambda x: _is_int(x) or (isinstance(x, list) and all(map(_is_int, x))),
     ),
-    "layers_pattern": ("a name or a list of names", _is_pattern),
+    "layers_pattern": ("a name or a list of names", lambda x: _is_expression(x) or _are_expressions(x)),
 }
 
 
