@@ -124,7 +124,11 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
                 f"scales nested in blocks of {blockwise.NESTED_BLOCK} float32 are supported, found "
                 f"{fields['nested_blocksize']!r} of {fields['nested_dtype']!r}"
             )
-        if type(offset) not in (int, float) or not abs(offset) < float(np.finfo(np.float32).max):
+        if (
+            offset is None
+            or type(offset) not in (int, float)
+            or not abs(offset) < float(np.finfo(np.float32).max)
+        ):
             raise bad(f"nested_offset must be a finite number, found {offset!r}")
     return _State(block_size, _DTYPES[fields["dtype"]], tuple(shape), offset)
 
