@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from quaxlike.core.either_side import register_on_either_side
 from quaxlike.core.rules import register
@@ -16,7 +17,7 @@ from .scales import NestedScales
 
 @register("neg")
 def _neg(w: AbstractQuantizedArray, **params: Any) -> Any:
-    return _scaled(w, jnp.float32(-1))
+    return dataclasses.replace(w, scale=_times(w.scale, jnp.float32(-1)))
 
 
 @register_on_either_side("mul", AbstractQuantizedArray, other=ArrayLike)
@@ -31,12 +32,16 @@ def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
 
 
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
-    """`w` times a scalar. The product is rounded once for each block, not for each element."""
+    """`w` times a scalar. The product is rounded once for each block, not for each element.
+
+    The scales may be frozen, but the factor need not be: it is reached through those of the result."""
     if factor.ndim or not jnp.issubdtype(factor.dtype, jnp.floating):
         return NotImplemented
-    factor = factor.astype(jnp.float32)
-    if isinstance(w.scale, NestedScales):
-        scale = dataclasses.replace(w.scale, absmax=w.scale.absmax * factor, offset=w.scale.offset * factor)
-    else:
-        scale = w.scale * factor
-    return dataclasses.replace(w, scale=scale)
+    w = w.opened()
+    return dataclasses.replace(w, scale=_times(w.scale, factor.astype(jnp.float32)))
+
+
+def _times(scale: Array | NestedScales, factor: Array) -> Array | NestedScales:
+    if isinstance(scale, NestedScales):
+        return dataclasses.replace(scale, absmax=scale.absmax * factor, offset=scale.offset * factor)
+    return scale * factor

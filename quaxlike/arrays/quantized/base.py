@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
 from quaxlike.core.operators import ArrayOperators
-from quaxlike.core.values import ArrayValue
+from quaxlike.core.values import ArrayValue, Value
 
 from .scales import NestedScales, dense_scales
 
@@ -165,6 +165,12 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         scale = dense_scales(self.scale)
         return scale if self.train_scales else lax.stop_gradient(scale)
 
+    def opened(self: _Q) -> _Q:
+        """The same array with `train_scales`: gradients still do not flow into scales that were shut off."""
+        if self.train_scales:
+            return self
+        return dataclasses.replace(self, scale=jax.tree.map(lax.stop_gradient, self.scale), train_scales=True)
+
     def with_axes(self: _Q, permutation: Sequence[int]) -> _Q:
         """The same codes with this `permutation` of the stored axes."""
         kept = 0
@@ -203,6 +209,10 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return values.astype(self.logical_dtype).reshape(rest)
 
     # Hooks
+
+    def widen(self: _Q, like: Value) -> _Q:
+        """With scales that may be trained if those of `like` may."""
+        return self.opened() if isinstance(like, AbstractQuantizedArray) and like.train_scales else self
 
     def leading_axis(self) -> Sequence[int | None]:
         if self.num_lead == 0 or self.permutation[0] != 0:
