@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..bounds import dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
 from .array import RANK, LoraArray, labels, row_scale
 from .contraction import add, multiply
 from .einsum import Labels, arrange, cast, common_dtype, contract
@@ -54,7 +56,7 @@ def _dynamic_slice(x: LoraArray, *starts: ArrayLike, slice_sizes: Sequence[int],
     def cut(part: Any, own: Labels) -> Any:
         for axis, i in enumerate(own):
             if i in touched:
-                part = jax.lax.dynamic_slice_in_dim(part, starts[i], slice_sizes[i], axis)
+                part = dynamic_slice_in_dim(part, starts[i], slice_sizes[i], axis)
         return part
 
     touched = [i for i, size in enumerate(x.shape) if slice_sizes[i] != size]
@@ -75,6 +77,7 @@ def _gather(
     *,
     dimension_numbers: jax.lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
+    mode: Any,
     fill_value: Any,
     **params: Any,
 ):
@@ -84,6 +87,13 @@ def _gather(
     gone = {*dropped, *paired}
     if any(slice_sizes[i] != size for i, size in enumerate(x.shape) if i not in picked and i not in paired):
         return NotImplemented
+    w_labels, a_labels, b_labels = labels(x)
+    where = indices, x.shape, dnums, slice_sizes
+    fill = fill_value_of(mode, fill_value, x.dtype)
+    # A base that is filled with NaN makes all of it NaN, whatever is added and multiplied.
+    masked = fills(*where, mode) and not (set(picked) <= set(w_labels) and np.isnan(fill))
+    if masked:
+        mode, fill_value = jax.lax.GatherScatterMode.CLIP, None
     # Axes of the indices are labelled n, n + 1, ...; an operand axis that goes with one shares its label.
     n_indices = jnp.ndim(indices) - 1
     index_labels = [n + i for i in range(n_indices)]
@@ -92,7 +102,7 @@ def _gather(
     for position, label in zip(dnums.offset_dims, [i for i in range(n) if i not in gone], strict=True):
         out.insert(position, label)
 
-    def gathered(part: Any, own: Labels, fill: Any) -> tuple[Any, Labels]:
+    def gathered(part: Any, own: Labels, outside: Any) -> tuple[Any, Labels]:
         mine = [i for i in picked if i in own]
         if not mine:
             return part, [partner.get(i, i) for i in own]
@@ -107,10 +117,8 @@ def _gather(
         )
         columns = jnp.asarray(indices)[..., jnp.array([picked.index(i) for i in mine])]
         sizes = [size if i == RANK else slice_sizes[i] for i, size in zip(own, part.shape, strict=True)]
-        part = jax.lax.gather(part, columns, numbers, tuple(sizes), fill_value=fill, **params)
+        part = jax.lax.gather(part, columns, numbers, tuple(sizes), mode=mode, fill_value=outside, **params)
         return part, [*index_labels, *kept]
-
-    w_labels, a_labels, b_labels = labels(x)
 
     def rows(w: Any, a: Any, b: Any) -> Any:
         w = arrange(*gathered(w, w_labels, fill_value), out)
@@ -122,4 +130,4 @@ def _gather(
     y = quaxify(rows)(x.base, x.a, x.b)
     if x.magnitude is not None:
         y = multiply(y, arrange(*gathered(*row_scale(x), 1), out))
-    return y
+    return filled(y, in_bounds(*where), dnums, fill) if masked else y

@@ -125,6 +125,7 @@ def _unstack(w: AbstractQuantizedArray, *, axis: int, **params: Any) -> Any:
 @register("stack")
 def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
     """The new axis comes first in what is stored."""
+    ws = _alike(ws)
     if len({jax.tree.structure(w) for w in ws}) > 1:
         ws = tuple(w.untied() for w in ws)
         if len({jax.tree.structure(w) for w in ws}) > 1:
@@ -136,6 +137,7 @@ def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
 
 @register("concatenate")
 def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> Any:
+    ws = _alike(ws)
     if len({isinstance(w.scale, NestedScales) for w in ws}) > 1:
         ws = tuple(w.untied() for w in ws)
     parts = [part for w in ws if (part := with_free_axes(w, [dimension])) is not None]
@@ -143,6 +145,11 @@ def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> 
         return NotImplemented
     stored_axis = parts[0].permutation[dimension]
     return jax.tree.map(lambda *leaves: lax.concatenate(leaves, stored_axis), *parts)
+
+
+def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
+    """All of them with `train_scales` if some of them are."""
+    return tuple(w.opened() for w in ws) if any(w.train_scales for w in ws) else tuple(ws)
 
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:

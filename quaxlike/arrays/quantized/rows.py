@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from quaxlike.core.rules import register
 
+from ..bounds import clamped_start
 from .base import AbstractQuantizedArray
 from .layout import with_free_axes
 
@@ -30,15 +31,14 @@ def _dynamic_slice(
     if free is None:
         if cut != [0] or slice_sizes[0] != 1 or w.axes:
             return NotImplemented
-        index = jnp.clip(jnp.asarray(starts[0]), 0, w.shape[0] - 1)
+        index = clamped_start(starts[0], w.shape[0], 1)
         return _cut_rows(w, index[None])
     axes = [free.permutation.index(axis) for axis in range(free.num_lead)]
 
     def take(leaf: Array) -> Array:
         rest = leaf.shape[free.num_lead :]
-        begin = [jnp.asarray(starts[axis]) for axis in axes]
-        begin += [jnp.zeros_like(jnp.asarray(starts[0]))] * len(rest)
-        return lax.dynamic_slice(leaf, begin, (*(slice_sizes[axis] for axis in axes), *rest))
+        begin = [clamped_start(starts[axis], w.shape[axis], slice_sizes[axis]) for axis in axes]
+        return lax.dynamic_slice(leaf, [*begin, *[0] * len(rest)], (*(slice_sizes[i] for i in axes), *rest))
 
     out = jax.tree.map(take, free)
     return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from types import NotImplementedType
 from typing import Any
 
 import equinox as eqx
@@ -18,8 +19,9 @@ from ...core.either_side import register_on_either_side
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ...core.values import ArrayValue
+from ...core.values import ArrayValue, Value
 from ...primitives.classes import ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REARRANGEMENTS
+from ..bounds import fill_value_of
 
 # After the types that describe an array, before those that say how it is stored.
 PRECEDENCE = 10
@@ -60,6 +62,9 @@ class Zero(ArrayOperators, ArrayValue):
     def materialise(self) -> jax.Array:
         return jnp.zeros(self._shape, self._dtype)
 
+    def widen(self, like: Value) -> "Full | NotImplementedType":
+        return _unknown(self) if isinstance(like, Full) else NotImplemented
+
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"Zero({self.aval().str_short()})")
 
@@ -97,7 +102,10 @@ class Full(ArrayOperators, ArrayValue):
         if isinstance(value, jax.Array) or np.ndim(value):
             self.value, self.number = jnp.asarray(value, self._dtype), None
         else:
-            self.value, self.number = None, np.asarray(value, self._dtype).item()
+            number = np.asarray(value, self._dtype).item()
+            is_nan = isinstance(number, float) and math.isnan(number)
+            # Always the same NaN, so that it is equal where static fields are compared.
+            self.value, self.number = None, math.nan if is_nan else number
 
     def aval(self) -> jax.core.ShapedArray:
         batch = () if self.value is None else self.value.shape
@@ -109,6 +117,11 @@ class Full(ArrayOperators, ArrayValue):
         return jax.lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
 
     linear = True
+
+    def widen(self, like: Value) -> "Full":
+        """With the number as an array, unless it is that of `like`."""
+        same = isinstance(like, Full) and (like.number is self.number or like.number == self.number)
+        return self if same or self.number is None else _unknown(self)
 
     def leading_axis(self) -> Any:
         return (0,) if self.value is not None and self.value.ndim else NotImplemented
@@ -149,6 +162,11 @@ def _scalar(x: Constant) -> Any:
     if isinstance(x, Full) and x.value is not None:
         return x.value
     return np.asarray(known(x), x.dtype)
+
+
+def _unknown(x: Constant) -> Full:
+    """The same constant, of which the number is not known while tracing."""
+    return Full(jnp.asarray(known(x), x.dtype), x.shape)
 
 
 def _constant(number: Any, shape: Sequence[int], dtype: Any) -> Constant:
@@ -226,7 +244,10 @@ def _with_scalars(primitive: Primitive, x: Any, y: Any, params: dict[str, Any], 
 @register(REARRANGEMENTS)
 def _rearrangement(primitive: Primitive, x: Constant, **params: Any) -> Any:
     out = result(primitive, [x], params)
-    return [_same(x, o.shape) for o in out] if primitive.multiple_results else _same(x, out.shape)
+    if not primitive.multiple_results:
+        return _same(x, out.shape)
+    parts = [_same(x, o.shape) for o in out]
+    return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
 @register("dynamic_slice")
@@ -236,8 +257,8 @@ def _dynamic_slice(primitive: Primitive, x: Constant, *indices: Any, **params: A
 
 @register("gather")
 def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any) -> Any:
-    mode = jax.lax.GatherScatterMode.from_any(params["mode"])
-    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and params["fill_value"] != known(x):
+    fill = fill_value_of(params["mode"], params["fill_value"], x.dtype)
+    if fill is not None and (known(x) is None or fill != known(x)):
         return NotImplemented
     return _same(x, result(primitive, (x, indices), params).shape)
 
@@ -269,7 +290,7 @@ def _select_n(which: ArrayLike, *cases: Constant) -> Any:
 
 
 _REDUCED: dict[str, Callable[[Any, int], Any]] = {
-    "reduce_sum": lambda v, n: v * n,
+    "reduce_sum": lambda v, n: v * np.asarray(n).astype(v.dtype),
     "reduce_prod": lambda v, n: v**n,
     "reduce_max": lambda v, n: v,
     "reduce_min": lambda v, n: v,
@@ -284,6 +305,9 @@ def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **para
         return NotImplemented
     n = math.prod(x.shape[i] for i in axes)
     shape = [d for i, d in enumerate(x.shape) if i not in axes]
+    if n == 0:
+        of_nothing = functools.partial(primitive.bind, axes=(0,), **params)
+        return apply(lambda v: of_nothing(v[None][:0]), Full(0, (), x.dtype), shape=shape)
     return apply(lambda v: _REDUCED[primitive.name](v, n), x, shape=shape)
 
 
@@ -311,11 +335,15 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
         return NotImplemented
     out = result(primitive, (x, y), params)
     contracted, batched = params["dimension_numbers"]
+    n = math.prod(np.shape(x)[i] for i in contracted[0])
+    if n == 0:
+        return Zero(out.shape, out.dtype)
     if isinstance(x, Full) and isinstance(y, Full):
-        n = math.prod(x.shape[i] for i in contracted[0])
-        return apply(
-            lambda a, b: jnp.astype(a, out.dtype) * jnp.astype(b, out.dtype) * n, x, y, shape=out.shape
-        )
+
+        def product(a: Any, b: Any) -> Any:
+            return jnp.astype(jnp.astype(a, out.dtype) * jnp.astype(b, out.dtype) * n, out.dtype)
+
+        return apply(product, x, y, shape=out.shape)
     side = int(isinstance(x, Full))
     array: Any = y if side else x
     number = _scalar(x if side else y)
@@ -323,7 +351,7 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
     # The axes of the result: first the batch axes, then the free ones of x, then those of y.
     moved = jnp.transpose(array, (*batched[side], *free, *contracted[side])).astype(out.dtype)
     kept = moved.ndim - len(contracted[side])
-    sums = jnp.sum(moved, range(kept, moved.ndim)) * jnp.astype(number, out.dtype)
+    sums = jnp.astype(jnp.sum(moved, range(kept, moved.ndim)), out.dtype) * jnp.astype(number, out.dtype)
     n_batch = len(batched[side])
     first = len(out.shape) - len(free) if side else n_batch
     return jax.lax.broadcast_in_dim(sums, out.shape, (*range(n_batch), *range(first, first + len(free))))
