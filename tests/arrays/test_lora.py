@@ -423,3 +423,22 @@ def test_joined_arrays(name, dora):
     grads, expected = (jax.grad(f, argnums=(0, 1, 2))(x, y, w) for f in (loss, plain))
     for g, e in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         agrees(g, e, 2e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_joined_to_a_stack_with_shared_adapters(axis):
+    x = make_lora(batch=((2,), (), ()))
+    w = jnp.asarray(np.random.default_rng(3).normal(size=(2, 6, 5)), jnp.float32)
+    with ql.on_materialise("error"):
+        for operands in ((x, w), (w, x)):
+            out = ql.quaxify(lambda x, y: jnp.concatenate([x, y], axis))(*operands)
+            assert isinstance(out, ql.LoraArray)
+            dense = [exact(v) if v is x else v for v in operands]
+            agrees(exact(out), jnp.concatenate([jnp.asarray(v, jnp.float32) for v in dense], axis))
+
+
+@pytest.mark.parametrize("scale", [lambda x: x / 0.0, lambda x: jnp.inf * x])
+def test_a_factor_that_is_not_finite(scale):
+    x = make_lora()
+    with ql.on_materialise("allow"):
+        np.testing.assert_array_equal(ql.quaxify(scale)(x), np.sign(exact(x)) * np.inf)

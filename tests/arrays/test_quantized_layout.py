@@ -85,6 +85,8 @@ _KEPT = [
     (_NF4, (8, 64), lambda w: w * 0.5),
     (_double, (8, 64), lambda w: 2.0 * w),
     (_INT8, (8, 64), lambda w: w / 4.0),
+    (_INT8, (8, 64), lambda w: jnp.concatenate([w, w * 0.5])),
+    (_NF4, (8, 64), lambda w: jnp.concatenate([w / 2.0, w])),
 ]
 
 
@@ -217,3 +219,11 @@ def test_what_cannot_be_quantised():
         ql.Int8Array.quantize(jnp.ones(()))
     with pytest.raises(ValueError, match=r"takes codes of dtype uint8 and scales of shape \(1,\)"):
         ql.NF4Array(jnp.zeros(4, jnp.uint8), jnp.zeros(2), block_size=64)
+
+
+def test_a_last_axis_of_size_one_comes_and_goes():
+    """Blocks of one element each are not kept."""
+    w = _INT8(_normal(4, 6))
+    with ql.on_materialise("allow"):
+        out = ql.quaxify(lambda w: jnp.squeeze(w[:, :, None], 2))(w)
+    np.testing.assert_allclose(ql.materialise(out), w.materialise(), rtol=1e-6)

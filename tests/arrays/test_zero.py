@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.zero import Full, Identity, Zero
@@ -222,6 +223,69 @@ def test_a_stack_of_constants():
     np.testing.assert_array_equal(out.materialise(), 2 * STACK.materialise())
     agrees(lambda x: jax.lax.scan(lambda a, b: (a + b, None), jnp.zeros(4), x)[0], STACK)
     agrees(lambda x: x.sum(axis=1), STACK)
+    agrees(lambda x: jnp.sort(x, axis=1), STACK)
+    with ql.on_materialise("allow"):
+        out = ql.quaxify(lambda x: jnp.sort(-x, axis=0))(STACK)
+    np.testing.assert_array_equal(ql.materialise(out)[:, 0], [-4, -3, -2])
+
+
+def test_rows_of_a_stack_of_constants():
+    for f in (jnp.unstack, lambda x: jnp.split(x, 2, axis=1), lambda x: jnp.split(x, 3)):
+        out = ql.quaxify(f)(STACK)
+        jax.tree.map(np.testing.assert_array_equal, list(out), list(f(STACK.materialise())))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "prod", "max", "min"])
+@pytest.mark.parametrize("number", [np.inf, np.nan, 2.0])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_reductions_of_no_elements(reduce, number, dtype):
+    number = number if dtype == "float32" else 2
+    primitive = {"sum": lax.reduce_sum, "prod": lax.reduce_prod, "max": lax.reduce_max, "min": lax.reduce_min}
+    for value in (number, jnp.asarray(number, dtype)):
+        agrees(lambda x: primitive[reduce](x, (0,)), Full(value, (0, 3), dtype))
+        agrees(lambda x: primitive[reduce](x, (1,)), Full(value, (2, 0), dtype))
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan, 2.0])
+def test_products_that_sum_no_elements(number):
+    nothing = Full(number, (2, 0))
+    agrees(lambda x: x @ x.T, nothing)
+    agrees(lambda x: x @ jnp.ones((0, 3)), nothing)
+
+
+def test_products_of_booleans():
+    for value in (True, jnp.array(True)):
+        true = Full(value, (3, 3))
+        agrees(lambda x: x @ x, true)
+        agrees(lambda x: x @ jnp.eye(3, dtype=bool), true)
+
+
+def test_a_sum_over_no_axes():
+    for x in (EYE, ZERO, TWO, TRACED):
+        agrees(lambda x: jnp.sum(x, axis=()), x)
+
+
+def test_look_ups_out_of_bounds():
+    for x in (TWO, TRACED, ZERO):
+        with ql.on_materialise("allow"):
+            out = ql.quaxify(lambda x: jnp.take(x, jnp.array([0, 7]), axis=0))(x)
+        np.testing.assert_array_equal(ql.materialise(out)[1], np.nan)
+
+
+def test_constants_that_control_flow_changes():
+    holds = jnp.array(False)
+    nan = lambda: Full(np.float32("nan"), (3,))
+    programs = {
+        "halved": (lambda x: lax.fori_loop(0, 3, lambda i, c: c * 0.5, x), Full(1.0, (3,)), 0.125),
+        "counted": (lambda x: lax.fori_loop(0, 3, lambda i, c: c + 1.0, x), Zero((3,)), 3.0),
+        "or": (lambda x: lax.cond(holds, lambda: x, lambda: x + 1.0), Full(0.0, (3,)), 1.0),
+        "nan": (lambda x: lax.cond(holds, nan, nan), Full(0.0, (3,)), np.nan),
+    }
+    for program, x, expected in programs.values():
+        with ql.on_materialise("error"):
+            out = ql.quaxify(program)(x)
+        assert type(out) is Full
+        np.testing.assert_allclose(ql.materialise(out), np.full(3, expected), rtol=1e-6)
 
 
 def test_printing():

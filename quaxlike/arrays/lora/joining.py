@@ -55,7 +55,7 @@ def _sub(x: LoraArray, y: LoraArray, **params: Any):
 
 def _alike(operands: Sequence[Any]) -> list[LoraArray] | None:
     """The operands as adapted arrays with the same axes; None if that cannot be."""
-    like = next(x for x in operands if isinstance(x, LoraArray))
+    like = with_all_axes(next(x for x in operands if isinstance(x, LoraArray)))
     loras = [
         with_all_axes(x) if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like)
         for x in operands

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
@@ -163,6 +165,8 @@ def _neg(x: LoraArray, **params: Any):
 def _times(x: LoraArray, y: Any) -> Any:
     """By a scalar, or by one number for each row or for each column: then one factor takes it, too."""
     y = jnp.asarray(y)
+    if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
+        return NotImplemented  # infinite parts cancel where the whole is infinite
     if x.magnitude is not None:
         return NotImplemented if y.ndim else x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
     _, a_labels, b_labels = labels(x)

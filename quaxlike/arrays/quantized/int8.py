@@ -120,6 +120,8 @@ class Int8Array(AbstractQuantizedArray):
             return None
         if shape[-1] == self.codes.shape[-1]:
             scale = self.scale.reshape(*shape[:-1], self.scale.shape[-1])
+        elif len(shape) <= self.num_lead:
+            return None
         elif shape[: self.num_lead] == self.codes.shape[:-1] and self.block_size is None:
             rows = self.scale.reshape(*shape[: self.num_lead], *[1] * (len(shape) - self.num_lead))
             scale = jnp.broadcast_to(rows, (*shape[:-1], 1))

@@ -312,8 +312,8 @@ def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **para
 
 
 @register("sort")
-def _sort(*xs: Constant, **params: Any) -> list[Constant]:
-    return list(xs)
+def _sort(*xs: Constant, dimension: int, **params: Any) -> Any:
+    return NotImplemented if any(dimension < np.ndim(_scalar(x)) for x in xs) else list(xs)
 
 
 @register(["cumsum", "cumprod", "cummax", "cummin", "argmax", "argmin"])
@@ -341,7 +341,8 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
     if isinstance(x, Full) and isinstance(y, Full):
 
         def product(a: Any, b: Any) -> Any:
-            return jnp.astype(jnp.astype(a, out.dtype) * jnp.astype(b, out.dtype) * n, out.dtype)
+            a, b = jnp.astype(a, out.dtype), jnp.astype(b, out.dtype)
+            return a * b * np.asarray(n).astype(out.dtype)
 
         return apply(product, x, y, shape=out.shape)
     side = int(isinstance(x, Full))

@@ -1,0 +1,70 @@
+"""`TrainableArray` and `LoraBias`: stacked, looked up, and differentiated, as the arrays that they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from tests.samples import normal
+
+BIAS, ADDED = normal(4, 3), normal(4, 3, seed=1)
+
+# name: (how it is made of a bias and that of an adapter, the array, whether the first of them is trained)
+KINDS = {
+    "bias": (lambda w, b: ql.LoraBias(w, b, 0.5), lambda w, b: w + 0.5 * b, False),
+    "trained bias": (
+        lambda w, b: ql.LoraBias(ql.TrainableArray(w), b, 0.5),
+        lambda w, b: w + 0.5 * b,
+        True,
+    ),
+    "no bias": (lambda w, b: ql.LoraBias(None, b, 0.5), lambda w, b: 0.5 * b, False),
+    "trained array": (lambda w, b: ql.TrainableArray(w), lambda w, b: w, True),
+}
+
+PROGRAMS = {
+    "whole": lambda x: x * jnp.arange(3.0)[None],
+    "scan over rows": lambda x: lax.scan(lambda c, row: (c * row + row[::-1], c), jnp.ones(3), x),
+    "map over rows": lambda x: lax.map(jnp.sin, x),
+    "vmap over columns": lambda x: jax.vmap(jnp.cumsum, in_axes=1)(x),
+    "a row": lambda x: x[2] @ jnp.arange(3.0),
+    "cond": lambda x: lax.cond(x[0, 0] > -9, lambda: x, lambda: jnp.sin(x)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients(kind, name):
+    make, array, trains = KINDS[kind]
+    program = PROGRAMS[name]
+
+    def total(out):
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(ql.materialise(out)))
+
+    @jax.jit
+    def both(w, b):
+        ours = lambda w, b: total(ql.quaxify(program)(make(w, b)))
+        dense = lambda w, b: total(program(array(w if trains else lax.stop_gradient(w), b)))
+        return [jax.value_and_grad(f, (0, 1))(w, b) for f in (ours, dense)]
+
+    got, want = both(BIAS, ADDED)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_is_differentiated_in_all_parts(kind):
+    make, array, _ = KINDS[kind]
+    x = make(BIAS, ADDED)
+    assert (x.shape, x.dtype) == ((4, 3), BIAS.dtype)
+    got, want = (
+        jax.grad(lambda w, b, f=f: jnp.sum(jnp.sin(f(w, b))), (0, 1))(BIAS, ADDED)
+        for f in (lambda w, b: make(w, b).merged(), array)
+    )
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-6), got, want)
+
+
+def test_the_dtype_is_that_of_the_layer():
+    x = ql.LoraBias(BIAS.astype(jnp.bfloat16), ADDED, 0.5)
+    assert x.dtype == x.materialise().dtype == jnp.bfloat16
+    assert ql.LoraBias(None, ADDED, 0.5).dtype == ADDED.dtype
