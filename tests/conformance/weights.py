@@ -154,6 +154,7 @@ CORNERS: dict[str, Make] = {
     "Full, scalar": lambda k=0: zero.Full(_dense(k)[0, 0], ()),
     "Full, stacked": lambda k=0: zero.Full(_dense(k, 2), (3, 4)),
     "Full, empty": lambda k=0: zero.Full(2.0, (0, 3)),
+    "Full, empty infinity": lambda k=0: zero.Full(jnp.inf, (0,)),
     "Full, infinity": lambda k=0: zero.Full(jnp.inf, (3,)),
     "Full, nan": lambda k=0: zero.Full(jnp.nan, (3,)),
     "Full, booleans": lambda k=0: zero.Full(True, (3, 3)),

@@ -1,7 +1,7 @@
 """A program on a Value against the same program on the array that it stands for."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 import quaxlike as ql
 from quaxlike.arrays import named, unitful
 from quaxlike.core.slots import StructureError
+from tests.primitives.jaxprs import equations
 
 from .program import Program, parts, under
 from .transforms import OUTER
@@ -33,7 +34,11 @@ class Finding(AssertionError):
     @property
     def key(self) -> tuple[str, ...]:
         """Findings with the same key count as one."""
-        return (type_family(self.program.type), self.program.steps[-1].text.split("(")[0][:24], self.kind)
+        return (type_family(self.program.type), _operation(self.program), self.kind)
+
+
+def _operation(program: Program) -> str:
+    return program.steps[-1].text.split("(")[0][:24] if program.steps else "-"
 
 
 def type_family(name: str) -> str:
@@ -58,60 +63,103 @@ def check(program: Program) -> Outcome:
 def _check(program: Program) -> Outcome:
     f, operands = program.function(), program.operands()
     leaves, treedef = jtu.tree_flatten(operands)
-    varied = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    varied = [leaf for leaf in leaves if _is_inexact(leaf)]
+    others = {"z": [(0.5 * x).astype(x.dtype) for x in varied]}
 
-    def build(dynamic: list[Any]) -> tuple[Any, dict[str, Any]]:
-        dynamic = iter(dynamic)
-        tree = jtu.tree_unflatten(
-            treedef, [next(dynamic) if v else leaf for v, leaf in zip(varied, leaves, strict=True)]
-        )
-        return tree.pop("x"), tree
+    powers: list[Any] = []
 
-    def of_values(dynamic: Any, _: Any) -> Any:
-        return ql.materialise(ql.quaxify(f)(*build(dynamic)))
+    def both(leaves: list[Any]) -> tuple[Any, Any]:
+        """The program on Values, and on arrays, as functions of the leaves that can be differentiated."""
 
-    def of_arrays(dynamic: Any, _: Any) -> Any:
-        return f(*ql.materialise(build(dynamic)))
+        def build(varied: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+            new = iter(varied)
+            tree = jtu.tree_unflatten(treedef, [next(new) if _is_inexact(x) else x for x in leaves])
+            return tree.pop("x"), tree
 
-    start = [leaf for v, leaf in zip(varied, leaves, strict=True) if v]
-    others = {"z": jtu.tree_map(lambda x: (0.5 * x).astype(x.dtype), start)}
-    reference, found = of_arrays, of_values
-    for name in reversed(program.outer if start else ()):
-        reference, found = OUTER[name](reference), OUTER[name](found)
+        def of_values(varied: Any, _: Any) -> Any:
+            out = ql.quaxify(f)(*build(varied))
+            powers[:] = [_metres(x) for x in jtu.tree_leaves(out, is_leaf=ql.is_value)]
+            return ql.materialise(out)
+
+        of_arrays: Any = lambda varied, _: f(*ql.materialise(build(varied)))
+        for name in reversed(program.outer if varied else ()):
+            of_values, of_arrays = OUTER[name](of_values), OUTER[name](of_arrays)
+        return of_values, of_arrays
+
+    reference = lambda leaves, varied: both(leaves)[1](varied, others)
+    found = lambda leaves, varied: both(leaves)[0](varied, others)
     try:
-        expected_avals = jax.eval_shape(reference, start, others)
+        traced = jax.jit(reference).trace(leaves, varied)
     except Exception as error:  # whatever JAX says of it
         return Outcome("rejected", f"{type(error).__name__}: {error}")
     try:
-        results = found(start, others)
+        # Either all is traced, or all is known.
+        traced_too = jax.jit(found).trace(leaves, varied) if program.jit else None
+        results = None if traced_too else found(leaves, varied)
     except Exception as error:
         if _declines(operands, error):
-            return Outcome("declined", str(error))
+            return Outcome("declined", f"{type(error).__name__}: {error}")
         try:
-            reference(start, others)
+            reference(leaves, varied)
         except Exception as same:  # that comes late in plain JAX, too
             return Outcome("rejected", f"{type(same).__name__}: {same}")
         raise Finding(program, f"raises {type(error).__name__}", str(error)[:600]) from error
-    _compare_avals(program, results, expected_avals)
-    expected = _run(reference, start, others)
+    _compare_avals(program, traced_too.out_info if traced_too else results, traced.out_info)
+    expected = _evaluated(traced, leaves, varied)
+    if traced_too:
+        results = _evaluated(traced_too, leaves, varied)
     tolerance = _tolerance([*leaves, *jtu.tree_leaves(expected)])
     problem = _difference(results, expected, tolerance)
     if problem is None:
+        if not program.outer:
+            _check_units(program, operands, powers, tolerance)
         return Outcome("equal")
     rng = np.random.default_rng(0)
     noise = lambda x: (x * (1 + 0.01 * tolerance * rng.uniform(-1, 1, x.shape))).astype(x.dtype)
-    if _difference(_run(reference, jtu.tree_map(noise, start), others), expected, tolerance) is not None:
+    if _difference(_evaluated(traced, leaves, [*map(noise, varied)]), expected, tolerance) is not None:
         return Outcome("rejected", "the result is not stable")
     raise Finding(program, "wrong numbers", problem)
 
 
-def _run(f: Callable[..., Any], *args: Any) -> Any:
-    """Without compiling what can be run step by step."""
-    try:
-        with jax.disable_jit():
-            return f(*args)
-    except Exception:  # what batches a loop, say
-        return f(*args)
+def _metres(x: Any) -> Any:
+    """The power of the metre in the unit of an array, or None if it goes with any unit."""
+    units = [part.unit for part in parts(x) if isinstance(part, unitful.Unitful)]
+    if not units:
+        return 0
+    return None if isinstance(units[0]._exponents, str) else units[0].exponents.get("m", 0)
+
+
+def _check_units(program: Program, operands: dict[str, Any], powers: list[Any], tolerance: float) -> None:
+    """In half-metres the numbers of a result are larger by a power of two: the one that its unit says.
+
+    Not where `select_n` takes a plain array for one in the unit of the others.
+    """
+    of_operands = {name: _metres(x) for name, x in operands.items()}
+    if not any(of_operands.values()):
+        return
+    f = lambda operands: program.function()(operands["x"], {k: x for k, x in operands.items() if k != "x"})
+    metres = ql.materialise(operands)
+    half_metres = {name: x * 2 ** of_operands[name] if of_operands[name] else x for name, x in metres.items()}
+    traced = jax.jit(f).trace(metres)
+    if any(eqn.primitive.name == "select_n" for eqn in equations(traced.jaxpr.jaxpr)):
+        return
+    results, larger = (jtu.tree_leaves(_evaluated(traced, x)) for x in (metres, half_metres))
+    for power, x, y in zip(powers, results, larger, strict=True):
+        wrong = power is not None and _difference(y, np.asarray(x) * 2.0 ** float(power), tolerance)
+        if wrong:
+            raise Finding(program, "unit", f"the unit of the result has m to the power of {power}")
+
+
+def _evaluated(traced: Any, *args: Any) -> Any:
+    return traced.lower().compile()(*args)
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _declines(operands: Any, error: Exception) -> bool:
@@ -134,8 +182,12 @@ def _compare_avals(program: Program, results: Any, expected: Any) -> None:
     for x, y in zip(found_leaves, leaves, strict=True):
         if np.shape(x) != y.shape:
             raise Finding(program, "shape", f"{np.shape(x)}, expected {y.shape}")
-        if jnp.asarray(x).dtype != y.dtype and y.dtype != jax.dtypes.float0:
+        if y.dtype == jax.dtypes.float0:
+            continue
+        if _dtype(x) != y.dtype:
             raise Finding(program, "dtype", f"{x.dtype}, expected {y.dtype}")
+        if getattr(x, "weak_type", y.weak_type) != y.weak_type:
+            raise Finding(program, "weak type", f"{x.weak_type}, expected {y.weak_type}")
 
 
 def _difference(found: Any, expected: Any, tolerance: float) -> str | None:
@@ -145,10 +197,9 @@ def _difference(found: Any, expected: Any, tolerance: float) -> str | None:
             continue
         wide = np.complex128 if jnp.issubdtype(y.dtype, jnp.complexfloating) else np.float64
         x, y = np.asarray(x).astype(wide), np.asarray(y).astype(wide)
-        told = np.isfinite(y)
-        scale = max(1.0, np.abs(y[told]).max(initial=0.0))
+        scale = max(1.0, np.abs(y[np.isfinite(y)]).max(initial=0.0))
         with np.errstate(invalid="ignore"):
-            wrong = told & ~(np.abs(x - y) <= tolerance * scale)
+            wrong = ~np.isnan(y) & (x != y) & ~(np.abs(x - y) <= tolerance * scale)
         if wrong.any():
             return f"result{jtu.keystr(path)} is {x.tolist()}, expected {y.tolist()}"[:1200]
     return None

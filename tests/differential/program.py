@@ -39,6 +39,7 @@ class Program:
     """Inside of `quaxify`, from the outermost on."""
     outer: tuple[str, ...] = ()
     """Outside of `quaxify`, from the outermost on."""
+    jit: bool = False
     x64: bool = True
 
     def operands(self) -> dict[str, Any]:
@@ -75,6 +76,7 @@ class Program:
             args = "".join(f", {letter}{i}={spec}" for letter, spec in step.operands)
             lines.append(f"  x = {step.text}{'   # ' + args[2:] if args else ''}")
         lines.append(f"  inside: {' of '.join(self.inner) or '-'}; outside: {' of '.join(self.outer) or '-'}")
+        lines[-1] += f"; {'jit' if self.jit else 'eager'}, {64 if self.x64 else 32} bits"
         return "\n".join([*lines, f"check({self!r})"])
 
 
@@ -198,9 +200,9 @@ def programs(draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), max_steps: 
         assume(sum(t in ROWS for t in inner) <= len(shape))
         aval = jax.ShapeDtypeStruct(_seen(inner, shape), dtype)
         chain: list[Step] = []
-        for i in range(draw(st.integers(1, max_steps))):
+        for i in range(draw(st.integers(0 if inner else 1, max_steps))):
             valid = lambda step, aval=aval: result(step, aval) is not None
             step = draw(steps(name, aval, i, x64).filter(valid))
             chain.append(step)
             aval = result(step, aval)
-    return Program(name, tuple(chain), inner, outer, x64)
+    return Program(name, tuple(chain), inner, outer, draw(st.sampled_from([True, True, False])), x64)

@@ -12,8 +12,8 @@ from .hunt import hunt
 
 SHARDS = 8
 
-# Primitives that no function of `jax.numpy` or `lax` binds on its own: transforms bind them.
-OF_TRANSFORMS = {"add_any", "sharding_constraint"}
+# What no function of `jax.numpy` or `lax` binds on its own: transforms do, or other functions.
+NOT_OPERATIONS = {"add_any", "sharding_constraint", "jit", "geqrf", "eq_to", "le_to", "lt_to"}
 
 
 @pytest.mark.slow
@@ -29,3 +29,12 @@ def test_materialises(name):
     x = TYPES[name]()
     dense = ql.materialise(x)
     assert (dense.shape, dense.dtype) == (x.shape, x.dtype)
+
+
+def test_operations_bind_every_primitive_that_has_a_rule():
+    """A new rule is met without being named, unless its primitive is new to the operations, too."""
+    classes = {type(part) for make in TYPES.values() for part in parts(make())}
+    ruled = {rule.primitive.name for cls in classes for rule in ql.rules_for(cls)}
+    with under(True):
+        bound = frozenset().union(*operations().values())
+    assert ruled - bound <= NOT_OPERATIONS

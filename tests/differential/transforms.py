@@ -61,7 +61,7 @@ def _weights(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.cos(1.0 + jnp.arange(math.prod(shape))).reshape(shape).astype(dtype)
 
 
-@_both
+@_inner
 def jit(f: Function) -> Function:
     return jax.jit(f)
 
