@@ -59,16 +59,14 @@ class _ImplicitMeta(type(ArrayValue)):
         return super().__new__(mcs, name, bases, namespace, **kwargs)
 
     def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
-        args, shape, dtype = bind_fields(cls._order, args, shape, dtype)
-        x = super().__call__(*args, **kwargs)
-        before = kwargs.get("_declared")  # by `dataclasses.replace`, which passes on what was given
-        if before is None:
+        rest, shape, dtype = bind_fields(cls._order, args, shape, dtype)
+        x = super().__call__(*rest, **kwargs)
+        if "_declared" not in kwargs:  # else `dataclasses.replace` passes on what was given before
             shape = cls.default_shape if shape is None and _is_inherited(cls, "compute_shape") else shape
             dtype = cls.default_dtype if dtype is None and _is_inherited(cls, "compute_dtype") else dtype
-        if shape is not None or (before is None and dtype is not None):
-            dtype = before.dtype if dtype is None and before is not None else dtype
-            object.__setattr__(x, "_declared", Declared.of(shape, dtype, _field_shapes(x)))
-        elif dtype is not None:
+        if shape is not None:
+            object.__setattr__(x, "_declared", Declared.of(shape, x._declared.dtype, _field_shapes(x)))
+        if dtype is not None:
             object.__setattr__(x, "_declared", x._declared.with_dtype(dtype))
         _compare_with_materialize(x)
         return x
@@ -132,7 +130,7 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     ) -> None:
         super().__init_subclass__(**kwargs)
         if "materialize" in vars(cls):
-            cls.materialize = _of_each_item(vars(cls)["materialize"])
+            cls.materialize = _of_each_item(vars(cls)["materialize"])  # pyright: ignore
         if commute_ops is not None:
             cls.commute_ops = commute_ops
         if warn_on_materialize is not None:
@@ -231,7 +229,8 @@ def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, A
 
 
 def _stacking(x: ImplicitArray) -> list[int]:
-    return x._declared.stacking(_field_shapes(x)) if x._declared.shape is not None else []
+    declared = x._declared  # pyright: ignore[reportPrivateUsage]
+    return [] if declared.shape is None else declared.stacking(_field_shapes(x))
 
 
 def is_stack(x: ImplicitArray) -> bool:

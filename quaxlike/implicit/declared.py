@@ -23,10 +23,7 @@ class Declared:
     dtype: Any = None
 
     @staticmethod
-    def of(shape: Sequence[int] | None, dtype: Any, fields: Sequence[tuple[int, ...]]) -> "Declared":
-        dtype = None if dtype is None else canonical_dtype(dtype)
-        if shape is None:
-            return Declared(dtype=dtype)
+    def of(shape: Sequence[int], dtype: Any, fields: Sequence[tuple[int, ...]]) -> "Declared":
         shape, n = tuple(shape), 0
         while fields and n < len(shape) and all(s[n : n + 1] == shape[n : n + 1] for s in fields):
             n += 1
@@ -43,8 +40,6 @@ class Declared:
 
     def stacking(self, fields: Sequence[tuple[int, ...]]) -> list[int]:
         """For each field, how many axes it has in front of those of an item."""
-        if self.shape is None:
-            return [0] * len(fields)
         return [max(len(s) - n - self.shared, 0) for s, n in zip(fields, self.ndims, strict=True)]
 
 
