@@ -145,7 +145,7 @@ def quantize_array(name: str, w: Any, scheme: str, **options: Any) -> Any:
     if isinstance(w, BlockSparseArray):
         # Nested scales belong to a whole array: each block has its own, so that rows of blocks can be cut.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
-        return w.replace(blocks=quantize_array(name, w.blocks, scheme, **options | stacked))
+        return w.replace(blocks=quantize_array(name, w.stored_blocks, scheme, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
             f"{name} is a {type(w).__name__} already. Leave it out with `exclude`, or make it dense with "

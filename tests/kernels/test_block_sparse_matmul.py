@@ -72,6 +72,19 @@ class TestOnEachBackend:
 
     @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
+    def test_padding_is_not_seen(self, backend, transpose):
+        """Whatever it holds, and whatever it meets in the gradient."""
+        w = block_sparse(MASKS["mixed"], 128)
+        stored = (w.col_idx < 3)[..., None, None]
+        x = _x(w, (5,), transpose).at[0].set(jnp.inf)
+        product = lambda x, blocks: block_sparse_matmul(x, blocks, *w[1:], transpose=transpose)
+        expected = product(x, jnp.where(stored, w.blocks, 0))
+        np.testing.assert_array_equal(product(x, jnp.where(stored, w.blocks, jnp.nan)), expected)
+        of_blocks = jax.grad(lambda blocks: jnp.sum(product(x, blocks)))(w.blocks)
+        assert not of_blocks[~stored[..., 0, 0]].any()
+
+    @_MAY_FALL_BACK
+    @pytest.mark.parametrize("transpose", [False, True])
     def test_gradients_on_stored_blocks(self, backend, transpose):
         w = block_sparse(MASKS["mixed"], 64)
         x = _x(w, (5,), transpose)
@@ -101,10 +114,12 @@ class TestOnEachBackend:
 def test_the_gpu_kernel_interpreted(mask, b, lead, dtype, transpose):
     # Not by way of the primitive: interpreting has effects, which a primitive must not have.
     w = block_sparse(MASKS[mask], b, dtype)
+    stored = jnp.asarray(w.col_idx < len(w.transposed_idx))[..., None, None]
     x = _x(w, lead, transpose, dtype)
     y = gpu.matmul(
         x,
-        *map(jnp.asarray, w),
+        jnp.where(stored, w.blocks, jnp.nan),
+        *map(jnp.asarray, w[1:]),
         transpose=transpose,
         out_dtype=jnp.dtype(dtype),
         interpret=plgpu.InterpretGPUParams(),

@@ -10,7 +10,8 @@ from jaxtyping import Array, ArrayLike
 
 from quaxlike.core.rules import register
 
-from .coordinates import fits_int32, flattened, is_stored, smaller, unflattened, unstacked
+from ..bounds import clamped_start, dynamic_slice_in_dim
+from .coordinates import fits_int32, flattened, smaller, unflattened, unstacked
 from .stacks import broadcast_stack, cut_stack, map_batch, reshape_stack
 from .unstructured import SparseArray
 
@@ -38,13 +39,13 @@ def _reshape(x: SparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
     if out is not NotImplemented:
         return out
     if not new_sizes:
-        return jnp.sum(x.data)
+        return jnp.sum(x.elements, dtype=x.dtype)
     if not fits_int32(x.shape):
         return NotImplemented
     x = unstacked(x)
-    inside = is_stored(x)
+    inside = x.is_stored
     indices = unflattened(flattened(x.indices, x.sizes, inside), new_sizes, inside)
-    return SparseArray(x.data, indices, tuple(new_sizes))
+    return x.placed(x.data, indices, new_sizes)
 
 
 @register("squeeze")
@@ -56,9 +57,8 @@ def _squeeze(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> Any
     if len(kept) == len(x.sizes):
         return x
     if not kept:
-        return jnp.sum(x.data, -1)
-    indices, sizes = (tuple(part[axis] for axis in kept) for part in (x.indices, x.sizes))
-    return SparseArray(x.data, indices, sizes)
+        return jnp.sum(x.elements, -1, dtype=x.dtype)
+    return x.placed(x.data, [x.indices[axis] for axis in kept], [x.sizes[axis] for axis in kept])
 
 
 @register("broadcast_in_dim")
@@ -77,7 +77,7 @@ def _broadcast_in_dim(
     grown = [axis for axis in grown if shape[axis] != 1 or axis not in from_axis]
     repeats = (x.nse, *(shape[axis] for axis in grown))
     repeat = lambda array: jnp.broadcast_to(array.reshape(-1, *[1] * len(grown)), repeats).reshape(-1)
-    inside = repeat(is_stored(x))
+    inside = repeat(x.is_stored)
     indices: list[Array] = []
     for axis, size in enumerate(shape):
         if axis in grown:
@@ -85,20 +85,20 @@ def _broadcast_in_dim(
             indices.append(jnp.where(inside, along, size))
         else:
             indices.append(repeat(x.indices[from_axis[axis]]))
-    return SparseArray(repeat(x.data), tuple(indices), tuple(shape))
+    return x.placed(repeat(x.data), indices, shape)
 
 
 @register("rev")
 def _rev(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> SparseArray:
-    n, inside = x.num_batch, is_stored(x)
+    n = x.num_batch
     x = map_batch(x, lambda leaf, _: lax.rev(leaf, [axis for axis in dimensions if axis < n]))
     if all(axis < n for axis in dimensions):
         return x
     indices = [
-        jnp.where(inside, size - 1 - index, size) if axis + n in dimensions else index
+        jnp.where(x.is_stored, size - 1 - index, size) if axis + n in dimensions else index
         for axis, (index, size) in enumerate(zip(x.indices, x.sizes, strict=True))
     ]
-    return SparseArray(x.data, tuple(indices), x.sizes)
+    return x.placed(x.data, indices, x.sizes)
 
 
 @register("slice")
@@ -137,29 +137,25 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
     n, shape = x.num_batch, x.shape
     touched = [axis for axis, size in enumerate(shape) if slice_sizes[axis] != size]
     batch = [axis for axis in touched if axis < n]
-    cut = lambda leaf, axis: lax.dynamic_slice_in_dim(leaf, starts[axis], slice_sizes[axis], axis)
+    cut = lambda leaf, axis: dynamic_slice_in_dim(leaf, starts[axis], slice_sizes[axis], axis)
     x = cut_stack(x, cut, batch) if batch else x
     if len(batch) == len(touched):
         return x
     sizes = slice_sizes[n:]
-    clipped = [
-        jnp.clip(jnp.asarray(start), 0, whole - size).astype(jnp.int32)
-        for start, whole, size in zip(starts[n:], x.sizes, sizes, strict=True)
-    ]
-    return smaller(_cut(x, clipped, sizes, [1] * len(sizes)))
+    begin = list(map(clamped_start, starts[n:], x.sizes, sizes))
+    return smaller(_cut(x, begin, sizes, [1] * len(sizes)))
 
 
 def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]) -> SparseArray:
     """The elements of a part; what lies outside becomes padding."""
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
-    inside = is_stored(x)
+    inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):
         inside &= (index >= 0) & (index < size * step) & (index % step == 0)
     indices = [
         jnp.where(inside, index // step, size) for index, size, step in zip(moved, sizes, steps, strict=True)
     ]
-    data = jnp.where(inside, x.data, jnp.zeros_like(x.data))
-    return SparseArray(data, tuple(indices), tuple(sizes))
+    return x.placed(x.data, indices, sizes)
 
 
 @register("concatenate")
@@ -177,13 +173,13 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
     before = 0
     for x in xs:
         indices = list(x.indices)
-        indices[along] = jnp.where(is_stored(x), indices[along] + before, total)
+        indices[along] = jnp.where(x.is_stored, indices[along] + before, total)
         parts.append([x.data, *indices])
         before += x.sizes[along]
     data, *indices = (jnp.concatenate(arrays, -1) for arrays in zip(*parts, strict=True))
     sizes = list(xs[0].sizes)
     sizes[along] = total
-    return SparseArray(data, tuple(indices), tuple(sizes))
+    return xs[0].placed(data, indices, sizes)
 
 
 def _padded(x: SparseArray, nse: int) -> SparseArray:

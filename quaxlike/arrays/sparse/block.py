@@ -15,7 +15,7 @@ from quaxlike.core.operators import ArrayOperators
 from quaxlike.core.values import ArrayValue, replace_fields
 from quaxlike.kernels import transposed_index
 
-from .stacks import is_stacked, shard_stack
+from .stacks import add_at, is_stacked, shard_stack
 
 
 class BlockSparseArray(ArrayOperators, ArrayValue):
@@ -32,7 +32,7 @@ class BlockSparseArray(ArrayOperators, ArrayValue):
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value, such as an
         [`NF4Array`][quaxlike.NF4Array] of this shape.
     - `col_idx`: int32 `(*batch, rows, slots)`: the block column of each block; `columns` for a slot
-        that holds none.
+        that holds none, which counts as zeros, whatever `blocks` holds there, with a gradient of zero.
     - `transposed_idx`: int32 `(*batch, columns, slots of a column)`: which blocks stand in each block
         column, by [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this stands for the transposed matrix. Default False.
@@ -117,13 +117,20 @@ class BlockSparseArray(ArrayOperators, ArrayValue):
 
         **Returns:** the array of shape `(*batch, rows * b, columns * b)`.
 
-        **Raises:** `ValueError` if the shapes do not fit each other, or for a column out of bounds.
+        **Raises:** `ValueError` if the shapes do not fit each other, or for a column that is out of bounds
+        or comes twice in a row.
         """
         col_idx = np.asarray(col_idx, np.int32)
         if blocks.ndim < 4 or blocks.shape[-1] != blocks.shape[-2] or blocks.shape[:-2] != col_idx.shape:
             raise ValueError(
                 "BlockSparseArray.from_blocks takes blocks of shape (*batch, rows, slots, b, b) and col_idx "
                 f"of shape (*batch, rows, slots); found {blocks.shape} and {col_idx.shape}."
+            )
+        ordered = np.sort(col_idx, -1)
+        if ((np.diff(ordered) == 0) & (ordered[..., 1:] < columns)).any():
+            raise ValueError(
+                "BlockSparseArray.from_blocks takes each block column once in a row; found col_idx with one "
+                "that comes twice."
             )
         *batch, rows, slots = col_idx.shape
         matrices = [col_idx[i] for i in np.ndindex(*batch)]
@@ -195,6 +202,15 @@ class BlockSparseArray(ArrayOperators, ArrayValue):
         """The share of the blocks for which there is a slot."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
+    @property
+    def stored_blocks(self) -> Any:
+        """`blocks`, with zeros for slots that hold none: what functions of the elements read. Products, and
+        sums at the places of the blocks, leave such slots out as it is; so do blocks that are Values."""
+        if isinstance(self.blocks, ArrayValue):
+            return self.blocks
+        stored = self.col_idx[..., None, None] < self.transposed_idx.shape[-2]
+        return jnp.where(stored, self.blocks, jnp.zeros_like(self.blocks))
+
     def replace(self, **fields: Any) -> "BlockSparseArray":
         """This array with some of its fields replaced, which are not checked against the others."""
         return replace_fields(self, **fields)
@@ -212,7 +228,7 @@ class BlockSparseArray(ArrayOperators, ArrayValue):
         def dense(blocks: Array, col_idx: Array) -> Array:
             rows, _, b, _ = blocks.shape
             each = jnp.zeros((rows, columns, b, b), blocks.dtype)
-            each = each.at[jnp.arange(rows)[:, None], col_idx].set(blocks, mode="drop")
+            each = add_at(each, (jnp.arange(rows)[:, None], col_idx), blocks)
             return each.swapaxes(1, 2).reshape(rows * b, columns * b)
 
         for _ in range(self.num_batch):

@@ -19,8 +19,10 @@ from quaxlike.kernels import block_sparse_matmul
 from quaxlike.kernels.multilinear import varying_zeros
 from quaxlike.primitives.classes import ZERO_PRESERVING
 
+from ..bounds import dynamic_slice_in_dim
 from .block import BlockSparseArray
 from .stacks import (
+    add_at,
     broadcast_stack,
     cut_stack,
     dot_stack,
@@ -104,14 +106,14 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool) -> Array:
 
 @register(ZERO_PRESERVING)
 def _zero_preserving(primitive: Primitive, x: BlockSparseArray, **params: Any) -> BlockSparseArray:
-    return x.replace(blocks=quaxify(functools.partial(primitive.bind, **params))(x.blocks))
+    return x.replace(blocks=quaxify(functools.partial(primitive.bind, **params))(x.stored_blocks))
 
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: BlockSparseArray, *, y: int, **params: Any) -> Any:
     if y <= 0:
         return NotImplemented
-    return x.replace(blocks=quaxify(functools.partial(primitive.bind, y=y, **params))(x.blocks))
+    return x.replace(blocks=quaxify(functools.partial(primitive.bind, y=y, **params))(x.stored_blocks))
 
 
 @register_on_either_side("mul", BlockSparseArray, other=ArrayLike)
@@ -121,14 +123,16 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
     if not is_covered(w, other):
         return NotImplemented
-    return w.replace(blocks=quaxify(lambda a, b: primitive.bind(a, b, **params))(w.blocks, _at(w, other)))
+    bind = quaxify(lambda a, b: primitive.bind(a, b, **params))
+    return w.replace(blocks=bind(w.stored_blocks, _at(w, other)))
 
 
 @register("div")
 def _div(primitive: Primitive, x: BlockSparseArray, y: ArrayLike, **params: Any) -> Any:
     if not is_covered(x, y):
         return NotImplemented
-    return x.replace(blocks=quaxify(lambda a, b: primitive.bind(a, b, **params))(x.blocks, _at(x, y)))
+    bind = quaxify(lambda a, b: primitive.bind(a, b, **params))
+    return x.replace(blocks=bind(x.stored_blocks, _at(x, y)))
 
 
 def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
@@ -169,7 +173,7 @@ def _add_blocks(y: Array, w: BlockSparseArray) -> Array:
     def add(y: Array, blocks: Array, col_idx: Array) -> Array:
         cut = y.reshape(-1, b, columns, b)
         rows = jnp.arange(cut.shape[0])[:, None]
-        return cut.at[rows, :, col_idx].add(blocks, mode="drop").reshape(y.shape)
+        return add_at(cut, (rows, slice(None), col_idx), blocks).reshape(y.shape)
 
     for _ in range(w.num_batch):
         add = jax.vmap(add)
@@ -182,8 +186,8 @@ def _on_blocks(primitive: Primitive, x: BlockSparseArray, y: BlockSparseArray, *
     """Two matrices with the same blocks."""
     if x.shape != y.shape or x.transposed != y.transposed or not same_index(x.col_idx, y.col_idx):
         return NotImplemented
-    blocks = quaxify(lambda a, b: primitive.bind(a, b, **params))(x.blocks, y.blocks)
-    return x.replace(blocks=blocks)
+    bind = quaxify(lambda a, b: primitive.bind(a, b, **params))
+    return x.replace(blocks=bind(x.stored_blocks, y.stored_blocks))
 
 
 @register("reduce_sum")
@@ -194,19 +198,19 @@ def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> A
         return NotImplemented
     batch = tuple(axis for axis in axes if axis < n)
     if len(summed) == 2:
-        return jnp.sum(x.blocks, (*batch, *range(n, n + 4)))
+        return jnp.sum(x.stored_blocks, (*batch, *range(n, n + 4)), dtype=x.dtype)
     if summed == {1}:
-        rows = jnp.sum(x.blocks, (-3, -1))
-        return jnp.sum(rows.reshape(*rows.shape[:n], -1), batch)
+        rows = jnp.sum(x.stored_blocks, (-3, -1), dtype=x.dtype)
+        return jnp.sum(rows.reshape(*rows.shape[:n], -1), batch, dtype=x.dtype)
 
     def columns(blocks: Array, col_idx: Array, number: int) -> Array:
         total = jnp.zeros((number, blocks.shape[-1]), blocks.dtype)
-        return total.at[col_idx].add(jnp.sum(blocks, -2), mode="drop").reshape(-1)
+        return add_at(total, col_idx, jnp.sum(blocks, -2, dtype=blocks.dtype)).reshape(-1)
 
     add = functools.partial(columns, number=x.transposed_idx.shape[-2])
     for _ in range(n):
         add = jax.vmap(add)
-    return jnp.sum(add(x.blocks, x.col_idx), batch)
+    return jnp.sum(add(x.blocks, x.col_idx), batch, dtype=x.dtype)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -269,5 +273,5 @@ def _slice(
 @register("dynamic_slice")
 def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any) -> Any:
     touched = [i for i, size in enumerate(x.shape) if slice_sizes[i] != size]
-    cut = lambda leaf, i: lax.dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
+    cut = lambda leaf, i: dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
     return cut_stack(x, cut, touched)

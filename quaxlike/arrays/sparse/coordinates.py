@@ -20,18 +20,13 @@ def unstacked(x: SparseArray) -> SparseArray:
     if not x.num_batch:
         return x
     shape, batch = x.data.shape, x.data.shape[:-1]
-    inside = is_stored(x)
+    inside = x.is_stored
     stacked = [
         jnp.where(inside, lax.broadcasted_iota(jnp.int32, shape, axis), size)
         for axis, size in enumerate(batch)
     ]
     indices = tuple(index.reshape(-1) for index in (*stacked, *x.indices))
-    return SparseArray(x.data.reshape(-1), indices, (*batch, *x.sizes))
-
-
-def is_stored(x: SparseArray) -> Bool[Array, "*batch elements"]:
-    """Which elements are no padding."""
-    return x.indices[0] < x.sizes[0]
+    return x.placed(x.data.reshape(-1), indices, (*batch, *x.sizes))
 
 
 def flattened(

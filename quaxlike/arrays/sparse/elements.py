@@ -1,5 +1,6 @@
 """What is done to a sparse array element by element, and its sums."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,25 +17,24 @@ from quaxlike.primitives.classes import ZERO_PRESERVING
 from .coordinates import (
     fits_int32,
     flattened,
-    is_stored,
     known_indices,
     known_places,
     pairs,
     same_pattern,
     unstacked,
 )
-from .stacks import is_covered
+from .stacks import add_at, is_covered
 from .unstructured import SparseArray
 
 
 @register(ZERO_PRESERVING)
 def _zero_preserving(primitive: Primitive, x: SparseArray, **params: Any) -> SparseArray:
-    return x.replace(data=primitive.bind(x.data, **params))
+    return x.replace(data=primitive.bind(x.elements, **params))
 
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: SparseArray, *, y: int, **params: Any) -> Any:
-    return x.replace(data=primitive.bind(x.data, y=y, **params)) if y > 0 else NotImplemented
+    return x.replace(data=primitive.bind(x.elements, y=y, **params)) if y > 0 else NotImplemented
 
 
 @register_on_either_side("mul", SparseArray, other=ArrayLike)
@@ -44,14 +44,14 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     w, other = (x, y) if isinstance(x, SparseArray) else (y, x)
     if not is_covered(w, other):
         return NotImplemented
-    return w.replace(data=primitive.bind(w.data, _at(w, other), **params))
+    return w.replace(data=primitive.bind(w.elements, _at(w, other), **params))
 
 
 @register("div")
 def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> Any:
     if not is_covered(x, y):
         return NotImplemented
-    return x.replace(data=primitive.bind(x.data, _at(x, y), **params))
+    return x.replace(data=primitive.bind(x.elements, _at(x, y), **params))
 
 
 def _at(w: SparseArray, y: ArrayLike) -> Array:
@@ -66,6 +66,8 @@ def _at(w: SparseArray, y: ArrayLike) -> Array:
         jnp.where(index < size, 0, 1) if along == 1 else index
         for index, size, along in zip(w.indices, w.sizes, y.shape[n:], strict=True)
     ]
+    if not y.size:
+        return jnp.ones(w.data.shape, y.dtype)
     take = lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1)
     for _ in range(n):
         take = jax.vmap(take)
@@ -77,7 +79,7 @@ def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: 
     if x.shape != y.shape:
         return NotImplemented
     if same_pattern(x, y):
-        return x.replace(data=primitive.bind(x.data, y.data, **params))
+        return x.replace(data=primitive.bind(x.elements, y.elements, **params))
     at_x, at_y = known_indices(x), known_indices(y)
     if at_x is None or at_y is None:
         return NotImplemented
@@ -97,7 +99,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         return NotImplemented
     other = jnp.broadcast_to(jnp.asarray(other), w.shape)
     data = -w.data if minus and w is y else w.data
-    add = lambda y, data, *indices: y.at[indices].add(data, mode="drop")
+    add = lambda y, data, *indices: add_at(y, indices, data)
     for _ in range(w.num_batch):
         add = jax.vmap(add)
     return add(-other if minus and w is x else other, data, *w.indices)
@@ -120,10 +122,21 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
     shape, x = x.shape, unstacked(x)
     kept = [axis for axis in range(len(shape)) if axis not in axes]
     if not kept:
-        return jnp.sum(x.data)
+        return jnp.sum(x.elements, dtype=x.dtype)
     sizes = [shape[axis] for axis in kept]
     if not fits_int32(sizes):
         return NotImplemented
-    place = flattened([x.indices[axis] for axis in kept], sizes, is_stored(x))
-    total = jnp.zeros(int(np.prod(sizes)), x.data.dtype).at[place].add(x.data, mode="drop")
-    return total.reshape(sizes)
+    place = flattened([x.indices[axis] for axis in kept], sizes, x.is_stored)
+    return add_at(jnp.zeros(math.prod(sizes), x.dtype), place, x.data).reshape(sizes)
+
+
+@register(["reduce_or", "reduce_and"])
+def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
+    """From the number of those that are true."""
+    size = math.prod(x.shape[axis] for axis in axes)
+    if x.dtype != bool or not fits_int32([size]):
+        return NotImplemented
+    count = _reduce_sum(x.replace(data=x.data.astype(jnp.int32)), axes=axes)
+    if count is NotImplemented:
+        return NotImplemented
+    return count > 0 if primitive.name == "reduce_or" else count == size

@@ -13,6 +13,7 @@ from ...core.operators import ArrayOperators
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
+from .stacks import add_at, is_covered
 
 
 class OneHotVector(ArrayOperators, ArrayValue):
@@ -48,7 +49,7 @@ class OneHotVector(ArrayOperators, ArrayValue):
 
     def materialise(self) -> jax.Array:
         def dense(value: jax.Array, index: jax.Array) -> jax.Array:
-            return jnp.zeros(self.length, value.dtype).at[index].set(value)
+            return add_at(jnp.zeros(self.length, value.dtype), index, value)
 
         for _ in self.value.shape:
             dense = jax.vmap(dense)
@@ -58,14 +59,19 @@ class OneHotVector(ArrayOperators, ArrayValue):
         return (0, 0) if self.value.ndim else NotImplemented
 
 
+def _if_held(x: OneHotVector, value: jax.Array) -> jax.Array:
+    """`value`, or zero where the index is out of bounds."""
+    held = (x.index >= -x.length) & (x.index < x.length)
+    return jnp.where(held, value, jnp.zeros_like(value))
+
+
 def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
     return OneHotVector(value, x.index, x.length)
 
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
     """Contracts the last axis of `y` with the vector."""
-    picked = y.at[..., x.index].get(mode="fill", fill_value=0)
-    return picked * x.value.astype(y.dtype)
+    return _if_held(x, y.at[..., x.index].get(mode="clip") * x.value.astype(y.dtype))
 
 
 def _contract(x: OneHotVector, y: jax.Array, dims: Any, x_first: bool) -> Any:
@@ -108,28 +114,29 @@ def _dot_general_one_hot_array(
 
 @register(ZERO_PRESERVING)
 def _zero_preserving(primitive: Primitive, x: OneHotVector, **params: Any) -> OneHotVector:
-    return _with_value(x, primitive.bind(x.value, **params))
+    return _with_value(x, primitive.bind(_if_held(x, x.value), **params))
 
 
 @register("mul")
-def _mul_array_one_hot(x: ArrayLike, y: OneHotVector, **params: Any) -> OneHotVector:
-    return _mul_one_hot_array(y, x, **params)
+def _mul_array_one_hot(primitive: Primitive, x: ArrayLike, y: OneHotVector, **params: Any) -> Any:
+    return _by_array(primitive, y, x, **params)
 
 
-@register("mul")
-def _mul_one_hot_array(x: OneHotVector, y: ArrayLike, **params: Any) -> OneHotVector:
-    return _with_value(x, jax.lax.mul_p.bind(x.value, _at_index(x, jnp.asarray(y)), **params))
-
-
-@register("div")
-def _div_one_hot_array(x: OneHotVector, y: ArrayLike) -> OneHotVector:
-    return _with_value(x, jax.lax.div(x.value, _at_index(x, jnp.asarray(y))))
+@register(["mul", "div"])
+def _by_array(primitive: Primitive, x: OneHotVector, y: ArrayLike, **params: Any) -> Any:
+    if not is_covered(x, y):
+        return NotImplemented
+    value = _if_held(x, x.value)
+    return _with_value(x, primitive.bind(value, _at_index(x, jnp.asarray(y)), **params))
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """The elements of `y`, of the shape of `x` or (), where `x` is not zero."""
+    """The elements of `y`, which is broadcast to `x`, where `x` is not zero."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
+    if not x.size:
+        return jnp.ones(x.value.shape, y.dtype)
+    y = jnp.broadcast_to(y, x.shape)
     fn = lambda y, i: y.at[i].get(mode="clip")
     for _ in x.value.shape:
         fn = jax.vmap(fn)
@@ -140,7 +147,4 @@ def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
 def _reduce_sum(x: OneHotVector, *, axes: Any, **params: Any) -> Any:
     if x.value.ndim not in axes:
         return NotImplemented
-    fn = lambda x: _look_up(x, jnp.ones(x.length, x.dtype))
-    for _ in x.value.shape:
-        fn = jax.vmap(fn)
-    return jnp.sum(fn(x), axis=[i for i in axes if i != x.value.ndim])
+    return jnp.sum(_if_held(x, x.value), axis=[i for i in axes if i != x.value.ndim], dtype=x.dtype)

@@ -17,7 +17,7 @@ from quaxlike.kernels import csr_matmul
 from quaxlike.kernels.csr_matmul import coo_matmul, sum_dtype
 
 from .block import BlockSparseArray
-from .coordinates import fits_int32, flattened, is_stored, known_indices, known_places, pairs, unstacked
+from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
 from .stacks import dot_stack, product_dtype
 from .unstructured import SparseArray
 
@@ -63,7 +63,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, w_first: boo
     sizes = lambda axes: [shape[axis] for axis in axes]
     if not fits_int32(sizes(into)) or not fits_int32(sizes(out_of)):
         return NotImplemented
-    inside = is_stored(w)
+    inside = w.is_stored
     place = lambda axes: flattened([w.indices[axis] for axis in axes], sizes(axes), inside)
     kept = [x.shape[axis] for axis in x_free]
     x = x.transpose(*x_batch, *x_summed, *x_free).reshape(math.prod(sizes(out_of)), math.prod(kept))

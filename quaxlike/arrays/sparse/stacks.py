@@ -83,6 +83,14 @@ def is_covered(w: Any, y: Any) -> bool:
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
 
 
+def add_at(y: Array, at: Any, values: Array) -> Array:
+    """`y` with `values` added at some places (for booleans: or); those out of bounds are left out."""
+    if not y.size:
+        return y
+    at = y.at[at]
+    return (at.max if y.dtype == bool else at.add)(values, mode="drop")
+
+
 def same_index(x: Any, y: Any) -> bool:
     """Whether two indices are known to be equal."""
     if x is y:

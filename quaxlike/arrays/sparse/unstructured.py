@@ -12,13 +12,13 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, Bool
 
 from quaxlike.core.operators import ArrayOperators
 from quaxlike.core.values import ArrayValue, replace_fields
 from quaxlike.kernels import CsrIndex, csr_index
 
-from .stacks import shard_stack
+from .stacks import add_at, shard_stack
 
 
 class SparseArray(ArrayOperators, ArrayValue):
@@ -34,12 +34,16 @@ class SparseArray(ArrayOperators, ArrayValue):
 
     - `data`: `(*batch, elements)`, of any dtype.
     - `indices`: for each sparse axis, where the elements stand along it: int32 `(*batch, elements)`. No
-        place comes twice. Elements that are zero for good have the size of the axis, in all of them.
+        place comes twice. Padding has the size of the axis, in all of them: it counts as zero, whatever
+        `data` holds there, and has a gradient of zero.
     - `sizes`: those of the sparse axes.
     - `order`: `row_ptr`, `by_column` and `column_ptr` of a matrix whose elements are in the order of
         [`csr_index`][quaxlike.kernels.csr_index]. None for elements in any other order, and for arrays
         that are not matrices: products are slower then.
     - `major`: which of the two axes is that of the rows in `order`.
+
+    **Raises:** `ValueError` if the shapes do not fit each other, for negative sizes, and for indices that
+    are out of bounds or come twice, where they are known.
 
     !!! example
 
@@ -59,6 +63,18 @@ class SparseArray(ArrayOperators, ArrayValue):
 
     linear: ClassVar[bool] = True
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
+
+    def __check_init__(self) -> None:
+        shape, shapes = np.shape(self.data), [np.shape(index) for index in self.indices]
+        if not shape or not shapes or shapes != [shape] * len(self.sizes):
+            raise ValueError(
+                "SparseArray takes data of shape (*batch, elements), and indices of that shape for each of "
+                f"its sizes; found data {shape}, indices {shapes} and sizes {self.sizes}."
+            )
+        if min(self.sizes) < 0:
+            raise ValueError(f"SparseArray takes sizes that are not negative; found {self.sizes}.")
+        if not any(isinstance(index, jax.core.Tracer) for index in self.indices):
+            check_places(np.stack([np.asarray(index) for index in self.indices], -1), self.sizes)
 
     @classmethod
     def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
@@ -141,7 +157,7 @@ class SparseArray(ArrayOperators, ArrayValue):
         width = max((len(places) for places, _ in each), default=0)
         places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
         group = jnp.asarray(np.reshape([g for _, g in each], flat.shape), jnp.int32)
-        total = lambda data, group: jax.ops.segment_sum(data, group, width)
+        total = lambda data, group: add_at(jnp.zeros(width, data.dtype), group, data)
         for _ in batch:
             total = jax.vmap(total)
         places = np.reshape(places, (*batch, width)).astype(np.int64)
@@ -195,7 +211,7 @@ class SparseArray(ArrayOperators, ArrayValue):
         from jax.experimental import sparse
 
         return sparse.BCOO(
-            (self.data, jnp.stack(self.indices, -1)),
+            (self.elements, jnp.stack(self.indices, -1)),
             shape=self.shape,
             indices_sorted=self.order is not None and self.major == 0,
             unique_indices=True,
@@ -212,7 +228,7 @@ class SparseArray(ArrayOperators, ArrayValue):
 
         if self.order is None or self.major != 0:
             return sparse.BCSR.from_bcoo(self.to_bcoo())
-        return sparse.BCSR((self.data, self.indices[1], self.order[0]), shape=self.shape)
+        return sparse.BCSR((self.elements, self.indices[1], self.order[0]), shape=self.shape)
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> "SparseArray":
@@ -252,15 +268,32 @@ class SparseArray(ArrayOperators, ArrayValue):
             return None
         return CsrIndex(self.indices[self.major], self.indices[1 - self.major], *self.order)
 
+    @property
+    def is_stored(self) -> Bool[Array, "*batch elements"]:
+        """Which elements are no padding."""
+        return self.indices[0] < self.sizes[0]
+
+    @property
+    def elements(self) -> Array:
+        """`data`, with zeros for padding: what functions of the elements read. Sums at the places of the
+        elements leave padding out as it is."""
+        return jnp.where(self.is_stored, self.data, jnp.zeros_like(self.data))
+
     def replace(self, **fields: Any) -> "SparseArray":
         """This array with some of its fields replaced, which are not checked against the others."""
         return replace_fields(self, **fields)
+
+    def placed(self, data: Array, indices: Sequence[Array], sizes: Sequence[int]) -> "SparseArray":
+        """Elements at other places, in any order, which are not checked."""
+        return replace_fields(
+            self, data=data, indices=tuple(indices), sizes=tuple(sizes), order=None, major=0
+        )
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray((*self.data.shape[:-1], *self.sizes), self.data.dtype)
 
     def materialise(self) -> Array:
-        dense = lambda data, *indices: jnp.zeros(self.sizes, data.dtype).at[indices].add(data, mode="drop")
+        dense = lambda data, *indices: add_at(jnp.zeros(self.sizes, data.dtype), indices, data)
         for _ in range(self.num_batch):
             dense = jax.vmap(dense)
         return dense(self.data, *self.indices)
@@ -270,3 +303,23 @@ class SparseArray(ArrayOperators, ArrayValue):
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
         return shard_stack(self, spec)
+
+
+def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
+    """Elements of one array, `(*batch, elements, axes)`, each stand somewhere else; padding at `sizes`."""
+    inside = ((indices >= 0) & (indices < sizes)).all(-1)
+    padding = (indices == sizes).all(-1)
+    if not (inside | padding).all():
+        found = tuple(map(int, indices[~(inside | padding)][0]))
+        raise ValueError(
+            f"SparseArray of sizes {sizes} takes indices within them, and the sizes themselves for padding; "
+            f"found an element at {found}. `SparseArray.from_coo` leaves out elements that are out of bounds."
+        )
+    flat = np.sort(
+        np.where(inside, np.ravel_multi_index(np.moveaxis(indices, -1, 0), sizes, mode="clip"), -1)
+    )
+    if ((np.diff(flat) == 0) & (flat[..., 1:] >= 0)).any():
+        raise ValueError(
+            "SparseArray takes each place once; found two elements at one place. `SparseArray.from_coo` adds "
+            "them up."
+        )

@@ -54,7 +54,7 @@ def matmul(
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     rows, slots, b, _ = blocks.shape
-    index = transposed_idx if transpose else col_idx
+    index, columns = transposed_idx if transpose else col_idx, transposed_idx.shape[0]
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     tile_m = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens of a warpgroup
     block_m = tile_m * _COMPUTE_WARPGROUPS
@@ -83,7 +83,9 @@ def matmul(
         def weight_at(step: Any) -> tuple[Any, Any]:
             if transpose:
                 return index_gmem[feature_block, step // parts] * parts + step % parts, 0
-            return feature_block * slots + step // parts, step % parts
+            slot = step // parts
+            stored = index_gmem[feature_block, slot] < columns
+            return jnp.where(stored, feature_block * slots + slot, rows * slots), step % parts
 
         def pipeline(body: Any, compute_context: Any) -> Any:
             return plgpu.emit_pipeline_warp_specialized(

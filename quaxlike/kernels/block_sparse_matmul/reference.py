@@ -2,7 +2,7 @@
 
 Nothing dense is made of the weight, and no operand is gathered: each step multiplies stored blocks
 by slices of the activations, which are laid out by blocks of features. Padding meets a block of
-zeros one past the last.
+zeros one past the last, and products with it are left out, whatever it holds.
 """
 
 import math
@@ -43,7 +43,8 @@ def sampled_reference(
 
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
         y_row, columns = of_row
-        block = lambda column: _dot(y_row, _at(x, column), ((0,), (0,)))
+        product = lambda column: _dot(y_row, _at(x, column), ((0,), (0,)))
+        block = lambda column: _if_stored(column < x.shape[0] - 1, product(column))
         return None, lax.map(block, columns)
 
     return lax.scan(row, None, (y, col_idx))[1].astype(out_dtype)
@@ -56,7 +57,8 @@ def _gather(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
         def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
             w, column = block
-            return acc + _dot(_at(x, column), w, ((1,), (1,))), None
+            product = _dot(_at(x, column), w, ((1,), (1,)))
+            return acc + _if_stored(column < columns, product), None
 
         return None, lax.scan(add, zeros, of_row)[0]
 
@@ -91,6 +93,10 @@ def _by_rows(y: Array, lead: tuple[int, ...]) -> Array:
 
 def _zeros(shape: tuple[int, ...], x: Array) -> Array:
     return jnp.zeros_like(x, accumulator_dtype(x.dtype), shape=shape)
+
+
+def _if_stored(stored: Array, product: Array) -> Array:
+    return jnp.where(stored, product, jnp.zeros_like(product))
 
 
 def _with_zeros(x: Array) -> Array:

@@ -302,3 +302,24 @@ def test_shard_map():
     agrees(on_devices(lambda w, x: jnp.einsum("lnk,mk->lnm", w, x), cut, whole), STACK, x)
     with pytest.raises(ValueError, match=r"BlockSparseArray of shape \(8, 12\) cannot be sharded"):
         ql.quaxify(on_devices(lambda w, x: w @ x, cut, whole))(W, x[0])
+
+
+@pytest.mark.parametrize("start", [-3, -1, 1, 9])
+def test_starts_are_clamped_and_not_wrapped_twice(start):
+    agrees(lambda x: lax.dynamic_index_in_dim(x, jnp.int32(start), 0), STACK)
+
+
+@pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, jnp.linalg.det], ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_an_outer_gradient_through_a_custom_derivative(f):
+    w = pruned(8, 8)
+    loss = lambda w, f: jnp.sum(jnp.sin(ql.materialise(f(w))))
+    found = jax.grad(lambda blocks: loss(w.replace(blocks=blocks), ql.quaxify(f)))(w.blocks)
+    expected = jax.grad(lambda blocks: loss(w.replace(blocks=blocks).materialise(), f))(w.blocks)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_column_that_comes_twice():
+    with pytest.raises(ValueError, match="each block column once in a row"):
+        B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[1, 1]]), 3)
+    assert B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[3, 3]]), 3).materialise().sum() == 0

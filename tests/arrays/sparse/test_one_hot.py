@@ -105,3 +105,19 @@ def test_what_has_no_rule_is_materialised_visibly():
     with pytest.raises(ql.MaterialisationError, match="OneHotVector"), ql.on_materialise("error"):
         jnp.ones(4) + SINGLE
     np.testing.assert_array_equal(jnp.ones(4) + SINGLE, [1, 1, 6, 1])
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1), (1, 1), (3, 4)], ids=str)
+def test_times_an_array_with_axes_of_size_one(shape):
+    y = normal(*shape)
+    with jax.numpy_rank_promotion("allow"):
+        for f in (jnp.multiply, lambda x, y: y * x, lambda x, y: x / (2 + jnp.abs(y))):
+            assert isinstance(agrees(f, STACKED, y), OneHotVector)
+
+
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_an_outer_gradient_through_a_custom_derivative():
+    loss = lambda value: jnp.sum(
+        ql.materialise(ql.quaxify(jax.nn.relu)(OneHotVector(value, SINGLE.index, 4))) ** 2
+    )
+    assert jax.grad(loss)(5.0) == 10.0

@@ -141,6 +141,12 @@ def test_scipy():
         (lambda: jax.jit(lambda i: S.from_coo(jnp.ones(1), i, (4,)))(jnp.zeros((1, 1))), "are traced"),
         (lambda: STACK.to_scipy(), r"no stacks of arrays.*\(2, 8, 12\)"),
         (lambda: W.shard_spec(jax.P("i")), r"SparseArray of shape \(8, 12\) cannot be sharded"),
+        (lambda: S(jnp.ones(1), (jnp.array([99]),), (4,)), r"sizes \(4,\) .* found an element at \(99,\)"),
+        (lambda: S(jnp.ones(1), (jnp.array([-1]),), (4,)), r"found an element at \(-1,\)"),
+        (lambda: S(jnp.ones(1), (jnp.array([4]), jnp.array([1])), (4, 4)), r"found an element at \(4, 1\)"),
+        (lambda: S(jnp.ones(2), (jnp.array([3, 3]),), (4,)), "takes each place once"),
+        (lambda: S(jnp.ones(1), (jnp.array([0]),), (-4,)), r"not negative; found \(-4,\)"),
+        (lambda: S(jnp.ones(2), (jnp.array([0]),), (4,)), r"found data \(2,\), indices \[\(1,\)\]"),
     ],
 )
 def test_what_cannot_be_made(make, match):
@@ -336,6 +342,40 @@ def test_products_after_moving(x):
     agrees(lambda x: jnp.swapaxes(jnp.swapaxes(x, -1, -2)[..., 1:9, ::2], -1, -2) @ jnp.ones((8, 2)), x)
     agrees(lambda x: jnp.stack([x, 3 * x])[1] @ jnp.ones(12), x)
     agrees(lambda x: jnp.ones((2, 24)) @ jnp.concatenate([x, x], -1).reshape(-1, 24).T, x)
+
+
+@pytest.mark.parametrize("start", [-9, -1, 0, 1, 9])
+def test_starts_are_clamped_and_not_wrapped_twice(start):
+    for x in (W, STACK):
+        agrees(lambda x: lax.dynamic_index_in_dim(x, jnp.int8(start), 0), x)
+        agrees(lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(start), 7, -1), x)
+
+
+def test_sums_of_small_integers_keep_their_dtype():
+    x = S.from_dense(jnp.array([[1, 0, 2], [0, 0, 3]], jnp.int8))
+    for f in (
+        lambda x: lax.reduce_sum(x, (0, 1)),
+        lambda x: lax.reduce_sum(x, (1,)),
+        lambda x: lax.squeeze(x[:1, 2:], (0, 1)),
+        lambda x: x[:1, :1].reshape(()),
+        lambda x: lax.reshape(lax.reshape(x, (6,))[2:3], ()),
+    ):
+        assert agrees(f, x).dtype == jnp.int8
+
+
+def test_booleans():
+    for x in (W, STACK, S.from_dense(jnp.ones((2, 3)))):
+        close(ql.quaxify(lambda x: x.astype(bool))(x), x.materialise().astype(bool))
+        for f in (jnp.any, jnp.all, lambda x: jnp.any(x, -1), lambda x: jnp.all(x, 0)):
+            agrees(f, x)
+    close(ql.quaxify(lambda x: x @ x.T)(W.astype(bool)), W.materialise() @ W.materialise().T != 0)
+
+
+def test_the_gradient_of_an_empty_slice_is_zero():
+    grad = jax.grad(
+        lambda data: ql.quaxify(lambda x: jnp.sum(x[:0] * jnp.ones((0, 12))))(W.replace(data=data))
+    )
+    assert not grad(W.data).any()
 
 
 def test_layers_are_stacked_and_scanned():
