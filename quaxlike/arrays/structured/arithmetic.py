@@ -1,9 +1,11 @@
 """Sums, scaling and elementwise functions that leave a structured matrix a structured matrix."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
@@ -23,33 +25,41 @@ Banded = DiagonalMatrix | TridiagonalMatrix
 
 @register(ZERO_PRESERVING)
 def _zero_preserving(primitive: Primitive, x: Banded, **params: Any):
-    return x.each(lambda part, _: primitive.bind(part, **params))
+    return x.converted(x.dtype).each(lambda part, _: primitive.bind(part, **params))
 
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: Banded, *, y: int, **params: Any):
-    return x.each(lambda part, _: primitive.bind(part, y=y, **params)) if y > 0 else NotImplemented
+    if y <= 0:
+        return NotImplemented
+    return x.converted(x.dtype).each(lambda part, _: primitive.bind(part, y=y, **params))
 
 
 @register(["abs", "conj", "sign"])
 def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
-    return x.each(lambda part, _: primitive.bind(part, **params))
+    return x.converted(x.dtype).each(lambda part, _: primitive.bind(part, **params))
 
 
 @register("convert_element_type")
 def _convert_element_type(
     primitive: Primitive, x: KroneckerMatrix | LowRankUpdate, *, new_dtype: Any, **params: Any
 ):
-    if not jnp.issubdtype(new_dtype, jnp.inexact) or (
-        jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(new_dtype, jnp.complexfloating)
+    if (
+        x.dtype == bool
+        or not jnp.issubdtype(new_dtype, jnp.inexact)
+        or (
+            jnp.issubdtype(x.dtype, jnp.complexfloating)
+            and not jnp.issubdtype(new_dtype, jnp.complexfloating)
+        )
     ):
         return NotImplemented
     return x.each(lambda part, _: primitive.bind(part, new_dtype=new_dtype, **params))
 
 
 @register("neg")
-def _neg(x: KroneckerMatrix | LowRankUpdate, **params: Any):
-    return x.scaled(jnp.asarray(-1, x.dtype))
+def _neg(primitive: Primitive, x: KroneckerMatrix | LowRankUpdate, **params: Any):
+    negative = {name: quaxify(primitive.bind)(getattr(x, name), **params) for name in x.FACTORS}
+    return x.with_parts(x.parts | negative)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -59,8 +69,11 @@ def _neg(x: KroneckerMatrix | LowRankUpdate, **params: Any):
 
 @register("mul")
 def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any):
-    if jnp.ndim(y) == 0:
-        return x.scaled(y)
+    if np.broadcast_shapes(x.shape, np.shape(y)) != x.shape:
+        return NotImplemented
+    factor = _factor(x, y)
+    if factor is not None:
+        return x.scaled(factor)
     return _bands(primitive, x, y, **params) if isinstance(x, Banded) else NotImplemented
 
 
@@ -71,17 +84,30 @@ def _array_times(primitive: Primitive, x: ArrayLike, y: StructuredMatrix, **para
 
 @register("div")
 def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any):
-    if jnp.ndim(y) == 0:
-        return x.with_parts(
-            x.parts | {name: quaxify(primitive.bind)(x.parts[name], y, **params) for name in x.FACTORS}
-        )
-    return NotImplemented  # 0 / 0
+    factor = _factor(x, y)
+    whole = not isinstance(x, Banded) and not jnp.issubdtype(x.dtype, jnp.inexact)
+    if factor is None or whole or np.broadcast_shapes(x.shape, np.shape(y)) != x.shape:
+        return NotImplemented  # 0 / 0, or integers that are rounded
+    return x.scaled(factor, lambda part, factor: primitive.bind(part, factor, **params))
+
+
+def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
+    """`y` as one number, or as one for each matrix of a stack, if it is that. JAX binds primitives with axes
+    of size 1, too."""
+    shape = np.shape(y)
+    if not shape:
+        return y
+    if shape[-2:] != (1, 1):
+        return None
+    if math.prod(shape) == 1:
+        return jnp.reshape(y, ())
+    return jnp.broadcast_to(jnp.reshape(y, shape[:-2]), x.batch)
 
 
 def _bands(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Element by element with a dense array of the same shape: the bands of both."""
+    """Element by element with a dense array that is broadcast to the same shape: the bands of both."""
     n = x.matrix_shape[0]
-    at, y, x = jnp.arange(n), jnp.asarray(y), x.stacked()
+    at, y, x = jnp.arange(n), jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
     rows = {"lower": (at[1:], at[:-1]), "diagonal": (at, at), "upper": (at[:-1], at[1:])}
     return x.with_parts(
         {name: primitive.bind(part, y[(..., *rows[name])], **params) for name, part in x.parts.items()}
@@ -90,7 +116,7 @@ def _bands(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _times_diagonal(primitive: Primitive, x: DiagonalMatrix, y: StructuredMatrix, **params: Any):
-    if x.batch != y.batch:
+    if x.shape != y.shape:
         return NotImplemented
     other = inside(lambda y: y.diagonal_elements(), y)
     return replace_fields(x, diagonal=primitive.bind(x.stacked().diagonal, other, **params))
@@ -113,9 +139,9 @@ def _of_tridiagonals(primitive: Primitive, x: TridiagonalMatrix, y: TridiagonalM
 
 @register("mul")
 def _of_kroneckers(primitive: Primitive, x: KroneckerMatrix, y: KroneckerMatrix, **params: Any):
-    if x.batch != y.batch or x.a.shape[-2:] != y.a.shape[-2:]:
+    if x.shape != y.shape or x.a.shape[-2:] != y.a.shape[-2:]:
         return NotImplemented
-    x, y = x.stacked(), y.stacked()
+    x, y = x.converted(x.dtype).stacked(), y.converted(y.dtype).stacked()
     parts = {name: quaxify(primitive.bind)(part, y.parts[name], **params) for name, part in x.parts.items()}
     return x.with_parts(parts)
 
@@ -128,7 +154,9 @@ _SUMS = ["add", "sub", "add_any"]
 
 
 def _pairwise(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    x, y = x.stacked(), y.stacked()
+    if x.shape != y.shape:
+        return NotImplemented
+    x, y = x.converted(x.dtype).stacked(), y.converted(y.dtype).stacked()
     return x.with_parts(
         {name: primitive.bind(part, y.parts[name], **params) for name, part in x.parts.items()}
     )
@@ -153,27 +181,30 @@ def _as_tridiagonal(x: Banded) -> TridiagonalMatrix:
 
 @register(_SUMS)
 def _update_plus(primitive: Primitive, x: LowRankUpdate, y: ArrayLike | StructuredMatrix, **params: Any):
-    if jnp.ndim(y) == 0:
+    if jnp.ndim(y) == 0 or np.broadcast_shapes(x.shape, jnp.shape(y)) != x.shape:
         return NotImplemented
     return replace_fields(x, base=quaxify(primitive.bind)(_full_base(x), y, **params))
 
 
 @register(_SUMS)
 def _plus_update(primitive: Primitive, x: ArrayLike | StructuredMatrix, y: LowRankUpdate, **params: Any):
-    if jnp.ndim(x) == 0:
+    if jnp.ndim(x) == 0 or np.broadcast_shapes(jnp.shape(x), y.shape) != y.shape:
         return NotImplemented
     base = quaxify(primitive.bind)(x, _full_base(y), **params)
     return replace_fields(y, base=base, u=-y.u if primitive.name == "sub" else y.u)
 
 
 def _full_base(x: LowRankUpdate) -> Any:
-    shape = (*x.batch, *x.matrix_shape)
-    return x.base if x.base.shape == shape else quaxify(jnp.broadcast_to)(x.base, shape)
+    base = x.converted(x.dtype).base
+    return base if base.shape == x.shape else quaxify(jnp.broadcast_to)(base, x.shape)
 
 
 @register(_SUMS)
 def _sum_of_updates(primitive: Primitive, x: LowRankUpdate, y: LowRankUpdate, **params: Any):
+    if x.shape != y.shape:
+        return NotImplemented
     base = quaxify(primitive.bind)(_full_base(x), _full_base(y), **params)
+    x, y = x.converted(x.dtype), y.converted(y.dtype)
     u, v = ([jnp.broadcast_to(p, (*x.batch, *p.shape[-2:])) for p in ps] for ps in ((x.u, y.u), (x.v, y.v)))
     if primitive.name == "sub":
         u[1] = -u[1]
@@ -192,7 +223,7 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
     if not rows and not columns:
         if not isinstance(x, Banded):
             return NotImplemented
-        return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes)))
+        return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes), dtype=part.dtype))
 
     def total(x: Any) -> Any:
         # A product with ones; of what is left, plain sums.
@@ -200,6 +231,7 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
         size = matrix.matrix_shape[1]
         y = matrix.times(jnp.ones((*[1] * n, size, 1), x.dtype))
         y = jnp.broadcast_to(y, (*x.batch, *y.shape[-2:]))[..., 0]
-        return jnp.sum(y, tuple(axis for axis in axes if axis < n) + ((n,) if rows and columns else ()))
+        summed = tuple(axis for axis in axes if axis < n) + ((n,) if rows and columns else ())
+        return jnp.sum(y, summed, dtype=x.dtype)
 
     return inside(total, x)

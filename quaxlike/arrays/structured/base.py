@@ -1,6 +1,7 @@
 """What structured matrices have in common: parts with batch axes in front, and what is asked of a type."""
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +31,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     FACTORS: ClassVar[tuple[str, ...]]
     """The parts that are multiplied when the matrix is multiplied by a scalar."""
 
+    OTHERS: ClassVar[dict[str, int] | None]
+    """If the matrix whose part `FACTORS[0]` is filled with a number is filled with it: with which numbers
+    its other parts are filled then. None for a type that always has zeros."""
+
     @property
     @abc.abstractmethod
     def matrix_shape(self) -> tuple[int, int]:
@@ -58,6 +63,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         """Sign and logarithm of the absolute value of the determinant."""
 
     @abc.abstractmethod
+    def det(self) -> Any:
+        """The determinant, with derivatives where it is zero as well."""
+
+    @abc.abstractmethod
     def diagonal_elements(self) -> Any:
         """The elements on the diagonal; shape `(*batch, min(m, n))`."""
 
@@ -71,7 +80,9 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return max((part.shape[: part.ndim - self.CORE[name]] for name, part in self.parts.items()), key=len)
 
     def aval(self) -> jax.core.ShapedArray:
-        dtype = jnp.result_type(*(part.dtype for part in self.parts.values()))
+        dtypes = {part.dtype for part in self.parts.values()}
+        with jax.numpy_dtype_promotion("standard") if len(dtypes) > 1 else contextlib.nullcontext():
+            dtype = jnp.result_type(*dtypes)
         return jax.core.ShapedArray((*self.batch, *self.matrix_shape), dtype)
 
     def each(self: _M, fn: Callable[[Any, int], Any]) -> _M:
@@ -88,10 +99,23 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
 
-    def scaled(self: _M, factor: Any) -> _M:
-        """The matrix times a scalar."""
-        first = {name: quaxify(jnp.multiply)(getattr(self, name), factor) for name in self.FACTORS}
-        return self.with_parts(self.parts | first)
+    def converted(self: _M, dtype: Any) -> _M:
+        """The same, with parts of one dtype."""
+        if all(part.dtype == dtype for part in self.parts.values()):
+            return self
+        return self.each(lambda part, _: part if part.dtype == dtype else part.astype(dtype))
+
+    def scaled(self: _M, factor: Any, by: Callable[[Any, Any], Any] = jnp.multiply) -> _M:
+        """The matrix times a scalar, or times one for each of a stack, of the shape of `batch`; or what else
+        `by` does to elements."""
+        parts, n = self.converted(self.dtype).parts, jnp.ndim(factor)
+        for name in self.FACTORS:
+            core = self.CORE[name]
+            of_part = jnp.reshape(factor, (*jnp.shape(factor), *[1] * core)) if n else factor
+            parts[name] = quaxify(lambda part, factor, ndim=n + core: by(lead(part, ndim), factor))(
+                parts[name], of_part
+            )
+        return self.with_parts(parts)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not self.batch:
@@ -119,7 +143,10 @@ def inside(fn: Callable[..., Any], *operands: Any) -> Any:
 
     def opened(*parts: Any) -> Any:
         pairs = zip(operands, parts, strict=True)
-        return fn(*(x.with_parts(p) if isinstance(x, StructuredMatrix) else p for x, p in pairs))
+        # All operations are on parts of one dtype.
+        return fn(
+            *(x.with_parts(p).converted(x.dtype) if isinstance(x, StructuredMatrix) else p for x, p in pairs)
+        )
 
     return quaxify(opened)(*(x.parts if isinstance(x, StructuredMatrix) else x for x in operands))
 

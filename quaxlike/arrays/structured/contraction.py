@@ -1,5 +1,6 @@
 """Products: `dot_general` with any dimension numbers that sum over one axis of the matrix."""
 
+import functools
 import math
 from typing import Any
 
@@ -60,7 +61,7 @@ def _product(
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
-        y = _converted(matrix, dtype).times(_cast(x, dtype), precision)
+        y = matrix.converted(dtype).times(_cast(x, dtype), precision)
         y = jnp.broadcast_to(y, (*matrix.batch, *y.shape[-2:]))
         y = jnp.reshape(y, (*y.shape[:-1], *sizes))
         # y: (*batch, m, *free), to (*batch of the product, free axes of the first, of the second).
@@ -75,10 +76,6 @@ def _product(
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _converted(matrix: StructuredMatrix, dtype: Any) -> StructuredMatrix:
-    return matrix if matrix.dtype == dtype else matrix.each(lambda part, _: _cast(part, dtype))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -96,11 +93,11 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
         dtype = jnp.promote_types(x.dtype, y.dtype)
         a = x if x_summed[0] == n + 1 else x.transposed()
         b = y if y_summed[0] == n else y.transposed()
-        out = multiply(_converted(a, dtype), _converted(b, dtype), params["precision"])
+        out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
         if out is not NotImplemented:
-            return out if preferred is None else _converted(out, preferred)
+            return out if preferred is None else out.converted(preferred)
     y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")
-    return _product(primitive, x, y, True, **params)
+    return quaxify(functools.partial(primitive.bind, **params))(x, y)
 
 
 def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) -> Any:

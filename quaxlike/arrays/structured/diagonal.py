@@ -33,6 +33,7 @@ class DiagonalMatrix(StructuredMatrix):
     linear = True
     CORE: ClassVar[dict[str, int]] = {"diagonal": 1}
     FACTORS = ("diagonal",)
+    OTHERS = None
 
     def __check_init__(self) -> None:
         if self.diagonal.ndim < 1:
@@ -63,6 +64,9 @@ class DiagonalMatrix(StructuredMatrix):
     def slogdet(self) -> tuple[Any, Any]:
         sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
         return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
+
+    def det(self) -> Any:
+        return jnp.prod(self.diagonal, axis=-1)
 
     def diagonal_elements(self) -> Any:
         return self.diagonal

@@ -40,6 +40,7 @@ class KroneckerMatrix(StructuredMatrix):
 
     CORE: ClassVar[dict[str, int]] = {"a": 2, "b": 2}
     FACTORS = ("a",)
+    OTHERS: ClassVar[dict[str, int] | None] = {"b": 1}
 
     def __check_init__(self) -> None:
         check_batches(self)
@@ -49,10 +50,11 @@ class KroneckerMatrix(StructuredMatrix):
         return (self.a.shape[-2] * self.b.shape[-2], self.a.shape[-1] * self.b.shape[-1])
 
     def materialise(self) -> jax.Array:
-        a, b = materialise((self.a, self.b))
+        whole = self.converted(self.dtype)
+        a, b = materialise((whole.a, whole.b))
         n = len(self.batch) + 2
         a, b = lead(a, n)[..., :, None, :, None], lead(b, n)[..., None, :, None, :]
-        return jnp.reshape(a * b, self.shape).astype(self.dtype)
+        return jnp.reshape(a * b, self.shape)
 
     def _map(self, by_a: Any, by_b: Any, x: Any) -> Any:
         """`x`, of shape (..., q * s, k), with `by_a` along q and `by_b` along s."""
@@ -99,6 +101,12 @@ class KroneckerMatrix(StructuredMatrix):
             jnp.broadcast_to(x, self.batch) for x in (sign_a, log_a, sign_b, log_b)
         )
         return sign_a**n * sign_b**m, n * log_a + m * log_b
+
+    def det(self) -> Any:
+        self._check_square()
+        m, n = self.a.shape[-1], self.b.shape[-1]
+        of_a, of_b = (jnp.broadcast_to(jnp.linalg.det(x), self.batch) for x in (self.a, self.b))
+        return of_a**n * of_b**m
 
     def diagonal_elements(self) -> Any:
         (p, q), (r, s) = self.a.shape[-2:], self.b.shape[-2:]

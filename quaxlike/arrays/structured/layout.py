@@ -10,6 +10,7 @@ from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..bounds import dynamic_slice_in_dim, fill_value_of, fills
 from .base import StructuredMatrix
 from .diagonal import DiagonalMatrix
 from .tridiagonal import TridiagonalMatrix
@@ -103,12 +104,13 @@ def _dynamic_slice(x: StructuredMatrix, *starts: ArrayLike, slice_sizes: Sequenc
     if tuple(slice_sizes[n:]) != x.matrix_shape:
         return NotImplemented
 
-    def cut(part: Any, core: int) -> Any:
-        origin = jnp.zeros((), jnp.result_type(starts[0]))
-        sizes = (*slice_sizes[:n], *part.shape[n:])
-        return lax.dynamic_slice(part, (*starts[:n], *[origin] * core), sizes)
+    def cut(part: Any, _: int) -> Any:
+        for axis in touched:
+            part = dynamic_slice_in_dim(part, starts[axis], slice_sizes[axis], axis)
+        return part
 
-    return x.stacked().each(cut)
+    touched = [axis for axis in range(n) if slice_sizes[axis] != x.shape[axis]]
+    return x.stacked().each(cut) if touched else x
 
 
 @register("gather")
@@ -118,17 +120,31 @@ def _gather(
     *,
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any,
     **params: Any,
 ):
     """Whole matrices, picked from a stack by index."""
     dnums, n = dimension_numbers, len(x.batch)
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)
-    whole = tuple(slice_sizes[n:]) == x.matrix_shape and not touched & {n, n + 1}
-    if not whole or tuple(dnums.offset_dims[-2:]) != (ndim - 2, ndim - 1):
+    kept = tuple(slice_sizes[n:]) == x.matrix_shape and not touched & {n, n + 1}
+    if not kept or tuple(dnums.offset_dims[-2:]) != (ndim - 2, ndim - 1):
         return NotImplemented
 
-    def pick(part: Any, core: int) -> Any:
+    if fills(indices, x.shape, dnums, slice_sizes, mode):
+        fill = fill_value_of(mode, fill_value, x.dtype)
+        if x.OTHERS is None and fill != 0:
+            return NotImplemented  # a matrix that is filled with a number is not of this type
+        fill_of = dict.fromkeys(x.CORE, 0) | {x.FACTORS[0]: fill} | (x.OTHERS or {})
+    else:
+        mode = lax.GatherScatterMode.from_any(mode)
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:  # all indices are known, and in bounds
+            mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        fill_of = dict.fromkeys(x.CORE)
+
+    def pick(name: str, part: Any) -> Any:
+        core = x.CORE[name]
         offsets = (*dnums.offset_dims[:-2], *range(ndim - 2, ndim - 2 + core))
         numbers = lax.GatherDimensionNumbers(
             offset_dims=offsets,
@@ -137,9 +153,14 @@ def _gather(
             operand_batching_dims=dnums.operand_batching_dims,
             start_indices_batching_dims=dnums.start_indices_batching_dims,
         )
-        return lax.gather(part, jnp.asarray(indices), numbers, (*slice_sizes[:n], *part.shape[n:]), **params)
+        sizes = (*slice_sizes[:n], *part.shape[n:])
+        gather = lambda part: lax.gather(
+            part, jnp.asarray(indices), numbers, sizes, mode=mode, fill_value=fill_of[name], **params
+        )
+        return quaxify(gather)(part)
 
-    return x.stacked().each(pick)
+    whole = x.converted(x.dtype).stacked()
+    return whole.with_parts({name: pick(name, part) for name, part in whole.parts.items()})
 
 
 # -------------------------------------------------------------------------------------------------

@@ -151,14 +151,10 @@ _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1
 _FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[str, Any], ...]]] = {
     "inv": (jnp.linalg.inv, lambda x: x.inverse(), ({},)),
     "slogdet": (jnp.linalg.slogdet, lambda x: x.slogdet(), ({},)),
-    "det": (jnp.linalg.det, lambda x: _det(*x.slogdet()), ({},)),
+    "det": (jnp.linalg.det, lambda x: x.det(), ({},)),
     "diagonal": (jnp.diagonal, lambda x: x.diagonal_elements(), ({}, *_LAST_AXES)),
     "trace": (jnp.trace, lambda x: jnp.sum(x.diagonal_elements(), -1), ({}, *_LAST_AXES)),
 }
-
-
-def _det(sign: Any, log: Any) -> Any:
-    return sign * jnp.exp(log).astype(sign.dtype)
 
 
 @register("jit")
@@ -169,6 +165,8 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
         return NotImplemented
     if not any(_is_call_of(fun, kwargs, jaxpr, x) for kwargs in keywords):
         return NotImplemented
+    if name in ("inv", "slogdet", "det"):  # of integers in floating point
+        x = x.converted(jaxpr.out_avals[0].dtype)
     out = inside(of_matrix, x)
     return [*out] if isinstance(out, tuple) else [out]
 

@@ -47,6 +47,7 @@ class LowRankUpdate(StructuredMatrix):
 
     CORE: ClassVar[dict[str, int]] = {"base": 2, "u": 2, "v": 2}
     FACTORS = ("base", "u")
+    OTHERS: ClassVar[dict[str, int] | None] = {"u": 0, "v": 0}
 
     def __init__(self, base: Any, u: Any, v: Any = None) -> None:
         self.base, self.u = base, u
@@ -68,10 +69,11 @@ class LowRankUpdate(StructuredMatrix):
         return (m, n)
 
     def materialise(self) -> jax.Array:
-        base, u, v = materialise((self.base, self.u, self.v))
+        whole = self.converted(self.dtype)
+        base, u, v = materialise((whole.base, whole.u, whole.v))
         update = jnp.matmul(u, jnp.matrix_transpose(v))
         ndim = len(self.batch) + 2
-        return (lead(base, ndim) + lead(update, ndim)).astype(self.dtype)
+        return lead(base, ndim) + lead(update, ndim)
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Any:
@@ -110,10 +112,18 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(self, base=base, u=-jnp.matrix_transpose(weighted), v=of_v)
 
     def slogdet(self) -> tuple[Any, Any]:
-        of_u = solve_part(self.base, self._wide(self.u))
-        capacitance = _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
+        capacitance = self._capacitance()
         (sign, log), (base_sign, base_log) = jnp.linalg.slogdet(capacitance), jnp.linalg.slogdet(self.base)
         return sign * jnp.broadcast_to(base_sign, self.batch), log + jnp.broadcast_to(base_log, self.batch)
+
+    def det(self) -> Any:
+        of_base = jnp.broadcast_to(jnp.linalg.det(self.base), self.batch)
+        return jnp.linalg.det(self._capacitance()) * of_base
+
+    def _capacitance(self) -> Any:
+        """The matrix, of the size of the rank, that determinants depend on."""
+        of_u = solve_part(self.base, self._wide(self.u))
+        return _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
 
     def diagonal_elements(self) -> Any:
         n = min(self.matrix_shape)

@@ -43,6 +43,7 @@ class TridiagonalMatrix(StructuredMatrix):
     linear = True
     CORE: ClassVar[dict[str, int]] = {"lower": 1, "diagonal": 1, "upper": 1}
     FACTORS = ("lower", "diagonal", "upper")
+    OTHERS = None
 
     def __check_init__(self) -> None:
         check_batches(self)
@@ -68,7 +69,7 @@ class TridiagonalMatrix(StructuredMatrix):
             (full.diagonal, at, at),
             (full.upper, at[:-1], at[1:]),
         ):
-            out = out.at[..., rows, columns].set(values.astype(self.dtype))
+            out = out.at[..., rows, columns].set(values.astype(self.dtype), unique_indices=True)
         return out
 
     def times(self, x: Any, precision: Any = None) -> Any:
@@ -101,6 +102,8 @@ class TridiagonalMatrix(StructuredMatrix):
 
     def slogdet(self) -> tuple[Any, Any]:
         """By elimination with exchange of neighbouring rows, as LAPACK's `gttrf`: O(n)."""
+        if self.diagonal.shape[-1] == 0:
+            return jnp.ones(self.batch, self.dtype), jnp.zeros(self.batch, jnp.finfo(self.dtype).dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
 
         def eliminate(row: tuple[Any, Any, Any], below: tuple[Any, Any, Any]) -> Any:
@@ -117,6 +120,19 @@ class TridiagonalMatrix(StructuredMatrix):
         start = (diagonal[0], upper[0], jnp.ones(self.batch, self.dtype))
         (last, _, sign), pivots = lax.scan(eliminate, start, (lower[1:], diagonal[1:], upper[1:]))
         return sign * jnp.sign(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
+
+    def det(self) -> Any:
+        """By the recurrence of the leading minors, which divides by nothing."""
+        if self.diagonal.shape[-1] == 0:
+            return jnp.ones(self.batch, self.dtype)
+        lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
+
+        def minor(last: tuple[Any, Any], row: tuple[Any, Any]) -> Any:
+            d, beside = row
+            return (d * last[0] - beside * last[1], last[0]), None
+
+        start = (diagonal[0], jnp.ones(self.batch, self.dtype))
+        return lax.scan(minor, start, (diagonal[1:], lower[1:] * upper[:-1]))[0][0]
 
     def diagonal_elements(self) -> Any:
         return self.stacked().diagonal

@@ -1,0 +1,160 @@
+"""Structured matrices at the edges: axes of size 1, positions out of bounds, dtypes, singular ones."""
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.arrays.structured import (
+    DiagonalMatrix,
+    KroneckerMatrix,
+    LowRankUpdate,
+    StructuredMatrix,
+    TridiagonalMatrix,
+)
+
+from .test_structured import KINDS, MAKERS, N
+from .test_structured import _normal as normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def _agrees(f, *args):
+    found, expected = ql.quaxify(f)(*args), f(*ql.materialise(args))
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_allclose(ql.materialise(found), expected, rtol=1e-8, atol=1e-8)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1), (1, 1), (1,), (4, 1, 1), (4, 1, N), (1, N, N)], ids=str)
+@pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker, shared", "update of dense"])
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_times_an_array_with_axes_of_size_one(name, shape, default_promotion):
+    a, y = MAKERS[name]((4,)), normal(*shape, seed=3)
+    with jax.numpy_rank_promotion("allow"):
+        for f in (jnp.multiply, lambda a, y: y * a, lambda a, y: a / y, lambda a, y: a + y):
+            _agrees(f, a, y)
+        loss = lambda y: jnp.sum(jnp.sin(ql.materialise(ql.quaxify(jnp.multiply)(a, y))))
+        of_dense = jax.grad(lambda y: jnp.sum(jnp.sin(a.materialise() * y)))(y)
+    np.testing.assert_allclose(jax.grad(loss)(y), of_dense, rtol=1e-8)
+
+
+def test_of_size_one_and_larger():
+    one = DiagonalMatrix(normal(1)), TridiagonalMatrix(normal(0), normal(1), normal(0))
+    for a in (*one, MAKERS["update of dense"](())):
+        for b in (DiagonalMatrix(normal(N)), MAKERS["tridiagonal"](()), normal(N, N)):
+            for f in (jnp.add, jnp.multiply, jnp.subtract):
+                _agrees(f, a, b)
+
+
+@pytest.mark.parametrize("start", [-3, -1, 0, 1, 9])
+def test_starts_are_clamped_and_not_wrapped_twice(start):
+    for name in ("diagonal", "kronecker, shared"):
+        _agrees(lambda a: jax.lax.dynamic_index_in_dim(a, jnp.asarray(start), 0), MAKERS[name]((2,)))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_matrices_out_of_bounds_are_filled_whole(name):
+    a, at = MAKERS[name]((2,)), jnp.array([0, 7, -9])
+    for fill in (7.0, 0.0, None):
+        pick = lambda a, at, fill=fill: a.at[at].get(mode="fill", fill_value=fill)
+        found = _agrees(pick, a, at)
+        assert isinstance(found, StructuredMatrix) or (
+            fill != 0 and type(a) in (DiagonalMatrix, TridiagonalMatrix)
+        )
+    _agrees(lambda a, at: a.at[at].get(mode="clip"), a, at)
+    with ql.on_materialise("error"):
+        kept = _agrees(lambda a: a.at[jnp.array([1, 0, -1])].get(mode="fill"), a)  # known to be inside
+    assert isinstance(kept, StructuredMatrix)
+
+
+INTEGERS = {
+    "diagonal": DiagonalMatrix(jnp.array([2, -3, 1], jnp.int32)),
+    "tridiagonal": TridiagonalMatrix(jnp.array([1, 2]), jnp.array([0, 2, 1]), jnp.array([1, -1])),
+    "kronecker": KroneckerMatrix(jnp.array([[1, 2], [3, 4]]), jnp.array([[2, 1], [0, 1]])),
+}
+
+
+def _imaginary(*shape):
+    return jax.lax.complex(jnp.zeros(shape), normal(*shape))
+
+
+MIXED = {
+    "tridiagonal": lambda: TridiagonalMatrix(_imaginary(2), normal(3), normal(2)),
+    "kronecker": lambda: KroneckerMatrix(_imaginary(2, 2), normal(2, 2)),
+    "update": lambda: LowRankUpdate(DiagonalMatrix(normal(3)), _imaginary(3, 1), normal(3, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_parts_of_several_dtypes(name, default_promotion):
+    a = MIXED[name]()
+    n = a.shape[-1]
+    for f in (
+        jnp.real,
+        jnp.imag,
+        jnp.sign,
+        jnp.conj,
+        jnp.sum,
+        jnp.trace,
+        jnp.linalg.det,
+        lambda a: a * a + a,
+        lambda a: jnp.linalg.solve(a, jnp.ones(n)),
+        lambda a: a * jnp.ones((n, 1)),
+        lambda a: jnp.linalg.slogdet(a)[1],
+    ):
+        _agrees(f, a)
+
+
+@pytest.mark.parametrize(
+    ("lower", "diagonal", "upper"),
+    [
+        ([0.0], [0.0, 1.0], [1.0]),  # the first pivot vanishes
+        ([2.0, 0.0], [1.0, 2.0, 5.0], [1.0, 0.0]),  # one in the middle
+        ([1.0], [1.0, 1.0], [1.0]),  # the last one
+        ([0.0, 3.0], [2.0, 0.0, 0.0], [1.0, 0.0]),
+        ([], [0.0], []),
+        ([1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0]),
+    ],
+)
+def test_a_singular_tridiagonal_matrix(lower, diagonal, upper):
+    """Its determinant is zero, with the gradient of cofactors; the logarithm is minus infinity."""
+    a = TridiagonalMatrix(*map(jnp.array, (lower, diagonal, upper)))
+    sign, log = ql.quaxify(jnp.linalg.slogdet)(a)
+    assert (sign, log) == (0, -jnp.inf)
+    det = ql.quaxify(jnp.linalg.det)
+    assert det(a) == 0
+    n = len(diagonal)
+    minor = lambda i, j: np.delete(np.delete(np.asarray(a.materialise()), i, 0), j, 1)
+    cofactor = lambda i, j: (-1) ** (i + j) * (np.linalg.det(minor(i, j)) if n > 1 else 1.0)
+    grad = jax.grad(det)(a)
+    np.testing.assert_allclose(grad.diagonal, [cofactor(i, i) for i in range(n)], atol=1e-12)
+    np.testing.assert_allclose(grad.lower, [cofactor(i + 1, i) for i in range(n - 1)], atol=1e-12)
+
+
+def test_determinants_have_gradients_where_they_vanish():
+    for a in (DiagonalMatrix(jnp.array([2.0, 0.0, 3.0])), KroneckerMatrix(jnp.zeros((1, 1)), normal(1, 1))):
+        grad = jax.grad(lambda a: ql.quaxify(jnp.linalg.det)(a))(a)
+        expected = jax.grad(lambda a: jnp.prod(jnp.diagonal(a.materialise())))(a)
+        jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, atol=1e-12), grad, expected)
+
+
+@pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.relu6, jax.nn.softplus], ids=lambda f: f.__name__)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_an_outer_gradient_through_a_custom_derivative(f):
+    a = MAKERS["tridiagonal"](())
+    found = jax.grad(lambda a: jnp.sum(ql.materialise(ql.quaxify(f)(a)) ** 2))(a)
+    expected = jax.grad(lambda a: jnp.sum(f(a.materialise()) ** 2))(a)
+    jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-8), found, expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_products_over_both_axes_and_none(name):
+    a = MAKERS[name](())
+    _agrees(lambda a: jnp.einsum("ij,ij->", a, a), a)
+    _agrees(lambda a: jnp.tensordot(a, a, 0), a)
