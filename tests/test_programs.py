@@ -80,6 +80,67 @@ class TestSolvers:
         np.testing.assert_allclose(found.array, solve(jnp.array(Y0)), rtol=1e-4)
 
 
+def _solve_with(method, layer, b):
+    """Solves y = 0.1 layer(y) + b."""
+    tolerances = {"rtol": 1e-6, "atol": 1e-6}
+    residual = lambda y, b: y - 0.1 * layer(y) - b
+    if method == "fixed_point":
+        solver = optx.FixedPointIteration(**tolerances)
+        return optx.fixed_point(lambda y, b: 0.1 * layer(y) + b, solver, jnp.zeros(4), args=b).value
+    if method == "root":
+        return optx.root_find(residual, optx.Newton(**tolerances), jnp.zeros(4), args=b).value
+    if method == "minimise":
+        distance = lambda y, b: jnp.sum(residual(y, b) ** 2)
+        return optx.minimise(distance, optx.BFGS(**tolerances), jnp.zeros(4), args=b).value
+    operator = lx.FunctionLinearOperator(
+        lambda y: y - 0.1 * (layer.weight @ y), jax.ShapeDtypeStruct((4,), jnp.float32)
+    )
+    return lx.linear_solve(operator, b, lx.GMRES(**tolerances)).value
+
+
+@pytest.mark.usefixtures("default_promotion")
+class TestReverseModeThroughSolvers:
+    """With an adapted layer in what is solved."""
+
+    B = jnp.array([0.1, -0.4, 0.3, 0.2])
+
+    @pytest.fixture
+    def layer(self):
+        layer = ql.loraify(eqx.nn.Linear(4, 4, key=jax.random.key(0)), rank=2, key=jax.random.key(1))
+        return eqx.tree_at(lambda x: x.weight.b, layer, jnp.full((4, 2), 0.3))
+
+    @pytest.mark.parametrize("method", ["linear", "fixed_point", "root", "minimise"])
+    def test_gradients(self, layer, method):
+        loss = lambda solve: lambda layer, b: jnp.sum(solve(method, layer, b) ** 2)
+        with ql.on_materialise("error"):
+            by_layer, by_b = eqx.filter_grad(lambda xs: loss(ql.quaxify(_solve_with))(*xs))((layer, self.B))
+        dense = ql.materialise(layer)
+        dense_by_layer, dense_by_b = eqx.filter_grad(lambda xs: loss(_solve_with)(*xs))((dense, self.B))
+        np.testing.assert_allclose(by_b, dense_by_b, rtol=1e-3)
+        lora = layer.weight
+        np.testing.assert_allclose(
+            by_layer.weight.a, lora.scaling * lora.b.T @ dense_by_layer.weight, rtol=1e-3, atol=1e-5
+        )
+
+    @pytest.mark.parametrize("transform", [jax.hessian, lambda f: jax.vmap(jax.grad(f))])
+    def test_nested(self, layer, transform):
+        f = lambda solve, layer: lambda b: jnp.sum(jnp.sin(solve("linear", layer, b)))
+        b = self.B if transform is jax.hessian else jnp.stack([self.B, 2 * self.B])
+        found = transform(f(ql.quaxify(_solve_with), layer))(b)
+        expected = transform(f(_solve_with, ql.materialise(layer)))(b)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+    def test_second_derivative_by_the_operator(self, layer):
+        def second(solve, with_a):
+            loss = lambda s: jnp.sum(solve("linear", with_a(s * layer.weight.a), self.B) ** 2)
+            return jax.grad(jax.grad(loss))(1.0)
+
+        adapted = lambda a: eqx.tree_at(lambda x: x.weight.a, layer, a)
+        found = second(ql.quaxify(_solve_with), adapted)
+        expected = second(_solve_with, lambda a: ql.materialise(adapted(a)))
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
 def _train(model, forward, steps=10):
     """Losses of an optax loop over the trainable part of a model."""
     params, static = eqx.partition(model, ql.trainable(model))

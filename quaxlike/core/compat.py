@@ -192,6 +192,18 @@ def jvp_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
     return ad.primitive_jvps[primitive]
 
 
+def vprim_implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
+    """Of a primitive that Equinox made, the implementation that is mapped to batch it. (`primitive.impl` may
+    refuse to be mapped, so as to find tracers that were closed over.)"""
+    from equinox.internal import _primitive  # the registry has no public name
+
+    return _primitive._vprim_impl_registry[primitive]
+
+
+def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
+    return ad.primitive_transposes[primitive]
+
+
 def weakly_cached(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Memoises a function of one object, for as long as the object lives."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)

@@ -32,6 +32,7 @@ from .jit import leaf_layouts, leaf_shardings
     "nonbatchable",
     "nontraceable",
     "non_differentiable_tangent",
+    "nondifferentiable_backward",
 )
 def _leafwise(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
