@@ -122,6 +122,11 @@ def trace_context() -> Hashable:
     return config.trace_context()
 
 
+def x64_enabled() -> bool:
+    """Whether 64-bit types are on, past the lookup by name."""
+    return config.enable_x64.value
+
+
 def set_user_context(context: Any, value: Any) -> None:
     """Sets what `jax.make_user_context` made, for this thread, without a `with` that would restore it."""
     context._obj.set_local(value)

@@ -119,7 +119,7 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
         out = level.dispatch_key((primitive, *types), list(inputs), step.params)
         return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
     out = primitive.bind(*inputs, **step.params)
-    follow(primitive, inputs, out)
+    follow(primitive, inputs, step.params, out)
     return out if primitive.multiple_results else [out]
 
 

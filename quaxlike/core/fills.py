@@ -37,22 +37,24 @@ _ALL: dict[str, slice] = {
 }
 # ... and where one of them is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
-# What holds no number yet, and what the host returns: `eqx.error_if` does in the branch that raises.
-_UNSET = frozenset(["empty", "empty2", "pure_callback"])
+# What holds no number yet.
+_UNSET = frozenset(["empty", "empty2"])
+# What returns nothing: the callback of `eqx.error_if`, which raises, has a result all the same.
+_RAISING = "equinox._errors"
 _tracked: frozenset[str] = frozenset()
 
 
 def track() -> None:
     """From now on, what plain arrays are filled with is followed through the primitives that keep it."""
     global _tracked
-    _tracked = _MOVES | _UNSET | _ALL.keys() | _ANY.keys()
+    _tracked = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys()
 
 
 def is_tracking() -> bool:
     return bool(_tracked)
 
 
-def follow(primitive: jexc.Primitive, operands: Sequence[Any], out: Any) -> None:
+def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
     """Notes what is known of `out`, which `primitive` made of plain operands."""
     name = primitive.name
     if name not in _tracked:
@@ -63,6 +65,10 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], out: Any) -> None
             number = fill_of(x)
             if number is not None:
                 note_fill(y, number)
+    elif name == "pure_callback":
+        function = getattr(params["callback"], "callback_func", None)
+        for y in outs if getattr(function, "__module__", None) == _RAISING else ():
+            note_fill(y, OPEN)
     elif name in _UNSET:
         for y in outs:
             note_fill(y, OPEN)

@@ -82,6 +82,7 @@ class _Quaxified(Generic[_P, _T]):
             out = fn(*args, **kwargs)
         finally:
             compat.set_trace(parent)
+            trace.ended = True
         return trace.unwrap_tree(out)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -309,7 +309,11 @@ class Resolver:
         operands = signature_of(jax.Array if t is None else t for t in types)
         found: list[Callable[..., Any]] = []
         for layer in self.layers:
-            found += in_order(primitive, operands, [r for r in layer[primitive] if operands <= r.signature])
+            if not any(map(_looks_at_values, layer[primitive])):
+                matching = [r for r in layer[primitive] if operands <= r.signature]
+                found += in_order(primitive, operands, matching)
+            else:
+                found.append(ByValue(operands, layer[primitive]))
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
         found[:] = [Checked(rule, found, may_decline) for rule in found]
         with _lock:
@@ -363,6 +367,60 @@ def in_order(
         order += best
         matching = [r for r in matching if r is not best[0]]
     return order
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByValue:
+    """Stands for the rules of a primitive of which some are for types whose instances are told by their value
+    (`__faithful__ = False`, as for plum): each time it asks those that match the operands of now."""
+
+    operands: "plum.Signature"
+    rules: Sequence[Rule]
+
+    def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        types = self.operands.types
+
+        def matches(rule: Rule) -> bool:
+            if not _looks_at_values(rule):
+                return self.operands <= rule.signature
+            if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
+                return False
+            hints = rule.signature.expand_varargs(len(types))
+            return all(_is_of(x, t, hint) for x, t, hint in zip(operands, types, hints, strict=True))
+
+        matching = [r for r in self.rules if matches(r)]
+        for rule in in_order(primitive, self.operands, matching):
+            out = Checked(rule, [], False)(primitive, operands, params)
+            if out is not NotImplemented:
+                return out
+        return NotImplemented
+
+
+def _looks_at_values(rule: Rule) -> bool:
+    """Whether the signature of a rule has a type whose instances are told by their value."""
+    return not rule.signature.is_faithful and any(
+        map(_told_by_value, (*rule.signature.types, _varargs(rule)))
+    )
+
+
+def _varargs(rule: Rule) -> Any:
+    return rule.signature.varargs if rule.signature.has_varargs else object
+
+
+def _told_by_value(hint: Any) -> bool:
+    import plum
+
+    members = typing.get_args(hint)
+    if members and not isinstance(hint, type):
+        return any(map(_told_by_value, members))
+    return isinstance(hint, type) and issubclass(hint, Value) and not plum.is_faithful(hint)
+
+
+def _is_of(x: Any, type_: Any, hint: Any) -> bool:
+    """Whether an operand, which is dispatched on as a `type_`, is of an annotated type."""
+    signature = signature_of([hint])
+    by_value = isinstance(x, Value) and _told_by_value(hint)
+    return signature.match((x,)) if by_value else signature_of([type_]) <= signature
 
 
 def more_specific(a: Rule, b: Rule) -> bool:

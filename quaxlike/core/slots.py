@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .fills import OPEN, is_tracking, is_zero, may_be_placeholder, note_fill
+from .linearity import held, is_linear
 from .policy import dense
 from .values import Value, as_shapes, aval_of, is_value, not_an_array, replace_fields
 
@@ -51,11 +52,21 @@ class Slot:
         return None if self.treedef is None else self.treedef.node_data()[0]
 
     @functools.cached_property
+    def classes(self) -> tuple[Any, ...]:
+        """The classes of the Value in this slot, and of those that it holds."""
+        return () if self.treedef is None else tuple(map(type, (self.like, *held(self.like))))
+
+    @functools.cached_property
     def like(self) -> Any:
         """The Value of this slot, with shapes for leaves."""
         if self.treedef is None:
             return self.avals[0]
         return as_shapes(jtu.tree_unflatten(self.treedef, self.avals))
+
+    @functools.cached_property
+    def linear(self) -> bool:
+        """Whether it holds a Value that is linear in its leaves."""
+        return self.treedef is not None and is_linear(self.like)
 
     @functools.cached_property
     def aval(self) -> Any:

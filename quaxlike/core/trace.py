@@ -37,6 +37,8 @@ class QuaxTrace(jax.core.Trace):
     close over tracers of the level, and run under a second trace of it.
     """
 
+    ended = False  # whether the quaxified function has returned
+
     def __init__(self, parent_trace: Any, tag: Level, resolver: Resolver) -> None:
         super().__init__()
         self.parent_trace = parent_trace
@@ -62,7 +64,7 @@ class QuaxTrace(jax.core.Trace):
                 key.append(None)
         if plain:
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
-            follow(primitive, operands, out)
+            follow(primitive, operands, params, out)
             return out
         before = compat.current_trace()
         compat.set_trace(self.parent_trace)
@@ -76,6 +78,18 @@ class QuaxTrace(jax.core.Trace):
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """The same, for the primitive and the types of the operands as the caches are keyed."""
+        out = self.ask_rules(key, operands, params)
+        if out is not NotImplemented:
+            return out
+        primitive = key[0]
+        builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
+        rest = by_default if builtin is None else functools.partial(builtin, self)
+        if (recorder := recording.active()) is not None:
+            return recorder.follow(rest, primitive, operands, params)
+        return rest(primitive, operands, params)
+
+    def ask_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
+        """What the first rule that applies gives; `NotImplemented` if there is none."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -86,11 +100,7 @@ class QuaxTrace(jax.core.Trace):
             out = rule(primitive, operands, params)
             if out is not NotImplemented:
                 return out
-        builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
-        rest = by_default if builtin is None else functools.partial(builtin, self)
-        if recorder is not None:
-            return recorder.follow(rest, primitive, operands, params)
-        return rest(primitive, operands, params)
+        return NotImplemented
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """What `primitive` gives for Values and plain arrays: what a rule asks when it has changed them."""

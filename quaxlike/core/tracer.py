@@ -36,7 +36,10 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return getattr(self.quax_value, name)
 
     def full_lower(self) -> Any:
-        # JAX asks when it evaluates on concrete arrays, and no tracer of a level under way gets there.
+        # JAX asks for results of a derivative that have no tangents; and for what it evaluates on concrete
+        # arrays, which no tracer of a level under way is.
+        if not self._trace.ended:
+            return self
         raise jax.errors.UnexpectedTracerError(
             f"A {type(self.quax_value).__name__} got out of the quaxified function that it belongs to, "
             f"through a closure, a global or an attribute: {self!r} is used at "

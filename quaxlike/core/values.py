@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
 from . import compat
@@ -69,11 +70,11 @@ def _check_statics(value: Any) -> None:
             try:
                 hash(static)
             except TypeError:
-                raise TypeError(
-                    f"{type(value).__name__}.{field.name} is a static field, so what it holds must be "
-                    f"hashable; found {static!r}. Use a tuple in place of a list, or leave out "
-                    "`static=True` if it is an array."
-                ) from None
+                if any(isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(static)):
+                    raise TypeError(
+                        f"{type(value).__name__}.{field.name} is a static field, so it cannot hold an array; "
+                        f"found {static!r}. Leave out `static=True`."
+                    ) from None
 
 
 class Value(eqx.Module, metaclass=_ValueMeta):
@@ -81,7 +82,8 @@ class Value(eqx.Module, metaclass=_ValueMeta):
 
     Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays.
     A `Value` is an Equinox module: array fields are its leaves, and whatever decides shape, dtype or
-    dispatch is a static, hashable field. The annotation of a field that may be None says so.
+    dispatch is a static field: anything that can be compared, never an array. The annotation of a field that
+    may be None says so.
 
     Everything below `materialise` is optional; each hook says in its docstring what its absence means.
     """
@@ -90,7 +92,14 @@ class Value(eqx.Module, metaclass=_ValueMeta):
     """What happens where no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
 
     linear: ClassVar[bool] = False
-    """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then."""
+    """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then.
+
+    A value is taken to be linear if it says so and the Values that it holds do, so a type need not look at
+    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them.
+    """
+
+    own_dtypes: ClassVar[bool] = False
+    """Whether rules that take this type may give results of another dtype than their primitive does."""
 
     default_precedence: ClassVar[int] = 0
     """Among operands of several types that override `default`, that of the highest is called."""
@@ -402,7 +411,7 @@ def aval_of(value: Value) -> Any:
     fields = _fields.get(cls)
     if fields is None:
         fields = _fields[cls] = [(f.name, bool(f.metadata.get("static"))) for f in dataclasses.fields(cls)]
-    key: list[Any] = [cls]
+    key: list[Any] = [compat.x64_enabled(), cls]
     leaf_avals: list[Any] = []
     for name, static in fields:
         part = _getattr(value, name)
@@ -412,30 +421,43 @@ def aval_of(value: Value) -> Any:
         if kind_of(part) != "array":  # a nested Value, a scalar, a tuple, ...
             return _aval_of_tree(value)
         leaf_avals.append(part.aval)
-    return _memoised((*key, *leaf_avals), value, leaf_avals)
+    key += leaf_avals
+    hashable = tuple(key)
+    try:
+        aval = _avals.get(hashable)
+    except TypeError:  # a static field that cannot be hashed; those of a treedef are only compared
+        return _aval_of_tree(value)
+    return _remember(hashable, _make_aval(value, leaf_avals)) if aval is None else aval
 
 
 def _aval_of_tree(value: Value) -> Any:
     leaves, treedef = jtu.tree_flatten(value)
     try:
-        leaf_avals = [jax.typeof(leaf) for leaf in leaves]
-    except TypeError:  # leaves without a JAX type: shapes, say
+        leaf_avals = [_leaf_aval(leaf) for leaf in leaves]
+    except TypeError:
         for leaf in leaves:
             if not hasattr(leaf, "shape") and not _is_array(leaf):
                 raise not_an_array(value, leaf) from None
         return _make_aval(value, ())
-    return _memoised((treedef, *leaf_avals), value, leaf_avals)
-
-
-def _memoised(key: tuple[Any, ...], value: Value, leaf_avals: Sequence[Any]) -> Any:
-    try:
-        aval = _avals.get(key)
-    except TypeError:  # unhashable statics
-        return _make_aval(value, leaf_avals)
+    key = (compat.x64_enabled(), treedef, *leaf_avals)
+    aval = _avals.get(key)
     if aval is None:
-        if len(_avals) > 4096:
-            _avals.clear()
-        aval = _avals[key] = _make_aval(value, leaf_avals)
+        stand_ins = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        make = _make_aval_of_shapes if stand_ins else _make_aval
+        aval = _remember(key, make(value, leaf_avals))
+    return aval
+
+
+def _leaf_aval(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
+    return jax.typeof(leaf)
+
+
+def _remember(key: Any, aval: Any) -> Any:
+    if len(_avals) > 4096:
+        _avals.clear()
+    _avals[key] = aval
     return aval
 
 
@@ -464,6 +486,19 @@ def not_an_array(value: Value, leaf: Any) -> ValueError:
         f"{type(value).__name__}{name} holds {leaf!r} where an array is expected. Declare a field that is "
         "not an array with `eqx.field(static=True)`."
     )
+
+
+def _make_aval_of_shapes(value: Value, leaf_avals: Sequence[Any]) -> Any:
+    """The same for leaves that are shapes: `aval` may compute with them, so they are traced."""
+    aval = None
+
+    def look(value: Value) -> None:
+        nonlocal aval
+        aval = _make_aval(value, leaf_avals)
+
+    with jax.core.eval_context():
+        jax.eval_shape(look, value)
+    return aval
 
 
 def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:

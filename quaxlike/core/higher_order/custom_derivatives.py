@@ -1,8 +1,8 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the user's functions run with Values in place.
 
-The primitive is bound again on the leaves. A tangent (or cotangent) of a Value is a Value of the same
-class if the class is `linear`; else it is dense: tangents come through the jvp of `materialise`, and
-cotangents are pulled back through its vjp.
+The primitive is bound again on the leaves. A tangent (or cotangent) of a Value that is linear in its leaves
+is a Value of the same class and pattern; any other is dense: tangents come through the jvp of `materialise`,
+and cotangents are pulled back through its vjp.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +19,7 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..evaluate import call_on_values
+from ..linearity import as_cotangent, has_tangent, is_derivative, is_linear
 from ..policy import dense
 from ..recording import shown_as
 from ..slots import Slot, StructureError, conform, flatten, per_slot, split, spread, unflatten
@@ -55,12 +56,16 @@ def _custom_jvp(
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, tangents_in, per_slot(slots, tangents), strict=True)
         }
-        flat = results.flatten_differentiated(
-            primals_out, [forwarded.get(id(t), (None,))[0] for t in tangents_out]
-        )
+        has_tangents = [
+            _is_forwarded(flatten([x])[1][0], t, forwarded) or _has_tangent_of_its_form(x, t)
+            for x, t in zip(primals_out, tangents_out, strict=True)
+        ]
+        flat = results.flatten_differentiated(primals_out, has_tangents)
         out = [
-            forwarded[id(t)][1] if _is_forwarded(slot, t, forwarded) else _tangent_out(slot, t)
-            for slot, t in zip(results.slots, tangents_out, strict=True)
+            forwarded[id(t)][1] if _is_forwarded(slot, t, forwarded) else _tangent_out(slot, leaves, t)
+            for slot, leaves, t in zip(
+                results.slots, per_slot(results.slots, flat), tangents_out, strict=True
+            )
         ]
         return [*flat, *(leaf for leaves in out for leaf in leaves)]
 
@@ -90,7 +95,8 @@ def _custom_vjp(
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     # The leaves of Values among the operands are residuals too: pulling back a dense cotangent needs
-    # them. They are forwarded, not stored again.
+    # them. They are forwarded, not stored again; where other residuals hold them, they stay the same arrays,
+    # so that a pattern is known again.
     is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
     forwarded = [i for i, kept in enumerate(is_value_leaf) if kept]
     results, residuals = _Results(), _Residuals()
@@ -107,16 +113,18 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
-        flat = results.flatten_differentiated(primals_out, [None] * len(primals_out))
-        constant = [x for x, tangent in zip(flat, _is_inexact(flat), strict=True) if not tangent]
-        return [*residuals.flatten(res, constant), *flat]
+        flat = results.flatten_differentiated(
+            primals_out, [is_value(x) and is_linear(x) for x in primals_out]
+        )
+        constant = [x for x in flat if not has_tangent(jax.typeof(x))]
+        return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
 
     def flat_bwd(*args: Any) -> Any:
         n_out = sum(map(len, results.slots))
         stored, kept, cts = split(args, residuals.size, len(forwarded))
         assert len(cts) == n_out
-        res, constant = residuals.unflatten(stored)
-        types = {slot.cls for slot in (*slots, *results.slots)} - {None}
+        res, constant = residuals.unflatten(stored, kept)
+        types = {cls for slot in (*slots, *results.slots) for cls in slot.classes}
         cotangents = _cotangents_in(results.slots, cts, constant, symbolic_zeros, types)
         outs = _call(trace, bwd, [*res, *cotangents])
         cts_in, *logs = (outs[0], outs[1:]) if compat.BWD_RETURNS_LOGS else (outs,)
@@ -140,7 +148,8 @@ def _custom_vjp(
 
 _WHAT = "a custom derivative"
 _PLAIN = "It is the derivative of a plain array."
-_HINT = "Its class is not `linear`, so that it has no tangents of its own."
+_HINT = "It is not linear in its leaves, or its tangent has another pattern."
+_OTHER = "It is the derivative of a Value of another type or pattern."
 
 
 class _Results:
@@ -156,22 +165,20 @@ class _Results:
         self.decided = True
         return leaves
 
-    def flatten_differentiated(self, outs: Sequence[Any], forwarded: Sequence[Slot | None]) -> list[Any]:
-        """The same for a function that computes derivatives: a result has tangents of its class, or has
-        the tangent of an operand (whose slot is then given), or is dense."""
+    def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
+        """The same for a function that computes derivatives: a Value that does not have tangents of its form
+        is dense."""
         if not self.decided:
             outs = [
-                dense(x, _WHAT, hint=_HINT)
-                if is_value(x) and not (type(x).linear or flatten([x])[1] == (slot,))
-                else x
-                for x, slot in zip(outs, forwarded, strict=True)
+                dense(x, _WHAT, hint=_HINT) if is_value(x) and not has else x
+                for x, has in zip(outs, has_tangents, strict=True)
             ]
-        for slot, other in zip(self.slots, forwarded, strict=True) if self.decided else ():
-            if slot.cls is not None and not (slot.cls.linear or slot == other):
+        for slot, x, has in zip(self.slots, outs, has_tangents, strict=True) if self.decided else ():
+            if slot.treedef is not None and not (has if is_value(x) else slot.linear):
                 raise StructureError(
                     f"A custom_jvp or custom_vjp function returned a {slot.cls.__name__} when it was "
-                    "staged, and is differentiated now. Its class is not `linear`, so it has no "
-                    "tangents of its own: apply `quaxlike.materialise` to the result of the function."
+                    "staged, and is differentiated now. It is not linear in its leaves, or its tangent has "
+                    "another pattern: apply `quaxlike.materialise` to the result of the function."
                 )
         return self.flatten(outs)
 
@@ -180,18 +187,23 @@ class _Residuals:
     """How the residuals, and the leaves of the results that have no tangents, are laid out."""
 
     slots: tuple[Slot, ...] = ()
-    n_constant = 0
+    places: tuple[int | None, ...] = ()  # of each leaf: among those of the operands, if it is one of them
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.slots)) + self.n_constant
+        """The number of leaves that are stored."""
+        return self.places.count(None)
 
-    def flatten(self, res: Sequence[Any], constant: Sequence[Any]) -> list[Any]:
+    def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves, self.slots = flatten(res)
-        self.n_constant = len(constant)
-        return [*leaves, *constant]
+        leaves += constant
+        known = {id(x): i for i, x in enumerate(kept)}
+        self.places = tuple(known.get(id(x)) for x in leaves)
+        return [x for x, place in zip(leaves, self.places, strict=True) if place is None]
 
-    def unflatten(self, leaves: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    def unflatten(self, stored: Sequence[Any], kept: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        leaf = iter(stored)
+        leaves = [next(leaf) if place is None else kept[place] for place in self.places]
         res, constant = split(leaves, sum(map(len, self.slots)))
         return unflatten(self.slots, res), constant
 
@@ -205,14 +217,6 @@ def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
 
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
     return lu.wrap_init(flat, debug_info=original.debug_info.with_unknown_names())
-
-
-def _is_inexact(leaves: Sequence[Any]) -> list[bool]:
-    return [_has_tangent(jax.typeof(x)) for x in leaves]
-
-
-def _has_tangent(aval: Any) -> bool:
-    return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -239,10 +243,10 @@ def _tangent_in(slot: Slot, primals: Sequence[Any], tangents: Sequence[Any]) -> 
         if any(isinstance(t, SymbolicZero) for t in tangents):
             return SymbolicZero(tangent)
         return _zeros(tangent)
-    if slot.cls.linear:
+    if slot.linear:
         triples = zip(primals, tangents, slot.avals, strict=True)
-        return slot.unflatten([_instantiate(t, a) if _has_tangent(a) else p for p, t, a in triples])
-    inexact = [_has_tangent(a) for a in slot.avals]
+        return slot.unflatten([_instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
+    inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [_instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
     return jax.jvp(*_materialise_of_inexact(slot, primals, inexact), nonzero)[1]
 
@@ -272,24 +276,36 @@ def _is_forwarded(slot: Slot, tangent: Any, forwarded: dict[int, tuple[Slot, Seq
     return slot.treedef is not None and id(tangent) in forwarded and forwarded[id(tangent)][0] == slot
 
 
-def _tangent_out(slot: Slot, tangent: Any) -> list[Any]:
+def _has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
+    """Whether a Value may be returned with a tangent, made one of its class if it is a plain array."""
+    if not is_value(x) or not is_linear(x):
+        return False
+    return _is_zero(tangent) or is_derivative(_lifted(tangent, x), x)
+
+
+def _lifted(tangent: Any, x: Value) -> Any:
+    return tangent if is_value(tangent) else type(x).promote(tangent, flatten([x])[1][0].like)
+
+
+def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
     if slot.treedef is None:
         return [dense(tangent, "custom_jvp", hint=_PLAIN)]
     if _is_zero(tangent):
         return [
-            SymbolicZero(a.to_tangent_aval()) if _has_tangent(a) else _zeros(a.to_tangent_aval())
+            SymbolicZero(a.to_tangent_aval()) if has_tangent(a) else _zeros(a.to_tangent_aval())
             for a in slot.avals
         ]
-    if not is_value(tangent):
-        tangent = slot.cls.promote(tangent, slot.like)
-    if tangent is NotImplemented or type(tangent) is not slot.cls:
+    x = slot.unflatten(primals)
+    tangent = _lifted(tangent, x)
+    if not is_derivative(tangent, x):
+        name = slot.cls.__name__
         raise StructureError(
-            f"The jvp rule of a custom_jvp function gives a {slot.cls.__name__} with a tangent that is "
-            f"not one. Return a {slot.cls.__name__} there too, or define `{slot.cls.__name__}.promote`."
+            f"The jvp rule of a custom_jvp function gives a {name} with a tangent that is not of the same "
+            f"type and pattern. Return such a {name} there too, or define `{name}.promote`."
         )
     leaves, _ = flatten([tangent])
     return [
-        x if _has_tangent(a) else _zeros(a.to_tangent_aval()) for x, a in zip(leaves, slot.avals, strict=True)
+        x if has_tangent(a) else _zeros(a.to_tangent_aval()) for x, a in zip(leaves, slot.avals, strict=True)
     ]
 
 
@@ -306,7 +322,7 @@ def _cotangents_in(
     fixed = iter(constant)
     out = []
     for slot, group in zip(slots, per_slot(slots, cts), strict=True):
-        rest = [None if _has_tangent(a) else next(fixed) for a in slot.avals]
+        rest = [None if has_tangent(a) else next(fixed) for a in slot.avals]
         if slot.treedef is None:
             (ct,) = group
             for cls in types if not _is_zero(ct) else ():
@@ -319,7 +335,7 @@ def _cotangents_in(
                 _instantiate(ct, a) if x is None else x
                 for ct, a, x in zip(group, slot.avals, rest, strict=True)
             ]
-            out.append(slot.cls.cotangent(slot.unflatten(leaves)))
+            out.append(as_cotangent(slot.unflatten(leaves)))
     return out
 
 
@@ -327,18 +343,18 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
-            linear = is_value(ct) and type(ct).linear  # so that its array is what its leaves come to
+            linear = is_value(ct) and is_linear(ct)  # so that its array is what its leaves come to
             out.append(materialise(ct) if linear else dense(ct, "custom_vjp", hint=_PLAIN))
             continue
         primals = [next(kept) for _ in slot.avals]
-        inexact = [_has_tangent(a) for a in slot.avals]
+        inexact = [has_tangent(a) for a in slot.avals]
         if _is_zero(ct):
             moving: Any = iter([None] * sum(inexact))
-        elif is_value(ct) and type(ct) is slot.cls:
+        elif is_value(ct) and is_derivative(ct, slot.unflatten(primals)):
             moving = (x for x, has in zip(flatten([ct])[0], inexact, strict=True) if has)
         else:
             fun, at = _materialise_of_inexact(slot, primals, inexact)
-            moving = iter(jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_PLAIN)))
+            moving = iter(jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_OTHER)))
         leaves = [next(moving) if has else None for has in inexact]
         out += [ad.Zero(a.to_ct_aval()) if x is None else x for x, a in zip(leaves, slot.avals, strict=True)]
     return out

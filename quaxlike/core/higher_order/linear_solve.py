@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
+from ..linearity import has_pattern, is_linear
 from ..policy import dense
 from ..slots import Slot, flatten, split, unflatten
 from ..subjaxpr import Flat, subjaxpr
@@ -12,7 +13,7 @@ from ..trace import QuaxTrace, builtin
 from ..values import is_value
 
 _WHAT = "custom_linear_solve"
-_HINT = "Its class is not `linear`, as the solution of a linear system has to be."
+_HINT = "It is not linear in all of its leaves, as the solution of a linear system has to be."
 
 
 @builtin("custom_linear_solve")
@@ -28,7 +29,7 @@ def _linear_solve(
         return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
 
     # The primitive is linear in the leaves of `b`, so a type that is not has to be dense here.
-    b = [x if not is_value(x) or type(x).linear else dense(x, _WHAT, operands, hint=_HINT) for x in b]
+    b = [dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not _is_a_space(x) else x for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
     if not _leaves_agree(solve.out, b_slots):
@@ -60,6 +61,11 @@ def _linear_solve(
     }
     out = primitive.bind(*[leaf for group in leaves for leaf in group], *b_leaves, **params)
     return unflatten(x_slots, out)
+
+
+def _is_a_space(x: Any) -> bool:
+    """Whether leaves, whatever their numbers, make a Value, and do so linearly."""
+    return is_linear(x) and not has_pattern(x)
 
 
 def _leaves_agree(a: Sequence[Slot], b: Sequence[Slot]) -> bool:

@@ -4,10 +4,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import compat
+from ..linearity import has_tangent, is_linear, same_pattern
 from ..slots import (
     StructureError,
     conform,
@@ -18,8 +20,8 @@ from ..slots import (
     widened,
     without_placeholder,
 )
-from ..trace import QuaxTrace, builtin, by_default
-from ..values import is_value
+from ..trace import QuaxTrace, builtin, by_default, value_types
+from ..values import aval_of, is_value
 from .jit import leaf_layouts, leaf_shardings
 
 
@@ -136,9 +138,28 @@ def _maybe_set(
 def _add_jaxvals(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """The sum of two cotangents: leaf by leaf for Values that are linear in their leaves."""
+    """The sum of two cotangents: leaf by leaf for Values of one pattern that are linear in their leaves."""
     x, y = operands
-    _, (a, b) = flatten(operands)
-    if is_value(x) and is_value(y) and type(x).linear and a.strong() == b.strong():
-        return jtu.tree_map(lambda p, q: primitive.bind(p, q, **params), x, y)
-    return by_default(primitive, operands, params)
+    if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
+        add = lambda p, q: primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
+        return jtu.tree_map(add, x, y)
+    out = trace.ask_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
+    return by_default(primitive, operands, params) if out is NotImplemented else out
+
+
+@builtin("convert_element_type")
+def _convert_element_type(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """To the dtype that a Value has: loops do so to a carry that starts from weakly typed numbers."""
+    (x,) = operands
+    aval = aval_of(x)
+    if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
+        return by_default(primitive, operands, params)
+    return jtu.tree_map(
+        lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if _is_weak(leaf) else leaf, x
+    )
+
+
+def _is_weak(leaf: Any) -> bool:
+    return getattr(jax.typeof(leaf), "weak_type", False)
