@@ -389,7 +389,8 @@ def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """The manual mesh axes over which `x` varies."""
-    return jax.typeof(x).manual_axis_type.varying
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
 
 
 # -------------------------------------------------------------------------------------------------
@@ -485,6 +486,13 @@ def vary_over(x: Any, axes: frozenset[Any]) -> Any:
     """`x`, as varying over (at least) these mesh axes."""
     missing = axes - varying_axes(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def vary_alike(operands: Sequence[Any]) -> list[Any]:
+    """Arrays, each as varying over the mesh axes that any of them varies over: in the body of a shard_map
+    primitives ask for that, which arrays that were made there from nothing do not know."""
+    axes = frozenset[Any]().union(*map(varying_axes, operands))
+    return [vary_over(x, axes) for x in operands] if axes else list(operands)
 
 
 def named_axes() -> dict[Hashable, int]:

@@ -190,4 +190,5 @@ def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[
         if (recorder := recording.active()) is not None:
             recorder.by_default_of(cls)
         return default(primitive, operands, params)
-    return primitive.bind(*dense_operands(primitive, operands), **primitive.get_bind_params(params))
+    arrays = compat.vary_alike(dense_operands(primitive, operands))
+    return primitive.bind(*arrays, **primitive.get_bind_params(params))

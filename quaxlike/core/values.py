@@ -12,72 +12,15 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
 from . import compat
+from .construction import ValueMeta
 
 _V = TypeVar("_V", bound="Value")
 
 
-class _ValueMeta(type(eqx.Module)):
-    """Builds instances past Equinox's metaclass, which takes most of the time of an eager operation.
-
-    Only from the second instance on, so that Equinox checks the class once; and only for a class whose
-    construction does nothing but set its fields: no `__init__`, `__new__`, `__post_init__` or
-    `__check_init__` of its own, no converter and no default factory.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        names = _plain_fields.get(cls)
-        if names is None or len(args) != len(names) or kwargs:
-            instance = super().__call__(*args, **kwargs)
-            _check_statics(instance)
-            if names is None:
-                _plain_fields[cls] = _fields_if_plain(cls)
-            return instance
-        instance = object.__new__(cls)
-        for name, arg in zip(names, args, strict=True):
-            object.__setattr__(instance, name, arg)
-        return instance
-
-
-# For each class that was instantiated: the names of its fields if its construction only sets them.
-# (JAX's registry of pytrees keeps these classes alive in any case.)
-_plain_fields: dict[type, tuple[str, ...]] = {}
-
-
-def _fields_if_plain(cls: type) -> tuple[str, ...]:
-    fields = dataclasses.fields(cls)
-    sets_fields_only = (
-        # Dataclasses compile the `__init__` that they write from a string.
-        getattr(cls.__init__, "__code__", None) is not None
-        and cls.__init__.__code__.co_filename == "<string>"
-        and cls.__new__ is eqx.Module.__new__
-        and not hasattr(cls, "__post_init__")
-        and not any("__check_init__" in vars(base) for base in cls.__mro__)
-        and all(f.init and f.default_factory is dataclasses.MISSING for f in fields)
-        and not any("converter" in f.metadata for f in fields)
-    )
-    # A name too many for any call, where it does more: then every call takes the long way.
-    return tuple(f.name for f in fields) if sets_fields_only else ("",) * 256
-
-
-def _check_statics(value: Any) -> None:
-    for field in dataclasses.fields(value):
-        if field.metadata.get("static", False):
-            static = getattr(value, field.name, None)
-            try:
-                hash(static)
-            except TypeError:
-                if any(isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(static)):
-                    raise TypeError(
-                        f"{type(value).__name__}.{field.name} is a static field, so it cannot hold an array; "
-                        f"found {static!r}. Leave out `static=True`."
-                    ) from None
-
-
-class Value(eqx.Module, metaclass=_ValueMeta):
+class Value(eqx.Module, metaclass=ValueMeta):
     """Anything that may stand where a JAX array stood, inside a function wrapped in `quaxify`.
 
     Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays.

@@ -299,3 +299,38 @@ def test_what_does_not_fold_is_materialised_visibly():
     with pytest.raises(ql.MaterialisationError, match="Zero"), ql.on_materialise("error"):
         ZERO.at[0].set(1.0)
     np.testing.assert_array_equal(ZERO.at[0].set(1.0), jnp.zeros((3, 4)).at[0].set(1.0))
+
+
+def test_branches_with_nan():
+    with ql.on_materialise("error"):
+        out = ql.quaxify(
+            lambda p: jax.lax.cond(p, lambda: jax.lax.log(Full(-1.0, 2)), lambda: jax.lax.log(Full(-2.0, 2)))
+        )(True)
+    assert isinstance(out, Full)
+    assert np.isnan(out.number)
+
+
+@pytest.mark.parametrize("x", [Identity(3), Zero((3, 3)), Full(2.0, (3, 3))], ids=repr)
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, i: x[i],
+        lambda x, i: jax.lax.dynamic_slice(x, (i, 0), (1, 3)),
+        lambda x, i: jnp.take(x, i, axis=0),
+        lambda x, i: jnp.where(i > 1, x, 0.0),
+        lambda x, i: x.at[i].set(0.0),
+        lambda x, i: x * jnp.full((3, 3), i, jnp.float32),
+        lambda x, i: (x + i.astype(jnp.float32)).sum(),
+    ],
+    ids=["index", "dynamic_slice", "take", "where", "set", "mul", "add"],
+)
+def test_with_operands_that_vary_over_a_mesh(x, f):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def g(x, i):
+        body = lambda x, i: jnp.asarray(ql.materialise(f(x, i[0])))[None]
+        return jax.shard_map(body, mesh=mesh, in_specs=(jax.P(), jax.P("i")), out_specs=jax.P("i"))(x, i)
+
+    at = jnp.array([1, 2])
+    with ql.on_materialise("allow"):
+        np.testing.assert_allclose(ql.materialise(ql.quaxify(g)(x, at)), g(x.materialise(), at))

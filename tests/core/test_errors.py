@@ -22,6 +22,21 @@ class Box(ql.ArrayValue):
 X = jnp.ones((2, 3))
 
 
+class Odd(ql.ArrayValue):
+    array: jax.Array
+    option: object = eqx.field(static=True)
+
+    def materialise(self):
+        return self.array
+
+
+@pytest.fixture
+def trusting():
+    """Rules that were right are trusted, as they are for users."""
+    with jax.enable_checks(False):
+        yield
+
+
 def _rule(primitive, function, annotation=Box):
     """A private set with one rule, and how messages name that rule."""
     rules = ql.RuleSet()
@@ -71,7 +86,7 @@ class TestResultsOfRules:
         rules, _ = _rule("sin", lambda x, **params: result)
         assert ql.quaxify(lambda x: jnp.sin(x) * 2, rules=rules)(Box(jnp.float32(0))) == 3.0
 
-    def test_checked_until_right_once(self):
+    def test_checked_until_right_once(self, trusting):
         """The check costs as much as tracing the primitive, so a rule that was right is trusted."""
         results = [jnp.ones(7), X, jnp.ones(7)]
         rules, _ = _rule("sin", lambda x, **params: results.pop(0))
@@ -81,17 +96,42 @@ class TestResultsOfRules:
         assert f(Box(X)) is X
         assert f(Box(X)).shape == (7,)
 
+    def test_checked_for_other_parameters(self, trusting):
+        rules, _ = _rule("reduce_sum", lambda x, **params: jnp.ones(3))
+        f = ql.quaxify(jnp.sum, rules=rules)
+        f(Box(X), 0)
+        with pytest.raises(ql.RuleError, match=r"must return float32\[2\].*; found float32\[3\]"):
+            f(Box(X), 1)
+
+    def test_checked_for_other_shapes_while_tracing(self, trusting):
+        rules, _ = _rule("sin", lambda x, **params: X)
+        f = jax.jit(ql.quaxify(jax.lax.sin, rules=rules))
+        f(Box(X))
+        with pytest.raises(ql.RuleError, match=r"must return float32\[7\].*; found float32\[2,3\]"):
+            f(Box(jnp.ones(7)))
+
     def test_checked_always_if_asked_for(self):
         results = [X, jnp.ones(7)]
         rules, _ = _rule("sin", lambda x, **params: results.pop(0))
         f = ql.quaxify(jax.lax.sin, rules=rules)
-        jax.config.update("jax_enable_checks", True)
-        try:
+        with jax.enable_checks(True):
             f(Box(X))
             with pytest.raises(ql.RuleError):
                 f(Box(X))
-        finally:
-            jax.config.update("jax_enable_checks", False)
+
+    def test_a_type_may_have_dtypes_of_its_own(self):
+        class Own(Box):
+            own_dtypes = True
+
+        half = lambda x, **params: x.array.astype(jnp.float16)
+        rules, _ = _rule("sin", half, ql.ArrayValue)
+        f = ql.quaxify(jnp.sin, rules=rules)
+        assert f(Own(X)).dtype == jnp.float16
+        with pytest.raises(ql.RuleError, match=r"found float16.* set `own_dtypes = True` on Box\."):
+            f(Box(X))
+        rules, _ = _rule("sin", lambda x, **params: jnp.ones(7), ql.ArrayValue)
+        with pytest.raises(ql.RuleError, match=r"found float32\[7\]\.\n"):
+            ql.quaxify(jnp.sin, rules=rules)(Own(X))
 
     def test_a_rule_reached_later_is_checked_too(self):
         """One that another rule declined to for the first call."""
@@ -177,18 +217,23 @@ class TestFilterSpec:
 
 class TestValues:
     @pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-    @pytest.mark.parametrize("static", [[1], {"a": 1}, np.ones(2)], ids=repr)
-    def test_static_fields_that_are_not_hashable(self, static):
-        class Odd(ql.ArrayValue):
-            array: jax.Array
-            option: object = eqx.field(static=True)
-
-            def materialise(self):
-                return self.array
-
+    @pytest.mark.parametrize("static", [np.ones(2), X, {"a": [X]}], ids=["numpy", "jax", "in a dict"])
+    def test_static_fields_that_hold_arrays(self, static):
         for _ in range(2):
-            with pytest.raises(TypeError, match=r"Odd.option is a static field, .* must be hashable; found"):
+            with pytest.raises(
+                TypeError, match=r"Odd.option is a static field, .* cannot hold an array; found"
+            ):
                 Odd(X, static)
+
+    @pytest.mark.parametrize("static", [[1], {"a": 1}, {1, 2}], ids=repr)
+    def test_static_fields_that_are_only_compared(self, static):
+        """As JAX does, which compares them and does not hash them."""
+        x = Odd(X, static)
+        loop = lambda x: jax.lax.fori_loop(0, 2, lambda i, c: jax.lax.cond(i < 1, lambda: c, lambda: c), x)
+        for f in (loop, jax.jit(loop), jax.checkpoint(loop), jax.vmap(lambda x: x)):
+            for _ in range(2):
+                assert eqx.tree_equal(ql.quaxify(f)(x), x)
+        assert x.shape == (2, 3)
 
     def _loose(self):
         class Loose(ql.ArrayValue):
@@ -222,7 +267,7 @@ class TestValues:
             jax.lax.sin(Box(X))
 
     def test_aval_of_the_wrong_type(self):
-        class Odd(ql.ArrayValue):
+        class Wrong(ql.ArrayValue):
             array: jax.Array
 
             def aval(self):
@@ -232,9 +277,9 @@ class TestValues:
                 return self.array
 
         with pytest.raises(
-            ValueError, match=r"Odd.aval\(\) must return a jax.core.ShapedArray .*; found \(2, 3\)"
+            ValueError, match=r"Wrong.aval\(\) must return a jax.core.ShapedArray .*; found \(2, 3\)"
         ):
-            ql.quaxify(jax.lax.sin)(Odd(X))
+            ql.quaxify(jax.lax.sin)(Wrong(X))
 
 
 class TestLeaks:

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from quaxlike.arrays.unitful import Unitful
+from quaxlike.arrays.unitful import DimensionError, Unitful
 from quaxlike.core import fills
 
 
@@ -50,6 +50,22 @@ def test_nothing_is_kept_alive(inside):
         jax.make_jaxpr(lambda: inside(lambda: jnp.zeros(3) * 2.0))()
     gc.collect()
     assert len(fills._known) <= before
+
+
+def test_the_result_of_a_callback_is_an_array_like_any_other():
+    call = lambda: jax.pure_callback(lambda: np.float32(3), jax.ShapeDtypeStruct((), jnp.float32))
+    length = Unitful(2.0, "m")
+    assert str(ql.quaxify(lambda x: x * call())(length).unit) == "m"
+    with pytest.raises(DimensionError, match="`add` takes arrays in the same unit"):
+        ql.quaxify(lambda x: x + call())(length)
+    with pytest.raises(DimensionError, match="An array without a unit stands where one in m does"):
+        ql.quaxify(lambda x: lax.cond(x.array > 1, lambda: x, call))(length)
+
+
+def test_the_branch_that_raises_has_the_unit_of_the_other():
+    f = lambda x: eqx.error_if(x, ql.value_of(x).array > 3, "too long")
+    for run in (ql.quaxify(f), jax.jit(ql.quaxify(f))):
+        assert str(run(Unitful(2.0, "m")).unit) == "m"
 
 
 class Tagged(ql.ArrayValue):

@@ -15,11 +15,12 @@ import wadler_lindig as wl
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ...core.compat import vary_alike
 from ...core.either_side import register_on_either_side
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ...core.values import ArrayValue, Value
+from ...core.values import ArrayValue, Value, is_value
 from ...primitives.classes import ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REARRANGEMENTS
 from ..bounds import fill_value_of
 
@@ -191,7 +192,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     batches = {np.shape(v) for v in scalars} - {()}
     if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
         return NotImplemented
-    value = fn(*scalars)
+    value = fn(*vary_alike(scalars))
     return Full(value, shape[value.ndim :])
 
 
@@ -238,7 +239,10 @@ def _with_scalars(primitive: Primitive, x: Any, y: Any, params: dict[str, Any], 
     """A constant, next to an operand of the full shape, may as well have shape ()."""
     small = [_scalar(v) if isinstance(v, Constant) else v for v in (x, y)]
     fits = {np.shape(v) for v in small} == {(), out.shape}
-    return quaxify(primitive.bind)(*small, **params) if fits else NotImplemented
+    if not fits:
+        return NotImplemented
+    small = small if any(map(is_value, small)) else vary_alike(small)
+    return quaxify(primitive.bind)(*small, **params)
 
 
 @register(REARRANGEMENTS)

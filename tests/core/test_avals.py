@@ -1,0 +1,126 @@
+"""The JAX type of a Value: worked out from its leaves, and remembered for as long as that is right."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+
+
+class Stopped(ql.ArrayValue):
+    """A type whose `aval` computes on its leaves."""
+
+    array: Any
+
+    @property
+    def stopped(self):
+        return lax.stop_gradient(self.array)
+
+    def aval(self):
+        return jax.core.ShapedArray(self.stopped.shape, self.stopped.dtype)
+
+    def materialise(self):
+        return self.stopped
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        jax.nn.relu,
+        lambda x: lax.cond(x.sum() > 0, lambda: x, lambda: jnp.zeros(3)),
+        lambda x: lax.scan(lambda c, _: (c, x), 0.0, length=2)[1][0],
+    ],
+)
+def test_an_aval_that_computes(f):
+    x = Stopped(jnp.arange(3.0))
+    for run in (ql.quaxify(f), jax.jit(ql.quaxify(f))):
+        np.testing.assert_array_equal(ql.materialise(run(x)), f(x.array))
+
+
+class Default(ql.ArrayValue):
+    """Its dtype is JAX's default."""
+
+    array: Any
+
+    def materialise(self):
+        return jnp.zeros(self.array.shape, float)
+
+
+def test_64_bit_types_switched_on():
+    x = Default(jnp.zeros(2, jnp.float32))
+    for on in (False, True, False):
+        with jax.enable_x64(on):
+            assert x.dtype == (jnp.float64 if on else jnp.float32)
+            assert ql.quaxify(lambda x: x + 1)(x).dtype == x.dtype
+
+
+class Weak(ql.ArrayValue):
+    array: Any
+
+    def materialise(self):
+        raise RuntimeError("Weak refuses to materialise")
+
+    def aval(self):
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype, weak_type=self.array.weak_type)
+
+
+@ql.register("mul")
+def _(x: Weak, y: jax.Array, **params):
+    return Weak(lax.mul_p.bind(x.array, y, **params))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: lax.fori_loop(0, 3, lambda i, c: c * jnp.float32(3), x),
+        lambda x: lax.scan(lambda c, _: (c * jnp.float32(3), None), x, length=3)[0],
+        lambda x: lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * jnp.float32(3), c[1] + 1), (x, 0))[0],
+    ],
+    ids=["fori_loop", "scan", "while_loop"],
+)
+def test_a_carry_that_starts_weakly_typed(f):
+    out = ql.quaxify(f)(Weak(jnp.asarray(2.0)))
+    assert type(out) is Weak
+    assert not out.array.weak_type
+    assert out.array == 54.0
+
+
+class _ByTag(type(ql.ArrayValue)):
+    def __instancecheck__(cls, x):
+        return type(x) is Tagged and (cls is Tagged or x.tag == "a")
+
+
+class Tagged(ql.ArrayValue, metaclass=_ByTag):
+    array: Any
+    tag: str = eqx.field(static=True)
+
+    def materialise(self):
+        return self.array
+
+
+class TaggedA(Tagged):
+    """Those with the tag "a"."""
+
+    __faithful__ = False
+
+
+def test_types_that_are_told_by_their_values():
+    """For plum, whose signatures these are, a type says so by `__faithful__ = False`."""
+    rules = ql.RuleSet()
+
+    @ql.register("neg", rules=rules)
+    def _(x: TaggedA, **params):
+        return x.array + 100.0
+
+    @ql.register("neg", rules=rules)
+    def _(x: Tagged, **params):
+        return x.array + 1.0
+
+    negate = ql.quaxify(jnp.negative, rules=rules)
+    for tag, expected in [("b", 1.0), ("a", 100.0), ("b", 1.0), ("a", 100.0)]:
+        assert negate(Tagged(jnp.zeros(()), tag)) == expected
