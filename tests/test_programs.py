@@ -89,6 +89,8 @@ def _solve_with(method, layer, b):
         return optx.fixed_point(lambda y, b: 0.1 * layer(y) + b, solver, jnp.zeros(4), args=b).value
     if method == "root":
         return optx.root_find(residual, optx.Newton(**tolerances), jnp.zeros(4), args=b).value
+    if method == "least_squares":
+        return optx.least_squares(residual, optx.LevenbergMarquardt(**tolerances), jnp.zeros(4), args=b).value
     if method == "minimise":
         distance = lambda y, b: jnp.sum(residual(y, b) ** 2)
         return optx.minimise(distance, optx.BFGS(**tolerances), jnp.zeros(4), args=b).value
@@ -109,7 +111,7 @@ class TestReverseModeThroughSolvers:
         layer = ql.loraify(eqx.nn.Linear(4, 4, key=jax.random.key(0)), rank=2, key=jax.random.key(1))
         return eqx.tree_at(lambda x: x.weight.b, layer, jnp.full((4, 2), 0.3))
 
-    @pytest.mark.parametrize("method", ["linear", "fixed_point", "root", "minimise"])
+    @pytest.mark.parametrize("method", ["linear", "fixed_point", "root", "least_squares", "minimise"])
     def test_gradients(self, layer, method):
         loss = lambda solve: lambda layer, b: jnp.sum(solve(method, layer, b) ** 2)
         with ql.on_materialise("error"):

@@ -278,9 +278,9 @@ def _is_forwarded(slot: Slot, tangent: Any, forwarded: dict[int, tuple[Slot, Seq
 
 def _has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
     """Whether a Value may be returned with a tangent, made one of its class if it is a plain array."""
-    if not is_value(x) or not is_linear(x):
+    if not is_value(x):
         return False
-    return _is_zero(tangent) or is_derivative(_lifted(tangent, x), x)
+    return _is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
 
 
 def _lifted(tangent: Any, x: Value) -> Any:
