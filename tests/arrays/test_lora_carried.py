@@ -9,6 +9,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
+from quaxlike.arrays.zero import Identity
 
 SCALING = 1.5
 _RNG = np.random.default_rng(0)
@@ -110,3 +111,35 @@ def test_inside_another_type():
         out = ql.quaxify(lambda x: lax.fori_loop(0, 3, lambda i, c: c * 0.5, x))(x)
     assert isinstance(out.array, ql.LoraArray)
     np.testing.assert_allclose(ql.materialise(out), ql.materialise(x) / 8, rtol=1e-5)
+
+
+BASES = {
+    "quantised": lambda w: ql.NF4Array.quantize(w, block_size=32),
+    "sparse": lambda w: ql.BlockSparseArray.from_dense(w, block_size=4, density=0.5),
+    "identity": lambda w: Identity(8, w.dtype),
+    "stacked": lambda w: jnp.stack([w, 2 * w]),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_beside_one_with_a_dense_base(base):
+    """A sum of two adapted arrays has a dense base, and adapters of twice the rank."""
+    programs = [
+        lambda x: lax.fori_loop(0, 2, lambda i, c: 0.5 * c + 0.5 * x, x),
+        lambda x: lax.cond(x.ravel()[0] > -9, lambda: x, lambda: x + x),
+        lambda x: lax.scan(lambda c, _: (c + x, None), jnp.zeros(x.shape, x.dtype), length=2)[0],
+    ]
+    w, a, b = (jnp.asarray(_RNG.normal(size=s), jnp.float32) for s in ((8, 8), (2, 8), (8, 2)))
+    w = BASES[base](w)
+
+    def loss(a, b, program, exact):
+        x = ql.LoraArray(w, a, b)
+        return jnp.sum(jnp.sin(program(x.materialise()) if exact else ql.materialise(ql.quaxify(program)(x))))
+
+    with ql.on_materialise("allow"):
+        for program in programs:
+            got, want = (
+                jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=(2, 3))(a, b, program, exact)
+                for exact in (False, True)
+            )
+            jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)

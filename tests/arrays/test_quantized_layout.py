@@ -227,3 +227,10 @@ def test_a_last_axis_of_size_one_comes_and_goes():
     with ql.on_materialise("allow"):
         out = ql.quaxify(lambda w: jnp.squeeze(w[:, :, None], 2))(w)
     np.testing.assert_allclose(ql.materialise(out), w.materialise(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("quantize", [_NF4, _INT8])
+def test_a_layer_of_a_stack_is_taken_with_64_bit_types_on(quantize, x64):
+    w = quantize(_normal(2, 8, 64), stacked=1)
+    for take in (lambda w: w[1], lambda w: jax.lax.dynamic_slice_in_dim(w, 1, 1)):
+        _same(ql.quaxify(take)(w), take(w.materialise()))

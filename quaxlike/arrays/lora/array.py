@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ...core.operators import ArrayOperators
+from ...core.policy import dense as dense_under_policy
 from ...core.slots import leading_axes, widened
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from .einsum import Labels, arrange, cast, common_dtype, contract
@@ -166,14 +167,18 @@ class LoraArray(ArrayOperators, ArrayValue):
         return like.replace(w=w, a=a, b=b, train_base=True)
 
     def widen(self, like: Value) -> Value | NotImplementedType:
-        """With a base that may be trained if that of `like` may, and a rank that is not below its."""
+        """With a rank, batch axes and a base that both can have; the base is trained if that of `like` is."""
         if not isinstance(like, LoraArray) or self._kind() != like._kind():
             return NotImplemented
         x = self
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
         x = opened(x) if like.train_base else x
-        return x.replace(w=widened(x.w, like.w))
+        a, b = (
+            _with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
+            _with_batch_of(x.b, like.b, 1 + len(x.out_axes)),
+        )
+        return x.replace(w=_base_like(x.w, like.w), a=a, b=b)
 
     def _kind(self) -> Any:
         """Static properties of adapters that cannot be changed."""
@@ -212,6 +217,26 @@ def frozen(x: Any) -> Any:
 def opened(x: LoraArray) -> LoraArray:
     """The same array with a base that gradients flow to: to its arrays they still do not if they did not."""
     return x.replace(w=x.base, train_base=True)
+
+
+def _with_batch_of(part: Any, like: Any, core: int) -> Any:
+    """A part with the batch axes of `like`, if that has more of them."""
+    batch = like.shape[: like.ndim - core]
+    if is_value(part) or part.ndim - core >= len(batch):
+        return part
+    return jnp.broadcast_to(part, (*batch, *part.shape[part.ndim - core :]))
+
+
+def _base_like(w: Any, like: Any) -> Any:
+    """A base in a form that `like` has or can be brought to: dense beside an array that is not lifted."""
+    w = _with_batch_of(widened(w, like), like, 0)
+    if not is_value(w) or is_value(like):
+        return w
+    lifted: list[Any] = []
+    array = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda array: lifted.append(is_value(widened(array, w))), array)
+    hint = "The base of a LoraArray meets a dense one, in another branch or before or after an iteration."
+    return w if lifted[0] else dense_under_policy(w, "LoraArray", hint=hint)
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:

@@ -38,7 +38,8 @@ def _dynamic_slice(
     def take(leaf: Array) -> Array:
         rest = leaf.shape[free.num_lead :]
         begin = [clamped_start(starts[axis], w.shape[axis], slice_sizes[axis]) for axis in axes]
-        return lax.dynamic_slice(leaf, [*begin, *[0] * len(rest)], (*(slice_sizes[i] for i in axes), *rest))
+        starts_of_rest = [np.int32(0)] * len(rest)
+        return lax.dynamic_slice(leaf, [*begin, *starts_of_rest], (*(slice_sizes[i] for i in axes), *rest))
 
     out = jax.tree.map(take, free)
     return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out
