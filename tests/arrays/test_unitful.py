@@ -249,6 +249,22 @@ def test_derivatives_by_the_numbers_keep_the_structure():
     same(x, 2 * X.array, "m")
 
 
+def test_branches_of_a_backward_function_that_give_a_unit_or_none():
+    """A derivative by the numbers has no unit; beside a branch that gives one it stays so."""
+
+    @jax.custom_vjp
+    def positive_part(x):
+        return jnp.maximum(x, 0 * x)
+
+    def backward(x, ct):
+        return (jax.lax.cond(x > 0, lambda: ct, lambda: 0 * x),)
+
+    positive_part.defvjp(lambda x: (positive_part(x), x), backward)
+    f = lambda x: ql.quaxify(lambda x: positive_part(x) * x)(Unitful(x, "m")).array
+    assert jax.grad(f)(3.0) == 6.0
+    assert jax.grad(f)(-3.0) == 0.0
+
+
 def test_loops_keep_units():
     v = 2.0 * metre / second
     dt = 0.5 * second

@@ -112,6 +112,19 @@ def test_gradient_by_the_numbers():
 
 
 @pytest.mark.slow
+def test_gradient_by_one_number():
+    """Differentiated outside: a branch of a backward loop gives a unit, another a derivative with none."""
+
+    def place(k, x, v, t1):
+        return solve(k, (x, v), t1, t1 / 4, field=lambda t, y, k: (y[1], -k * y[0]))[0][-1]
+
+    rest = (1.0, 0.0, 1.0)
+    units = map(Unitful, rest, ("m", "m/s", "s"))
+    grad = jax.grad(lambda k: ql.quaxify(place)(Unitful(k, "s^-2"), *units).array)(2.0)
+    np.testing.assert_allclose(grad, jax.grad(place)(2.0, *rest), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_mistake_in_the_equations_is_found_while_tracing():
     forgotten_mass = lambda t, y, args: (y[1], -(args[0] * y[0] + args[1] * y[1]))
     with pytest.raises(DimensionError, match=r"takes arrays in the same unit; found \(m·s⁻¹, m·kg·s⁻¹\)"):

@@ -11,7 +11,8 @@ import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
 from ...core.fills import may_be_placeholder, track
-from ...core.values import ArrayValue, adopters, is_value
+from ...core.slots import widened
+from ...core.values import ArrayValue, adopters, is_value, replace_fields
 from ..annotated import AnnotatedArray
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
@@ -70,6 +71,11 @@ class Unitful(AnnotatedArray):
                 "or after an iteration. Give it the unit by multiplying with it."
             )
         return super().promote(array, like)
+
+    def widen(self, like: Any) -> Any:
+        if not isinstance(like, Unitful) or like.unit != ANY:
+            return NotImplemented
+        return replace_fields(self, array=widened(self.array, like.array), unit=ANY)
 
     @classmethod
     def placeholder(cls, array: Any) -> Any:
