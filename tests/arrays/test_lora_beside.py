@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
+from tests.conformance.weights import WEIGHTS
 from tests.samples import normal
 
 BIAS, ADDED = normal(4, 3), normal(4, 3, seed=1)
@@ -68,3 +69,18 @@ def test_the_dtype_is_that_of_the_layer():
     x = ql.LoraBias(BIAS.astype(jnp.bfloat16), ADDED, 0.5)
     assert x.dtype == x.materialise().dtype == jnp.bfloat16
     assert ql.LoraBias(None, ADDED, 0.5).dtype == ADDED.dtype
+
+
+@pytest.mark.parametrize("inner", ["BlockSparseArray", "NF4Array", "Zero", "LoraArray"])
+def test_a_value_that_is_trained_in_full(inner):
+    """Its rows are scanned, and a plain array takes its place, as far as those of the value inside."""
+    x = ql.TrainableArray(WEIGHTS[inner]())
+    programs = [
+        lambda x: lax.map(jnp.sin, x),
+        lambda x: lax.cond(x[0, 0] > 9, lambda: x, lambda: jnp.cos(x)),
+        lambda x: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c), x),
+    ]
+    with ql.on_materialise("allow"):
+        for program in programs:
+            out = ql.materialise(ql.quaxify(program)(x))
+            np.testing.assert_allclose(out, program(ql.materialise(x)), rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """What is trained beside the adapters: arrays in full, and biases of adapters."""
 
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -10,7 +11,8 @@ import jax.extend.core as jexc
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
-from ...core.values import ArrayValue, Value, materialise
+from ...core.slots import leading_axes, widened
+from ...core.values import ArrayValue, Value, is_value, materialise
 from .array import frozen
 from .contraction import add
 
@@ -51,14 +53,16 @@ class TrainableArray(_Beside):
         return self.array
 
     @classmethod
-    def promote(cls, array: Any, like: Value) -> Value:
-        return cls(array)
+    def promote(cls, array: Any, like: Value) -> Value | NotImplementedType:
+        assert isinstance(like, TrainableArray)
+        array = widened(array, like.array)
+        return cls(array) if is_value(array) == is_value(like.array) else NotImplemented
 
-    def leading_axis(self) -> Sequence[int | None]:
-        return [0]
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
+        return leading_axes([(self.array, True)])
 
-    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
-        return [spec]
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
+        return self.array.shard_spec(spec) if is_value(self.array) else [spec]
 
 
 class LoraBias(_Beside):
