@@ -273,9 +273,9 @@ def placeholder(slot: Slot, cls: type[Value]) -> Slot:
 
 def settled(slot: Slot) -> Slot:
     """The plain slot that a placeholder stands for; another slot as it is."""
-    if slot.treedef is None or not _has_placeholders(slot.cls):
+    if len(slot.avals) != 1 or slot.treedef is None or not _has_placeholders(slot.cls):
         return slot
-    plain = Slot(None, slot.avals[:1], loose=1)
+    plain = Slot(None, slot.avals, loose=1)
     return plain if placeholder(plain, slot.cls) == slot else slot
 
 
