@@ -11,11 +11,12 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 
-from . import compat, recording
+from .. import compat, recording
+from ..policy import policy_key
+from ..trace import QuaxTrace
 from .evaluate import evaluate
-from .policy import policy_key
-from .slots import Slot, conform, flatten, loosened, split, unflatten
-from .trace import QuaxTrace
+from .slots import Slot, flatten, loosened, split, unflatten
+from .unify import conform
 
 
 @dataclasses.dataclass(frozen=True)
