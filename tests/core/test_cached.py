@@ -1,4 +1,4 @@
-"""A rule with a cached trace is traced once for each structure of its operands, and does what the rule does."""
+"""A rule with a cached trace runs once for each structure of its operands, and the trace does the same."""
 
 from typing import Any
 
