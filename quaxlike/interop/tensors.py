@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .._files import replacing
+from quaxlike.core.files import replacing
+
 from .errors import complain
 
 # In the order in which the reference implementation lays tensors out, smallest alignment first.

@@ -57,7 +57,7 @@ def test_gradients(name, program, default_promotion):
     with ql.on_materialise("allow"):
         quaxified = ql.quaxify(PROGRAMS[program])
         of_value = lambda varied, *args: _loss(ql.materialise(quaxified(weight(varied), *args)))
-        found = jax.value_and_grad(of_value, argnums=(0, 1, 2, 3))(varied, y, s, z)
+        found = jax.jit(jax.value_and_grad(of_value, argnums=(0, 1, 2, 3)))(varied, y, s, z)
         dense, pull = jax.vjp(lambda varied: ql.materialise(weight(varied)), varied)
     value, (by_weight, *by_others) = _of_arrays(program)(dense, y, s, z)
     expected = value, (*pull(by_weight), *by_others)

@@ -22,9 +22,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the first round")
     parser.add_argument("--rounds", type=int, default=10**9, help="at most")
     parser.add_argument("--examples", type=int, default=100, help="programs in a round")
-    parser.add_argument("--types", default="", help="only types whose name contains this")
+    parser.add_argument(
+        "--types", nargs="*", default=[""], help="only types whose name contains one of these"
+    )
     args = parser.parse_args()
-    names = tuple(name for name in TYPES if args.types in name)
+    names = tuple(name for name in TYPES if any(part in name for part in args.types))
     first = random.randrange(10**6) if args.seed is None else args.seed
     until = time.monotonic() + 60 * args.minutes
     print(f"{len(names)} types, rounds of {args.examples} programs, seeds from {first}", flush=True)

@@ -151,8 +151,7 @@ def _result(step: Step, shape: Shape, dtype: Any, x64: bool) -> jax.ShapeDtypeSt
 @functools.cache
 def _by_primitive(name: str) -> Mapping[str, tuple[str, ...]]:
     """For each primitive that the type, or a part of it, has a rule for: the operations that bind it."""
-    classes = {type(x) for x in parts(_value(name, 0, True))}
-    ruled = {rule.primitive.name for cls in classes for rule in ql.rules_for(cls)}
+    ruled = {rule.primitive.name for cls in classes_of(name) for rule in ql.rules_for(cls)}
     table = {p: tuple(text for text, bound in operations().items() if p in bound) for p in sorted(ruled)}
     return {p: texts for p, texts in table.items() if texts}
 
@@ -160,6 +159,12 @@ def _by_primitive(name: str) -> Mapping[str, tuple[str, ...]]:
 def parts(x: Any) -> list[Any]:
     """A Value and the Values that it is made of."""
     return [x, *(v for part in vars(x).values() for v in parts(part))] if ql.is_value(x) else []
+
+
+@functools.cache
+def classes_of(name: str) -> frozenset[type]:
+    """The classes that a value of the type is made of."""
+    return frozenset(map(type, parts(_value(name, 0, True))))
 
 
 def _others(name: str, shape: Shape, x64: bool) -> list[str]:

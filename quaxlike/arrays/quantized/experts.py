@@ -8,8 +8,9 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from ...core.rules import register
-from ...kernels.multilinear import vary_alike
+from quaxlike.core.rules import register
+from quaxlike.kernels.multilinear import vary_alike
+
 from .base import AbstractQuantizedArray
 from .contract import contract, name_axes, product_dtype
 from .layout import with_free_axes

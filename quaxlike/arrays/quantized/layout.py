@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ...core.rules import register
+from quaxlike.core.rules import register
+
 from .base import AbstractQuantizedArray
 from .scales import NestedScales
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
-from ...core.rules import register
+from quaxlike.core.rules import register
+
 from ..bounds import clamped_start, dynamic_slice_in_dim
 from .coordinates import fits_int32, flattened, smaller, unflattened, unstacked
 from .stacks import broadcast_stack, cut_stack, map_batch, reshape_stack

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Union
 
-from ...core.jaxprs.unify import OperandMismatch
+from ...core.slots import OperandMismatch
 
 _BASE = ("m", "kg", "s", "A", "K", "mol", "cd")
 _DERIVED = {

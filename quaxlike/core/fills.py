@@ -62,30 +62,30 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
     outs = out if primitive.multiple_results else [out]
     if name in _MOVES:
         for x, y in zip(operands, outs, strict=False):
-            number = constant_of(x)
+            number = fill_of(x)
             if number is not None:
-                note_constant(y, number)
+                note_fill(y, number)
     elif name == "pure_callback":
         function = getattr(params["callback"], "callback_func", None)
         for y in outs if getattr(function, "__module__", None) == _RAISING else ():
-            note_constant(y, OPEN)
+            note_fill(y, OPEN)
     elif name in _UNSET:
         for y in outs:
-            note_constant(y, OPEN)
+            note_fill(y, OPEN)
     else:
         among, matter = (all, operands[_ALL[name]]) if name in _ALL else (any, operands[_ANY[name]])
         if among(map(may_be_placeholder, matter)):
-            note_constant(out, 0 if among(map(is_zero, matter)) else OPEN)
+            note_fill(out, 0 if among(map(is_zero, matter)) else OPEN)
 
 
-def note_constant(array: Any, number: Any) -> None:
+def note_fill(array: Any, number: Any) -> None:
     """`array` is filled with `number`."""
     if isinstance(array, jax.Array):
         at = id(array)
         _known[at] = (weakref.ref(array, lambda _: _known.pop(at, None)), number)
 
 
-def constant_of(x: Any) -> Any:
+def fill_of(x: Any) -> Any:
     """The number that all elements of `x` are known to be, or `OPEN`, if it is a plain array; else None."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
@@ -101,15 +101,15 @@ def _is_extended(x: Any) -> bool:
 
 def may_be_placeholder(x: Any) -> bool:
     """Whether all elements of `x` are known to be 0, infinity or NaN, as of arrays to be written to."""
-    number = constant_of(x)
+    number = fill_of(x)
     return number is not None and bool(number == 0 or not np.isfinite(number))
 
 
 def is_zero(x: Any) -> bool:
-    number = constant_of(x)
+    number = fill_of(x)
     return number is not None and bool(number == 0)
 
 
 def is_open(x: Any) -> bool:
     """Whether `x` is known to hold 0, infinity or NaN, but not which."""
-    return constant_of(x) is OPEN
+    return fill_of(x) is OPEN

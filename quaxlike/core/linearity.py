@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..values import Value, is_value
+from .values import Value, is_value
 
 
 def is_linear(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Rules that are traced once for operands of a structure, and cached_trace for the next ones."""
+"""Rules that are traced once for operands of a structure, and replayed for the next ones."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 
-from .. import compat, recording
-from ..policy import MaterialisationError, on_materialise
+from . import compat, recording
 from .evaluate import evaluate
+from .policy import MaterialisationError, on_materialise
 from .slots import Slot, flatten, unflatten
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
@@ -20,7 +20,7 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 _LIMIT = 1024  # structures of operands that a rule remembers
 
 
-def cached_trace(rule: _Fn) -> _Fn:
+def replayed(rule: _Fn) -> _Fn:
     """A rule of a primitive with one result that runs no more than once for operands of the same structures.
 
     A model has the same product in all of its layers. What the rule did for operands of these structures and

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from ..._files import replacing
+from .files import replacing
 
 _STYLE = """
 .quaxlike { color-scheme: light dark; font: 14px/1.45 system-ui, sans-serif; }

@@ -7,10 +7,11 @@ from typing import Any
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
-from .. import compat
-from ..known_constants import follow
-from ..rules import asking
-from ..trace import QuaxTrace, ValueTracer, value_types
+from . import compat
+from .fills import follow
+from .rules import asking
+from .trace import QuaxTrace, value_types
+from .tracer import ValueTracer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,17 +10,8 @@ from typing import Any
 
 import jax
 
-from ..rules import (
-    GLOBAL,
-    Ambiguity,
-    AmbiguousRuleError,
-    Rule,
-    RuleSet,
-    in_order,
-    more_specific,
-    signature_of,
-)
-from ..values import ArrayValue, Value
+from .rules import GLOBAL, Ambiguity, AmbiguousRuleError, Rule, RuleSet, in_order, more_specific, signature_of
+from .values import ArrayValue, Value
 
 
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
@@ -95,7 +86,7 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
 
     **Returns:**
 
-    A [`RulesDiff`][quaxlike.RulesDiff], which prints as a table.
+    A [`RulesDiff`][quaxlike.core.coverage.RulesDiff], which prints as a table.
 
     !!! example
 

@@ -13,10 +13,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from .. import compat
-from ..jaxprs.evaluate import call_on_values, evaluate
-from ..jaxprs.slots import Slot, flatten, split, unflatten
+from ..evaluate import call_on_values, evaluate
 from ..policy import dense
 from ..quaxify import value_of
+from ..slots import Slot, flatten, split, unflatten
 from ..trace import QuaxTrace, builtin
 from ..values import is_value
 from .linear_call import linear_call

@@ -1,4 +1,4 @@
-"""A rule with a cached trace runs once for each structure of its operands, and the trace does the same."""
+"""A replayed rule is traced once for each structure of its operands, and does what the rule does."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from jax import Array
 
 import quaxlike as ql
-from quaxlike.core.jaxprs.cached import cached_trace
+from quaxlike.core.replay import replayed
 from tests.samples import normal
 
 CALLS: list[str] = []
@@ -33,7 +33,7 @@ class Opaque(ql.ArrayValue):
 
 
 @ql.register("dot_general")
-@cached_trace
+@replayed
 def _product(x: Scaled, y: Array, **params: Any):
     CALLS.append("dot_general")
     if params["preferred_element_type"] == jnp.float16:
@@ -42,7 +42,7 @@ def _product(x: Scaled, y: Array, **params: Any):
 
 
 @ql.register("transpose")
-@cached_trace
+@replayed
 def _transpose(x: Scaled, *, permutation: Any):
     CALLS.append("transpose")
     return Scaled(ql.quaxify(jnp.transpose)(x.array, permutation), x.scale)
@@ -166,7 +166,7 @@ def test_errors_pass():
             return self.array
 
     @ql.register("neg")
-    @cached_trace
+    @replayed
     def _broken(x: Broken, **params: Any):
         raise ValueError("as the rule says")
 

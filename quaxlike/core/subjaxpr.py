@@ -11,12 +11,11 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 
-from .. import compat, recording
-from ..policy import policy_key
-from ..trace import QuaxTrace
+from . import compat, recording
 from .evaluate import evaluate
-from .slots import Slot, flatten, loosened, split, unflatten
-from .unify import conform
+from .policy import policy_key
+from .slots import Slot, conform, flatten, loosened, split, unflatten
+from .trace import QuaxTrace
 
 
 @dataclasses.dataclass(frozen=True)

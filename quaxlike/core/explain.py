@@ -11,10 +11,10 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..quaxify import quaxify
-from ..recording import Event, Outcome, in_bytes, recording
-from ..rules import RuleSet
-from . import page
+from . import report_html
+from .quaxify import quaxify
+from .recording import Event, Outcome, in_bytes, recording
+from .rules import RuleSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Report:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
-        """One [`Row`][quaxlike.Row] for each primitive, types of operands, outcome and place,
+        """One [`Row`][quaxlike.core.explain.Row] for each primitive, types of operands, outcome and place,
         in the order of the program."""
 
     @property
@@ -113,7 +113,7 @@ class Report:
         return rich.console.Group(table, rich.text.Text(self.summary))
 
     def _repr_html_(self) -> str:
-        return page.fragment(self.rows, _table(self.rows), self.summary)
+        return report_html.fragment(self.rows, _table(self.rows), self.summary)
 
     def to_html(self, path: str | pathlib.Path) -> None:
         """Writes a page that stands by itself, for a browser.
@@ -122,7 +122,7 @@ class Report:
 
         - `path`: the file to write. It is replaced as a whole or not at all.
         """
-        page.write(path, self.rows, _table(self.rows), self.summary)
+        report_html.write(path, self.rows, _table(self.rows), self.summary)
 
 
 def explain(
@@ -142,7 +142,7 @@ def explain(
 
     **Returns:**
 
-    A function of the arguments of `fn` that returns a [`Report`][quaxlike.Report]. JAX arrays
+    A function of the arguments of `fn` that returns a [`Report`][quaxlike.core.explain.Report]. JAX arrays
     and `ShapeDtypeStruct`s among the arguments are abstract; anything else is as it is.
 
     !!! example

@@ -11,7 +11,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.unitful import DimensionError, Unitful
-from quaxlike.core import known_constants
+from quaxlike.core import fills
 
 
 @pytest.fixture
@@ -36,20 +36,20 @@ def inside():
     ],
 )
 def test_what_a_plain_array_is_filled_with(inside, f, number):
-    assert inside(lambda: known_constants.constant_of(f())) == number
+    assert inside(lambda: fills.fill_of(f())) == number
     seen = []
-    jax.jit(lambda: inside(lambda: seen.append(known_constants.constant_of(f()))))()
+    jax.jit(lambda: inside(lambda: seen.append(fills.fill_of(f()))))()
     assert seen == [number]
 
 
 def test_nothing_is_kept_alive(inside):
     gc.collect()
-    before = len(known_constants._known)
+    before = len(fills._known)
     for _ in range(5):
         inside(lambda: jnp.zeros(3) * 2.0)
         jax.make_jaxpr(lambda: inside(lambda: jnp.zeros(3) * 2.0))()
     gc.collect()
-    assert len(known_constants._known) <= before
+    assert len(fills._known) <= before
 
 
 def test_the_result_of_a_callback_is_an_array_like_any_other():
