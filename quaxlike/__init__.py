@@ -9,16 +9,14 @@ from .arrays.lora import LoraArray, LoraBias, TrainableArray
 from .arrays.quantized import FP4Array, Int4Array, Int8Array, NF4Array
 from .arrays.sparse import BlockSparseArray, SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
-from .core import late as _late  # noqa: F401  # pyright: ignore[reportUnusedImport] (adopts late Values)
-from .core.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
-from .core.either_side import register_on_either_side
-from .core.explain import Report, Row, explain
+from .core.inspect.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
+from .core.inspect.explain import Report, Row, explain
+from .core.jaxprs.unify import OperandMismatch, StructureError
 from .core.operators import ArrayOperators
 from .core.policy import MaterialisationError, MaterialisationWarning, on_materialise
 from .core.quaxify import quaxify, value_of
 from .core.recording import note
-from .core.rules import AmbiguousRuleError, RuleError, RuleSet, register
-from .core.slots import OperandMismatch, StructureError
+from .core.rules import AmbiguousRuleError, RuleError, RuleSet, register, register_on_either_side
 from .core.values import ArrayValue, Value, is_value, materialise
 from .primitives import custom_dce
 from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters

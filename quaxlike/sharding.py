@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .core.slots import Slot, leaf_specs
+from .core.jaxprs.slots import Slot, leaf_specs
 from .core.values import is_value
 from .surgery.select import matches, named_arrays, near, path_of
 

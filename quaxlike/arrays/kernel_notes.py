@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from quaxlike.core.recording import active, note
-from quaxlike.kernels.backends import Choice, listeners
+from ..core.recording import active, note
+from ..kernels.backends import Choice, listeners
 
 
 def _tell(name: str, choose: Callable[[], Choice]) -> None:

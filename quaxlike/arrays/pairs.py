@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from quaxlike.core.either_side import register_on_either_side
-from quaxlike.core.replay import replayed
-from quaxlike.core.values import is_value
-from quaxlike.kernels import lora_matmul
-
+from ..core.jaxprs.cached import cached_trace
+from ..core.rules import register_on_either_side
+from ..core.values import is_value
+from ..kernels import lora_matmul
 from .lora.array import LoraArray, frozen
 from .lora.contraction import PRECEDENCE, drops
 from .quantized.codebook import AbstractCodebookArray
@@ -22,7 +21,7 @@ from .quantized.scales import NestedScales
 
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=PRECEDENCE + 1)
-@replayed
+@cached_trace
 def _dot_general_adapted_codes(
     primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any
 ) -> Any:

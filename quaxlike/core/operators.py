@@ -8,14 +8,15 @@ import equinox as eqx
 import jax
 
 from .quaxify import quaxify
-from .values import adopters, check_whole, is_value
+from .values import check_whole, is_value, level_of
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     """`fn(value, ...)` under the level of `quaxify` that dispatches on `value`, or under one of its own."""
     check_whole(value)
-    if adopters[0].level_of(value) is not None:
-        return fn(adopters[0](value), *args, **kwargs)
+    level = level_of(value)
+    if level is not None:
+        return fn(level.adopt(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 
 

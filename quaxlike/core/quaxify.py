@@ -14,8 +14,7 @@ from jaxtyping import PyTree
 from . import compat, recording
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
-from .trace import Level, QuaxTrace
-from .tracer import ValueTracer
+from .trace import Level, QuaxTrace, ValueTracer
 from .values import Value, is_value, kind_of
 
 _P = ParamSpec("_P")

@@ -1,4 +1,4 @@
-"""The trace that dispatches primitives on Values."""
+"""The trace that dispatches primitives on Values, and the tracer that stands for one of them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,13 +9,123 @@ import jax.core
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax import lax
 
 from . import compat, recording
-from .fills import follow
-from .policy import dense_operands
+from .known_constants import follow
+from .policy import dense, dense_operands
 from .rules import Resolver
-from .tracer import ValueTracer
-from .values import KINDS, Value, is_value, kind_of
+from .values import KINDS, Value, aval_of, check_whole, is_value, kind_of, level_of
+
+# -------------------------------------------------------------------------------------------------
+# The tracer
+# -------------------------------------------------------------------------------------------------
+
+
+class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument]
+    """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
+
+    __slots__ = ("aval", "quax_tag", "quax_value")
+    __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX asks several times a call
+
+    def __init__(self, trace: Any, value: Value) -> None:
+        self._trace = trace
+        self.quax_tag = trace.tag
+        self.quax_value = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "aval":  # its slot is empty; many intermediates are never asked
+            self.aval = aval = aval_of(self.quax_value)
+            return aval
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.quax_value, name)
+
+    def full_lower(self) -> Any:
+        # JAX asks for results of a derivative that have no tangents; and for what it evaluates on concrete
+        # arrays, which no tracer of a level under way is.
+        if not self._trace.ended:
+            return self
+        raise jax.errors.UnexpectedTracerError(
+            f"A {type(self.quax_value).__name__} got out of the quaxified function that it belongs to, "
+            f"through a closure, a global or an attribute: {self!r} is used at "
+            f"{recording.user_source()[0]}. Return it from the function instead; `quaxify` gives the Value "
+            "itself."
+        )
+
+    def _short_repr(self) -> str:
+        return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
+
+    # Python asks for a concrete value: the Value's, if its arrays are concrete. (Not through
+    # `to_concrete_value`: JAX calls that of its own accord, and it would materialise.)
+
+    def __bool__(self) -> bool:
+        return bool(self._concrete("bool"))
+
+    def __int__(self) -> int:
+        return int(self._concrete("int"))
+
+    def __float__(self) -> float:
+        return float(self._concrete("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self._concrete("complex"))
+
+    def __index__(self) -> int:
+        return self._concrete("index").__index__()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._concrete("array").__array__(*args, **kwargs)
+
+    def item(self, *args: Any) -> Any:
+        return self._concrete("item").item(*args)
+
+    def tolist(self) -> Any:
+        return self._concrete("tolist").tolist()
+
+    def _concrete(self, what: str) -> Any:
+        with jexc.set_current_trace(self._trace.parent_trace):
+            return dense(self.quax_value, what, hint="Python asks for its elements.")
+
+
+def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
+    """`method` of a tracer, past jax.numpy where that would only come to the primitive: for two Values of
+    the same aval, which need no promotion. Everything else takes JAX's way."""
+    forward = getattr(jax.core.Tracer, method)
+    dtypes = jnp.inexact if only_inexact else jnp.number
+
+    @functools.cache
+    def applies_to(dtype: Any) -> bool:
+        return jnp.issubdtype(dtype, dtypes)
+
+    @functools.cache
+    def equation() -> jexc.JaxprEqn:
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.make_jaxpr(op)(scalar, scalar).eqns[0]
+
+    def operator(self: ValueTracer, other: Any) -> Any:
+        if type(other) is ValueTracer and other.quax_tag is self.quax_tag:
+            aval: Any = self.aval
+            same = aval is other.aval or aval == other.aval
+            level: Any = compat.current_trace()
+            if same and getattr(level, "tag", None) is self.quax_tag and applies_to(aval.dtype):
+                eqn = equation()
+                return level.process_primitive(eqn.primitive, (self, other), eqn.params)
+        return forward(self, other)
+
+    operator.__name__ = method
+    return operator
+
+
+for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": lax.div}.items():
+    _name = f"__{_method}__"
+    setattr(ValueTracer, _name, _operator(_name, _op, only_inexact=_method == "truediv"))
+
+
+# -------------------------------------------------------------------------------------------------
+# The trace
+# -------------------------------------------------------------------------------------------------
 
 
 class Level(jexc.TraceTag):
@@ -106,6 +216,22 @@ class QuaxTrace(jax.core.Trace):
         """What `primitive` gives for Values and plain arrays: what a rule asks when it has changed them."""
         return self.dispatch_key((primitive, *value_types(operands)), operands, params)
 
+    # Late Values: closed over, built in the body of the function, or used inside a rule
+
+    def takes(self, value: Value) -> bool:
+        """Whether the level dispatches on a Value that was not passed in."""
+        return self.tag.takes is None or self.tag.takes(value)
+
+    def adopt(self, value: Value) -> Any:
+        """A late Value as a tracer of this level."""
+        check_whole(value)
+        if _lives_below(self, value):
+            return ValueTracer(self, self.unwrap_tree(value))
+        # A transform inside the quaxified function traced its arrays: built there, or passed to a jitted
+        # function, which takes a Value that is not traced apart. This level would leave that transform out.
+        hint = "Pass it into that transform as a traced Value, or call `quaxify` inside of it."
+        return dense(value, "a Value that an inner transform took apart", hint=hint)
+
     # What arrives through methods of its own, because it carries functions
 
     def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore
@@ -151,6 +277,34 @@ class QuaxTrace(jax.core.Trace):
         if kind_of(tree) == "array":
             return self.unwrap(tree)
         return jtu.tree_map(self.unwrap, tree)
+
+
+def _lives_below(level: QuaxTrace, value: Value) -> bool:
+    tracers = [x for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]
+    below, trace = [level.tag], level.parent_trace
+    while trace is not None:
+        below += [trace, getattr(trace, "tag", trace)]
+        trace = getattr(trace, "parent_trace", None)
+    at = [(x._trace, getattr(x._trace, "tag", None)) for x in tracers]  # pyright: ignore[reportPrivateUsage]
+    return all(any(y is z for y in pair for z in below) for pair in at)
+
+
+def _adopted(value: Value) -> Any:
+    """A Value that is an operand of a primitive, as a tracer of the level that takes it."""
+    check_whole(value)
+    level = level_of(value)
+    if level is None:
+        left_out = level_of() is not None
+        raise RuntimeError(
+            f"A {type(value).__name__} was given to a JAX primitive "
+            + ("that no `filter_spec` selects it for. " if left_out else "outside `quaxlike.quaxify`. ")
+            + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the "
+            "parts), or use `quaxlike.materialise` to make it a dense array."
+        )
+    return level.adopt(value)
+
+
+compat.register_late_values(Value, _adopted, aval_of)
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:

@@ -214,13 +214,20 @@ class ArrayValue(Value):
     def __jax_array__(self) -> Any:
         # A property, so that it is None where no quaxify is under way and the usual lookups
         # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
-        if not adopters or adopters[0].level_of(self) is None:
-            return None
-        return lambda: adopters[0](self)
+        level = level_of(self)
+        return None if level is None else lambda: level.adopt(self)
 
 
-# The one way up from here: trace.py puts in it what turns a late Value into a tracer, and back.
-adopters: list[Any] = []
+def level_of(value: Value | None = None) -> Any:
+    """The trace of the innermost `quaxify` under way that dispatches on `value`; of any, without a value.
+    None if there is none."""
+    trace = compat.current_trace()
+    while trace is not None:
+        takes = getattr(trace, "takes", None)
+        if takes is not None and (value is None or takes(value)):
+            return trace
+        trace = getattr(trace, "parent_trace", None)
+    return None
 
 
 def replace_fields(value: _V, **fields: Any) -> _V:
@@ -325,7 +332,7 @@ def materialise(tree: PyTree) -> PyTree:
     """
 
     def dense(leaf: Any) -> Any:
-        while isinstance(leaf := adopters[0].behind(leaf), Value):
+        while isinstance(leaf := getattr(leaf, "quax_value", leaf), Value):  # of a tracer
             leaf = type(leaf).materialise(leaf)
         return leaf
 

@@ -15,12 +15,12 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.jaxprs.slots import leading_axes
 from ..core.operators import ArrayOperators
 from ..core.policy import dense, dense_operands
 from ..core.quaxify import quaxify
 from ..core.recording import note
 from ..core.rules import active_layers, resolver
-from ..core.slots import leading_axes
 from ..core.values import ArrayValue, is_value
 from .declared import Declared, bind_fields, canonical_dtype, take_fields
 from .trees import fields

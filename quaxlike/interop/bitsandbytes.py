@@ -13,9 +13,8 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
-from quaxlike.arrays.quantized import FP4Array, NF4Array
-from quaxlike.core.values import is_value
-
+from ..arrays.quantized import FP4Array, NF4Array
+from ..core.values import is_value
 from .errors import complain
 from .quant_state import (
     COMPANIONS,

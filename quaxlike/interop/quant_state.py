@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from quaxlike.arrays.quantized import AbstractCodebookArray, FP4Array, NestedScales, NF4Array
-from quaxlike.kernels import blockwise
-
+from ..arrays.quantized import AbstractCodebookArray, FP4Array, NestedScales, NF4Array
+from ..kernels import blockwise
 from .errors import CheckpointError, complain
 from .tensors import Tensors, are_sizes, read_json
 

@@ -12,9 +12,8 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from quaxlike.core.values import is_value
-from quaxlike.surgery.select import path_of
-
+from ..core.values import is_value
+from ..surgery.select import path_of
 from .errors import CheckpointError, complain
 from .manifest import Types, decode, encode, shipped_types
 from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from quaxlike.core.files import replacing
-
+from .._files import replacing
 from .errors import complain
 
 # In the order in which the reference implementation lays tensors out, smallest alignment first.

@@ -9,9 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax.interpreters import mlir
 
-from quaxlike.core import compat
-from quaxlike.primitives import DefinedPrimitive, define_primitive
-
+from ..core import compat
+from ..primitives import DefinedPrimitive, define_primitive
 from .multilinear import vary_alike
 
 Backend = Literal["reference", "gpu", "tpu"]

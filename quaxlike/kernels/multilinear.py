@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.core import compat
-from quaxlike.primitives import DefinedPrimitive
+from ..core import compat
+from ..primitives import DefinedPrimitive
 
 _Tree = TypeVar("_Tree")
 

@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike, PyTree
 
 from ..arrays.lora import LoraArray
-from ..core.either_side import register_on_either_side
 from ..core.quaxify import quaxify
+from ..core.rules import register_on_either_side
 from ..core.values import ArrayValue
 from .inits import Init, with_factors
 from .loraify import blank

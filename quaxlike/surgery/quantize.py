@@ -7,14 +7,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
-from ..arrays.quantized import (
-    AbstractQuantizedArray,
-    FP4Array,
-    Int4Array,
-    Int8Array,
-    NestedScales,
-    NF4Array,
-)
+from ..arrays.quantized import AbstractQuantizedArray, FP4Array, Int4Array, Int8Array, NestedScales, NF4Array
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste

@@ -27,6 +27,7 @@ from quaxlike.arrays.unitful import (
     to_astropy,
     to_pint,
 )
+from quaxlike.arrays.zero import Identity
 
 X = Unitful(jnp.array([1.0, 2.0, 3.0]), "m")
 Y = Unitful(jnp.array([0.5, 4.0, 2.0]), "m")
@@ -337,3 +338,9 @@ def test_printing():
     assert str(2.5 * newton) == "2.5 m·kg·s⁻²"
     assert eqx.tree_pformat(X) == "f32[3] m"
     assert "f32[3] m" in repr((X,))
+
+
+def test_a_carry_without_leaves_that_changes_its_form():
+    x = Unitful(Identity(3), "m")
+    with pytest.raises(ql.StructureError, match=r"Carry 1 of scan.*Identity\(float32\[3,3\]\) m on one side"):
+        ql.quaxify(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c * 2.0, x))(x)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 import quaxlike as ql
-from quaxlike.core import subjaxpr
+from quaxlike.core.jaxprs import subjaxpr
 from tests.samples import normal
 from tests.strict import Strict, strict
 

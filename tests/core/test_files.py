@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import quaxlike as ql
-from quaxlike.core.files import replacing
+from quaxlike._files import replacing
 
 
 def write(path):

@@ -15,7 +15,7 @@ from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.structured import KroneckerMatrix
 from quaxlike.arrays.unitful import Unitful, dimensionless
 from quaxlike.arrays.zero import Identity
-from quaxlike.core.linearity import is_derivative, is_linear, same_pattern
+from quaxlike.core.jaxprs.linearity import is_derivative, is_linear, same_pattern
 
 
 def _sparse(*rows: list[float]) -> ql.SparseArray:

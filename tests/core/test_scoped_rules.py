@@ -184,7 +184,7 @@ def test_importing_a_type_changes_nothing_for_another():
     code = """
 import importlib, pkgutil, sys
 import quaxlike.core as core
-from quaxlike.core.coverage import rules_for
+from quaxlike.core.inspect.coverage import rules_for
 from quaxlike.core.rules import GLOBAL
 from quaxlike.core.values import Value
 

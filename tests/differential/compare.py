@@ -12,7 +12,7 @@ import numpy as np
 
 import quaxlike as ql
 from quaxlike.arrays import named, unitful
-from quaxlike.core.slots import StructureError
+from quaxlike.core.jaxprs.unify import StructureError
 from tests.primitives.jaxprs import equations
 
 from .program import Program, parts, under

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from quaxlike.utils import (
-    NotJaxCompatibleError,
-    dataclass,
-    is_traced,
-    no_jax_tracing,
-    non_differentiable,
-)
+from quaxlike.utils import NotJaxCompatibleError, dataclass, is_traced, no_jax_tracing, non_differentiable
 
 X = np.arange(1.0, 4.0, dtype=np.float32)
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
+from ...core.jaxprs.slots import leading_axes
+from ...core.jaxprs.unify import widened
 from ...core.operators import ArrayOperators
 from ...core.policy import dense as dense_under_policy
-from ...core.slots import leading_axes, widened
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from .einsum import Labels, arrange, cast, common_dtype, contract
 

@@ -10,8 +10,9 @@ import jax.core
 import jax.extend.core as jexc
 from jaxtyping import ArrayLike
 
+from ...core.jaxprs.slots import leading_axes
+from ...core.jaxprs.unify import widened
 from ...core.quaxify import quaxify
-from ...core.slots import leading_axes, widened
 from ...core.values import ArrayValue, Value, is_value, materialise
 from .array import frozen
 from .contraction import add

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from ...core.either_side import register_on_either_side
+from ...core.jaxprs.cached import cached_trace
 from ...core.quaxify import quaxify
-from ...core.replay import replayed
+from ...core.rules import register_on_either_side
 from .array import LoraArray, labels, row_scale
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
@@ -19,7 +19,7 @@ PRECEDENCE = 1
 
 
 @register_on_either_side("dot_general", LoraArray, precedence=PRECEDENCE)
-@replayed
+@cached_trace
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
     if isinstance(x, LoraArray):
         return _dot_general(x, y, True, **params)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike
 
+from ...core.jaxprs.cached import cached_trace
 from ...core.quaxify import quaxify
-from ...core.replay import replayed
 from ...core.rules import register
 from .array import LoraArray, labels, matrix_labels
 from .einsum import Labels, arrange, cast
@@ -46,7 +46,7 @@ def _convert_element_type(x: LoraArray, *, new_dtype: Any, **params: Any):
 
 
 @register("transpose")
-@replayed
+@cached_trace
 def _transpose(x: LoraArray, *, permutation: Sequence[int]):
     """The base is transposed; of the factors only batch axes move, and which axes they belong to changes."""
     matrix = matrix_labels(x)

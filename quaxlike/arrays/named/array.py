@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
+from ...core.jaxprs.unify import OperandMismatch
 from ...core.operators import ArrayOperators, run
 from ...core.quaxify import quaxify
-from ...core.slots import OperandMismatch
 from ...core.values import ArrayValue, is_value, replace_fields
 from ..annotated import AnnotatedArray
 

@@ -7,8 +7,7 @@ from typing import Any
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ...core.either_side import register_on_either_side
-from ...core.rules import register
+from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import CUMULATIVE, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REDUCTIONS, installed
 from .array import PRECEDENCE, AxisError, Name, NamedArray

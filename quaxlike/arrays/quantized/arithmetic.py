@@ -8,9 +8,7 @@ from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from quaxlike.core.either_side import register_on_either_side
-from quaxlike.core.rules import register
-
+from ...core.rules import register, register_on_either_side
 from .base import AbstractQuantizedArray
 from .scales import NestedScales
 

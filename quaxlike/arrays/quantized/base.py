@@ -24,9 +24,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
-from quaxlike.core.operators import ArrayOperators
-from quaxlike.core.values import ArrayValue, Value
-
+from ...core.operators import ArrayOperators
+from ...core.values import ArrayValue, Value
 from .scales import NestedScales, dense_scales
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")

@@ -10,9 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 
-from quaxlike.kernels import blockwise
-from quaxlike.kernels.nf4_matmul import nf4_matmul
-
+from ...kernels import blockwise
+from ...kernels.nf4_matmul import nf4_matmul
 from .base import AbstractQuantizedArray, as_floating, quantize_stack
 from .scales import NestedScales, dense_scales
 

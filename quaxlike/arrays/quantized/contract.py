@@ -17,10 +17,9 @@ from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from quaxlike.core.either_side import register_on_either_side
-from quaxlike.core.replay import replayed
-from quaxlike.kernels.multilinear import vary_alike
-
+from ...core.jaxprs.cached import cached_trace
+from ...core.rules import register_on_either_side
+from ...kernels.multilinear import vary_alike
 from .base import AbstractQuantizedArray
 from .scales import NestedScales, dense_scales
 
@@ -28,7 +27,7 @@ _Names = tuple[int, ...]
 
 
 @register_on_either_side("dot_general", AbstractQuantizedArray, other=ArrayLike)
-@replayed
+@cached_trace
 def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     (contract_axes, batch_axes), on_left = dimension_numbers, isinstance(lhs, AbstractQuantizedArray)
     (w, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)

@@ -8,9 +8,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from quaxlike.core.rules import register
-from quaxlike.kernels.multilinear import vary_alike
-
+from ...core.rules import register
+from ...kernels.multilinear import vary_alike
 from .base import AbstractQuantizedArray
 from .contract import contract, name_axes, product_dtype
 from .layout import with_free_axes

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int
 
-from quaxlike.kernels import blockwise, int8_matmul
-
+from ...kernels import blockwise, int8_matmul
 from .base import AbstractQuantizedArray, as_floating, quantize_stack
 from .scales import NestedScales, dense_scales
 

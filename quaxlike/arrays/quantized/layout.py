@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.core.rules import register
-
+from ...core.rules import register
 from .base import AbstractQuantizedArray
 from .scales import NestedScales
 

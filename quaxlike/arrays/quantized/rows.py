@@ -15,8 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from quaxlike.core.rules import register
-
+from ...core.rules import register
 from ..bounds import clamped_start
 from .base import AbstractQuantizedArray
 from .layout import with_free_axes

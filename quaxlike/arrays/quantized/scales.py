@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
-from quaxlike import kernels
-from quaxlike.kernels import blockwise
+from ... import kernels
+from ...kernels import blockwise
 
 
 class NestedScales(eqx.Module):

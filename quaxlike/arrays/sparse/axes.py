@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
-from quaxlike.core.rules import register
-
+from ...core.rules import register
 from ..bounds import clamped_start, dynamic_slice_in_dim
 from .coordinates import fits_int32, flattened, smaller, unflattened, unstacked
 from .stacks import broadcast_stack, cut_stack, map_batch, reshape_stack

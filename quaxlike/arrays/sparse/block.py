@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from quaxlike.core.operators import ArrayOperators
-from quaxlike.core.values import ArrayValue, replace_fields
-from quaxlike.kernels import transposed_index
-
+from ...core.operators import ArrayOperators
+from ...core.values import ArrayValue, replace_fields
+from ...kernels import transposed_index
 from .stacks import add_at, is_stacked, shard_stack
 
 

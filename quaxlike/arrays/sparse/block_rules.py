@@ -11,14 +11,12 @@ from jax import lax
 from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
-from quaxlike.core.either_side import register_on_either_side
-from quaxlike.core.quaxify import quaxify
-from quaxlike.core.rules import register
-from quaxlike.core.values import ArrayValue
-from quaxlike.kernels import block_sparse_matmul
-from quaxlike.kernels.multilinear import varying_zeros
-from quaxlike.primitives.classes import ZERO_PRESERVING
-
+from ...core.quaxify import quaxify
+from ...core.rules import register, register_on_either_side
+from ...core.values import ArrayValue
+from ...kernels import block_sparse_matmul
+from ...kernels.multilinear import varying_zeros
+from ...primitives.classes import ZERO_PRESERVING
 from ..bounds import dynamic_slice_in_dim
 from .block import BlockSparseArray
 from .stacks import (

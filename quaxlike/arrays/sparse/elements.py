@@ -10,19 +10,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
-from quaxlike.core.either_side import register_on_either_side
-from quaxlike.core.rules import register
-from quaxlike.primitives.classes import ZERO_PRESERVING
-
-from .coordinates import (
-    fits_int32,
-    flattened,
-    known_indices,
-    known_places,
-    pairs,
-    same_pattern,
-    unstacked,
-)
+from ...core.rules import register, register_on_either_side
+from ...primitives.classes import ZERO_PRESERVING
+from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, same_pattern, unstacked
 from .stacks import add_at, is_covered
 from .unstructured import SparseArray
 

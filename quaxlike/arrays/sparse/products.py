@@ -9,13 +9,12 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
-from quaxlike.core.either_side import register_on_either_side
-from quaxlike.core.policy import dense
-from quaxlike.core.quaxify import quaxify
-from quaxlike.core.values import ArrayValue
-from quaxlike.kernels import csr_matmul
-from quaxlike.kernels.csr_matmul import coo_matmul, sum_dtype
-
+from ...core.policy import dense
+from ...core.quaxify import quaxify
+from ...core.rules import register_on_either_side
+from ...core.values import ArrayValue
+from ...kernels import csr_matmul
+from ...kernels.csr_matmul import coo_matmul, sum_dtype
 from .block import BlockSparseArray
 from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
 from .stacks import dot_stack, product_dtype

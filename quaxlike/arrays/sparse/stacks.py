@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.core.values import ArrayValue
+from ...core.values import ArrayValue
 
 
 def dot_stack(

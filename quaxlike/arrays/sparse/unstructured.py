@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool
 
-from quaxlike.core.operators import ArrayOperators
-from quaxlike.core.values import ArrayValue, replace_fields
-from quaxlike.kernels import CsrIndex, csr_index
-
+from ...core.operators import ArrayOperators
+from ...core.values import ArrayValue, replace_fields
+from ...kernels import CsrIndex, csr_index
 from .stacks import add_at, shard_stack
 
 

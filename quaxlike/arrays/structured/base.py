@@ -10,9 +10,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from ...core.jaxprs.slots import leading_axes
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
-from ...core.slots import leading_axes
 from ...core.values import ArrayValue, is_value, replace_fields
 
 _M = TypeVar("_M", bound="StructuredMatrix")

@@ -136,12 +136,12 @@ def _gather(
         fill = fill_value_of(mode, fill_value, x.dtype)
         if x.OTHERS is None and fill != 0:
             return NotImplemented  # a matrix that is filled with a number is not of this type
-        fill_of = dict.fromkeys(x.CORE, 0) | {x.FACTORS[0]: fill} | (x.OTHERS or {})
+        constant_of = dict.fromkeys(x.CORE, 0) | {x.FACTORS[0]: fill} | (x.OTHERS or {})
     else:
         mode = lax.GatherScatterMode.from_any(mode)
         if mode == lax.GatherScatterMode.FILL_OR_DROP:  # all indices are known, and in bounds
             mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        fill_of = dict.fromkeys(x.CORE)
+        constant_of = dict.fromkeys(x.CORE)
 
     def pick(name: str, part: Any) -> Any:
         core = x.CORE[name]
@@ -155,7 +155,7 @@ def _gather(
         )
         sizes = (*slice_sizes[:n], *part.shape[n:])
         gather = lambda part: lax.gather(
-            part, jnp.asarray(indices), numbers, sizes, mode=mode, fill_value=fill_of[name], **params
+            part, jnp.asarray(indices), numbers, sizes, mode=mode, fill_value=constant_of[name], **params
         )
         return quaxify(gather)(part)
 

@@ -10,9 +10,9 @@ import jax.tree_util as jtu
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
-from ...core.fills import may_be_placeholder, track
-from ...core.slots import widened
-from ...core.values import ArrayValue, adopters, is_value, replace_fields
+from ...core.jaxprs.unify import widened
+from ...core.known_constants import may_be_placeholder, track
+from ...core.values import ArrayValue, is_value, level_of, replace_fields
 from ..annotated import AnnotatedArray
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
@@ -114,10 +114,11 @@ def quantity(array: Any, unit: Unit) -> Any:
     if isinstance(array, Unitful):
         return Unitful(array.array, array.unit * unit)
     value = Unitful(array, unit)
-    if adopters[0].level_of(value) is None:
+    level = level_of(value)
+    if level is None:
         return value
     # Inside a quaxified function it has to be an operand at once: a transform that it is passed to
     # would take a Value apart.
     if isinstance(array, jax.core.Tracer):
-        return array * adopters[0](Unitful(jnp.ones((), array.dtype), unit))
-    return adopters[0](value)
+        return array * level.adopt(Unitful(jnp.ones((), array.dtype), unit))
+    return level.adopt(value)

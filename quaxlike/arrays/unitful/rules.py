@@ -10,10 +10,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ...core.either_side import register_on_either_side
-from ...core.fills import OPEN, fill_of, is_open, may_be_placeholder, note_fill
+from ...core.known_constants import OPEN, constant_of, is_open, may_be_placeholder, note_constant
 from ...core.quaxify import quaxify
-from ...core.rules import register
+from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
 from ..annotated import STRUCTURAL
@@ -115,7 +114,7 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     out = _bind(primitive, (x, y), params)
     if any(map(is_open, (x,) if primitive.name == "div" else (x, y))) and not is_value(out):
-        note_fill(out, OPEN)  # so is the product, in whatever unit a loop finds for its placeholder
+        note_constant(out, OPEN)  # so is the product, in whatever unit a loop finds for its placeholder
         return out
     return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 
@@ -133,7 +132,7 @@ def _pow(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     out = _bind(primitive, (x, y), params)
     if unit_of(x).dimensionless or unit_of(x) in (UNKNOWN, ANY):
         return with_unit(out, unit_of(x))
-    power = fill_of(y)
+    power = constant_of(y)
     if power is None or not np.isfinite(power):
         raise DimensionError(
             f"`{primitive}` of an array in {unit_of(x)} needs an exponent that is one number, known "

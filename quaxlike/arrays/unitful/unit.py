@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Union
 
-from ...core.slots import OperandMismatch
+from ...core.jaxprs.unify import OperandMismatch
 
 _BASE = ("m", "kg", "s", "A", "K", "mol", "cd")
 _DERIVED = {

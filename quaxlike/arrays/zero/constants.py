@@ -16,10 +16,9 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.compat import vary_alike
-from ...core.either_side import register_on_either_side
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
-from ...core.rules import register
+from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, Value, is_value
 from ...primitives.classes import ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REARRANGEMENTS
 from ..bounds import fill_value_of

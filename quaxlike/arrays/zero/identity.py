@@ -13,10 +13,9 @@ import wadler_lindig as wl
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ...core.either_side import register_on_either_side
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
-from ...core.rules import register
+from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
 from .constants import PRECEDENCE, Full, apply, as_dtype, conform, known, result

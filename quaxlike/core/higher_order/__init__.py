@@ -7,12 +7,12 @@ from . import custom_dce as custom_dce
 from . import custom_derivatives as custom_derivatives
 from . import custom_vmap as custom_vmap
 from . import defined as defined
-from . import in_place as in_place
+from . import inline as inline
 from . import jit as jit
-from . import kernels as kernels
 from . import linear_solve as linear_solve
 from . import scan as scan
 from . import sequential_call as sequential_call
 from . import shard_map as shard_map
 from . import structural as structural
+from . import unsupported as unsupported
 from . import while_loop as while_loop

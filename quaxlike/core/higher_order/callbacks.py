@@ -7,7 +7,7 @@ from typing import Any
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
-from ..slots import flatten, unflatten
+from ..jaxprs.slots import flatten, unflatten
 from ..trace import QuaxTrace, builtin
 
 

@@ -7,9 +7,9 @@ import jax.core
 import jax.extend.core as jexc
 
 from .. import compat
-from ..evaluate import evaluate
-from ..slots import flatten, unflatten
-from ..subjaxpr import subjaxpr
+from ..jaxprs.evaluate import evaluate
+from ..jaxprs.slots import flatten, unflatten
+from ..jaxprs.subjaxpr import subjaxpr
 from ..trace import QuaxTrace, builtin
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax.extend.core as jexc
 
+from ..jaxprs.slots import Slot, flatten, unflatten
+from ..jaxprs.subjaxpr import subjaxpr, with_leading_inputs
+from ..jaxprs.unify import unify
 from ..policy import dense
-from ..slots import Slot, flatten, unflatten, unify
-from ..subjaxpr import subjaxpr, with_leading_inputs
 from ..trace import QuaxTrace, builtin
 
 

@@ -18,11 +18,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from .. import compat
-from ..evaluate import call_on_values
-from ..linearity import as_cotangent, has_tangent, is_derivative, is_linear
+from ..jaxprs.evaluate import call_on_values
+from ..jaxprs.linearity import as_cotangent, has_tangent, is_derivative, is_linear
+from ..jaxprs.slots import Slot, flatten, per_slot, split, spread, unflatten
+from ..jaxprs.unify import StructureError, conform
 from ..policy import dense
 from ..recording import shown_as
-from ..slots import Slot, StructureError, conform, flatten, per_slot, split, spread, unflatten
 from ..trace import QuaxTrace, builtin
 from ..values import Value, is_value, materialise
 

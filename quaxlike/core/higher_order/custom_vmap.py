@@ -11,9 +11,10 @@ import jax.tree_util as jtu
 from jax.custom_batching import custom_vmap
 
 from .. import compat
-from ..evaluate import call_on_values, evaluate
-from ..slots import conform, flatten, per_slot, spread, unflatten
-from ..subjaxpr import subjaxpr
+from ..jaxprs.evaluate import call_on_values, evaluate
+from ..jaxprs.slots import flatten, per_slot, spread, unflatten
+from ..jaxprs.subjaxpr import subjaxpr
+from ..jaxprs.unify import conform
 from ..trace import QuaxTrace, builtin
 from ..values import is_value
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..evaluate import evaluate
+from ..jaxprs.evaluate import evaluate
 from ..trace import QuaxTrace, builtin
 from ..values import aval_of, is_value
 

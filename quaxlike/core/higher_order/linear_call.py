@@ -11,7 +11,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from ..slots import split
+from ..jaxprs.slots import split
 
 # From the operands that it is not linear in and the cotangents of its results, those of the others.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..linearity import has_pattern, is_linear
+from ..jaxprs.linearity import has_pattern, is_linear
+from ..jaxprs.slots import Slot, flatten, split, unflatten
+from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..policy import dense
-from ..slots import Slot, flatten, split, unflatten
-from ..subjaxpr import Flat, subjaxpr
 from ..trace import QuaxTrace, builtin
 from ..values import is_value
 

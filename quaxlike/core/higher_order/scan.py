@@ -9,9 +9,9 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import compat
+from ..jaxprs.slots import Slot, flatten, split, unflatten
+from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..policy import dense
-from ..slots import Slot, flatten, split, unflatten
-from ..subjaxpr import Flat, subjaxpr
 from ..trace import QuaxTrace, builtin
 from ..values import aval_of, is_value
 from .while_loop import carry_fixed_point

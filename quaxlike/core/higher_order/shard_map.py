@@ -6,8 +6,8 @@ from typing import Any
 import jax.extend.core as jexc
 
 from .. import compat
+from ..jaxprs.slots import Slot, flatten, leaf_specs, unflatten
 from ..recording import shown_as
-from ..slots import Slot, flatten, leaf_specs, unflatten
 from ..trace import QuaxTrace, builtin
 
 

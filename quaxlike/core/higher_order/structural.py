@@ -9,17 +9,9 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import compat
-from ..linearity import has_tangent, is_linear, same_pattern
-from ..slots import (
-    StructureError,
-    conform,
-    flatten,
-    spread,
-    unflatten,
-    unify,
-    widened,
-    without_placeholder,
-)
+from ..jaxprs.linearity import has_tangent, is_linear, same_pattern
+from ..jaxprs.slots import flatten, spread, unflatten
+from ..jaxprs.unify import StructureError, conform, unify, widened, without_placeholder
 from ..trace import QuaxTrace, builtin, by_default, value_types
 from ..values import aval_of, is_value
 from .jit import leaf_layouts, leaf_shardings

@@ -5,19 +5,9 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..slots import (
-    OperandMismatch,
-    Slot,
-    conform,
-    flatten,
-    loosened,
-    placeholder,
-    settled,
-    split,
-    unflatten,
-    unify,
-)
-from ..subjaxpr import Flat, subjaxpr
+from ..jaxprs.slots import Slot, flatten, loosened, split, unflatten
+from ..jaxprs.subjaxpr import Flat, subjaxpr
+from ..jaxprs.unify import OperandMismatch, conform, placeholder, settled, unify
 from ..trace import QuaxTrace, builtin
 
 

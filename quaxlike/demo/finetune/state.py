@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from ...core.files import replacing
+from ..._files import replacing
 from ...interop import safetensors
 from ...interop.tensors import read_json
 from ...surgery.select import path_of

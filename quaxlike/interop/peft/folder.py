@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.files import replacing
+from ..._files import replacing
 from ..tensors import write_to
 
 CONFIG_FILE = "adapter_config.json"

@@ -8,9 +8,8 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int32
 
-from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
-from quaxlike.kernels.multilinear import map_rows, sum_tangents
-
+from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
+from ..multilinear import map_rows, sum_tangents
 from . import gpu, tpu
 from .reference import matmul_reference, sampled_reference
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import PARTITIONED, Choice, mosaic_gpu_refusal
+from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 
 _DEPTH = 64  # features contracted at a time: 128 bytes, the widest swizzle
 _COMPUTE_WARPGROUPS = 2

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from quaxlike.kernels.multilinear import accumulator_dtype
+from ..multilinear import accumulator_dtype
 
 
 def matmul_reference(

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import PARTITIONED, Choice, pallas_tpu_refusal
+from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
 
 _LANES = 128
 _ROWS_OF_X = 512  # in a tile

@@ -9,9 +9,8 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
-from quaxlike.kernels.multilinear import map_rows, sum_tangents
-from quaxlike.primitives import define_primitive
-
+from ...primitives import define_primitive
+from ..multilinear import map_rows, sum_tangents
 from . import cpu
 from .layout import CsrIndex
 from .reference import matmul_reference, sampled_reference

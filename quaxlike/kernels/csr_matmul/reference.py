@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
-from quaxlike.kernels.multilinear import accumulator_dtype, varying_zeros
+from ..multilinear import accumulator_dtype, varying_zeros
 
 # How many numbers are gathered at a time.
 _PIECE = 2**18

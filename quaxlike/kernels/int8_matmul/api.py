@@ -7,9 +7,8 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8
 
-from quaxlike.kernels.multilinear import map_rows, sum_tangents, vary_alike
-from quaxlike.primitives import define_primitive
-
+from ...primitives import define_primitive
+from ..multilinear import map_rows, sum_tangents, vary_alike
 from .reference import tiled, whole
 
 

@@ -6,9 +6,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int8
 
-from quaxlike.kernels.blockwise import dequantize_int
-from quaxlike.kernels.multilinear import accumulator_dtype
-from quaxlike.kernels.tiles import as_weights, contract_columns, contract_rows
+from ..blockwise import dequantize_int
+from ..multilinear import accumulator_dtype
+from ..tiles import as_weights, contract_columns, contract_rows
 
 
 def tiled(

@@ -11,12 +11,11 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
-from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
-from quaxlike.kernels.multilinear import accumulator_dtype, map_rows, nonzero
-from quaxlike.kernels.nf4_matmul import gpu, tpu
-from quaxlike.kernels.nf4_matmul.api import check_weight, check_x, nf4_matmul_p
-from quaxlike.kernels.nf4_matmul.scales import NestedScales
-
+from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
+from ..multilinear import accumulator_dtype, map_rows, nonzero
+from ..nf4_matmul import gpu, tpu
+from ..nf4_matmul.api import check_weight, check_x, nf4_matmul_p
+from ..nf4_matmul.scales import NestedScales
 from .reference import lora_matmul_reference, low_rank
 
 

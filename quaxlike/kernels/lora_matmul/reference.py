@@ -4,9 +4,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8
 
-from quaxlike.kernels.multilinear import accumulator_dtype
-from quaxlike.kernels.nf4_matmul.reference import matmul_reference
-from quaxlike.kernels.nf4_matmul.scales import NestedScales, dense_scales
+from ..multilinear import accumulator_dtype
+from ..nf4_matmul.reference import matmul_reference
+from ..nf4_matmul.scales import NestedScales, dense_scales
 
 
 def lora_matmul_reference(

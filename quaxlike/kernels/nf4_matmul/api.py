@@ -9,9 +9,8 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
-from quaxlike.kernels.backends import Backend, Choice, bind, first_choice, kernel_primitive
-from quaxlike.kernels.multilinear import map_rows, nonzero, sum_tangents
-
+from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
+from ..multilinear import map_rows, nonzero, sum_tangents
 from . import gpu, tpu
 from .reference import matmul_reference
 from .scales import NestedScales, dense_scales

@@ -12,10 +12,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import PARTITIONED, Choice, mosaic_gpu_refusal
-from quaxlike.kernels.blockwise import dequantize_codebook
-from quaxlike.kernels.multilinear import accumulator_dtype
-
+from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
+from ..blockwise import dequantize_codebook
+from ..multilinear import accumulator_dtype
 from .scales import NestedScales, dense_scales
 
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than

@@ -23,8 +23,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from quaxlike.kernels import lanes
-from quaxlike.kernels.lanes import Memory, Reg
+from .. import lanes
+from ..lanes import Memory, Reg
 
 BLOCK = 64  # columns that a scale is applied to at once; a divisor of the quantisation block
 _CODE_TABLE = 256 * 32 * 4  # bytes

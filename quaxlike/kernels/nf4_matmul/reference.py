@@ -12,8 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Float32, UInt8
 
-from quaxlike.kernels.multilinear import accumulator_dtype
-from quaxlike.kernels.tiles import as_weights, contract_columns, contract_rows
+from ..multilinear import accumulator_dtype
+from ..tiles import as_weights, contract_columns, contract_rows
 
 
 def matmul_reference(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float32, UInt8
 
-from quaxlike.kernels.blockwise import dequantize_scales
+from ..blockwise import dequantize_scales
 
 
 class NestedScales(NamedTuple):

@@ -17,8 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from quaxlike.kernels.backends import PARTITIONED, Choice, pallas_tpu_refusal
-
+from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
 from .scales import NestedScales, dense_scales
 
 _LANES = 128

@@ -1,0 +1,194 @@
+"""What is registered: the rules of a type, and the pairs of rules that no order decides between."""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ..rules import (
+    GLOBAL,
+    Ambiguity,
+    AmbiguousRuleError,
+    Rule,
+    RuleSet,
+    in_order,
+    more_specific,
+    signature_of,
+)
+from ..values import ArrayValue, Value
+
+
+def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
+    """The rules that a type takes part in, sorted by primitive.
+
+    **Arguments:**
+
+    - `cls`: a subclass of [`quaxlike.Value`][].
+    - `rules`: a [`quaxlike.RuleSet`][]. Default: the global one.
+
+    **Returns:**
+
+    A list of rules, each with its `primitive`, `signature` and `source` (file and line).
+    """
+    return sorted(
+        (r for r in (GLOBAL if rules is None else rules) if _mentions(r, cls)),
+        key=lambda r: (r.primitive.name, r.source),
+    )
+
+
+def _mentions(rule: Rule, cls: type[Value]) -> bool:
+    """Whether the rule is about the type: a parameter that takes any Value does not make it so, unless all
+    of them do."""
+    hints = list(rule.signature.types)
+    if rule.signature.has_varargs:
+        hints.append(rule.signature.varargs)
+    flat = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in hints)
+    named = {h for h in flat if isinstance(h, type) and issubclass(h, Value)}
+    return any(issubclass(cls, h) for h in (named - {Value, ArrayValue} or named))
+
+
+@dataclasses.dataclass(frozen=True)
+class RulesDiff:
+    """Which primitives have rules for one type and not for another. Prints as a table."""
+
+    types: tuple[type[Value], type[Value]]
+    rules: dict[str, tuple[tuple[Rule, ...], tuple[Rule, ...]]]
+    """For each primitive, by name: the rules of the first type, and those of the second."""
+
+    @property
+    def only_first(self) -> list[str]:
+        """The primitives that have rules for the first type alone."""
+        return [name for name, (_, second) in self.rules.items() if not second]
+
+    @property
+    def only_second(self) -> list[str]:
+        """The primitives that have rules for the second type alone."""
+        return [name for name, (first, _) in self.rules.items() if not first]
+
+    @property
+    def both(self) -> list[str]:
+        """The primitives that have rules for both types."""
+        return [name for name, (first, second) in self.rules.items() if first and second]
+
+    def __str__(self) -> str:
+        head = ("primitive", *(cls.__name__ for cls in self.types))
+        lines = [(name, *("yes" if rules else "-" for rules in each)) for name, each in self.rules.items()]
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *lines)
+        )
+
+
+def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
+    """Which primitives two types have rules for: what one can do and the other cannot.
+
+    **Arguments:**
+
+    - `first`, `second`: subclasses of [`quaxlike.Value`][].
+    - `rules`: a [`quaxlike.RuleSet`][]. Default: the global one.
+
+    **Returns:**
+
+    A [`RulesDiff`][quaxlike.RulesDiff], which prints as a table.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+
+        print(ql.compare_rules(ql.LoraArray, ql.NF4Array))
+        ```
+    """
+    found = [rules_for(cls, rules=rules) for cls in (first, second)]
+    names = sorted({r.primitive.name for each in found for r in each})
+    of = lambda name, each: tuple(r for r in each if r.primitive.name == name)
+    return RulesDiff((first, second), {name: (of(name, found[0]), of(name, found[1])) for name in names})
+
+
+def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
+    """Checks that no two rules can match the same operands without one being the better match.
+
+    **Arguments:**
+
+    - `types`: the types of Values to consider as operands, in every combination with each other and
+        with plain arrays. Default: every concrete type that a rule mentions.
+    - `rules`: a [`quaxlike.RuleSet`][] to look at on top of the global one.
+
+    **Raises:**
+
+    [`quaxlike.AmbiguousRuleError`][], listing each ambiguous pair of signatures with file and line.
+    """
+    layers = (GLOBAL,) if rules is None else (rules, GLOBAL)
+    pairs: dict[tuple[str, str], None] = {}
+    for layer in layers:
+        for _, registered in layer.items():
+            among = [rule for rule in registered if not types or _takes(rule, types)]
+            for a, b in itertools.combinations(among, 2):
+                if _clash(a, b, registered, types):
+                    pairs[(repr(a), repr(b))] = None
+    if pairs:
+        listed = "\n".join(f"  {a}\n  {b}\n" for a, b in pairs)
+        raise AmbiguousRuleError(
+            f"{len(pairs)} ambiguous pair(s) of rules:\n{listed}Register a rule for the types that "
+            "both match, or give one of them a `precedence`."
+        )
+
+
+def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:
+    """Whether operands of these types or plain arrays can match the rule."""
+    classes: list[type] = [jax.Array, *types]
+    return all(any(_matches(t, hint) for t in classes) for hint in rule.signature.types)
+
+
+def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
+    """Whether some operands match both rules and the order between the two is undecided for them."""
+    if a.signature.precedence != b.signature.precedence:
+        return False
+    variadic = a.signature.has_varargs or b.signature.has_varargs
+    if not variadic and len(a.signature.types) != len(b.signature.types):
+        return False
+    arity = max(len(a.signature.types), len(b.signature.types))
+    slots = []
+    for x, y in zip(a.signature.expand_varargs(arity), b.signature.expand_varargs(arity), strict=True):
+        both = [t for t in _classes(x, y, types) if _matches(t, x) and _matches(t, y)]
+        if not both:
+            return False
+        slots.append(both)
+    if more_specific(a, b) or more_specific(b, a):
+        return False
+    for operands in itertools.product(*slots):
+        if all(t is jax.Array for t in operands):
+            continue
+        signature = signature_of(operands)
+        order = in_order(a.primitive, signature, [r for r in registered if signature <= r.signature])
+        first = order[0]  # what comes after is asked only where a better match declines
+        if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
+            return True
+    return False
+
+
+def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
+    if types:
+        return [jax.Array, *types]
+    named = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in (x, y))
+    values = [t for t in named if isinstance(t, type) and issubclass(t, Value)]
+    return [jax.Array, *dict.fromkeys(itertools.chain.from_iterable(map(_concrete, values)))]
+
+
+def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
+    """The class itself; what derives from it, if it is abstract and not the base of all types."""
+    if not inspect.isabstract(cls):
+        yield cls
+    elif cls not in (Value, ArrayValue):
+        yield from itertools.chain.from_iterable(map(_concrete, cls.__subclasses__()))
+
+
+@functools.lru_cache(maxsize=65536)
+def _matches(cls: type, hint: Any) -> bool:
+    return signature_of([cls]) <= signature_of([hint])

@@ -1,0 +1,252 @@
+"""`explain`: what a quaxified function does with Values, primitive by primitive, without running it."""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ..quaxify import quaxify
+from ..recording import Event, Outcome, in_bytes, recording
+from ..rules import RuleSet
+from . import page
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """All events alike: one primitive that met operands of these types, at one place."""
+
+    primitive: str
+    operands: tuple[str, ...]
+    """The type of each operand, as `LoraArray f32[4,3]`, or `f32[3]` for a plain array."""
+    results: tuple[str, ...]
+    outcome: Outcome
+    """`"rule"`: a registered rule; `"default"`: the `default` of a type; `"built-in"`: what quaxlike does
+    by itself with control flow and with primitives that only move data; `"materialised"`: no rule."""
+    rule: str | None
+    """Where the rule was written, as `file:line`."""
+    source: str
+    """The line of the user's own code."""
+    through: str
+    """The line of an installed library in which it happened, if the user's line called one."""
+    where: tuple[str, ...]
+    """Inside which nested jit, scan, cond, ... and inside which rules it happened, from the outside."""
+    count: int
+    """How often it stands in the traced program; once for the body of a loop."""
+    bytes: int
+    """How many bytes are materialised, all `count` together."""
+    notes: tuple[str, ...]
+    hint: str
+    """For what was materialised: what the author of the type can write."""
+
+
+class Report:
+    """What [`quaxlike.explain`][] found. Prints as a table, also in notebooks."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+        """One [`Row`][quaxlike.Row] for each primitive, types of operands, outcome and place,
+        in the order of the program."""
+
+    @property
+    def rules(self) -> tuple[Row, ...]:
+        """The rows for which a registered rule was followed."""
+        return tuple(row for row in self.rows if row.outcome == "rule")
+
+    @property
+    def materialised(self) -> tuple[Row, ...]:
+        """The rows in which Values are materialised."""
+        return tuple(row for row in self.rows if row.outcome == "materialised")
+
+    @property
+    def first_loss(self) -> Row | None:
+        """Where, in the order of the program, a Value is first materialised; None if nowhere."""
+        return next(iter(self.materialised), None)
+
+    @property
+    def summary(self) -> str:
+        """The counts in a line, and the first loss with what to write against it."""
+        losses = self.materialised
+        n = sum(row.count for row in self.rows)
+        head = f"{n} primitive{'' if n == 1 else 's'} met Values; "
+        if (loss := self.first_loss) is None:
+            return head + "none of them was materialised."
+        count, size = sum(row.count for row in losses), in_bytes(sum(row.bytes for row in losses))
+        lines = [
+            f"{head}{count} of them had to materialise, {size} in all.",
+            f"First loss: {loss.primitive} of ({', '.join(loss.operands)}), at {loss.source}.",
+            *loss.hint.splitlines(),
+        ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        if importlib.util.find_spec("rich") is None:
+            return f"{_plain(_table(self.rows))}\n\n{self.summary}"
+        import rich.console
+
+        console = rich.console.Console()
+        if not console.is_terminal:  # a log or a file, where nothing asks for narrow columns
+            console.width = max(console.width, _WIDTH)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get().rstrip("\n")
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        import rich.console
+        import rich.table
+        import rich.text
+
+        columns, *lines = _table(self.rows)
+        table = rich.table.Table()
+        for name in columns:
+            table.add_column(name, overflow="fold", justify="right" if name in ("count", "bytes") else "left")
+        for row, line in zip(self.rows, lines, strict=True):
+            style = "red" if row.outcome == "materialised" else None
+            table.add_row(*map(rich.text.Text, line), style=style)
+        return rich.console.Group(table, rich.text.Text(self.summary))
+
+    def _repr_html_(self) -> str:
+        return page.fragment(self.rows, _table(self.rows), self.summary)
+
+    def to_html(self, path: str | pathlib.Path) -> None:
+        """Writes a page that stands by itself, for a browser.
+
+        **Arguments:**
+
+        - `path`: the file to write. It is replaced as a whole or not at all.
+        """
+        page.write(path, self.rows, _table(self.rows), self.summary)
+
+
+def explain(
+    fn: Callable[..., Any], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
+) -> Callable[..., Report]:
+    """Tells what `quaxify(fn)` does with its Values: which rules it follows, and where a type is lost.
+
+    Nothing is computed: `fn` is traced with shapes in place of arrays, so arguments (and the fields of
+    Values) may be `jax.ShapeDtypeStruct`s, and a model of any size is explained in no memory. A type
+    whose `materialise` raises does not stop it, nor does `on_materialise("error")`: what would raise is
+    a row like any other.
+
+    **Arguments:**
+
+    - `fn`, `filter_spec`, `rules`: as in [`quaxlike.quaxify`][]. If `fn` is quaxified already, or calls
+        functions that are, what happens inside these is reported as well.
+
+    **Returns:**
+
+    A function of the arguments of `fn` that returns a [`Report`][quaxlike.Report]. JAX arrays
+    and `ShapeDtypeStruct`s among the arguments are abstract; anything else is as it is.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        class Doubled(ql.ArrayValue):
+            array: jax.Array
+
+            def materialise(self):
+                return 2 * self.array
+
+        report = ql.explain(jnp.sin)(Doubled(jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)))
+        print(report)
+        assert report.first_loss.primitive == "sin" and report.first_loss.bytes == 4 * 10**12
+        ```
+    """
+
+    @functools.wraps(fn)
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        dynamic, static = eqx.partition((fn, args, kwargs), _is_abstract)
+
+        def run(dynamic: Any) -> None:
+            fn, args, kwargs = eqx.combine(dynamic, static)
+            quaxify(fn, filter_spec, rules=rules)(*args, **kwargs)
+
+        with recording() as recorder:
+            jax.eval_shape(run, dynamic)
+        return Report(_rows(recorder.events()))
+
+    return explained
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _rows(events: Any) -> list[Row]:
+    alike: dict[Any, list[Event]] = {}
+    for where, e in events:
+        key = (e.primitive, e.operands, e.results, e.outcome, e.rule, e.source, e.through, where)
+        alike.setdefault(key, []).append(e)
+    return [
+        Row(
+            primitive=e.primitive,
+            operands=e.operands,
+            results=e.results,
+            outcome=e.outcome,
+            rule=None if e.rule is None else e.rule.source,
+            source=e.source,
+            through=e.through,
+            where=key[-1],
+            count=len(group),
+            bytes=sum(e.size for e in group),
+            notes=tuple(dict.fromkeys(note for e in group for note in e.notes)),
+            hint=e.hint,
+        )
+        for key, group in alike.items()
+        for e in group[:1]
+    ]
+
+
+# -------------------------------------------------------------------------------------------------
+# As a table
+# -------------------------------------------------------------------------------------------------
+
+#: Of a table that is not printed to a terminal.
+_WIDTH = 160
+_COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "count", "bytes", "notes")
+
+
+def _table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The heads of the columns, then the cells of each row; without columns that say nothing."""
+    lines = [_cells(row) for row in rows]
+    kept = [i for i, name in enumerate(_COLUMNS) if name == "primitive" or any(line[i] for line in lines)]
+    return [tuple(line[i] for i in kept) for line in (_COLUMNS, *lines)]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    types = ", ".join(row.operands) + (" → " + ", ".join(row.results) if row.results else "")
+    through = [f"in {_short(row.through)}"] if row.through else []
+    return (
+        row.primitive,
+        types,
+        f"rule at {_short(row.rule)}" if row.rule else row.outcome,
+        _short(row.source),
+        " › ".join(row.where),
+        str(row.count),
+        f"{row.bytes:,}" if row.bytes else "",
+        "; ".join((*through, *row.notes)),
+    )
+
+
+def _short(source: str) -> str:
+    """A place with only the last folder of its path; `Row` has it in full."""
+    path, _, rest = source.rpartition(":")
+    return ":".join(["/".join(pathlib.PurePath(path).parts[-2:]), rest])
+
+
+def _plain(table: Sequence[Sequence[str]]) -> str:
+    """The table without `rich`: columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )

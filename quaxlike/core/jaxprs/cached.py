@@ -1,0 +1,98 @@
+"""Rules that are traced once for operands of a structure, and cached_trace for the next ones."""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+
+from .. import compat, recording
+from ..policy import MaterialisationError, on_materialise
+from .evaluate import evaluate
+from .slots import Slot, flatten, unflatten
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_LIMIT = 1024  # structures of operands that a rule remembers
+
+
+def cached_trace(rule: _Fn) -> _Fn:
+    """A rule of a primitive with one result that runs no more than once for operands of the same structures.
+
+    A model has the same product in all of its layers. What the rule did for operands of these structures and
+    avals is kept as a jaxpr. Where an outer transform traces, its equations are bound again; eagerly it runs
+    as one compiled function. For rules that depend on nothing else, and that are long: a short one costs less
+    than looking it up.
+    """
+    known: dict[Any, _Traced | None] = {}
+    lock = threading.Lock()
+
+    @functools.wraps(rule)
+    def replaying(*args: Any, **params: Any) -> Any:
+        if recording.active() is not None or jax.config.jax_disable_jit:
+            return rule(*args, **params)
+        n = isinstance(args[0], jexc.Primitive)
+        leaves, slots = flatten(args[n:])
+        key = (args[:n], slots, tuple(params.items()), compat.trace_context())
+        try:
+            traced = known[key]
+        except TypeError:  # params that cannot be looked up
+            return rule(*args, **params)
+        except KeyError:
+            traced = _trace(rule, args[:n], slots, params)
+            with lock:
+                if len(known) >= _LIMIT:
+                    known.clear()
+                known[key] = traced
+        if traced is None:
+            return rule(*args, **params)
+        if compat.is_eval_trace(compat.current_trace()):
+            return unflatten(traced.out, traced.compiled(*leaves))[0]
+        return unflatten(traced.out, evaluate(None, traced.jaxpr, leaves, inlined=True))[0]
+
+    return replaying  # pyright: ignore[reportReturnType]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """What a rule does, on leaves, and the slot of its result."""
+
+    jaxpr: jexc.ClosedJaxpr
+    out: tuple[Slot, ...]
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        return jax.jit(jexc.jaxpr_as_fun(self.jaxpr))
+
+
+def _trace(
+    rule: Callable[..., Any], primitive: tuple[Any, ...], slots: tuple[Slot, ...], params: dict[str, Any]
+) -> _Traced | None:
+    """None where the rule must be asked each time."""
+    out: tuple[Slot, ...] = ()
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        nonlocal out
+        result = rule(*primitive, *unflatten(slots, leaves), **params)
+        if result is NotImplemented:
+            raise _NotReplayable
+        flat, out = flatten([result])
+        return flat
+
+    debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
+    try:
+        with on_materialise("error"):  # each loss is to be told with its own place
+            jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
+    except (_NotReplayable, MaterialisationError):
+        return None
+    if any(isinstance(c, jax.core.Tracer) for c in consts):
+        return None
+    return _Traced(compat.with_consts(jaxpr, consts), out)
+
+
+class _NotReplayable(Exception):
+    pass

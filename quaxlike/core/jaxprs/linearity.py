@@ -1,0 +1,78 @@
+"""Which Values are linear in their leaves, and which leaves of two Values belong together.
+
+Integer, boolean and key leaves have no tangents: they are the *pattern* of a Value, such as the places of
+stored elements. They are never added or differentiated. Leaves of two Values may be added one by one, or
+taken for derivatives of each other, only if the patterns are the same.
+"""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ..values import Value, is_value
+
+
+def is_linear(value: Any) -> bool:
+    """Whether a Value is linear in its leaves: its type says so, and so do the Values that it holds."""
+    return all(x.linear for x in (value, *held(value)))
+
+
+def held(value: Value) -> list[Value]:
+    """The Values among the leaves of a Value, and among theirs."""
+    outer = [
+        x for x in jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x)) if is_value(x)
+    ]
+    return [y for x in outer for y in (x, *held(x))]
+
+
+def has_tangent(aval: Any) -> bool:
+    """Whether a leaf of this aval is differentiated; else it belongs to the pattern."""
+    return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
+
+
+def has_pattern(value: Value) -> bool:
+    """Whether some leaf of the value has no tangents."""
+    return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
+
+
+def same_pattern(x: Any, y: Any) -> bool:
+    """Whether two Values differ in nothing but the numbers in their differentiable leaves: the same static
+    fields, the same shapes, and a pattern that is known to be the same."""
+    (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
+    return of_x == of_y and all(map(_belong_together, p, q))
+
+
+def _belong_together(p: Any, q: Any) -> bool:
+    a, b = jax.typeof(p), jax.typeof(q)
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and (has_tangent(a) or _known_equal(p, q))
+
+
+def _known_equal(p: Any, q: Any) -> bool:
+    if p is q:
+        return True
+    unknown = isinstance(p, jax.core.Tracer) or isinstance(q, jax.core.Tracer)
+    if unknown or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
+        return False
+    return np.array_equal(p, q)
+
+
+def as_cotangent(value: Any) -> Any:
+    """A Value as the backward function of a custom_vjp sees it: by `Value.cotangent`, of the Values that it
+    holds as well."""
+    held = lambda x: x is not value and is_value(x)
+    inner = jtu.tree_map(lambda x: as_cotangent(x) if is_value(x) else x, value, is_leaf=held)
+    return type(value).cotangent(inner)
+
+
+def is_derivative(x: Any, of: Value) -> bool:
+    """Whether the leaves of `x`, a tangent or a cotangent, are those of the Value `of`."""
+    return (
+        type(x) is type(of)
+        and is_linear(of)
+        and is_linear(x)
+        and same_pattern(as_cotangent(x), as_cotangent(of))
+    )

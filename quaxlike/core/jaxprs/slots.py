@@ -1,0 +1,236 @@
+"""Values as flat arrays: how operands and results of a primitive that carries code are laid out.
+
+A *slot* describes one logical operand or result: the structure of a Value and the avals of its leaves,
+or no structure and one aval for a plain array. Slots are hashable, and say nothing about the data.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from types import NotImplementedType
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ..known_constants import OPEN, is_tracking, is_zero, may_be_placeholder, note_constant
+from ..values import Value, as_shapes, aval_of, is_value, not_an_array
+from .linearity import held, is_linear
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slot:
+    treedef: Any  # of a Value; None for a plain array
+    avals: tuple[Any, ...]
+    # What is known of a plain array, where a type with `placeholder` is near: 2 if it is zero, 1 if it is
+    # zero, infinity or NaN, which are what libraries use as placeholders.
+    loose: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Slot) or self.avals != other.avals or self.loose != other.loose:
+            return False
+        if self.treedef is None or other.treedef is None:  # which a treedef cannot be compared with
+            return self.treedef is other.treedef
+        return self.treedef == other.treedef
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.treedef, self.avals))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __len__(self) -> int:
+        return len(self.avals)
+
+    @property
+    def cls(self) -> Any:
+        """The class of Value in this slot; None for a plain array."""
+        return None if self.treedef is None else self.treedef.node_data()[0]
+
+    @functools.cached_property
+    def classes(self) -> tuple[Any, ...]:
+        """The classes of the Value in this slot, and of those that it holds."""
+        return () if self.treedef is None else tuple(map(type, (self.like, *held(self.like))))
+
+    @functools.cached_property
+    def like(self) -> Any:
+        """The Value of this slot, with shapes for leaves."""
+        if self.treedef is None:
+            return self.avals[0]
+        return as_shapes(jtu.tree_unflatten(self.treedef, self.avals))
+
+    @functools.cached_property
+    def linear(self) -> bool:
+        """Whether it holds a Value that is linear in its leaves."""
+        return self.treedef is not None and is_linear(self.like)
+
+    @functools.cached_property
+    def aval(self) -> Any:
+        """The logical aval."""
+        return self.avals[0] if self.treedef is None else aval_of(self.like)
+
+    def has_structure_of(self, other: "Slot") -> bool:
+        """Whether both are plain, or both Values of the same class and statics."""
+        return Slot(self.treedef, ()) == Slot(other.treedef, ())
+
+    def has_form_of(self, other: "Slot") -> bool:
+        """Whether, beyond that, the leaves have the same shapes and dtypes."""
+        form = [(a.shape, a.dtype) for a in self.avals]
+        return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
+
+    def admits(self, other: "Slot") -> bool:
+        """Whether what is in the other slot goes into this one as it is."""
+        return self.loose <= other.loose and self == Slot(other.treedef, other.avals, self.loose)
+
+    def loosened(self, x: Any) -> "Slot":
+        """This slot of `x`, with what is known of `x` if it is a plain array."""
+        if self.treedef is not None or not jnp.issubdtype(self.avals[0].dtype, jnp.number):
+            return self
+        return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
+
+    def canonical(self) -> "Slot":
+        """This slot of a Value, with the static fields that rules would give it."""
+        value = self.like.canonical()
+        return self if value is self.like else Slot(jtu.tree_structure(value), self.avals)
+
+    def carried(self) -> "Slot":
+        """This slot in a loop, of whose carry only the start is known. Counters, which start from zero too,
+        are no placeholders."""
+        inexact = self.treedef is None and jnp.issubdtype(self.avals[0].dtype, jnp.inexact)
+        return Slot(self.treedef, self.avals, min(self.loose, int(inexact)))
+
+    def with_avals(self, avals: Iterable[Any]) -> "Slot":
+        return Slot(self.treedef, tuple(avals), self.loose)
+
+    def strong(self) -> "Slot":
+        """The same slot without weak types."""
+        return self.with_avals([strong(a) for a in self.avals])
+
+    def dense(self) -> "Slot":
+        """The slot of the materialised array."""
+        return self if self.treedef is None else Slot(None, (self.aval,))
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        if self.treedef is not None:
+            return jtu.tree_unflatten(self.treedef, leaves)
+        if self.loose:
+            note_constant(leaves[0], 0 if self.loose == 2 else OPEN)
+        return leaves[0]
+
+    def __str__(self) -> str:
+        if self.treedef is None:
+            return f"a plain array {self.avals[0].str_short()}"
+        return eqx.tree_pformat(self.like, struct_as_array=True)
+
+
+def strong(aval: Any) -> Any:
+    return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
+
+
+def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
+    """The leaves of all operands in a row, and the slot of each operand."""
+    leaves: list[Any] = []
+    slots: list[Slot] = []
+    for x in operands:
+        if is_value(x):
+            parts, treedef = jtu.tree_flatten(x)
+            slots.append(Slot(treedef, tuple(_leaf_aval(x, part) for part in parts)))
+            leaves += parts
+        else:
+            slots.append(Slot(None, (jax.typeof(x),)))
+            leaves.append(x)
+    return leaves, loosened(slots, operands)
+
+
+def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Slot] = ()) -> tuple[Slot, ...]:
+    """The slots of the operands with placeholders marked, if a type that has them is near."""
+    classes = [slot.cls for slot in (*slots, *beside) if slot.treedef is not None] if is_tracking() else []
+    if any(map(has_placeholders, classes)):
+        return tuple(slot.loosened(x) for slot, x in zip(slots, operands, strict=True))
+    return tuple(slots)
+
+
+@functools.cache
+def has_placeholders(cls: type[Value]) -> bool:
+    return cls.placeholder.__func__ is not Value.placeholder.__func__
+
+
+def _leaf_aval(value: Value, leaf: Any) -> Any:
+    try:
+        return jax.typeof(leaf)
+    except TypeError:
+        raise not_an_array(value, leaf) from None
+
+
+def unflatten(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
+    out, at = [], 0
+    for slot in slots:
+        out.append(slot.unflatten(leaves[at : at + len(slot)]))
+        at += len(slot)
+    return out
+
+
+def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+    """`items` cut into pieces of the given sizes, and the rest."""
+    out, at = [], 0
+    for size in sizes:
+        out.append(items[at : at + size])
+        at += size
+    return [*out, items[at:]]
+
+
+def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImplementedType:
+    """For a Value made of `parts`, what its `leading_axis` returns.
+
+    **Arguments:**
+
+    - `parts`: each array or Value that it holds, in the order of its leaves, and whether its first axis is
+        the leading one; all rows share it otherwise.
+    """
+    axes: list[int | None] = []
+    for part, has_rows in parts:
+        if not has_rows:
+            axes += [None] * len(jtu.tree_leaves(part))
+        elif is_value(part):
+            inner = part.leading_axis()
+            if inner is NotImplemented:
+                return NotImplemented
+            axes += inner
+        else:
+            axes.append(0)
+    return axes
+
+
+def spread(items: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
+    """One item per logical operand, repeated for each of its leaves."""
+    return tuple(x for x, slot in zip(items, slots, strict=True) for _ in slot.avals)
+
+
+def per_slot(slots: Sequence[Slot], items: Sequence[Any]) -> list[Sequence[Any]]:
+    """One item per leaf, those of each logical operand together."""
+    return split(items, *map(len, slots))[:-1]
+
+
+def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:
+    """For each leaf of the slot, the partition spec that follows from the logical array's."""
+    if slot.treedef is None or len(slot) == 0:
+        return (spec,) * len(slot)
+    specs = slot.like.shard_spec(spec)
+    if specs is not NotImplemented:
+        specs = tuple(specs)
+        if len(specs) != len(slot):
+            raise ValueError(
+                f"{slot.cls.__name__}.shard_spec({spec}) must return one spec for each of its "
+                f"{len(slot)} array leaves; found {len(specs)}."
+            )
+        return specs
+    if all(part is None for part in spec) or all(a.shape == slot.aval.shape for a in slot.avals):
+        return (spec,) * len(slot)
+    raise ValueError(
+        f"Cannot tell how {spec}, a spec for the array of shape {slot.aval.shape} that a "
+        f"{slot.cls.__name__} stands for, shards its leaves of shapes "
+        f"{[a.shape for a in slot.avals]}. Define `{slot.cls.__name__}.shard_spec(spec)`."
+    )

@@ -1,0 +1,140 @@
+"""Making one side look like the other: branches, loop carries and buffers that hold Values."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ..policy import dense
+from ..values import Value, is_value, replace_fields
+from .slots import Slot, flatten, has_placeholders
+
+
+class OperandMismatch(TypeError):
+    """Operands that do not fit each other, such as metres and seconds; for rules to raise.
+
+    Where it is raised inside a loop, the plain arrays among the loop's carry may be placeholders of which
+    an iteration makes Values: see `Value.placeholder`.
+
+    **Arguments:**
+
+    - `cls`: the type of Values whose rule raises it.
+    """
+
+    def __init__(self, message: str, cls: type[Value] = Value) -> None:
+        super().__init__(message)
+        self.cls = cls
+
+
+class StructureError(OperandMismatch):
+    """Branches, or a loop carry before and after an iteration, hold Values that cannot be unified."""
+
+
+def placeholder(slot: Slot, cls: type[Value]) -> Slot:
+    """A loose slot as one of `cls` of which nothing is known yet; another slot as it is."""
+    if not slot.loose:
+        return slot
+    (aval,) = slot.avals
+    value = cls.placeholder(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return slot if value is NotImplemented else Slot(jtu.tree_structure(value), slot.avals)
+
+
+def settled(slot: Slot) -> Slot:
+    """The plain slot that a placeholder stands for; another slot as it is."""
+    if len(slot.avals) != 1 or slot.treedef is None or not has_placeholders(slot.cls):
+        return slot
+    plain = Slot(None, slot.avals, loose=1)
+    return plain if placeholder(plain, slot.cls) == slot else slot
+
+
+def without_placeholder(x: Any) -> Any:
+    """The array of a placeholder; anything else as it is."""
+    (slot,) = flatten([x])[1]
+    return x if settled(slot) is slot else settled(slot).unflatten(jtu.tree_leaves(x))
+
+
+def unify(a: Slot, b: Slot, where: str) -> Slot:
+    """The slot that both sides can be brought to with `conform`."""
+    if a.treedef is None and b.treedef is None and a.loose != b.loose:
+        known = min(a.loose, b.loose)
+        a, b = Slot(None, a.avals, known), Slot(None, b.avals, known)
+    if a == b:
+        return a
+    if a.strong() == b.strong():
+        return a.strong()
+    if a.treedef is None and b.treedef is None:
+        return a  # left to JAX, which has a message for it
+    if a.treedef is not None and b.treedef is not None:
+        a, b = settled(a), settled(b)
+    first, second = (b, a) if b.treedef is None else (a, b)  # a plain array first, to be lifted
+    form = _widened(first, second)
+    if form.treedef is None:
+        return second.dense().strong()
+    common = _widened(second, form)
+    if not common.has_form_of(form):
+        raise StructureError(
+            f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. Make their "
+            "static fields and the shapes of their leaves agree, define `widen(like)`, or apply "
+            "`quaxlike.materialise` to both."
+        )
+    return common.strong()
+
+
+def widened(x: Any, like: Any) -> Any:
+    """`x` in a form that `like` has or can be brought to; as it is if it has no such form.
+
+    **Arguments:**
+
+    - `x`, `like`: an array or a Value each. Of `like` only statics and shapes are read.
+    """
+    if not is_value(like):
+        return x
+    out = x.widen(like) if is_value(x) else type(like).promote(x, like)
+    if out is not NotImplemented:
+        return out
+    if type(x) is not type(like):
+        return x
+    fields = [f.name for f in dataclasses.fields(x) if is_value(getattr(like, f.name))]
+    return replace_fields(x, **{name: widened(getattr(x, name), getattr(like, name)) for name in fields})
+
+
+def _widened(slot: Slot, like: Slot) -> Slot:
+    """The slot of `widened`."""
+
+    def on_leaves(*leaves: Any) -> None:
+        nonlocal out
+        _, (out,) = flatten([widened(slot.unflatten(leaves), like.like)])
+
+    out = slot
+    jax.eval_shape(on_leaves, *slot.avals)
+    return out
+
+
+def conform(x: Any, slot: Slot, what: str) -> Any:
+    """`x` brought to the form of `slot`: lifted, materialised (under the policy), or given its dtypes."""
+    (found,) = flatten([x])[1]
+    if found == slot:
+        return x
+    x = without_placeholder(x)
+    (found,) = flatten([x])[1]
+    if slot.treedef is None:
+        other = "the other side is a plain array that it does not lift; `promote(array, like)` can."
+        x = dense(x, what, hint=f"{type(x).__name__}: {other}")
+    elif not found.has_form_of(slot):
+        x = widened(x, slot.like)
+    leaves, (found,) = flatten([x])
+    if not found.has_structure_of(slot):
+        raise StructureError(f"{what} expected {slot}, found {found}.")
+    leaves = [
+        leaf if have == want else _with_dtype_of(leaf, want)
+        for leaf, have, want in zip(leaves, found.avals, slot.avals, strict=True)
+    ]
+    return slot.unflatten(leaves)
+
+
+def _with_dtype_of(leaf: Any, aval: Any) -> Any:
+    if getattr(jax.typeof(leaf), "weak_type", False) and not getattr(aval, "weak_type", False):
+        return jax.lax.convert_element_type(leaf, aval.dtype)
+    return jnp.asarray(leaf)
