@@ -84,12 +84,16 @@ class Value(eqx.Module, metaclass=ValueMeta):
         raise NotImplementedError  # never called: dispatch compares by identity
 
     @classmethod
-    def promote(cls, array: Any, like: "Value") -> "Value | NotImplementedType":
+    def promote(cls, array: Any, like: "Value | None" = None) -> "Value | NotImplementedType":
         """A plain `array` as this type, to match `like`: where one branch of a `cond`, or a loop carry,
         is a Value and the other side is not. Reads statics and shapes of `like` only.
 
         The result equals `array` and differentiates as it does. Its static fields may be others than those of
         `like` if `like` can be brought to them: see `widen`.
+
+        Where rules of this type raise [`quaxlike.OperandMismatch`][] in a loop, it is called without `like`,
+        if `like` has a default, for the zeros that the loop starts from: to give a value whose one leaf is
+        `array` and that goes with anything, so that an iteration tells what the zeros become.
 
         Without it the Value side is materialised under the policy.
         """
@@ -104,17 +108,6 @@ class Value(eqx.Module, metaclass=ValueMeta):
         The result equals this value and differentiates as it does.
 
         Without it fields that are Values are widened, and the rest must agree.
-        """
-        return NotImplemented
-
-    @classmethod
-    def placeholder(cls, array: Any) -> "Value | NotImplementedType":
-        """A plain `array` as a value of this type that goes with anything, since nothing is known of it yet.
-
-        Used only to find out which of a loop's placeholders become Values, where the rules of this type raise
-        [`quaxlike.OperandMismatch`][] because operands do not fit each other. Its one leaf is `array`.
-
-        Without it such an error is raised at once.
         """
         return NotImplemented
 
@@ -140,14 +133,6 @@ class Value(eqx.Module, metaclass=ValueMeta):
         Without it (`NotImplemented`) a scanned-over Value is materialised under the policy.
         """
         return NotImplemented
-
-    def canonical(self) -> "Value":
-        """This value with its static fields as rules make them: asked of the rows that `lax.scan` and
-        `lax.map` run over, whose leaves have lost an axis. Its leaves stay as they are.
-
-        Without it the static fields are those of the whole array.
-        """
-        return self
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         """For each array leaf, the partition spec that follows from `spec`, the one of the logical array.

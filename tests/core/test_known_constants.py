@@ -81,11 +81,9 @@ class Tagged(ql.ArrayValue):
         return jax.core.ShapedArray(self.array.shape, self.array.dtype)
 
     @classmethod
-    def promote(cls, array, like):
-        return cls(array, like.tag)
-
-    @classmethod
-    def placeholder(cls, array):
+    def promote(cls, array, like=None):
+        if like is not None:
+            return cls(array, like.tag)
         return cls(array, "?") if jnp.issubdtype(array.dtype, jnp.floating) else NotImplemented
 
 

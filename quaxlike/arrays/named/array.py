@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
-from ...core.jaxprs.unify import OperandMismatch
+from ...core.jaxprs.unify import OperandMismatch, widened
 from ...core.operators import ArrayOperators, run
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, is_value, replace_fields
@@ -75,10 +75,11 @@ class NamedArray(AnnotatedArray):
         missing = self.array.ndim - len(self._names)
         return (None,) * missing + self._names[max(-missing, 0) :]
 
-    def canonical(self) -> "NamedArray":
-        if self.names == self._names:
-            return self
-        return replace_fields(self, _names=self.names)
+    def widen(self, like: Any) -> Any:
+        """Rows still have the name of the axis along which they were cut among their static fields."""
+        if not isinstance(like, NamedArray) or like.names != self.names:
+            return NotImplemented
+        return replace_fields(self, array=widened(self.array, like.array), _names=self.names)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         sizes = zip(self.names, self.array.shape, strict=True)

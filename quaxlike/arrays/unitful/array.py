@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
@@ -65,7 +64,10 @@ class Unitful(AnnotatedArray):
 
     @classmethod
     def promote(cls, array: Any, like: Any = None) -> Any:
-        if like is not None and like.unit.exponents and not may_be_placeholder(array):
+        if like is None:
+            inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+            return cls(0.0, UNKNOWN).with_array(array) if inexact else NotImplemented
+        if like.unit.exponents and not may_be_placeholder(array):
             raise DimensionError(
                 f"An array without a unit stands where one in {like.unit} does: in another branch, or before "
                 "or after an iteration. Give it the unit by multiplying with it."
@@ -76,12 +78,6 @@ class Unitful(AnnotatedArray):
         if not isinstance(like, Unitful) or like.unit != ANY:
             return NotImplemented
         return replace_fields(self, array=widened(self.array, like.array), unit=ANY)
-
-    @classmethod
-    def placeholder(cls, array: Any) -> Any:
-        if not jnp.issubdtype(array.dtype, jnp.inexact):
-            return NotImplemented
-        return jtu.tree_map(lambda _: array, _UNKNOWN)  # past the converter: `array` may be a shape
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
@@ -95,7 +91,6 @@ class Unitful(AnnotatedArray):
         return wl.pdoc(self.array, **kwargs) + wl.TextDoc(f" {self.unit}")
 
 
-_UNKNOWN = Unitful(0.0, UNKNOWN)
 track()
 
 

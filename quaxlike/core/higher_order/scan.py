@@ -83,7 +83,6 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
         row = slot.with_avals(
             jax.typeof(p) if a is None else row_aval(jax.typeof(p)) for p, a in zip(parts, axes, strict=True)
         )
-        row = row.canonical() if is_value(x) else row
         if is_value(x) and row.aval.shape != aval_of(x).shape[1:]:
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() gives {axes} for leaves of shapes "

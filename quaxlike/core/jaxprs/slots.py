@@ -6,6 +6,7 @@ or no structure and one aval for a plain array. Slots are hashable, and say noth
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterable, Sequence
 from types import NotImplementedType
 from typing import Any
@@ -24,7 +25,7 @@ from .linearity import held, is_linear
 class Slot:
     treedef: Any  # of a Value; None for a plain array
     avals: tuple[Any, ...]
-    # What is known of a plain array, where a type with `placeholder` is near: 2 if it is zero, 1 if it is
+    # What is known of a plain array, where a type that has placeholders is near: 2 if it is zero, 1 if it is
     # zero, infinity or NaN, which are what libraries use as placeholders.
     loose: int = 0
 
@@ -91,11 +92,6 @@ class Slot:
             return self
         return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
 
-    def canonical(self) -> "Slot":
-        """This slot of a Value, with the static fields that rules would give it."""
-        value = self.like.canonical()
-        return self if value is self.like else Slot(jtu.tree_structure(value), self.avals)
-
     def carried(self) -> "Slot":
         """This slot in a loop, of whose carry only the start is known. Counters, which start from zero too,
         are no placeholders."""
@@ -155,7 +151,11 @@ def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Sl
 
 @functools.cache
 def has_placeholders(cls: type[Value]) -> bool:
-    return cls.placeholder.__func__ is not Value.placeholder.__func__
+    """Whether `promote` of the class makes a value of an array alone."""
+    like = inspect.signature(cls.promote).parameters.get("like")
+    if like is None or like.default is like.empty:
+        return False
+    return cls.promote(jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
 
 
 def _leaf_aval(value: Value, leaf: Any) -> Any:

@@ -16,7 +16,7 @@ class OperandMismatch(TypeError):
     """Operands that do not fit each other, such as metres and seconds; for rules to raise.
 
     Where it is raised inside a loop, the plain arrays among the loop's carry may be placeholders of which
-    an iteration makes Values: see `Value.placeholder`.
+    an iteration makes Values: see `Value.promote`.
 
     **Arguments:**
 
@@ -37,7 +37,7 @@ def placeholder(slot: Slot, cls: type[Value]) -> Slot:
     if not slot.loose:
         return slot
     (aval,) = slot.avals
-    value = cls.placeholder(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    value = cls.promote(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return slot if value is NotImplemented else Slot(jtu.tree_structure(value), slot.avals)
 
 
