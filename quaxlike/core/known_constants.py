@@ -4,8 +4,10 @@ A plain array is never boxed, so what is known of it stands beside it, for as lo
 noted until a type asks for it with `track`.
 """
 
+import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from . import compat
 from .values import is_value
 
 # The number of arrays that hold 0, infinity or NaN, but it is not known which.
@@ -37,6 +40,12 @@ _ALL: dict[str, slice] = {
 }
 # ... and where one of them is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
+# Primitives that carry code, and the parameter that it is, if there is one.
+_CODE = {
+    **dict.fromkeys(["cond", "scan", "while"], ""),
+    **dict.fromkeys(["checkpoint", "jit", "pjit", "remat", "remat2"], "jaxpr"),
+    **dict.fromkeys(["closed_call", "custom_jvp_call", "custom_vjp_call"], "call_jaxpr"),
+}
 # What holds no number yet.
 _UNSET = frozenset(["empty", "empty2"])
 # What returns nothing: the callback of `eqx.error_if`, which raises, has a result all the same.
@@ -47,7 +56,7 @@ _tracked: frozenset[str] = frozenset()
 def track() -> None:
     """From now on, what plain arrays are filled with is followed through the primitives that keep it."""
     global _tracked
-    _tracked = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys()
+    _tracked = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _CODE.keys()
 
 
 def is_tracking() -> bool:
@@ -56,26 +65,96 @@ def is_tracking() -> bool:
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
     """Notes what is known of `out`, which `primitive` made of plain operands."""
-    name = primitive.name
-    if name not in _tracked:
+    if primitive.name not in _tracked:
         return
     outs = out if primitive.multiple_results else [out]
+    numbers = _results(primitive.name, list(map(constant_of, operands)), params)
+    for y, number in zip(outs, numbers, strict=False):
+        if number is not None:
+            note_constant(y, number)
+
+
+def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
+    """What each result of a primitive is filled with, from what its operands are filled with; None where
+    it is not known. Perhaps for more results than there are."""
     if name in _MOVES:
-        for x, y in zip(operands, outs, strict=False):
-            number = constant_of(x)
-            if number is not None:
-                note_constant(y, number)
-    elif name == "pure_callback":
+        return numbers
+    if name in _UNSET:
+        return itertools.repeat(OPEN)
+    if name == "pure_callback":
         function = getattr(params["callback"], "callback_func", None)
-        for y in outs if getattr(function, "__module__", None) == _RAISING else ():
-            note_constant(y, OPEN)
-    elif name in _UNSET:
-        for y in outs:
-            note_constant(y, OPEN)
-    else:
-        among, matter = (all, operands[_ALL[name]]) if name in _ALL else (any, operands[_ANY[name]])
-        if among(map(may_be_placeholder, matter)):
-            note_constant(out, 0 if among(map(is_zero, matter)) else OPEN)
+        return itertools.repeat(OPEN) if getattr(function, "__module__", None) == _RAISING else ()
+    if name in _CODE:
+        # Of other numbers there is no end, and what was found for them would be kept.
+        return _results_of_code(name, [n if n is None else _as_placeholder(n) for n in numbers], params)
+    among, matter = (all, numbers[_ALL[name]]) if name in _ALL else (any, numbers[_ANY[name]])
+    if not among(map(_is_placeholder, matter)):
+        return ()
+    return [0 if among(n is not None and n == 0 for n in matter) else OPEN]
+
+
+def _is_placeholder(number: Any) -> bool:
+    return number is not None and bool(number == 0 or not np.isfinite(number))
+
+
+def _as_placeholder(number: Any) -> Any:
+    return (0 if number == 0 else OPEN) if _is_placeholder(number) else None
+
+
+def _results_of_code(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    if name == "cond":
+        return functools.reduce(_either, (_results_of(b, numbers[1:]) for b in params["branches"]))
+    if name == "while":
+        at = params["cond_nconsts"]
+        start = at + params["body_nconsts"]
+        body = lambda carry: _results_of(params["body_jaxpr"], [*numbers[at:start], *carry])
+        return _fixed_point(body, numbers[start:])
+    if name == "scan":
+        n_consts, n_carry = compat.scan_arity(params)
+        consts, xs = numbers[:n_consts], numbers[n_consts + n_carry :]
+        step = lambda carry: _results_of(params["jaxpr"], [*consts, *carry, *xs])
+        carry = _fixed_point(lambda carry: step(carry)[:n_carry], numbers[n_consts : n_consts + n_carry])
+        return [*carry, *step(carry)[n_carry:]]
+    return _results_of(params[_CODE[name]], numbers)
+
+
+def _either(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
+    """What is known of results that come from one side or the other."""
+    both = lambda x, y: OPEN if _is_placeholder(x) and _is_placeholder(y) else None
+    return [x if x is y or x == y else both(x, y) for x, y in zip(xs, ys, strict=True)]
+
+
+def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
+    """What is known of a loop's carry, however often the body runs."""
+    while (after := _either(carry, body(carry))) != carry:
+        carry = after
+    return carry
+
+
+def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
+    """What the results of a jaxpr are filled with."""
+    jaxpr = compat.closed(jaxpr)
+    known = _known_results(jaxpr)
+    key = tuple(numbers)
+    if key not in known:
+        known[key] = _interpret(jaxpr, numbers)
+    return known[key]
+
+
+def _interpret(jaxpr: jexc.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]:
+    opened = compat.opened(jaxpr)
+    of = dict(zip(compat.all_invars(opened), [*map(constant_of, jaxpr.consts), *numbers], strict=True))
+    read = lambda atom: constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
+    for eqn in opened.eqns:
+        name = eqn.primitive.name
+        found = _results(name, list(map(read, eqn.invars)), eqn.params) if name in _tracked else ()
+        of.update(zip(eqn.outvars, found, strict=False))
+    return list(map(read, opened.outvars))
+
+
+@compat.weakly_cached
+def _known_results(jaxpr: jexc.ClosedJaxpr) -> dict[Any, Sequence[Any]]:
+    return {}
 
 
 def note_constant(array: Any, number: Any) -> None:
@@ -101,8 +180,7 @@ def _is_extended(x: Any) -> bool:
 
 def may_be_placeholder(x: Any) -> bool:
     """Whether all elements of `x` are known to be 0, infinity or NaN, as of arrays to be written to."""
-    number = constant_of(x)
-    return number is not None and bool(number == 0 or not np.isfinite(number))
+    return _is_placeholder(constant_of(x))
 
 
 def is_zero(x: Any) -> bool:

@@ -125,6 +125,20 @@ def test_gradient_by_one_number():
 
 
 @pytest.mark.slow
+def test_reverse_gradient_where_places_are_saved_along_the_way():
+    """Speeds that are saved have zeros for cotangents, which branches of plain arrays hand on."""
+
+    def place(k, x, v, t1):
+        saveat = diffrax.SaveAt(ts=jnp.array([0.5, 1.0]) * t1)
+        field = lambda t, y, k: (y[1], -k * y[0])
+        return solve(k, (x, v), t1, t1 / 4, field=field, saveat=saveat, solver=diffrax.Euler())[0][-1]
+
+    numbers = (2.0, 1.0, 0.0, 1.0)
+    inputs = map(Unitful, numbers, ("s^-2", "m", "m/s", "s"))
+    same(ql.quaxify(jax.grad(place))(*inputs), jax.grad(place)(*numbers), "m*s^2")
+
+
+@pytest.mark.slow
 def test_a_mistake_in_the_equations_is_found_while_tracing():
     forgotten_mass = lambda t, y, args: (y[1], -(args[0] * y[0] + args[1] * y[1]))
     with pytest.raises(DimensionError, match=r"takes arrays in the same unit; found \(m·s⁻¹, m·kg·s⁻¹\)"):

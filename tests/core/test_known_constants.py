@@ -20,6 +20,13 @@ def inside():
     return lambda f: ql.quaxify(lambda _: f())(Unitful(1.0, "m"))
 
 
+ONE = jnp.ones(())
+
+
+def loop(body, *carry):
+    return lax.while_loop(lambda x: jnp.sum(x[0]) > 5, body, carry)[1]
+
+
 @pytest.mark.parametrize(
     ("f", "number"),
     [
@@ -33,6 +40,15 @@ def inside():
         (lambda: lax.add(jnp.zeros(3), 1.0), None),
         (lambda: jnp.arange(3.0), None),
         (lambda: 2.0, 2.0),
+        (lambda: jax.jit(lambda x: x + 0 * x)(jnp.zeros(3)), 0.0),
+        (lambda: jax.jit(lambda: jnp.ones(3))(), 1.0),
+        (lambda: jax.checkpoint(lambda x: x[:2] * 3.0)(jnp.zeros(3)), 0.0),
+        (lambda: lax.cond(ONE > 0, lambda x: x, lambda x: x * ONE, jnp.zeros(3)), 0.0),
+        (lambda: lax.cond(ONE > 0, lambda x: x, lambda x: x + ONE, jnp.zeros(3)), None),
+        (lambda: loop(lambda x: (x[0], x[0] + x[1]), jnp.zeros(3), jnp.zeros(3)), 0.0),
+        (lambda: loop(lambda x: (x[0] + 1, x[0] + x[1]), jnp.zeros(3), jnp.zeros(3)), None),
+        (lambda: lax.scan(lambda x, y: (x * 2, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], 0.0),
+        (lambda: lax.scan(lambda x, y: (x + 1, x + y), jnp.zeros(3), jnp.zeros((5, 3)))[1], None),
     ],
 )
 def test_what_a_plain_array_is_filled_with(inside, f, number):
