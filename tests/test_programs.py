@@ -1,5 +1,6 @@
 """Programs of other libraries, unmodified, with Values flowing through."""
 
+import functools
 from typing import Any
 
 import diffrax
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import optimistix as optx
 import pytest
+from jax.experimental.ode import odeint
 
 import quaxlike as ql
 from quaxlike.sharding import specs_for
@@ -141,6 +143,37 @@ class TestReverseModeThroughSolvers:
         found = second(ql.quaxify(_solve_with), adapted)
         expected = second(_solve_with, lambda a: ql.materialise(adapted(a)))
         np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _called(f, y, *consts):
+    return f(y, *consts)
+
+
+_called.defvjp(lambda f, *xs: (f(*xs), xs), lambda f, xs, ct: jax.vjp(f, *xs)[1](ct))
+
+
+def _converted(f, y):
+    f, consts = jax.closure_convert(f, y)
+    return _called(f, y, *consts)
+
+
+def _integrated(f, y):
+    return odeint(lambda y, t: f(y), y, jnp.array([0.0, 1.0]))
+
+
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.parametrize("call", [_converted, _integrated])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_gradients_by_a_value_that_a_converted_function_closes_over(call, wrap):
+    """`jax.closure_convert` sees the arrays of a Value: they are arguments of the custom derivative, too."""
+    matrices = jax.random.split(jax.random.key(0), 3)
+    w = ql.LoraArray(*map(jax.random.normal, matrices, [(4, 4), (2, 4), (4, 2)]))
+    loss = lambda w: jnp.sum(call(lambda y: jnp.tanh(w @ y), jnp.array(Y0)) ** 2)
+    with ql.on_materialise("allow"):  # the function is traced apart
+        found = wrap(jax.grad(ql.quaxify(loss)))(w)
+    expected = jax.grad(lambda w: loss(w.materialise()))(w)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), found, expected)
 
 
 def _train(model, forward, steps=10):

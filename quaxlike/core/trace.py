@@ -54,6 +54,10 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             "itself."
         )
 
+    def _contents(self) -> list[tuple[str, Any]]:
+        # JAX looks among them for what may be differentiated, so as not to close a derivative over it.
+        return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
+
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
