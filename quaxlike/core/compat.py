@@ -26,7 +26,6 @@ import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
 from jax._src import (
-    array,
     config,
     core,
     dispatch,
@@ -47,9 +46,6 @@ except ImportError:
 # A sharding that was not given to jit; there is no public name for it.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
-ArrayImpl = array.ArrayImpl  # the class of concrete arrays; `jax.Array` has an `__instancecheck__` of its own
-
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -59,12 +55,11 @@ def api_boundary(fun: _F) -> _F:
     return cast(_F, traceback_util.api_boundary(fun))
 
 
-# What is hidden so, and does not count as the user's source lines.
-_PACKAGE = pathlib.Path(__file__).parents[1]
-_ROOMS = ("core", "arrays", "kernels", "primitives", "implicit")
-_OURS = (
-    *(f"{_PACKAGE / room}{os.sep}" for room in _ROOMS),
-    *(f"{_PACKAGE / module}.py" for module in ("numpy", "sharding")),
+# Hidden so, and not counted as the user's source lines: the whole package but its programs.
+_OURS = tuple(
+    f"{path}{os.sep}" if path.is_dir() else str(path)
+    for path in sorted(pathlib.Path(__file__).parents[1].iterdir())
+    if path.name != "demo"
 )
 for _path in _OURS:
     traceback_util.register_exclusion(_path)
@@ -238,10 +233,6 @@ def flat_tree(leaves: list[Any]) -> Any:
 
 def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
     return getattr(jaxpr, "jaxpr", jaxpr).debug_info
-
-
-def in_avals(jaxpr: jexc.ClosedJaxpr) -> list[Any]:
-    return list(jaxpr.in_avals)
 
 
 # -------------------------------------------------------------------------------------------------

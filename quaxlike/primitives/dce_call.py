@@ -164,7 +164,7 @@ def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = Fals
         outputs = tuple(t is not None for t in out)
         return split(outputs, out)[0]
 
-    avals = compat.in_avals(jaxpr)
+    avals = jaxpr.in_avals
     moving = [aval.to_tangent_aval() for aval in split(nonzero, avals)[0]]
     traced, consts = compat.trace_to_jaxpr(tangents, [*avals, *moving], compat.debug_info_of(jaxpr))
     return compat.with_consts(traced, consts), outputs
@@ -225,7 +225,7 @@ def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
         out = jaxpr_as_fun(jaxpr)(*operands)
         return [x[0] if s else x for x, s in zip(out, surplus, strict=True)]
 
-    traced, consts = compat.trace_to_jaxpr(first, compat.in_avals(jaxpr), compat.debug_info_of(jaxpr))
+    traced, consts = compat.trace_to_jaxpr(first, jaxpr.in_avals, compat.debug_info_of(jaxpr))
     return compat.with_consts(traced, consts)
 
 

@@ -134,3 +134,14 @@ def test_a_shipped_type():
     with ql.on_materialise("error"):
         np.testing.assert_allclose(qnp.matmul(w, jnp.arange(3.0)), jnp.full(4, 6.0))
         np.testing.assert_allclose(qnp.einsum("oi,i->o", w, jnp.arange(3.0)), jnp.full(4, 6.0))
+
+
+def test_warnings_name_the_line_that_calls():
+    """A function of `quaxlike.numpy` is no line of the user's: each call warns at its own line."""
+    x = ql.LoraArray(jnp.ones((4, 3)), a=jnp.ones((1, 3)), b=jnp.ones((4, 1)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qnp.sin(x)
+        qnp.sin(x)
+    assert [warning.filename for warning in caught] == [__file__] * 2
+    assert caught[0].lineno + 1 == caught[1].lineno

@@ -124,7 +124,7 @@ def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat
             return jexc.jaxpr_as_fun(flat.jaxpr)(*groups[i], *leaves)
 
         avals = (
-            [*map(jax.typeof, consts), *compat.in_avals(flat.jaxpr)[-n_leaves:]]
+            [*map(jax.typeof, consts), *flat.jaxpr.in_avals[-n_leaves:]]
             if n_leaves
             else [*map(jax.typeof, consts)]
         )

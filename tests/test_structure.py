@@ -1,0 +1,37 @@
+"""How the core is built: how many rooms it has, and how many of them know each other."""
+
+import ast
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_CORE = _ROOT / "quaxlike" / "core"
+
+
+def _room(path: tuple[str, ...]) -> str:
+    """A file or folder in the root of the core."""
+    return path[0].removesuffix(".py")
+
+
+def _arrows() -> set[tuple[str, str]]:
+    arrows: set[tuple[str, str]] = set()
+    for file in _CORE.rglob("*.py"):
+        at = file.relative_to(_CORE).parts
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not 0 < node.level <= len(at):
+                continue
+            base = at[: len(at) - node.level]
+            modules = [node.module.split(".")] if node.module else [[alias.name] for alias in node.names]
+            arrows |= {(_room(at), _room((*base, *module))) for module in modules}
+    return {(a, b) for a, b in arrows if a != b and a != "__init__"}
+
+
+def test_the_core_is_few_rooms_that_know_few_others():
+    rooms = {_room(file.relative_to(_CORE).parts) for file in _CORE.rglob("*.py")} - {"__init__"}
+    assert len(rooms) <= 14
+    assert len(_arrows()) <= 47
+
+
+def test_files_fit_in_the_head():
+    files = [*(_ROOT / "quaxlike").rglob("*.py"), *(_ROOT / "tests").rglob("*.py")]
+    long = {str(f.relative_to(_ROOT)): n for f in files if (n := f.read_text("utf-8").count("\n")) > 500}
+    assert not long
