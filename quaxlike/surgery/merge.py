@@ -93,7 +93,8 @@ def _merged(name: str, leaf: LoraArray | LoraBias | TrainableArray, requantised:
                 "`quaxlike.combine_adapters`, and merge that."
             )
         if is_value(leaf.w):
-            requantised.append(name)
+            if isinstance(leaf.w, AbstractQuantizedArray):
+                requantised.append(name)
             return _like(name, leaf.merged(), leaf.w)
     return leaf.merged()
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
 from tests.samples import normal
 
 from ..primitives.jaxprs import equations
@@ -412,3 +413,15 @@ def test_merging_into_a_stack_of_quantised_weights(options):
         merged = ql.merge(model)["w"]
     expected = ql.NF4Array.quantize(model["w"].merged(), stacked=1, **options)
     assert eqx.tree_equal(merged, expected)
+
+
+def test_merging_into_a_base_of_another_type():
+    """The base stays of its type, without a warning, if a dense array can be made one."""
+    w = normal(4, 6)
+    model = adapted(0, {"w": NamedArray(w, ("out", "in"))}, where=["w"])
+    merged = ql.merge(model)["w"]
+    assert merged.names == ("out", "in")
+    np.testing.assert_array_equal(merged.array, model["w"].merged())
+    model = adapted(0, {"w": ql.SparseArray.from_dense(w)}, where=["w"])
+    with pytest.raises(ValueError, match=r"w cannot be merged: its base is a SparseArray"):
+        ql.merge(model)
