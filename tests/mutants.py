@@ -173,9 +173,12 @@ def commands(file: str, examples: int) -> list[list[str]]:
     return [tests, ["tests.differential", *options, *(["--types", *names] if names else [])]]
 
 
+_COMPLAINT = r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|^--- finding \d+, seed \d+: (.*)"
+
+
 def complaints(output: str) -> set[str]:
     """The tests that failed, and the findings."""
-    lines = re.finditer(r"^(?:FAILED|ERROR) (\S+)|^--- finding \d+, seed \d+: (.*)", output, re.MULTILINE)
+    lines = re.finditer(_COMPLAINT, output, re.MULTILINE)
     return {line[1] or line[2] for line in lines}
 
 

@@ -98,6 +98,7 @@ def _check(program: Program, operands: dict[str, Any]) -> Outcome:
     found = lambda leaves, varied: both(leaves)[0](varied, others)
     try:
         traced = jax.jit(reference).trace(leaves, varied)
+        expected = _evaluated(traced, leaves, varied)
     except Exception as error:  # whatever JAX says of it
         return Outcome("rejected", f"{type(error).__name__}: {error}")
     try:
@@ -114,7 +115,6 @@ def _check(program: Program, operands: dict[str, Any]) -> Outcome:
         raise Finding(program, f"raises {type(error).__name__}", str(error)[:600]) from error
     plain = not program.outer and not any(map(ql.is_value, returned))
     _compare_avals(program, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)
-    expected = _evaluated(traced, leaves, varied)
     if traced_too:
         results = _evaluated(traced_too, leaves, varied)
     tolerance = _tolerance([*leaves, *jtu.tree_leaves(expected)])

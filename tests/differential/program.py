@@ -22,6 +22,19 @@ from .transforms import INNER, OUTER, ROWS
 
 Shape = tuple[int, ...]
 
+# The primitives that programs are mostly made of: half of the steps bind one of them, if there is a rule.
+COMMON = (
+    "add",
+    "dot_general",
+    "dynamic_slice",
+    "gather",
+    "mul",
+    "reduce_sum",
+    "select_n",
+    "sub",
+    "transpose",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -176,8 +189,9 @@ def _others(name: str, shape: Shape, x64: bool) -> list[str]:
 @st.composite
 def steps(draw: st.DrawFn, name: str, aval: jax.ShapeDtypeStruct, i: int, x64: bool) -> Step:
     by_primitive = _by_primitive(name)
-    if by_primitive and draw(st.integers(0, 3)):
-        primitive = draw(st.sampled_from(sorted(by_primitive)))
+    common = [primitive for primitive in COMMON if primitive in by_primitive]
+    if by_primitive and (kind := draw(st.integers(0, 3))):
+        primitive = draw(st.sampled_from(common if common and kind > 1 else sorted(by_primitive)))
         text = draw(st.sampled_from(by_primitive[primitive]))
     else:
         text = draw(st.sampled_from(sorted(operations())))

@@ -1,0 +1,128 @@
+"""`python -m tests.differential.faults`: do the programs of `test_programs` find faults that were put in?
+
+Each fault is put into a copy of the package. It is found if a test fails there that passes without it.
+"""
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutants import PYTEST, complaints, copy
+
+COMMAND = (
+    "pytest",
+    *PYTEST[2:],
+    "--runxfail",
+    "tests/differential/test_differential.py",
+    "-k",
+    "test_programs",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    name: str
+    file: str
+    """In `quaxlike/arrays`."""
+    before: str
+    after: str
+
+    def apply(self, root: Path) -> None:
+        path = root / "quaxlike" / "arrays" / self.file
+        source = path.read_text()
+        if source.count(self.before) != 1:
+            raise ValueError(f"{self.file} has {source.count(self.before)} times, not once: {self.before}")
+        path.write_text(source.replace(self.before, self.after))
+
+
+FAULTS = (
+    Fault(
+        "a gradient has the wrong sign",
+        "quantized/contract.py",
+        "y = matmul(x, codes, scale)",
+        "y = matmul(2 * lax.stop_gradient(x) - x, codes, scale)",
+    ),
+    Fault(
+        "axes of a product are swapped",
+        "quantized/contract.py",
+        "(*w_batch, *w_free, *x_free) if on_left else",
+        "(*w_batch, *x_free, *w_free) if on_left else",
+    ),
+    Fault(
+        "a scale is dropped",
+        "lora/slicing.py",
+        "arrange(*contract(b, own_b, a, own_a, out), out) * x.scaling)",
+        "arrange(*contract(b, own_b, a, own_a, out), out))",
+    ),
+    Fault(
+        "a start is not clamped",
+        "bounds.py",
+        "return lax.clamp(zero, start, jnp.asarray(last, start.dtype)).astype(jnp.int32)",
+        "return start.astype(jnp.int32)",
+    ),
+    Fault(
+        "elements at different places are added",
+        "sparse/elements.py",
+        "    if same_pattern(x, y):\n        return x.replace(data=x.data + y.data)",
+        "    if x.data.shape == y.data.shape:\n        return x.replace(data=x.data + y.data)",
+    ),
+    Fault(
+        "padding is not masked",
+        "sparse/unstructured.py",
+        "return jnp.where(self.is_stored, self.data, jnp.zeros_like(self.data))",
+        "return self.data",
+    ),
+    Fault(
+        "what is promoted is frozen",
+        "lora/array.py",
+        "return like.replace(w=w, a=a, b=b, train_base=True)",
+        "return like.replace(w=w, a=a, b=b, train_base=False)",
+    ),
+    Fault(
+        "the fill value is another one",
+        "bounds.py",
+        "        return fill_value\n",
+        "        return 0\n",
+    ),
+    Fault(
+        "a transpose is missing",
+        "structured/tridiagonal.py",
+        "return replace_fields(self, lower=self.upper, upper=self.lower)",
+        "return self",
+    ),
+    Fault(
+        "a stop_gradient is missing",
+        "lora/contraction.py",
+        "quaxify(product)(lora.base, lora.a, lora.b, x)",
+        "quaxify(product)(lora.w, lora.a, lora.b, x)",
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.differential.faults", description=__doc__)
+    parser.add_argument("--only", default="", help="only faults whose name contains this")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for all tests")
+    args = parser.parse_args()
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        original = copy(Path(folder))
+        known = complaints(original.run([*COMMAND], args.timeout)[1])
+        for i, fault in enumerate(fault for fault in FAULTS if args.only in fault.name):
+            changed = original.again(f"fault {i}")
+            fault.apply(changed.path)
+            start = time.monotonic()
+            status, output = changed.run([*COMMAND], args.timeout)
+            found = complaints(output) - known
+            missed += not found
+            by = " ".join(sorted(found)) or f"not found, {status}"
+            print(f"{fault.name}: {time.monotonic() - start:.0f} s, {by}", flush=True)
+    print(f"{missed} faults are not found")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
