@@ -84,16 +84,17 @@ class Value(eqx.Module, metaclass=ValueMeta):
         raise NotImplementedError  # never called: dispatch compares by identity
 
     @classmethod
-    def promote(cls, array: Any, like: "Value | None" = None) -> "Value | NotImplementedType":
+    def promote(cls, array: Any, like: Any) -> "Value | NotImplementedType":
         """A plain `array` as this type, to match `like`: where one branch of a `cond`, or a loop carry,
         is a Value and the other side is not. Reads statics and shapes of `like` only.
 
         The result equals `array` and differentiates as it does. Its static fields may be others than those of
         `like` if `like` can be brought to them: see `widen`.
 
-        Where rules of this type raise [`quaxlike.OperandMismatch`][] in a loop, it is called without `like`,
-        if `like` has a default, for the zeros that the loop starts from: to give a value whose one leaf is
-        `array` and that goes with anything, so that an iteration tells what the zeros become.
+        Where `like` may be None (its default then), and rules of this type raise
+        [`quaxlike.OperandMismatch`][] in a loop, it is asked without `like` about the zeros that the loop
+        starts from: for a value whose one leaf is `array` and that goes with anything. An iteration tells
+        what the zeros become.
 
         Without it the Value side is materialised under the policy.
         """

@@ -155,7 +155,7 @@ def has_placeholders(cls: type[Value]) -> bool:
     like = inspect.signature(cls.promote).parameters.get("like")
     if like is None or like.default is like.empty:
         return False
-    return cls.promote(jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
+    return cls.promote(jax.ShapeDtypeStruct((), jnp.float32), None) is not NotImplemented
 
 
 def _leaf_aval(value: Value, leaf: Any) -> Any:

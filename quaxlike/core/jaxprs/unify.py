@@ -37,7 +37,7 @@ def placeholder(slot: Slot, cls: type[Value]) -> Slot:
     if not slot.loose:
         return slot
     (aval,) = slot.avals
-    value = cls.promote(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    value = cls.promote(jax.ShapeDtypeStruct(aval.shape, aval.dtype), None)
     return slot if value is NotImplemented else Slot(jtu.tree_structure(value), slot.avals)
 
 
