@@ -253,6 +253,7 @@ def register_on_either_side(
                 return rule(primitive, x, y, **params)
 
             typed.__annotations__ |= {"x": left, "y": right}
+            typed.__module__ = rule.__module__
             register(primitive, precedence=precedence, rules=rules)(typed)
             typed.written_as = rule  # pyright: ignore[reportFunctionMemberAccess] (for its source line)
         return rule

@@ -6,7 +6,7 @@ Source: the format's specification, <https://huggingface.co/docs/safetensors>.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -76,7 +76,7 @@ class Tensors(Mapping[str, np.ndarray]):
         path: Path,
         info: dict[str, TensorInfo],
         metadata: dict[str, str],
-        unlisted: frozenset[str] = frozenset(),
+        unlisted: Set[str] = frozenset(),
     ) -> None:
         self.path = path
         self.info = info

@@ -46,7 +46,7 @@ class TrainableArray(_Beside):
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(self.array.shape, self.array.dtype)
 
-    def materialise(self) -> jax.Array:
+    def materialise(self) -> Any:
         return self.array
 
     def merged(self) -> jax.Array:

@@ -14,6 +14,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from types import NotImplementedType
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -213,7 +214,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         """With scales that may be trained if those of `like` may."""
         return self.opened() if isinstance(like, AbstractQuantizedArray) and like.train_scales else self
 
-    def leading_axis(self) -> Sequence[int | None]:
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if self.num_lead == 0 or self.permutation[0] != 0:
             return NotImplemented
         return [0] * len(jax.tree.leaves(self))
