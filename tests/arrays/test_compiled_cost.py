@@ -43,7 +43,8 @@ def _on_blocks(x: Any, w: ql.BlockSparseArray) -> Any:
 
 
 def _on_one_hot(x: Any, w: OneHotVector) -> Any:
-    return x.at[:, w.index].get(mode="fill", fill_value=0) * w.value
+    held = (w.index >= -256) & (w.index < 256)  # elsewhere the vector is zero, whatever its value
+    return x.at[:, w.index].get(mode="fill", fill_value=0) * jnp.where(held, w.value, 0.0)
 
 
 NF4 = ql.NF4Array.quantize(W)

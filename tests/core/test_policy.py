@@ -222,7 +222,7 @@ class TestWhere:
         asyncio.run(all_of_them())
         lossy(Plain(X))
         assert len(kept_at) == 12
-        assert kept._cache_size() == 2  # one for each mode
+        assert kept._cache_size() <= 2  # at most one for each mode, however many tasks there are
 
     def test_an_abandoned_generator_leaves_its_own_mode(self):
         def lax():

@@ -37,6 +37,7 @@ def test_operations_bind_every_primitive_that_has_a_rule():
     """A new rule is met without being named, unless its primitive is new to the operations, too."""
     with under(True):
         classes = {type(part) for make in TYPES.values() for part in parts(make())}
-        ruled = {rule.primitive.name for cls in classes for rule in ql.rules_for(cls)}
+        rules = [rule for cls in classes for rule in ql.rules_for(cls)]
+        ruled = {r.primitive.name for r in rules if r.function.__module__.startswith("quaxlike.arrays.")}
         bound = frozenset().union(*operations().values())
     assert ruled - bound <= NOT_OPERATIONS

@@ -71,7 +71,7 @@ def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
     """Contracts the last axis of `y` with the vector."""
-    return _if_held(x, y.at[..., x.index].get(mode="clip") * x.value.astype(y.dtype))
+    return y.at[..., x.index].get(mode="fill", fill_value=0) * _if_held(x, x.value).astype(y.dtype)
 
 
 def _contract(x: OneHotVector, y: jax.Array, dims: Any, x_first: bool) -> Any:
