@@ -52,8 +52,10 @@ def hunt(
     examples: int,
     known: frozenset[Key] = frozenset(),
     until: float = float("inf"),
+    shrink: bool = True,
 ) -> Tally:
-    """Runs programs on these types; each finding that is not `known` is shrunk and kept."""
+    """Runs programs on these types; each finding that is not `known` is kept, and made smaller
+    first if it shall `shrink`."""
     tally, known_here = Tally(), set(known)
 
     @settings(
@@ -61,7 +63,7 @@ def hunt(
         deadline=None,
         database=None,
         derandomize=False,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )

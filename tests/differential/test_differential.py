@@ -22,7 +22,7 @@ NOT_OPERATIONS = {"add_any", "sharding_constraint", "jit", "geqrf", "eq_to", "le
 @pytest.mark.xfail(reason="what it finds is being mended", strict=False)
 @pytest.mark.parametrize("name", TYPES)
 def test_programs(name):
-    found = hunt((name,), seed_=zlib.crc32(name.encode()), examples=4)
+    found = hunt((name,), seed_=zlib.crc32(name.encode()), examples=2, shrink=False)
     assert not found.findings, "\n\n".join(found.findings.values())
 
 
