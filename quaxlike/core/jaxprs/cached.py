@@ -32,7 +32,7 @@ def cached_trace(rule: _Fn) -> _Fn:
     lock = threading.Lock()
 
     @functools.wraps(rule)
-    def replaying(*args: Any, **params: Any) -> Any:
+    def on_operands(*args: Any, **params: Any) -> Any:
         if recording.active() is not None or jax.config.jax_disable_jit:
             return rule(*args, **params)
         n = isinstance(args[0], jexc.Primitive)
@@ -54,7 +54,7 @@ def cached_trace(rule: _Fn) -> _Fn:
             return unflatten(traced.out, traced.compiled(*leaves))[0]
         return unflatten(traced.out, evaluate(None, traced.jaxpr, leaves, inlined=True))[0]
 
-    return replaying  # pyright: ignore[reportReturnType]
+    return on_operands  # pyright: ignore[reportReturnType]
 
 
 @dataclasses.dataclass(frozen=True)
