@@ -165,3 +165,21 @@ def test_products_over_both_axes_and_none(name):
     a = MAKERS[name](())
     _agrees(lambda a: jnp.einsum("ij,ij->", a, a), a)
     _agrees(lambda a: jnp.tensordot(a, a, 0), a)
+
+
+def test_an_update_averaged_in_a_loop():
+    """Its rank grows in each iteration, and its base changes: in the end it is dense."""
+    base = ql.LoraArray(
+        ql.BlockSparseArray.from_dense(normal(4, 4), block_size=2, density=0.5), normal(2, 4), normal(4, 2)
+    )
+    a = LowRankUpdate(base, normal(4, 1))
+    with ql.on_materialise("allow"):
+        _agrees(lambda a: jax.lax.fori_loop(0, 3, lambda i, c: 0.5 * c + 0.5 * a, a), a)
+
+
+def test_branches_with_updates_of_other_ranks():
+    a, b = (LowRankUpdate(DiagonalMatrix(normal(4)), normal(4, rank)) for rank in (1, 3))
+    for taken in (True, False):
+        found = _agrees(lambda a, b, taken=taken: jax.lax.cond(taken, lambda: a, lambda: b), a, b)
+        assert isinstance(found, LowRankUpdate)
+        assert found.u.shape == (4, 3)

@@ -13,9 +13,8 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ...core.jaxprs.slots import leading_axes
-from ...core.jaxprs.unify import widened
+from ...core.jaxprs.unify import widened_part
 from ...core.operators import ArrayOperators
-from ...core.policy import dense as dense_under_policy
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
@@ -179,7 +178,7 @@ class LoraArray(ArrayOperators, ArrayValue):
             _with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
             _with_batch_of(x.b, like.b, 1 + len(x.out_axes)),
         )
-        return x.replace(w=_base_like(x.w, like.w), a=a, b=b)
+        return x.replace(w=_with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
 
     def _kind(self) -> Any:
         """Static properties of adapters that cannot be changed."""
@@ -226,18 +225,6 @@ def _with_batch_of(part: Any, like: Any, core: int) -> Any:
     if is_value(part) or part.ndim - core >= len(batch):
         return part
     return jnp.broadcast_to(part, (*batch, *part.shape[part.ndim - core :]))
-
-
-def _base_like(w: Any, like: Any) -> Any:
-    """A base in a form that `like` has or can be brought to: dense beside an array that is not lifted."""
-    w = _with_batch_of(widened(w, like), like, 0)
-    if not is_value(w) or is_value(like):
-        return w
-    lifted: list[Any] = []
-    array = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    jax.eval_shape(lambda array: lifted.append(is_value(widened(array, w))), array)
-    hint = "The base of a LoraArray meets a dense one, in another branch or before or after an iteration."
-    return w if lifted[0] else dense_under_policy(w, "LoraArray", hint=hint)
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:

@@ -1,11 +1,13 @@
 """`LowRankUpdate`: a matrix plus a product of thin ones."""
 
+from types import NotImplementedType
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ...core.jaxprs.unify import widened_part
 from ...core.quaxify import quaxify
 from ...core.values import Value, is_value, materialise, replace_fields
 from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, solve_part
@@ -84,6 +86,15 @@ class LowRankUpdate(StructuredMatrix):
             return NotImplemented
         zeros = {name: jnp.zeros(part.shape, part.dtype) for name, part in (("u", like.u), ("v", like.v))}
         return replace_fields(like, base=base, **zeros)
+
+    def widen(self, like: Value) -> "LowRankUpdate | NotImplementedType":
+        """With a base and a rank that both can have; columns of zeros are added to `u` and `v`."""
+        if not isinstance(like, LowRankUpdate):
+            return NotImplemented
+        more = max(0, like.u.shape[-1] - self.u.shape[-1])
+        pad = lambda part: jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, more)])
+        base = widened_part(self.base, like.base)
+        return replace_fields(self, base=base, u=quaxify(pad)(self.u), v=quaxify(pad)(self.v))
 
     def times(self, x: Any, precision: Any = None) -> Any:
         inner = jnp.matmul(jnp.matrix_transpose(self.v), x, precision=precision)

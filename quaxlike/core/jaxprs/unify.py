@@ -96,8 +96,22 @@ def widened(x: Any, like: Any) -> Any:
         return out
     if type(x) is not type(like):
         return x
-    fields = [f.name for f in dataclasses.fields(x) if is_value(getattr(like, f.name))]
-    return replace_fields(x, **{name: widened(getattr(x, name), getattr(like, name)) for name in fields})
+    parts = {f.name: (getattr(x, f.name), getattr(like, f.name)) for f in dataclasses.fields(x)}
+    return replace_fields(
+        x, **{name: widened_part(*pair) for name, pair in parts.items() if any(map(is_value, pair))}
+    )
+
+
+def widened_part(x: Any, like: Any) -> Any:
+    """The same for a part of a Value: dense (under the policy) beside an array that is not lifted."""
+    x = widened(x, like)
+    if not is_value(x) or is_value(like):
+        return x
+    lifted: list[bool] = []
+    array = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
+    hint = "A part of a Value meets a dense array, in another branch or before or after an iteration."
+    return x if lifted[0] else dense(x, "a part of a Value", hint=hint)
 
 
 def _widened(slot: Slot, like: Slot) -> Slot:
