@@ -239,9 +239,12 @@ HOLES: dict[str, st.SearchStrategy[Any]] = {
 
 NAMESPACE = {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
 
-# Results that say nothing, or that are not told apart by what the function returns.
+# Results that say nothing, or that are not told apart by what the function returns. JAX's `gcd` and `lcm`
+# never end for the least integer.
 _SKIPPED = {
     *UNTESTED,
+    "gcd",
+    "lcm",
     "nextafter",
     "frombuffer",
     "fromfunction",

@@ -108,7 +108,11 @@ def _shape_dtype(x: Any) -> tuple[Shape, Any]:
 @functools.cache
 def _value(name: str, k: int, x64: bool) -> Any:
     with under(x64):
-        return TYPES[name](k)
+        x = TYPES[name](k)
+        # What slots hold that stand for no element is NaN: it may not be read, here either.
+        dense = ql.materialise(x)
+        assert jnp.isfinite(dense).all(), f"{name} is {dense}"
+        return x
 
 
 def _operand(letter: str, i: int, shape: Shape, dtype: Any) -> jax.Array:
