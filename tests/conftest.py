@@ -1,6 +1,9 @@
 """Test configuration: several CPU devices, strict promotion, and what environment variables ask for."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
 
 # Read once, when JAX starts its backend. Four devices share the cores; each process keeps to one compute
@@ -25,6 +28,13 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Most of the time of the tests is that of compiling the same small programs: all workers, and the processes
+# that they start, share what they compiled. A folder that is given lasts from run to run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="quaxlike-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import jaxtyping
