@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ...core.jaxprs.slots import leading_axes
-from ...core.jaxprs.unify import widened_part
+from ...core.jaxprs.unify import widened, widened_part
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from .einsum import Labels, arrange, cast, common_dtype, contract
