@@ -30,7 +30,7 @@ from tests.fixtures import FIXTURES
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("quaxlike/arrays", "quaxlike/core", "quaxlike/surgery")
 
-PYTEST = ("pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider")
+PYTEST = ("pytest", "-x", "-q", "-n0", "-m", "", "-p", "no:cacheprovider")
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},

@@ -50,6 +50,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(_ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
@@ -61,6 +62,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         _run(page, line, code, namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [m for m in _MODULES if _examples(m)], ids=_name)
 def test_docstrings(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An example sees the globals of its module, as doctest has it."""

@@ -40,6 +40,7 @@ def _decay(y0, saveat=None, dtmax=None):
 
 @pytest.mark.usefixtures("default_promotion")
 class TestDiffrax:
+    @pytest.mark.slow
     def test_saved_outputs_keep_the_type(self):
         y0, saveat = jnp.array(Y0), diffrax.SaveAt(ts=jnp.linspace(0.0, 1.0, 3))
         controlled = ql.quaxify(_decay)(Through(y0), saveat)
@@ -113,6 +114,7 @@ class TestReverseModeThroughSolvers:
         layer = ql.loraify(eqx.nn.Linear(4, 4, key=jax.random.key(0)), rank=2, key=jax.random.key(1))
         return eqx.tree_at(lambda x: x.weight.b, layer, jnp.full((4, 2), 0.3))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("method", ["linear", "fixed_point", "root", "least_squares", "minimise"])
     def test_gradients(self, layer, method):
         loss = lambda solve: lambda layer, b: jnp.sum(solve(method, layer, b) ** 2)
@@ -126,6 +128,7 @@ class TestReverseModeThroughSolvers:
             by_layer.weight.a, lora.scaling * lora.b.T @ dense_by_layer.weight, rtol=1e-3, atol=1e-5
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("transform", [jax.hessian, lambda f: jax.vmap(jax.grad(f))])
     def test_nested(self, layer, transform):
         f = lambda solve, layer: lambda b: jnp.sum(jnp.sin(solve("linear", layer, b)))
@@ -134,6 +137,7 @@ class TestReverseModeThroughSolvers:
         expected = transform(f(_solve_with, ql.materialise(layer)))(b)
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
 
+    @pytest.mark.slow
     def test_second_derivative_by_the_operator(self, layer):
         def second(solve, with_a):
             loss = lambda s: jnp.sum(solve("linear", with_a(s * layer.weight.a), self.B) ** 2)
@@ -162,6 +166,7 @@ def _integrated(f, y):
     return odeint(lambda y, t: f(y), y, jnp.array([0.0, 1.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("call", [_converted, _integrated])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
@@ -238,6 +243,7 @@ class TestHalves:
     def call(trained, frozen, x):
         return eqx.combine(trained, frozen)(x)
 
+    @pytest.mark.slow
     def test_joined_inside(self, model):
         halves, x = eqx.partition(model, ql.trainable(model)), jnp.ones(64)
         with ql.on_materialise("error"):

@@ -19,6 +19,7 @@ _PUBLIC += [f".interop.{name}" for name in ("bitsandbytes", "peft", "safetensors
 _PUBLIC = [name for name in _PUBLIC if name not in (".numpy", ".surgery")]  # dynamic; modules alone
 
 
+@pytest.mark.slow
 def test_rooms_come_with_the_package():
     """In a process of its own, where nothing else has imported them."""
     rooms = [room for room in _ROOMS if not room.startswith("_")]

@@ -45,6 +45,7 @@ def _run(model, x):
         return ql.quaxify(jax.vmap(model))(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_spread_out_and_computes_the_same(name):
     model = MODELS[name]()
@@ -86,6 +87,7 @@ def test_specs_have_the_structure_of_the_arrays():
     assert (w.a, w.b) == (jax.P(None, "model"), jax.P(None, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "NF4", "int8", "LoRA over NF4"])
 def test_tensor_parallel_in_shard_map(name):
     """Each device multiplies by its own rows and columns: whole blocks, with their own scales."""
@@ -119,6 +121,7 @@ def test_a_callable_and_a_spec_for_a_whole_part():
     assert placed["more"]["n"] == 3
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_spread_by_layers():
     stack = ql.NF4Array.quantize(jnp.ones((4, 8, 64)), stacked=1, double_quant=True)
     placed = shard({"w": stack}, MESH, {"w": jax.P("model")})["w"]

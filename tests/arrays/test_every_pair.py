@@ -110,6 +110,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[..., Any], Calla
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", TYPES)
 @pytest.mark.parametrize("left", TYPES)
 def test_pair(left, right, default_promotion):
@@ -136,6 +137,7 @@ def test_pair(left, right, default_promotion):
         assert names == (None,) * (numbers.ndim - len(expected_names)) + expected_names, name
 
 
+@pytest.mark.slow
 def test_no_pair_is_ambiguous():
     types = {type(part) for make in TYPES.values() for part in _values(make())}
     ql.check_ambiguities(*types, ql.FP4Array, ql.Int4Array)  # which have the rules of NF4Array

@@ -123,6 +123,7 @@ def products(draw):
     return parts, normal(*x_shape), split(paired), split(x_paired)
 
 
+@pytest.mark.slow
 @given(products(), st.booleans())
 def test_dot_general_with_any_dimension_numbers(product, lora_first):
     parts, x, (contracted, batch), (x_contracted, x_batch) = product
@@ -204,6 +205,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operation(name, kind):
@@ -276,6 +278,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_over_nf4(name, qlora):
     """Under jit, vmap and grad to the accuracy of float32, without a dense weight."""
@@ -355,6 +358,7 @@ def test_convolution(name, dora):
     agrees(y, f(x, jnp.asarray(exact(kernel), jnp.float32)), 2e-5)
 
 
+@pytest.mark.slow
 def test_equinox_convolutions():
     for layer in (
         eqx.nn.Conv2d(4, 6, 3, groups=2, dilation=2, key=jax.random.key(0)),
@@ -370,6 +374,7 @@ def test_equinox_convolutions():
         np.testing.assert_allclose(y, ql.merge(model)(x), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swapped", [False, True])
 def test_ragged_dot(swapped):
     """A mixture of experts, its weights stored as (in, out) or as (out, in)."""
@@ -402,6 +407,7 @@ JOINED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", JOINED)
 def test_joined_arrays(name, dora):

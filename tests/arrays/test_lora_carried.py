@@ -77,6 +77,7 @@ def test_differentiates_as_the_dense_array(name, train_base, x64):
     assert adapted == stays
 
 
+@pytest.mark.slow
 def test_while_loop_that_scales(x64):
     def program(w, a, b, s):
         x = ql.LoraArray(w, a, b)
@@ -121,6 +122,7 @@ BASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_beside_one_with_a_dense_base(base):
     """A sum of two adapted arrays has a dense base, and adapters of twice the rank."""

@@ -61,6 +61,7 @@ def backward(f):
     return jax.value_and_grad(lambda abx, w: jnp.sum(f(w, *abx) ** 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_costs_what_is_written_by_hand(name):
     product, same, usual, shape = PRODUCTS[name]
@@ -74,6 +75,7 @@ def test_costs_what_is_written_by_hand(name):
             assert all(value <= other[metric] for other in by_hand)
 
 
+@pytest.mark.slow
 def test_a_linear_layer_of_equinox_costs_what_is_written_by_hand():
     layer = eqx.nn.Linear(IN, OUT, key=jax.random.key(0))
     model = ql.loraify(layer, rank=RANK, alpha=SCALING * RANK, key=jax.random.key(1))

@@ -38,6 +38,7 @@ def letters(names):
 # By name
 
 
+@pytest.mark.slow
 @given(axes, axes)
 def test_operators_broadcast_by_name(left, right):
     x, y = make(*left, seed=1), make(*right, seed=2)
@@ -50,6 +51,7 @@ def test_operators_broadcast_by_name(left, right):
         assert (x - y).names == (x <= y).names == names
 
 
+@pytest.mark.slow
 @given(axes, axes, st.data())
 def test_products_contract_by_name(left, right, data):
     shared = [n for n in left if n in right]
@@ -176,6 +178,7 @@ def test_rows_have_the_names_that_are_left():
     same(last, X.array[-1], ("feature",))
 
 
+@pytest.mark.slow
 def test_products_know_both_sides():
     f = ql.quaxify(jnp.matmul)
     same(f(X, W), X.array @ W.array, ("batch", "hidden"))

@@ -85,6 +85,7 @@ def test_what_the_kernel_does_not_take(name):
     np.testing.assert_allclose(actual, fn_of(dense, np.float64(_x(*shape))), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_adapters_in_a_wider_dtype_are_applied_in_it():
     lora = _adapted(dtype=jnp.bfloat16)
     wide = lora.replace(a=lora.a.astype(jnp.float32), b=lora.b.astype(jnp.float32))
@@ -101,6 +102,7 @@ def test_dropout_and_magnitudes_are_redispatched():
         assert _found(ql.quaxify(lambda w, x: x @ w.T), lora, _x(3, K)) == [nf4_matmul_p]
 
 
+@pytest.mark.slow
 def test_gradients():
     lora, x = _adapted(), _x(3, K)
     dense = lora.replace(w=lora.w.materialise())
@@ -128,6 +130,7 @@ def test_the_scales_are_trained_only_if_asked(train_scales):
     assert bool(jnp.any(gradient != 0)) == train_scales
 
 
+@pytest.mark.slow
 def test_stacked_layers_and_mapped_adapters():
     lora, x = _adapted(), _x(3, K)
     stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), lora)

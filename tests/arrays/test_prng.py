@@ -53,6 +53,7 @@ def _data(tree):
     return jtu.tree_map(words, tree, is_leaf=ql.is_value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_numbers_of_jax(name, impl, default_promotion):
@@ -64,6 +65,7 @@ def test_the_numbers_of_jax(name, impl, default_promotion):
     jtu.tree_map(same, _data(found), _data(f(key.to_jax())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_under_an_outer_vmap(impl):
     with ql.on_materialise("error"):
@@ -122,6 +124,7 @@ def test_philox_numbers_are_normal_and_independent():
         assert abs(np.corrcoef(x, other)[0, 1]) < 5 / np.sqrt(20_000)
 
 
+@pytest.mark.slow
 def test_philox_keys_do_not_collide(x64):
     split = ql.quaxify(jax.random.split)(prng.key(0, "philox4x32"), 1000)
     folded = jax.vmap(lambda i: ql.quaxify(jax.random.fold_in)(prng.key(0, "philox4x32"), i))(

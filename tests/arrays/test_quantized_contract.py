@@ -58,6 +58,7 @@ def _products(draw):
     return shape, x_shape, dims
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(_products(), st.sampled_from(_TYPES), st.booleans(), st.booleans(), st.integers(0, 2))
 def test_every_dimension_numbers_on_either_side(product, cls, double_quant, on_left, axis):
@@ -78,6 +79,7 @@ def test_every_dimension_numbers_on_either_side(product, cls, double_quant, on_l
     _close(y, expected)
 
 
+@pytest.mark.slow
 def test_accumulates_into_the_preferred_type():
     w = ql.NF4Array.quantize(jnp.asarray(_normal(0, 16, 64), jnp.bfloat16))
     x = jnp.asarray(_normal(1, 3, 64), jnp.bfloat16)
@@ -98,6 +100,7 @@ _TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("name", _TRANSFORMS)
@@ -123,6 +126,7 @@ def test_a_linear_layer(cls):
     _close(actual, jax.vmap(dense)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_stacked_layers(double_quant):
     stack = jax.vmap(lambda w: ql.NF4Array.quantize(w, double_quant=double_quant))(_normal(0, 3, 64, 64))
@@ -155,6 +159,7 @@ def test_scales_are_trained_only_if_asked(train_scales):
     _close(actual, expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_keeps_no_dense_weight():
     n = 1024
     shapes = jax.eval_shape(ql.NF4Array.quantize, jax.ShapeDtypeStruct((n, n), jnp.float32))
@@ -165,6 +170,7 @@ def test_the_backward_pass_keeps_no_dense_weight():
     assert memory.temp_size_in_bytes < 4 * n * n / 2
 
 
+@pytest.mark.slow
 def test_all_permutations_of_contracting_axes_agree():
     w = ql.NF4Array.quantize(_normal(0, 2, 4, 64), block_size=64)
     dense = np.asarray(w.materialise())
@@ -175,6 +181,7 @@ def test_all_permutations_of_contracting_axes_agree():
         _close(y, _dot_general_in_float64(x, dense, dims))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
 @pytest.mark.parametrize("shape", [(4, 64, 6), (4, 6, 64)])
 def test_mixture_of_experts(cls, shape):
@@ -196,6 +203,7 @@ _ON_EACH_DEVICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
 @pytest.mark.parametrize("name", _ON_EACH_DEVICE)
 def test_within_shard_map(name, cls):

@@ -34,6 +34,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", TYPES)
 def test_gradients_of_factor_and_activations(kind, name):

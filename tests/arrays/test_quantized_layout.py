@@ -90,6 +90,7 @@ _KEPT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantize", "shape", "move"), _KEPT, ids=range(len(_KEPT)))
 def test_stays_quantised(quantize, shape, move):
     w = quantize(_normal(*shape))
@@ -120,6 +121,7 @@ _ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantize", "shape", "look_up"), _ROWS, ids=range(len(_ROWS)))
 def test_rows_are_looked_up_on_codes(quantize, shape, look_up):
     w = quantize(_normal(*shape))
@@ -129,6 +131,7 @@ def test_rows_are_looked_up_on_codes(quantize, shape, look_up):
     _same(out, look_up(w.materialise()))
 
 
+@pytest.mark.slow
 def test_an_embedding():
     layer = eqx.nn.Embedding(6, 50, key=jax.random.key(0))
     w = ql.NF4Array.quantize(layer.weight)
@@ -229,6 +232,7 @@ def test_a_last_axis_of_size_one_comes_and_goes():
     np.testing.assert_allclose(ql.materialise(out), w.materialise(), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [_NF4, _INT8])
 def test_a_layer_of_a_stack_is_taken_with_64_bit_types_on(quantize, x64):
     w = quantize(_normal(2, 8, 64), stacked=1)

@@ -96,6 +96,7 @@ def _same(found, expected):
     jtu.tree_map(check, found, expected, is_leaf=ql.is_value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (4,)], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
 def test_closed_operations(name, batch):
@@ -109,6 +110,7 @@ def test_closed_operations(name, batch):
         _same(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (4,)], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
 def test_operations_that_give_arrays(name, batch, default_promotion):
@@ -120,6 +122,7 @@ def test_operations_that_give_arrays(name, batch, default_promotion):
         _same(out, f(ql.materialise(a)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_under_an_outer_vmap_and_scan(name):
     stack, xs = MAKERS[name]((4,)), _normal(4, N)
@@ -136,6 +139,7 @@ def test_under_an_outer_vmap_and_scan(name):
         _same(mapped, expected[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_gradients(name):
     """Of the parts, through a linear system and a determinant, as through the dense matrix."""
@@ -147,6 +151,7 @@ def test_gradients(name):
     jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-6, atol=1e-8), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_gradient_inside(name):
     """Of the whole matrix, which is dense."""
@@ -156,6 +161,7 @@ def test_gradient_inside(name):
     np.testing.assert_allclose(ql.materialise(found), jax.grad(f)(ql.materialise(a)), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jit", "vmap"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_determinants_under_transforms_inside(name, kind):
@@ -240,6 +246,7 @@ def test_sums_that_are_structured():
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_tridiagonal_determinant_and_system(n, seed):
@@ -260,6 +267,7 @@ def test_tridiagonal_determinant_and_system(n, seed):
         np.testing.assert_allclose(solve(a, jnp.asarray(b)), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "q", "r", "s"), [(1, 3, 2, 2), (3, 1, 2, 4), (2, 3, 3, 2), (4, 2, 1, 1)])
 def test_rectangular_kronecker(p, q, r, s):
     a, b, x = _normal(p, q), _normal(r, s), _normal(q * s, 3)
@@ -301,6 +309,7 @@ def test_mixed_precision():
     assert wide(d, jnp.ones(4, jnp.bfloat16)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_nothing_dense_is_made():
     """A system whose dense matrix would take 8 TB."""
     n = 10**6
@@ -314,6 +323,7 @@ def test_nothing_dense_is_made():
         assert jnp.isfinite(log)
 
 
+@pytest.mark.slow
 def test_direct_functions():
     a = MAKERS["update of diagonal"](())
     dense, b = ql.materialise(a), _normal(N)
@@ -379,5 +389,6 @@ def test_shard_spec():
     assert a.shard_spec(P(None, "i")) is NotImplemented
 
 
+@pytest.mark.slow
 def test_no_ambiguities():
     ql.check_ambiguities()

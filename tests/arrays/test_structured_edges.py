@@ -29,6 +29,7 @@ def _agrees(f, *args):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(N,), (N, 1), (1, 1), (1,), (4, 1, 1), (4, 1, N), (1, N, N)], ids=str)
 @pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker, shared", "update of dense"])
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
@@ -42,6 +43,7 @@ def test_times_an_array_with_axes_of_size_one(name, shape, default_promotion):
     np.testing.assert_allclose(jax.grad(loss)(y), of_dense, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_of_size_one_and_larger():
     one = DiagonalMatrix(normal(1)), TridiagonalMatrix(normal(0), normal(1), normal(0))
     for a in (*one, MAKERS["update of dense"](())):
@@ -56,6 +58,7 @@ def test_starts_are_clamped_and_not_wrapped_twice(start):
         _agrees(lambda a: jax.lax.dynamic_index_in_dim(a, jnp.asarray(start), 0), MAKERS[name]((2,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_matrices_out_of_bounds_are_filled_whole(name):
@@ -90,12 +93,14 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INTEGERS)
 def test_determinants_of_integers_are_in_floating_point(name):
     for f in (jnp.linalg.det, lambda a: jnp.linalg.slogdet(a)[1], lambda a: jnp.linalg.slogdet(a)[0]):
         _agrees(f, INTEGERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_parts_of_several_dtypes(name, default_promotion):
@@ -117,6 +122,7 @@ def test_parts_of_several_dtypes(name, default_promotion):
         _agrees(f, a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lower", "diagonal", "upper"),
     [
@@ -143,6 +149,7 @@ def test_a_singular_tridiagonal_matrix(lower, diagonal, upper):
     np.testing.assert_allclose(grad.lower, [cofactor(i + 1, i) for i in range(n - 1)], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_determinants_have_gradients_where_they_vanish():
     for a in (DiagonalMatrix(jnp.array([2.0, 0.0, 3.0])), KroneckerMatrix(jnp.zeros((1, 1)), normal(1, 1))):
         grad = jax.grad(lambda a: ql.quaxify(jnp.linalg.det)(a))(a)

@@ -152,6 +152,7 @@ def test_of_booleans():
     assert type(agrees(jnp.all, Full(True, (3, 4)))) is Full
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([jnp.add, jnp.subtract, jnp.multiply, jnp.divide, jnp.power, jnp.maximum, jnp.less]),
     st.sampled_from([ZERO, ONE, TWO, TRACED, STACK, Full(jnp.array(3.0)), 2.0, X]),
@@ -202,6 +203,7 @@ def test_products_with_full(subscripts, dtype):
             assert "dot_general" not in primitives_of(f, *args)
 
 
+@pytest.mark.slow
 def test_gradients():
     f = ql.quaxify(lambda x, c: ((x * c + c) ** 2).sum())
     dense = lambda x, c: ((x * c + c) ** 2).sum()
@@ -310,6 +312,7 @@ def test_branches_with_nan():
     assert np.isnan(out.number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", [Identity(3), Zero((3, 3)), Full(2.0, (3, 3))], ids=repr)
 @pytest.mark.parametrize(
     "f",

@@ -19,6 +19,7 @@ def _check(rows, cases):
         assert str(row).count("|") == gpu.HEADER.splitlines()[0].count("|")
 
 
+@pytest.mark.slow
 def test_rows_of_the_matmul(bench):
     rows = list(bench.nf4((128, 256), {3: [("XLA", 1.0, None), ("naive", None, None)]}))
     _check(rows, ["NF4 128×256, M = 3"] * 2)
@@ -27,12 +28,14 @@ def test_rows_of_the_matmul(bench):
     assert "of the weight" in rows[0].note
 
 
+@pytest.mark.slow
 def test_rows_of_scales_and_adapters(bench):
     _check(list(bench.nested((128, 256), 3)), ["double-quantised scales 128×256, M = 3"])
     _check(list(bench.lora((128, 256), 3, 0.7, 0.9)), ["NF4 + LoRA r = 16 128×256, M = 3"])
     _check(list(bench.adapters((128, 256), 3)), ["32 adapters r = 16 128×256, M = 3"])
 
 
+@pytest.mark.slow
 def test_rows_of_the_block_sparse_matmul(bench):
     rows = list(gpu.block_sparse_rows(bench, 0.5, 4, 3.0, None, size=256))
     name = "block-128 sparse 256², 50% dense, M = 4, "

@@ -11,6 +11,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_all_ways_compute_the_same(kind, gradients, monkeypatch, default_promotion):

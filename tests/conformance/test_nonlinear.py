@@ -42,6 +42,7 @@ def _of_arrays(name):
     return jax.jit(jax.value_and_grad(lambda *args: _loss(PROGRAMS[name](*args)), argnums=(0, 1, 2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_gradients(name, program, default_promotion):

@@ -51,6 +51,7 @@ def _expected(transform, name):
 MODES = {"eager": "none", "jit": "none", "vmap": "vmap", "grad": "grad", "jit of grad": "grad"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [strict, strict_pair, product], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_type_is_kept(name, make, default_promotion):

@@ -81,6 +81,7 @@ def _of_arrays(transform):
     return jax.jit(TRANSFORMS[transform])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_equals_the_materialised_array(name, transform, default_promotion):
@@ -96,6 +97,7 @@ def test_equals_the_materialised_array(name, transform, default_promotion):
         jtu.tree_map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_stacked_weights(name, default_promotion):
     """Weights stacked with vmap or tree_map keep a true shape; scan takes them one by one."""

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array, lax
 
 import quaxlike as ql
@@ -82,6 +83,7 @@ def test_a_rule_registered_after_a_jitted_call_takes_effect():
     assert ql.is_value(loop(x))
 
 
+@pytest.mark.slow
 def test_a_collected_function_leaves_the_caches():
     def run() -> weakref.ref[Any]:
         f = jax.jit(lambda x: x * 2.0)
@@ -93,6 +95,7 @@ def test_a_collected_function_leaves_the_caches():
     assert ref() is None
 
 
+@pytest.mark.slow
 def test_no_growth_over_fresh_functions():
     x = strict(jnp.ones(3))
 

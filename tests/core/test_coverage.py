@@ -67,6 +67,7 @@ class TestRulesFor:
     def test_varargs_and_unions(self):
         assert [r.primitive.name for r in ql.rules_for(C, rules=RULES)] == ["add", "concatenate"]
 
+    @pytest.mark.slow
     def test_global(self):
         names = {r.primitive.name for r in ql.rules_for(ql.LoraArray)}
         assert "dot_general" in names
@@ -106,6 +107,7 @@ def _plant():
 
 
 class TestAmbiguities:
+    @pytest.mark.slow
     def test_planted(self):
         rules, left, right = _plant()
         with pytest.raises(ql.AmbiguousRuleError) as caught:
@@ -152,6 +154,7 @@ class TestAmbiguities:
 
         ql.check_ambiguities(A, ql.LoraArray, rules=rules)
 
+    @pytest.mark.slow
     def test_varargs(self):
         rules = ql.RuleSet()
 
@@ -166,6 +169,7 @@ class TestAmbiguities:
         with pytest.raises(ql.AmbiguousRuleError):
             ql.check_ambiguities(rules=rules)
 
+    @pytest.mark.slow
     def test_rules_of_abstract_classes(self):
         """The clash is between types that derive from what the rules name."""
         rules = ql.RuleSet()
@@ -211,12 +215,14 @@ class TestShipped:
     def test_the_types_are_found(self):
         assert {ql.LoraArray, ql.NF4Array} < set(_shipped())
 
+    @pytest.mark.slow
     def test_no_two_rules_are_ambiguous(self):
         ql.check_ambiguities()
 
     def test_no_two_rules_are_ambiguous_for_all_types_together(self):
         ql.check_ambiguities(*_shipped())
 
+    @pytest.mark.slow
     def test_every_pair_of_types(self):
         for pair in itertools.combinations_with_replacement(_shipped(), 2):
             ql.check_ambiguities(*pair)

@@ -82,6 +82,7 @@ class TestBatches:
         f = ql.quaxify(lambda w, xs: jax.vmap(sequential_vmap(lambda w, x: w @ x), (None, 0))(w, xs))
         close(self.run(jitted, f, W, XS), XS @ dense(W).T)
 
+    @pytest.mark.slow
     def test_tangents(self, jitted):
         f = lambda x, t: jax.jvp(lambda x: ql.quaxify(product)(W, x)["y"], (x,), (t,))
         close(self.run(jitted, f, X, 2 * X)[1], 2 * dense(W) @ X)

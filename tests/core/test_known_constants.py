@@ -58,6 +58,7 @@ def test_what_a_plain_array_is_filled_with(inside, f, number):
     assert seen == [number]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_alive(inside):
     gc.collect()
     before = len(known_constants._known)

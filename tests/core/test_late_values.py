@@ -153,6 +153,7 @@ class TestFilter:
         np.testing.assert_array_equal(ql.quaxify(lambda x: x * 2.0, False)(x), x * 2.0)
 
 
+@pytest.mark.slow
 def test_concrete_python_control_flow():
     class Scalar(ql.ArrayValue):
         array: Any

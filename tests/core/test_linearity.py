@@ -111,6 +111,7 @@ def test_a_custom_vjp_of_a_wrapped_product():
 class TestSums:
     """`add_any`, by which cotangents are added up."""
 
+    @pytest.mark.slow
     @patterns
     def test_patterns_are_not_added(self, x, y):
         dense, weights = ql.materialise(x), jnp.arange(1.0, x.size + 1).reshape(x.shape)

@@ -179,6 +179,7 @@ def test_replacing_a_rule_of_another_module_warns():
     _check(ql.quaxify(sin, rules=rules)(Box(X)), 3.0)
 
 
+@pytest.mark.slow
 def test_importing_a_type_changes_nothing_for_another():
     """In a process of its own: what each module of array types registers names its own types."""
     code = """

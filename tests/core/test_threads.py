@@ -57,6 +57,7 @@ def types():
         GLOBAL._rules[primitive] = before.get(primitive, ())
 
 
+@pytest.mark.slow
 def test_registrations_and_calls(types):
     """Each thread registers a rule and calls; it always sees its own rule, and a whole one of the others'."""
     answers = jax.device_put(list(np.arange(N, dtype=np.float32)))  # nothing is computed, so nothing compiled
@@ -91,6 +92,7 @@ def test_registrations_and_calls(types):
         assert number[id(last)] % 10 == i
 
 
+@pytest.mark.slow
 def test_what_is_registered_last_is_followed_everywhere(types):
     """Resolutions that were under way when a rule came do not stay."""
     cls = types[0]
@@ -118,6 +120,7 @@ def test_what_is_registered_last_is_followed_everywhere(types):
             done.result()
 
 
+@pytest.mark.slow
 def test_policies_and_reports():
     """Each thread has its own mode, and records its own events alone."""
     x = Tagged(jnp.ones(3))

@@ -67,6 +67,7 @@ def test_missing_extra_is_named(
     assert "rich is not installed: pip install 'quaxlike[demo]'" in message
 
 
+@pytest.mark.slow
 def test_help_through_the_module():
     shown = subprocess.run(
         [sys.executable, "-m", "quaxlike.demo", "--help"],

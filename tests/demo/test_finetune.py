@@ -312,6 +312,7 @@ def test_a_vocabulary_that_does_not_fit(run, tmp_path):
     assert matches(r"has 5000 tokens, and config.json a vocab_size of \d+", run()[1])
 
 
+@pytest.mark.slow
 def test_directories_of_other_runs(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "adapter_config.json").write_text("{}")
@@ -320,6 +321,7 @@ def test_directories_of_other_runs(run, tmp_path):
     assert matches(r"run\.json is of a run with .*rank 7 \(now 4\).* or choose another --output", run()[1])
 
 
+@pytest.mark.slow
 def test_other_weights_in_the_same_place(run, tmp_path):
     assert run("llama", "text", "--steps=1")[0] == 0
     file = tmp_path / "llama" / "model.safetensors"

@@ -18,6 +18,7 @@ from .program import parts, under
 NOT_OPERATIONS = {"add_any", "sharding_constraint", "jit", "geqrf", "eq_to", "le_to", "lt_to"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_programs(name):
     examples = 2 if " of " in name else 8
@@ -32,6 +33,7 @@ def test_materialises(name, default_promotion):
     assert (dense.shape, dense.dtype) == (x.shape, x.dtype)
 
 
+@pytest.mark.slow
 def test_operations_bind_every_primitive_that_has_a_rule():
     """A new rule is met without being named, unless its primitive is new to the operations, too."""
     with under(True):

@@ -126,6 +126,7 @@ class TestValues:
         for got, want in zip(grads, expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
     @pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
     def test_second_derivatives(self, outer, inner):

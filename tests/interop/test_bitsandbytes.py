@@ -27,6 +27,7 @@ def _io(name, key):
     return _IO[f"{name}/{key}"] if bits is None else bits.view(ml_dtypes.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _INDEX)
 def test_linear_layers(name):
     about = _INDEX[name]

@@ -69,6 +69,7 @@ def test_computes_what_peft_computes(kind, name, bases, tmp_path):
     assert set(ours["modules_to_save"] or ()) <= set(theirs["modules_to_save"] or ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", ["single", "double"])
 def test_on_a_base_in_4_bits(scales):
     folder = fixture(f"qlora_llama_{scales}")
@@ -100,6 +101,7 @@ def test_adapters_of_several_files_on_one_base(bases):
             np.testing.assert_allclose(row, io[f"{names[i]}/logits"][sample], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_on_a_state_dict_under_other_names(bases):
     """A model that is a dict, and names that are others than PEFT's."""
     folder = fixture("peft_llama") / "adapters" / "qv"
@@ -111,6 +113,7 @@ def test_on_a_state_dict_under_other_names(bases):
         assert eqx.tree_equal(model[name.replace("self_attn", "attention")], x)
 
 
+@pytest.mark.slow
 def test_rename_by_beginnings(tmp_path):
     mlp = eqx.nn.MLP(3, 2, 4, depth=1, key=jax.random.key(0))
     model = ql.loraify(mlp, rank=2, key=jax.random.key(1))
@@ -157,6 +160,7 @@ ROUND_TRIPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 @pytest.mark.parametrize("adapter_name", ["default", "other"])
 def test_round_trip(name, adapter_name, tmp_path):
@@ -170,6 +174,7 @@ def test_round_trip(name, adapter_name, tmp_path):
     assert eqx.tree_equal(peft.load_adapter(tmp_path, again, adapter_name=adapter_name), model)
 
 
+@pytest.mark.slow
 def test_grouped_convolutions_are_refused(tmp_path):
     """PEFT's second factor is grouped there: no product of matrices."""
     net = Net(jax.random.key(0))
@@ -184,6 +189,7 @@ def test_grouped_convolutions_are_refused(tmp_path):
     assert not (tmp_path / "grouped").exists()
 
 
+@pytest.mark.slow
 def test_pissa_base_is_that_of_the_initialisation(tmp_path):
     """PEFT, too, takes the principal part out of the base when it loads such an adapter."""
     net = Net(jax.random.key(0))
@@ -404,6 +410,7 @@ def test_scaling_is_the_configurations(bases):
     assert scalings["model.layers.1.self_attn.k_proj.weight"] == pytest.approx(3 / math.sqrt(4))
 
 
+@pytest.mark.slow
 def test_tied_output_layer_is_saved_as_the_linear_layer_it_is(tmp_path):
     """One adapter for an embedding and the output layer tied to it: PEFT has it twice."""
 

@@ -63,6 +63,7 @@ def test_round_trip(name, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again.safetensors", "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_quantised_file_loads_into_the_shapes_of_the_plain_model(tmp_path):
     model = ql.quantize(_mlp(), "nf4")
     st.save(tmp_path / "model.safetensors", model)

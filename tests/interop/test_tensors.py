@@ -173,6 +173,7 @@ def test_mutated_checkpoints_raise_our_errors_alone(tmp_path, source, data):
         bitsandbytes.save(tmp_path / "copy.safetensors", bitsandbytes.load(path))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.recursive(

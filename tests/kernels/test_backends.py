@@ -67,6 +67,7 @@ def test_a_backend_that_was_asked_for_in_vain_is_told(recwarn):
         jax.jit(_matmul).lower(jnp.ones((2, 64), jnp.float16))
 
 
+@pytest.mark.slow
 def test_importing_the_kernels_does_not_import_pallas():
     code = "import sys, quaxlike.kernels; print('jax.experimental.pallas' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -94,6 +95,7 @@ def test_a_program_that_xla_divides_runs_no_kernel(mesh):
     assert relative_error(y, np.float64(x) @ w.dense) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("backend", ["reference", "gpu", "tpu"])
 def test_within_shard_map_each_device_runs_the_kernel(mesh, backend, check_vma):

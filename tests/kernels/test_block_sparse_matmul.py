@@ -42,6 +42,7 @@ class TestOnEachBackend:
         with kernels.backend(backend):
             yield
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize("mask", MASKS)
     def test_equals_the_dense_product(self, backend, mask, transpose):
@@ -52,6 +53,7 @@ class TestOnEachBackend:
         expected = np.float64(x) @ (w.dense if transpose else w.dense.T)
         assert relative_error(y, expected) < TOLERANCE["bfloat16"]
 
+    @pytest.mark.slow
     @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize(
@@ -70,6 +72,7 @@ class TestOnEachBackend:
         expected = np.float64(x) @ (w.dense if transpose else w.dense.T)
         assert relative_error(y, expected) < TOLERANCE[dtype]
 
+    @pytest.mark.slow
     @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
     def test_padding_is_not_seen(self, backend, transpose):
@@ -83,6 +86,7 @@ class TestOnEachBackend:
         of_blocks = jax.grad(lambda blocks: jnp.sum(product(x, blocks)))(w.blocks)
         assert not of_blocks[~stored[..., 0, 0]].any()
 
+    @pytest.mark.slow
     @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
     def test_gradients_on_stored_blocks(self, backend, transpose):
@@ -100,6 +104,7 @@ class TestOnEachBackend:
         assert max(relative_error(*pair) for pair in pairs) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this Mosaic GPU has no interpreter")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
@@ -128,6 +133,7 @@ def test_the_gpu_kernel_interpreted(mask, b, lead, dtype, transpose):
     assert relative_error(y, expected) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     w = block_sparse(MASKS["mixed"], 8)
     x = _x(w, (5,))
@@ -156,6 +162,7 @@ def test_vmap_over_weights():
     assert relative_error(fn(blocks), expected) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 def test_within_shard_map(transpose):
     w = block_sparse(MASKS["mixed"], 8)
@@ -171,6 +178,7 @@ def test_within_shard_map(transpose):
     assert max(relative_error(*pair) for pair in pairs) < 1e-5
 
 
+@pytest.mark.slow
 def test_nothing_dense_is_made_of_the_weight():
     rng = np.random.default_rng(0)
     w = block_sparse(rng.random((16, 16)) < 0.1, 64)

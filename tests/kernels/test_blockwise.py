@@ -89,6 +89,7 @@ def test_zeros_stay_zero_and_odd_counts_are_filled_with_zero(n, zero):
     np.testing.assert_array_equal(dense, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.integers(1, 300),
@@ -110,6 +111,7 @@ def test_codes_are_nearest_and_vmap_agrees(n, block_size, name, seed):
     assert np.all(np.abs(np.asarray(dense, np.float64) - x) <= best + 2e-7 * scale)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(1, 40), st.sampled_from([None, 7, 16]), st.sampled_from([7, 127]))
 def test_integers_are_within_half_a_step(n, block_size, largest):

@@ -30,6 +30,7 @@ IMPLEMENTATIONS = {"reference": reference.matmul_reference, "cpu": cpu.matmul}
 SAMPLED = {"reference": reference.sampled_reference, "cpu": cpu.sampled}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @settings(max_examples=15)
 @given(
@@ -44,6 +45,7 @@ def test_equals_the_dense_product(implementation, n, k, density, padding, transp
     np.testing.assert_allclose(y, np.float64(x) @ (w if transpose else w.T), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", SAMPLED)
 @pytest.mark.parametrize(
     ("n", "k", "density", "padding"),
@@ -62,6 +64,7 @@ def test_products_at_elements_alone(implementation, n, k, density, padding):
     np.testing.assert_array_equal(found[stored:], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 def test_derivatives_of_first_and_second_order(transpose):
     data, index, dense = weight(6, 5, 0.4, padding=1)
@@ -82,6 +85,7 @@ def test_derivatives_of_first_and_second_order(transpose):
     assert set(names(jax.grad(fused, (0, 1)), data, x)) >= {"csr_matmul", "csr_sampled_matmul"}
 
 
+@pytest.mark.slow
 def test_vmap_over_rows_and_over_weights():
     data, index, dense = weight(6, 5, 0.4)
     x, stack = normal(2, 3, 5), jnp.stack([data, 2 * data])

@@ -34,6 +34,7 @@ def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
     assert _relative_error(reference.whole(x, codes, scale, **params), expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_gradients_and_vmap():
     x, codes, scale, _ = _operands(3, (8, 32), None, False)
     dense = lambda scale: codes.astype(jnp.float32) * scale

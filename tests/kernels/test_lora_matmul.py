@@ -71,6 +71,7 @@ class TestOnEachBackend:
         assert y.dtype == jnp.bfloat16
         assert relative_error(y, _expected(x, w, a, b)) < TOLERANCE["bfloat16"]
 
+    @pytest.mark.slow
     def test_gradients(self, backend):
         w, x = quantised((N, K)), _x((5,)) / 16
         a, b = _adapters()
@@ -85,6 +86,7 @@ class TestOnEachBackend:
         assert max(relative_error(*pair) for pair in pairs) < 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_over_nested_scales_are_the_kernel():
     w, x = quantised((N, K)), _x((5,))
     packed, absmax, codebook = w.operands
@@ -101,6 +103,7 @@ def test_gradients_over_nested_scales_are_the_kernel():
     assert max(relative_error(*pair) for pair in pairs) < 1e-5
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives():
     w, x = quantised((N, K)), _x((5,))
     a, b = _adapters()
@@ -113,6 +116,7 @@ def test_forward_mode_and_second_derivatives():
         assert relative_error(hvp(fused), hvp(product)) < 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_of_an_adapter_for_each_example():
     w, x = quantised((N, K)), _x((3, 5))
     a, b = _adapters(3)
@@ -135,6 +139,7 @@ def test_frozen_base_costs_no_gradient_of_x():
     assert "nf4_matmul" not in names(jax.grad(fn), b)
 
 
+@pytest.mark.slow
 def test_vmap_over_adapters_and_over_rows():
     w, x = quantised((N, K)), _x((3, 5))
     a, b = _adapters(3)

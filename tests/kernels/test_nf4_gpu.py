@@ -117,6 +117,7 @@ def test_any_problem(p, tiling):
     assert relative_error(y, expected) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_byte_is_decoded_bit_for_bit(dtype):
     # Rows of the identity read one weight each: a product with one, sums with zeros.

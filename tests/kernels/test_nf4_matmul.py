@@ -102,6 +102,7 @@ class TestOnEachBackend:
         assert y.dtype == jnp.float32
         assert relative_error(y, _expected(x, w)) < TOLERANCE["bfloat16"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_nested", [False, True])
     def test_gradient_of_x_is_the_transposed_contraction(self, backend, is_nested):
         w = quantised((128, 256))
@@ -114,6 +115,7 @@ class TestOnEachBackend:
         assert relative_error(jax.jit(jax.grad(loss))(x), expected) < (0.05 if is_nested else 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operand", ["absmax", "codebook"])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_scales_and_codebook_can_be_trained(operand, transpose):
@@ -133,6 +135,7 @@ def test_scales_and_codebook_can_be_trained(operand, transpose):
     assert relative_error(of(fused), of(product)) < 1e-5
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     w = quantised((48, 64))
     x, v = _x(w, (64,))[:2]
@@ -152,6 +155,7 @@ def test_vmap_over_x_is_one_matmul():
     assert relative_error(fn(x), np.moveaxis(_expected(np.moveaxis(x, 1, 0), w), 0, 2)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [None, 0])
 def test_vmap_over_weights(axis):
     layers = [quantised((48, 64), seed=i) for i in range(3)]
@@ -180,6 +184,7 @@ def test_double_precision_is_kept(x64):
         assert relative_error(y, _expected(x, w)) < 1e-14
 
 
+@pytest.mark.slow
 def test_no_dense_copy_between_forward_and_backward():
     w = quantised((2048, 2048))
     x = _x(w, (16,))
@@ -189,6 +194,7 @@ def test_no_dense_copy_between_forward_and_backward():
     assert temporary < w.dense.size * 4 / 2
 
 
+@pytest.mark.slow
 def test_chunks_of_rows_end_where_blocks_do(monkeypatch):
     from quaxlike.kernels.nf4_matmul import gpu
 

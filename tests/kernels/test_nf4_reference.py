@@ -36,6 +36,7 @@ def _check(m, shape, block_size, transpose, codebook=blockwise.NF4):
     assert error < 5e-7
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.sampled_from([1, 3, 40]),
@@ -48,6 +49,7 @@ def test_any_shape(m, shape, block_size, transpose, codebook):
     _check(m, shape, block_size, transpose, getattr(blockwise, codebook))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("m", [2, 33])
 @pytest.mark.parametrize("shape", [(130, 64), (67, 33), (129, 40), (2, 500), (3, 501)])
@@ -74,6 +76,7 @@ def test_weights_are_rounded_to_the_dtype_of_x(dtype, transpose):
     assert np.linalg.norm(y - expected) / np.linalg.norm(expected) < 5e-7
 
 
+@pytest.mark.slow
 def test_leading_axes_of_x_and_vmap_over_weights():
     x, packed, absmax, expected = _operands(6, (8, 64), 64, False)
     matmul = lambda x, packed, absmax: reference.matmul_reference(

@@ -40,6 +40,7 @@ def _kernels(fn, *args):
     return [(eqn.primitive.name, eqn.params.get("transpose", False)) for eqn in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize(("name", "kernel"), [("NF4", "nf4_matmul"), ("LoRA over NF4", "lora_matmul")])
 def test_forward_and_backward_are_the_kernel(name, kernel, double_quant):
@@ -55,6 +56,7 @@ def test_forward_and_backward_are_the_kernel(name, kernel, double_quant):
     assert relative_error(jax.jit(jax.grad(forward))(x), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_transforms_leave_no_other_form_of_the_kernel():
     """Under `vmap`, `jvp`, `hessian` and `checkpoint` as well: nothing falls back to a derived primitive."""
     model = _models(double_quant=True)["LoRA over NF4"]

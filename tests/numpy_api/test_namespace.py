@@ -93,6 +93,7 @@ def _unwrapped(tree: Any) -> Any:
     return jtu.tree_map(lambda x: x.array if is_value(x) else x, tree, is_leaf=is_value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in functions() if name not in UNTESTED])
 @settings(max_examples=1)

@@ -141,6 +141,7 @@ def _online(learner, cell, steps=STEPS):
     return online(learner, model, state, *_sequence(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [c for c in EXACT if c != "stacked"])
 def test_d_rtrl_is_exact(cell):
     cell = EXACT[cell]
@@ -155,6 +156,7 @@ def test_the_whole_step_may_be_jitted(cell):
     assert relative_error(found, _by_backpropagation((step, *rest))) < 1e-13
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     """The last layer is exact. The first is, as far as its error comes down within the step: what the
     second layer's state remembers of it is left out."""
@@ -174,6 +176,7 @@ def _recurrent_cell(seed):
     return fully_recurrent, model, _state(16)
 
 
+@pytest.mark.slow
 def test_what_d_rtrl_leaves_out_of_a_recurrent_weight():
     """It takes no account of how the state comes back through the weight; exact RTRL does."""
     errors = []
@@ -185,6 +188,7 @@ def test_what_d_rtrl_leaves_out_of_a_recurrent_weight():
     assert relative_error(recurrent(*cell, *_sequence()), expected) < 1e-13
 
 
+@pytest.mark.slow
 def test_what_d_rtrl_leaves_out_of_a_rolled_output():
     """Each element of y is taken to act on the position of its own."""
     cell = (rolled, _model(w=_weights()), _state())
@@ -193,6 +197,7 @@ def test_what_d_rtrl_leaves_out_of_a_rolled_output():
     assert relative_error(recurrent(*_arrays(cell), *_sequence()), expected) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_way_through_an_op_counts_if_it_is_gradient_enabled(enabled):
     """A diagonal recurrent weight, in an op that takes the state for its input."""
@@ -220,6 +225,7 @@ def test_a_way_through_an_op_counts_if_it_is_gradient_enabled(enabled):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", EXACT)
 @pytest.mark.parametrize("decay", [0.0, 0.9, 1, 7])
 def test_pp_prop_is_exact_for_one_step(cell, decay):
@@ -229,6 +235,7 @@ def test_pp_prop_is_exact_for_one_step(cell, decay):
     assert max(jax.tree.leaves(errors)) < 1e-13
 
 
+@pytest.mark.slow
 def test_pp_prop_without_memory_is_exact_for_a_step_without_memory():
     cell = (feedforward, _model(w=_weights()), _state())
     expected = _by_backpropagation(cell)
@@ -252,6 +259,7 @@ def test_pp_prop_follows_its_definition():
     np.testing.assert_allclose(found["w"], total, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_every_knob_changes_the_gradient():
     cell = EXACT["diagonal"]
     learners = [DRTRL(cell[0]), *(PPProp(cell[0], decay=d) for d in (0.0, 0.5, 9))]

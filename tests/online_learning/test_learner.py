@@ -51,6 +51,7 @@ class Cell(eqx.Module):
         return {"h": h, "count": state["count"] + 1}, (h, self.activation)
 
 
+@pytest.mark.slow
 def test_modules_and_states_that_are_not_floats():
     cell = Cell(normal(IN, HIDDEN, seed=2), normal(HIDDEN, seed=3))
     learner = DRTRL(Cell.__call__)
@@ -89,6 +90,7 @@ def test_what_is_trained_can_be_chosen():
     assert learned.grads["v"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
 def test_weights_of_another_precision(learner):
     def step(w, h, x):
@@ -101,6 +103,7 @@ def test_weights_of_another_precision(learner):
     assert relative_error(half.astype(jnp.float32), single) < 3e-2
 
 
+@pytest.mark.slow
 def test_under_vmap():
     """Examples may be mapped over with a learner that knows of one."""
     w, h = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN))
@@ -139,6 +142,7 @@ def _lora(base, *, by_column, train_base=False):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_column", [True, False])
 @pytest.mark.parametrize("learner", [DRTRL, partial(PPProp, decay=0.9)])
 def test_an_adapter_learns_over_a_quantised_base(learner, by_column):
@@ -167,6 +171,7 @@ def test_an_adapter_learns_over_a_quantised_base(learner, by_column):
     assert relative_error(found, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_base_that_is_trained_as_well():
     model = _lora(normal(IN, HIDDEN, seed=2), by_column=False, train_base=True)
     h, (xs, targets) = jnp.zeros((BATCH, HIDDEN)), _sequence()
@@ -181,6 +186,7 @@ def test_a_base_that_is_trained_as_well():
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learner", [DRTRL(_leaky), PPProp(_leaky, decay=0.9)])
 def test_memory_does_not_grow_with_the_sequence(learner):
     w, h = normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN))

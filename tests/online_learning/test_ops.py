@@ -84,6 +84,7 @@ def _problem(case, steps=STEPS):
     return _cell(use), model, state, xs, jnp.asarray(_normal(12, steps, *y.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_d_rtrl_is_exact(case):
     step, *problem = _problem(case)
@@ -91,6 +92,7 @@ def test_d_rtrl_is_exact(case):
     assert max(jax.tree.leaves(errors)) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_pp_prop_is_exact_for_one_step(case):
     step, *problem = _problem(case, 1)
@@ -98,6 +100,7 @@ def test_pp_prop_is_exact_for_one_step(case):
     assert max(jax.tree.leaves(errors)) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_pp_prop_points_where_backpropagation_does(case):
     step, *problem = _problem(case)

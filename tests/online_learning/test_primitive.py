@@ -41,6 +41,7 @@ def _scaled(x, w, *, scale=1.0):
 scaled_p = register_primitive("test_etp_scaled", _scaled, batched=True)
 
 
+@pytest.mark.slow
 def test_it_is_a_primitive_with_everything_derived():
     assert isinstance(scaled_p, ETPPrimitive)
     assert isinstance(scaled_p, DefinedPrimitive)
@@ -146,6 +147,7 @@ def test_a_missing_rule_is_named(learner):
         learner(_step).init(model, h, x)
 
 
+@pytest.mark.slow
 def test_rules_of_ones_own_are_used():
     p = register_primitive("test_etp_own", _scaled, batched=True)
     p.register_etp_rules(

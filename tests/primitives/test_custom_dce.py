@@ -139,6 +139,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [*TRANSFORMS, *DERIVATIVES])
 @pytest.mark.parametrize("used", [first, second])
 def test_only_what_the_rule_computes_is_left(transform, used, x64):
@@ -328,6 +329,7 @@ def test_results_that_are_not_mapped_stay_so():
     np.testing.assert_allclose(jax.jit(shared)(X, Y[0]), jnp.sin(Y[0]), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_sharded_with_shard_map_on_devices():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jnp.arange(8.0) / 8

@@ -86,6 +86,7 @@ def test_methods():
     assert "exp" not in live(lambda x: layer.call(x)[0], X)
 
 
+@pytest.mark.slow
 def test_modules_with_functions_as_leaves():
     mlp = eqx.nn.MLP(3, 3, 4, 1, key=jax.random.key(0))
     assert any(callable(leaf) for leaf in jax.tree.leaves(mlp))

@@ -132,6 +132,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("transform", [*TRANSFORMS, *MAPPED])
 def test_equals_the_plain_function_and_stays_whole(loss, transform, x64):
@@ -149,6 +150,7 @@ def test_equals_the_plain_function_and_stays_whole(loss, transform, x64):
     assert not {lax.tanh_p, lax.sin_p} & in_jaxpr - ({lax.sin_p} if loss == "gate" else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_derivatives_against_finite_differences(loss, x64):
     defined, _, args = LOSSES[loss]
@@ -199,6 +201,7 @@ def test_integer_operands_and_results_have_trivial_derivatives():
     np.testing.assert_allclose(vmapped[0], jnp.cos(X) * TREE["w"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_boolean_operand_and_key_operand():
     noise = define_primitive(
         "test_noise", lambda k, mask, x: jnp.where(mask, x * jax.random.normal(k, x.shape), x)
@@ -248,6 +251,7 @@ def test_modules_are_operands():
     np.testing.assert_allclose(grad.a, X)
 
 
+@pytest.mark.slow
 def test_named_axis_in_the_function():
     centre_p = define_primitive("test_centre", lambda x: x - lax.pmean(x, "rows"))
     rows = jnp.arange(6.0).reshape(2, 3)
@@ -273,6 +277,7 @@ def test_sharded_operands(axis_type):
         np.testing.assert_allclose(out, _gate(x, W, power=2), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -346,6 +351,7 @@ STACKABLE = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from(sorted(STACKABLE)), min_size=1, max_size=4))
 def test_any_stack_of_transforms(transforms):

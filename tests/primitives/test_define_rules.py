@@ -142,6 +142,7 @@ def _norm_vjp(ct, out, x, *, eps):
 norm_p = define_primitive("test_norm", _norm, multiple_results=True, vjp=_norm_vjp, vjp_with_results=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [("y",), ("scale",), ("y", "scale")])
 @pytest.mark.parametrize("order", ["grad", "vmap_grad", "grad_vmap", "hessian"])
 def test_vjp_by_hand_with_results(use, order):

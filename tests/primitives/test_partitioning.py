@@ -92,6 +92,7 @@ def test_contracted_dimensions_are_whole_unless_summed():
     np.testing.assert_allclose(out, X[:, 0])
 
 
+@pytest.mark.slow
 def test_a_rule_from_types_and_parameters():
     def rule(x, *, axis):
         names = ["rows", "columns"]

@@ -33,6 +33,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "models", [MIXED, [adapted(i, dora=True) for i in range(3)]], ids=["of several kinds", "dora"]
 )
@@ -52,6 +53,7 @@ def test_one_adapter_for_each_sample(models):
     np.testing.assert_allclose(y, np.stack(expected), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_vmap_over_adapters():
     """What is trained is what the adapters differ in."""
     models = [adapted(i) for i in range(3)]
@@ -68,6 +70,7 @@ def test_vmap_over_adapters():
     np.testing.assert_allclose(run(lora, X[0]), np.stack(expected), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_one_adapter_for_each_sample_over_4_bits():
     """QLoRA for several users: no weight becomes dense, and none is made for each of them."""
     base = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=1, key=KEY), "nf4")
@@ -88,6 +91,7 @@ def bases(model):
     return [x.w for x in ql.select(model).values() if isinstance(x, ql.LoraArray)]
 
 
+@pytest.mark.slow
 def test_thirty_two_adapters_compile_once():
     models = [adapted(i) for i in range(32)]
     stacked = ql.stack_adapters(models)
@@ -117,6 +121,7 @@ def test_thirty_two_adapters_compile_once():
     assert not any(len(shape) == 3 and shape[-2:] in ((16, 6), (16, 16), (3, 16)) for shape in shapes)
 
 
+@pytest.mark.slow
 def test_an_adapter_chosen_by_number():
     stacked = ql.stack_adapters(MIXED)
     for i, model in enumerate(MIXED):
@@ -130,6 +135,7 @@ def test_an_adapter_chosen_by_number():
         ql.merge(stacked)
 
 
+@pytest.mark.slow
 def test_training_several_adapters_at_once():
     """Each gets the gradient that it would get alone."""
     models = [adapted(i) for i in range(3)]
@@ -165,6 +171,7 @@ def test_models_that_do_not_stack(models, message):
         ql.stack_adapters(models)
 
 
+@pytest.mark.slow
 def test_choices_that_there_are_not():
     stacked = ql.stack_adapters(MIXED)
     with pytest.raises(IndexError, match="adapter_index 3 is out of range for 3 adapters"):
@@ -188,6 +195,7 @@ def deltas(model):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.3, -1.2, 2)])
 def test_exact_combinations(weights):
     expected = [deltas(m) for m in MIXED]
@@ -246,6 +254,7 @@ def test_dropout_is_off_without_a_key():
     assert jax.tree.structure(switched) == jax.tree.structure(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_dropout_is_unbiased_and_depends_on_the_key(dora):
     layer = adapted(0, eqx.nn.Linear(6, 4, key=KEY), dropout=0.25, dora=dora)
@@ -268,6 +277,7 @@ def test_dropout_is_unbiased_and_depends_on_the_key(dora):
         assert np.abs(possible - np.asarray(out)).max(axis=1).min() < 1e-5
 
 
+@pytest.mark.slow
 def test_each_sample_and_each_layer_of_a_stack_has_its_own_mask():
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(6, 6, key=key))(jax.random.split(KEY, 3))
     model = ql.with_dropout_key(adapted(0, layers, dropout=0.5), KEY)
@@ -294,6 +304,7 @@ def test_each_sample_and_each_layer_of_a_stack_has_its_own_mask():
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pissa_takes_the_principal_part():
     w = np.asarray(MLP.layers[1].weight, np.float64)
     u, s, vt = np.linalg.svd(w)
@@ -326,11 +337,13 @@ def test_loftq_makes_up_for_the_rounding(scheme):
     np.testing.assert_allclose(lora.delta(), (u[:, :8] * s[:8]) @ vt[:8], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_initialisations_that_need_dense_weights():
     with pytest.raises(ValueError, match=r"takes a part of the base.*is a NF4Array\. Adapt the model"):
         ql.loraify(ql.quantize(MLP), rank=2, init=ql.loftq(), key=KEY)
 
 
+@pytest.mark.slow
 def test_eva_finds_the_directions_of_the_inputs():
     """Inputs that vary in two directions, and layers that see what the ones before make of them."""
     directions = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 2)))[0].T
@@ -363,6 +376,7 @@ def test_eva_gives_ranks_to_what_explains_most():
         ql.eva_ranks(moments, 0)
 
 
+@pytest.mark.slow
 def test_eva_on_weights_stored_in_any_order():
     class Net(eqx.Module):
         weight: jax.Array

@@ -19,6 +19,7 @@ def mlp():
     return eqx.nn.MLP(64, 32, 64, depth=2, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_schemes(mlp, scheme):
     """Weights have the type's own rounding, the rest stays, and nothing turns dense in the call."""
@@ -67,6 +68,7 @@ def test_tied_weights_stay_tied():
     assert model["encoder"]["weight"] is model["decoder"]["weight"]
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     """A quantised stack of layers scans, and each layer is as if quantised alone."""
     keys = jax.random.split(KEY, 3)
@@ -106,6 +108,7 @@ def test_refused(mlp, call, message):
         call(mlp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantisation_aware_training(mlp, scheme):
     """The loss sees rounded weights; its gradient at them goes to the weights behind."""
@@ -126,6 +129,7 @@ def test_fake_quantisation_keeps_ties_and_adapters(mlp):
     np.testing.assert_array_equal(adapted.layers[0].weight.w, rounded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_a_training_step_holds_no_dense_copy_of_a_frozen_weight(double_quant):
     """QLoRA: what the step needs beside its arguments are a tile of 4 MiB, the scales of one weight and
@@ -154,6 +158,7 @@ def test_a_training_step_holds_no_dense_copy_of_a_frozen_weight(double_quant):
     assert compiled.memory_analysis().temp_size_in_bytes < 10 * 2**20, compiled.memory_analysis()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
 def test_straight_through_over_products_with_codes(cls):
     w, x = jax.random.normal(KEY, (16, 64)), jnp.asarray(X)

@@ -51,6 +51,7 @@ def same(x, y, tolerance=1e-6):
             np.testing.assert_allclose(p, q, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_adapted_model(mlp, name):
     """Same function at first; after training merge computes the same; unmerge gives the parts back."""
@@ -66,6 +67,7 @@ def test_adapted_model(mlp, name):
     same(ql.unmerge(merged, trained), trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients_are_of_what_is_trained(mlp, name):
     model = perturbed(ql.loraify(mlp, rank=3, key=KEY, **OPTIONS[name]))
@@ -96,6 +98,7 @@ def test_options_reach_the_layers(mlp):
     assert third is mlp.layers[2].weight
 
 
+@pytest.mark.slow
 def test_stacked_layers_get_an_adapter_each():
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))(jax.random.split(KEY, 3))
     model = perturbed(ql.loraify(layers, rank=2, key=KEY))
@@ -120,6 +123,7 @@ def test_tied_weights_stay_tied():
     assert merged["wte.weight"] is merged["out.weight"]
 
 
+@pytest.mark.slow
 def test_shared_layers_stay_tied():
     class Tied(eqx.Module):
         shared: eqx.nn.Shared

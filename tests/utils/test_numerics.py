@@ -24,6 +24,7 @@ from .fast_math import assert_compensated
 small = st.lists(st.integers(-3, 12), max_size=6)
 
 
+@pytest.mark.slow
 @given(small, small, st.integers(0, 10))
 def test_isin_agrees_with_numpy(a, b, max_item):
     inside = [x for x in b if 0 <= x < max_item]
@@ -34,6 +35,7 @@ def test_isin_agrees_with_numpy(a, b, max_item):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_shape_of_the_query():
     a = jnp.arange(6).reshape(2, 3)
     np.testing.assert_array_equal(isin(a, jnp.array([[1], [5]]), 6), [[0, 1, 0], [0, 0, 1]])
@@ -122,6 +124,7 @@ class Point:
 floats32 = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
+@pytest.mark.slow
 @given(st.lists(floats32, min_size=1, max_size=24))
 def test_agrees_with_fsum(values):
     xs = [np.float32(x) for x in values]
@@ -130,6 +133,7 @@ def test_agrees_with_fsum(values):
     assert_compensated(xs, float(total), float(lost), np.dtype(np.float32))
 
 
+@pytest.mark.slow
 @given(st.lists(floats32, min_size=2, max_size=12), st.integers(0, 10))
 def test_in_two_calls(values, split):
     assume(split < len(values))
@@ -140,6 +144,7 @@ def test_in_two_calls(values, split):
     assert_compensated(xs, float(total), float(lost), np.dtype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_dtypes(dtype, transform):
@@ -170,6 +175,7 @@ def test_what_is_lost_makes_the_sum_exact():
     assert float(total) - float(lost) == 1e8 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", fast_math.CHECKS)
 def test_checks(check):
     check()
@@ -235,6 +241,7 @@ def test_nan_stays_nan():
     assert math.isnan(kahan_summation(all_ones, jnp.float32(1))[0])
 
 
+@pytest.mark.slow
 def test_trees():
     trees = [{"a": Point(jnp.full(2, x), None), "n": jnp.int32(x)} for x in (1, 2**30, 1, -(2**30))]
     trees = [jax.tree.map(lambda x: x.astype(jnp.float32) if x.ndim else x, t) for t in trees]
@@ -261,6 +268,7 @@ def test_python_numbers_and_numpy():
     assert (float(total), total.dtype) == (6.0, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 def test_broadcasting_and_promotion():
     total, lost = kahan_summation(jnp.ones((2, 1)), jnp.ones(3, int), 1)
@@ -274,6 +282,7 @@ def test_one_summand():
     np.testing.assert_array_equal(lost, [0, 0])
 
 
+@pytest.mark.slow
 def test_derivatives_are_those_of_the_sum():
     xs = [jnp.array([x, 2.0]) for x in (1.0, 1e10, 1.0)]
     value = lambda xs: jnp.sum(kahan_summation(*xs)[0] ** 2)

@@ -35,6 +35,7 @@ def test_items(make, shape):
         np.testing.assert_array_equal(data(item), expected(rng, tuple(shape), n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_other_generators(impl):
     rng = jax.random.key(3, impl=impl)
@@ -81,6 +82,7 @@ def test_endless_and_lazy(monkeypatch: pytest.MonkeyPatch):
     assert splits == [1]
 
 
+@pytest.mark.slow
 def test_no_compilation_for_a_new_chain(caplog: pytest.LogCaptureFixture):
     def compiled(rng):
         caplog.clear()

@@ -37,6 +37,7 @@ class Module(eqx.Module):
         return {"mode": "clip"}
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(-7, 9), max_size=4, unique=True),
     st.lists(st.integers(1, 3), max_size=2),
@@ -244,6 +245,7 @@ def test_structures_that_differ():
 # Transforms
 
 
+@pytest.mark.slow
 def test_under_transforms():
     item = Buffer([jnp.zeros((3, 2))])
     idxs = jnp.array([0, 7])

@@ -109,6 +109,7 @@ MORE_TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_the_plain_function(case, transform):
@@ -120,6 +121,7 @@ def test_equals_the_plain_function(case, transform):
     assert_close(found, transform(mapped(fun), args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", MORE_TRANSFORMS.values(), ids=MORE_TRANSFORMS)
 def test_other_derivatives(transform):
     test_equals_the_plain_function(CASES["twice"], transform)
@@ -145,6 +147,7 @@ def test_runs_once_for_each_item():
     assert shapes == [(2,)] * 6
 
 
+@pytest.mark.slow
 def test_derivatives_run_once_for_each_item():
     shapes: list[tuple[int, ...]] = []
 
@@ -203,6 +206,7 @@ def test_reverse_mode_repeatedly():
         np.testing.assert_allclose(pullback(jnp.ones(3))[0], 3 * X[0] ** 2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_third_derivatives():
     g = jax.vmap(sequential_vmap_with_vjp(lambda x: x**4))
     plain = lambda x: jnp.sum(x**4)
@@ -232,6 +236,7 @@ CLOSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "transform"), CLOSED.items(), ids=CLOSED)
 def test_closed_over_tracers(name, transform):
     z = Y if "vmap" in name else Y[0]
@@ -283,6 +288,7 @@ def test_keys_and_integers():
     )
 
 
+@pytest.mark.slow
 def test_inside_scan_and_cond():
     g = sequential_vmap_with_vjp(jnp.sin)
     scanned = lambda xs: jnp.sum(jax.lax.scan(lambda c, x: (c + jax.vmap(g)(x), None), jnp.zeros(2), xs)[0])
@@ -326,6 +332,7 @@ def test_a_function_with_a_vjp_of_its_own():
         jax.jvp(g, (Y[0],), (Y[0],))
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
     g = sequential_vmap_with_vjp(lambda x: jnp.sum(x**2))

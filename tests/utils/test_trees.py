@@ -112,6 +112,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(trees)
 def test_map_is_that_of_jax_without_matching_nodes(tree):
     assert tree_map(lambda x: x + 1, tree) == jax.tree.map(lambda x: x + 1, tree)
@@ -186,6 +187,7 @@ arrays = hnp.arrays(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(arrays, min_size=1, max_size=3), st.integers(1, 4))
 def test_stack_then_unstack(layers, n):
     trees = [{"layers": [np.roll(x, i) for x in layers], "pair": Pair(i, None)} for i in range(n)]
@@ -196,6 +198,7 @@ def test_stack_then_unstack(layers, n):
         assert_trees_equal(row, jax.tree.map(lambda x: jnp.asarray(x), tree))
 
 
+@pytest.mark.slow
 @given(st.lists(arrays, min_size=1, max_size=3), st.lists(st.integers(0, 3), min_size=1, max_size=3))
 def test_concat_then_split(layers, lengths):
     trees = [[np.resize(x, (n, *x.shape[1:])) for x in layers] for n in lengths]
@@ -206,6 +209,7 @@ def test_concat_then_split(layers, lengths):
         assert_trees_equal(part, jax.tree.map(jnp.asarray, tree))
 
 
+@pytest.mark.slow
 @given(arrays, st.integers(1, 3))
 def test_concat_agrees_with_numpy(x, n):
     np.testing.assert_array_equal(tree_concat(*[x] * n), np.concatenate([x] * n))
@@ -290,6 +294,7 @@ def test_strict_promotion_is_respected():
 # tree_zeros_like
 
 
+@pytest.mark.slow
 @given(arrays)
 def test_zeros(x):
     out = tree_zeros_like({"x": x, "n": None})
@@ -310,6 +315,7 @@ def test_zeros_of_numbers_and_shapes():
 # tree_where_broadcast_last
 
 
+@pytest.mark.slow
 @given(hnp.arrays(np.bool_, hnp.array_shapes(max_dims=2, max_side=3)), st.data())
 def test_where(accept, data):
     rest = data.draw(hnp.array_shapes(min_dims=0, max_dims=2, max_side=3))

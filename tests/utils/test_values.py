@@ -70,6 +70,7 @@ def test_stacked_values_are_scanned_over():
     np.testing.assert_allclose(out, 6 * X)
 
 
+@pytest.mark.slow
 def test_stacked_lora_arrays():
     layers = [ql.LoraArray(i * jnp.eye(2), jnp.full((1, 2), 0.1 * i), jnp.ones((2, 1))) for i in (1.0, 2.0)]
     stacked = tree_stack(*layers)
@@ -240,6 +241,7 @@ def test_sequential_under_vmap(make, mapped, outer):
     assert names(mapped(sequential), make(W), X).count("scan") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_derivatives_of_sequential(make):
     def loss(fun, w, x):

@@ -41,6 +41,7 @@ def agrees(f, *args, rtol=1e-5):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_largest_blocks_are_kept():
     scale = jnp.array([[1.0, 5.0, 2.0], [7.0, 6.0, 4.0]])
     w = jnp.kron(scale, jnp.ones((4, 4)))
@@ -53,6 +54,7 @@ def test_the_largest_blocks_are_kept():
     np.testing.assert_array_equal(of_all.materialise(), jnp.kron(kept, jnp.ones((4, 4))))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.lists(st.integers(1, 2), max_size=2),
@@ -133,6 +135,7 @@ def products(draw):
     return stacked, shape, tuple(zip(w_dims, x_dims, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(products())
 def test_dot_general_on_both_sides(case):
@@ -156,6 +159,7 @@ def test_products_are_the_kernel():
     assert names(f, W, x) == ["block_sparse_matmul"]
 
 
+@pytest.mark.slow
 def test_a_layer_forward_and_backward_without_anything_dense():
     w, x = B.from_dense(normal(1024, 1024), block_size=64, density=0.1), normal(32, 1024)
 
@@ -170,6 +174,7 @@ def test_a_layer_forward_and_backward_without_anything_dense():
     assert temporaries < w.size * 4 / 4
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_stored_blocks():
     x = normal(5, 12)
     loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
@@ -184,6 +189,7 @@ def test_gradients_are_those_of_the_stored_blocks():
     np.testing.assert_allclose(jitted.blocks, found.blocks, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_through_vmap_and_scan():
     x = normal(2, 12)
 
@@ -208,6 +214,7 @@ def test_gradients_through_vmap_and_scan():
         )
 
 
+@pytest.mark.slow
 def test_blocks_in_four_bits():
     w = B.from_dense(normal(256, 192), block_size=64, density=0.4)
     w = w.replace(blocks=ql.NF4Array.quantize(w.blocks))
@@ -220,6 +227,7 @@ def test_blocks_in_four_bits():
     np.testing.assert_allclose(grad(w, x), grad(w.materialise(), x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_is_summed_in_float32(dtype):
     w, x = ql.quaxify(lambda w: w.astype(dtype))(pruned(64, 256, b=8)), normal(3, 256).astype(dtype)
@@ -270,6 +278,7 @@ def test_other_operations(name, w):
     assert (type(agrees(f, w)) is B) == (name in KEEPS)
 
 
+@pytest.mark.slow
 def test_stacks():
     assert type(agrees(lambda w: w[1], STACK)) is B
     assert type(agrees(lambda w: w[:1], STACK)) is B
@@ -289,6 +298,7 @@ def test_what_densifies_says_so():
         )
 
 
+@pytest.mark.slow
 def test_shard_map():
     """Rows of activations, or matrices of a stack, over devices; the index of one matrix is not cut."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -309,6 +319,7 @@ def test_starts_are_clamped_and_not_wrapped_twice(start):
     agrees(lambda x: lax.dynamic_index_in_dim(x, jnp.int32(start), 0), STACK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, jnp.linalg.det], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_an_outer_gradient_through_a_custom_derivative(f):

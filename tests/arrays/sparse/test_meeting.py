@@ -44,6 +44,7 @@ OTHERS = {
 LOSES = {"Full", "LoRA of NF4", "NF4", "int8", "blocks", "elements", "one-hot"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("kind", SPARSE)
 def test_operations_with_other_types(kind, other, default_promotion):
@@ -68,6 +69,7 @@ def test_operations_with_other_types(kind, other, default_promotion):
             jax.jit(ql.quaxify(products))(w, y)
 
 
+@pytest.mark.slow
 def test_rules_are_not_ambiguous():
     ql.check_ambiguities()
 
@@ -119,6 +121,7 @@ def test_adapters_are_trained_over_a_frozen_sparse_base(kind):
     np.testing.assert_allclose(found.b, expected[1], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "options"), [("nf4", {}), ("nf4", {"double_quant": True}), ("int8", {})], ids=str
 )
@@ -159,6 +162,7 @@ def test_activations_on_several_devices_under_jit(kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPARSE)
 def test_in_float64(kind, x64):
     w = type(SPARSE[kind])

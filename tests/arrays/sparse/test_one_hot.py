@@ -44,6 +44,7 @@ def contractions(draw):
     return tuple(shape), (((1,), (axis + (at <= axis),)), ((0,), (at,)))
 
 
+@pytest.mark.slow
 @given(contractions())
 def test_dot_general_on_both_sides(case):
     shape, dims = case
@@ -53,6 +54,7 @@ def test_dot_general_on_both_sides(case):
     agrees(lambda x, y: jax.lax.dot_general(y, x, swapped), STACKED, y)
 
 
+@pytest.mark.slow
 def test_vmap_outside_and_inside_and_grad():
     w = normal(3, 4)
     expected = STACKED.materialise() @ w.T
@@ -88,6 +90,7 @@ def test_functions_that_keep_zero_keep_the_type(name):
     assert type(agrees(f, SINGLE)) is OneHotVector
 
 
+@pytest.mark.slow
 def test_elementwise_with_arrays_and_scalars():
     y = normal(3, 4)
     for f in (lambda x, y: x * y, lambda x, y: y * x, lambda x, y: x / y):

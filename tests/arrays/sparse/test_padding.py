@@ -44,6 +44,7 @@ READS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
@@ -122,6 +123,7 @@ STACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_a_stack_is_cut_where_all_its_fields_are_stacked(name):

@@ -48,6 +48,7 @@ def agrees(f, *args):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.sampled_from([0.0, 0.3, 1.0]), st.data())
 def test_without_a_density_nothing_changes(shape, density, data):
@@ -71,6 +72,7 @@ def test_the_largest_elements_are_kept():
     np.testing.assert_array_equal(each.materialise(), [[0, -5, 0], [0, 4, 0]])
 
 
+@pytest.mark.slow
 def test_elements_in_any_order_are_sorted_and_added_up():
     indices = np.array([[2, 1], [0, 3], [2, 1], [9, 0], [0, 0], [-1, 0]])
     x = S.from_coo(jnp.arange(1.0, 7.0), indices, (3, 4))
@@ -83,6 +85,7 @@ def test_elements_in_any_order_are_sorted_and_added_up():
     np.testing.assert_array_equal(stack.materialise(), [[2, 0, 0], [0, 1, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", [W, STACK, ql.quaxify(jnp.transpose)(W)], ids=["matrix", "stack", "transposed"])
 def test_bcoo_and_bcsr(x):
     dense = x.materialise()
@@ -94,6 +97,7 @@ def test_bcoo_and_bcsr(x):
         np.testing.assert_array_equal(again.materialise(), dense)
 
 
+@pytest.mark.slow
 def test_layouts_of_bcoo():
     x = thinned(2, 3, 4)
     for layout in ({"n_batch": 1}, {"n_dense": 1}, {"n_batch": 1, "n_dense": 1}, {"nse": 24}):
@@ -105,6 +109,7 @@ def test_layouts_of_bcoo():
     np.testing.assert_array_equal(S.from_bcoo(shared).materialise(), [[1, 0, 0], [1, 0, 0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["batches", "one pattern"])
 def test_bcoo_that_is_traced(shared):
     """Of duplicates as well."""
@@ -180,6 +185,7 @@ def products(draw):
     return kind, x_shape, dims
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(products())
 def test_dot_general_on_both_sides(case):
@@ -204,6 +210,7 @@ def test_products_are_the_kernel():
     assert names(ql.quaxify(lambda w, x: w.T.T @ x.T), W, x).count("csr_matmul") == 1
 
 
+@pytest.mark.slow
 def test_products_of_two_whose_patterns_are_known():
     other = S.from_dense(thinned(12, 5, seed=3))
     with ql.on_materialise("error"):
@@ -227,6 +234,7 @@ def test_products_of_two_whose_patterns_are_known():
         jax.jit(ql.quaxify(jnp.matmul))(W, other)
 
 
+@pytest.mark.slow
 def test_a_layer_forward_and_backward_without_anything_dense():
     w, x = S.from_dense(normal(1024, 1024), density=0.05), normal(32, 1024)
 
@@ -239,6 +247,7 @@ def test_a_layer_forward_and_backward_without_anything_dense():
     assert temporaries < w.size * 4 / 2
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_stored_elements():
     x = normal(5, 12)
     loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
@@ -250,6 +259,7 @@ def test_gradients_are_those_of_the_stored_elements():
     np.testing.assert_allclose(jitted.data, found.data, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_through_vmap_and_scan():
     x = normal(2, 12)
 
@@ -328,6 +338,7 @@ def dense(x):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", [W, STACK, TENSOR], ids=["matrix", "stack", "tensor"])
 @pytest.mark.parametrize("group", [elementwise, moved, dense], ids=lambda group: group.__name__)
 def test_other_operations(group, x):
@@ -336,6 +347,7 @@ def test_other_operations(group, x):
             assert (type(y) is S) == (group is not dense), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", [W, STACK], ids=["matrix", "stack"])
 def test_products_after_moving(x):
     """What moved an array leaves products with it right: padding and the order of elements."""
@@ -344,6 +356,7 @@ def test_products_after_moving(x):
     agrees(lambda x: jnp.ones((2, 24)) @ jnp.concatenate([x, x], -1).reshape(-1, 24).T, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [-9, -1, 0, 1, 9])
 def test_starts_are_clamped_and_not_wrapped_twice(start):
     for x in (W, STACK):
@@ -351,6 +364,7 @@ def test_starts_are_clamped_and_not_wrapped_twice(start):
         agrees(lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(start), 7, -1), x)
 
 
+@pytest.mark.slow
 def test_sums_of_small_integers_keep_their_dtype():
     x = S.from_dense(jnp.array([[1, 0, 2], [0, 0, 3]], jnp.int8))
     for f in (
@@ -363,6 +377,7 @@ def test_sums_of_small_integers_keep_their_dtype():
         assert agrees(f, x).dtype == jnp.int8
 
 
+@pytest.mark.slow
 def test_booleans():
     for x in (W, STACK, S.from_dense(jnp.ones((2, 3)))):
         close(ql.quaxify(lambda x: x.astype(bool))(x), x.materialise().astype(bool))
@@ -378,6 +393,7 @@ def test_the_gradient_of_an_empty_slice_is_zero():
     assert not grad(W.data).any()
 
 
+@pytest.mark.slow
 def test_layers_are_stacked_and_scanned():
     """Of different numbers of elements."""
     layers = [S.from_dense(thinned(6, 6, seed=seed)) for seed in (1, 2, 3)]
@@ -407,6 +423,7 @@ def test_functions_that_keep_zero_keep_the_type(name):
     assert type(agrees(functions.get(name) or getattr(lax, name, None) or getattr(jnp, name), W)) is S
 
 
+@pytest.mark.slow
 def test_two_whose_patterns_are_known():
     other = S.from_dense(thinned(8, 12, seed=7))
     for f in (lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y):
@@ -425,6 +442,7 @@ def test_what_densifies_says_so():
         close(ql.quaxify(jnp.cos)(W), jnp.cos(W.materialise()))
 
 
+@pytest.mark.slow
 def test_shard_map():
     """Rows of activations, or arrays of a stack, over devices."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
