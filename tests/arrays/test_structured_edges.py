@@ -174,6 +174,12 @@ def test_products_over_both_axes_and_none(name):
     _agrees(lambda a: jnp.tensordot(a, a, 0), a)
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_determinant_of_an_empty_matrix_has_a_gradient(part):
+    f = lambda a: jax.grad(lambda a: jnp.linalg.slogdet(a)[part])(a)
+    _agrees(f, DiagonalMatrix(jnp.zeros(0)))
+
+
 def test_an_update_averaged_in_a_loop():
     """Its rank grows in each iteration, and its base changes: in the end it is dense."""
     base = ql.LoraArray(

@@ -183,8 +183,10 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     source = lambda jaxpr: compat.debug_info_of(jaxpr).func_src_info
     if name != "diagonal" or source(jaxpr) != source(like) or jaxpr.out_avals[0].shape != x.shape[:-1]:
         return NotImplemented
-    sign, log = inside(lambda x: x.slogdet(), x.matrix)
     n = x.shape[-1]
+    if n == 0:
+        return [jnp.zeros(x.shape[:-1], x.dtype)]
+    sign, log = inside(lambda x: x.slogdet(), x.matrix)
     # Elements of the same size, so that neither they nor their product's logarithm overflow.
     size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
     return [size.at[..., 0].multiply(sign)]
