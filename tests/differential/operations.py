@@ -172,7 +172,6 @@ jnp.linalg.slogdet(x)[1]
 jnp.linalg.slogdet(x)[0]
 jnp.linalg.cholesky(x @ x.T + 3 * jnp.eye(x.shape[0]))
 jnp.linalg.eigvalsh(x + x.T)
-jnp.linalg.svd(x, compute_uv=False)
 jnp.linalg.matrix_power(x, {n})
 lax.linalg.triangular_solve(jnp.triu(x) + 2 * jnp.eye(x.shape[-1]), y, left_side=True)
 jax.nn.softmax(x, {a})
@@ -320,7 +319,7 @@ def operations() -> dict[str, frozenset[str]]:
     assert len(found) == len(listed), set(listed) - set(found)
     for name in _names():
         for call in _calls(name):
-            if primitives := _primitives(name + call):
+            if (primitives := _primitives(name + call)) and "svd" not in primitives:  # LAPACK's may never end
                 found[name + call] = primitives
             else:
                 break
