@@ -28,9 +28,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Most of the time of the tests is that of compiling the same small programs: all workers, and the processes
-# that they start, share what they compiled. A folder that is given lasts from run to run.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+# Most of the time of the tests is that of compiling the same small programs. A folder for each worker, since
+# JAX writes into it without a lock.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="quaxlike-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
