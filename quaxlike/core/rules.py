@@ -40,9 +40,14 @@ class Rule:
     keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
 
     @property
+    def written(self) -> Callable[..., Any]:
+        """The function as its author wrote it, which may stand for several types."""
+        return inspect.unwrap(getattr(self.function, "written_as", self.function))
+
+    @property
     def source(self) -> str:
         """Where the rule was written, as `file:line`."""
-        code = inspect.unwrap(getattr(self.function, "written_as", self.function)).__code__
+        code = self.written.__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -403,7 +408,8 @@ def in_order(
         if len(best) > 1:
             return [*order, Ambiguity(primitive, operands, best)]
         order += best
-        matching = [r for r in matching if r is not best[0]]
+        # What declines for these types declines for less specific ones, too.
+        matching = [r for r in matching if r.written is not best[0].written]
     return order
 
 

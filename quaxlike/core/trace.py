@@ -239,13 +239,16 @@ class QuaxTrace(jax.core.Trace):
     # What arrives through methods of its own, because it carries functions
 
     def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore
-        return BUILTIN["custom_jvp_call"](self, primitive, fun, jvp, operands, **params)
+        with jexc.set_current_trace(self.parent_trace):
+            return BUILTIN["custom_jvp_call"](self, primitive, fun, jvp, operands, **params)
 
     def process_custom_vjp_call(self, primitive, fun, fwd, bwd, operands, /, **params):  # pyright: ignore
-        return BUILTIN["custom_vjp_call"](self, primitive, fun, fwd, bwd, operands, **params)
+        with jexc.set_current_trace(self.parent_trace):
+            return BUILTIN["custom_vjp_call"](self, primitive, fun, fwd, bwd, operands, **params)
 
     def process_shard_map(self, primitive, fun, operands, /, **params):  # pyright: ignore
-        return BUILTIN["shard_map"](self, primitive, fun, operands, **params)
+        with jexc.set_current_trace(self.parent_trace):
+            return BUILTIN["shard_map"](self, primitive, fun, operands, **params)
 
     def process_call(self, primitive, fun, operands, params):  # pyright: ignore
         with jexc.set_current_trace(self):

@@ -98,3 +98,21 @@ def test_the_array_may_be_a_value():
 def test_units_and_names_are_annotated_arrays():
     assert issubclass(Unitful, ql.AnnotatedArray)
     assert issubclass(NamedArray, ql.AnnotatedArray)
+
+
+@pytest.mark.parametrize("derivative", [jax.custom_jvp, jax.custom_vjp])
+def test_a_class_that_promotes_arrays_alone_is_first_met_by_a_custom_derivative(derivative):
+    class Counted(ql.AnnotatedArray):
+        count: int = eqx.field(static=True)
+
+        @classmethod
+        def promote(cls, array, like=None):
+            return cls(jnp.asarray(0.0), 0).with_array(array)
+
+    f = derivative(lambda x: x)
+    if derivative is jax.custom_jvp:
+        f.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    else:
+        f.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    out = jax.jit(ql.quaxify(lambda x: f(x)))(Counted(X, 2))
+    assert isinstance(out, Counted) and out.count == 2

@@ -179,6 +179,7 @@ def test_identity():
     agrees(lambda i: i.sum(axis=1), EYE)
     assert type(agrees(lambda i: i.astype(jnp.int32), EYE)) is Identity
     assert type(agrees(jnp.matmul, EYE, EYE)) is Identity
+    assert agrees(lambda x, y: jnp.einsum("ij,ij->", x, y), EYE, EYE) == 4
     assert type(agrees(jnp.matmul, EYE, Zero((4, 2)))) is Zero
     agrees(lambda i, x: jnp.einsum("ij,abj->iab", i, x), EYE, jnp.ones((2, 3, 4)))
     agrees(lambda i, x: jnp.einsum("abj,ij->abi", x, i), EYE, jnp.ones((2, 3, 4)))

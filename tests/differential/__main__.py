@@ -13,6 +13,7 @@ import tests.conftest  # noqa: F401  (the settings of JAX under test)
 from tests.conformance.weights import TYPES
 
 from .hunt import Tally, hunt
+from .program import programs, wide_programs
 
 
 def main() -> int:
@@ -42,7 +43,12 @@ def main() -> int:
             while len(running) < args.jobs and time.monotonic() < until:
                 known = frozenset(total.findings)
                 future = pool.submit(
-                    hunt, names, seed_=seed, examples=args.examples, known=known, until=until
+                    hunt,
+                    programs(names) | wide_programs(names, 4),
+                    seed_=seed,
+                    examples=args.examples,
+                    known=known,
+                    until=until,
                 )
                 running[future] = seed
                 seed += 1

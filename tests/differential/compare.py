@@ -14,6 +14,7 @@ import numpy as np
 import quaxlike as ql
 from quaxlike.arrays import named, unitful
 from quaxlike.arrays.structured import LowRankUpdate
+from quaxlike.arrays.zero import Full
 from quaxlike.core.jaxprs.unify import StructureError
 from tests.primitives.jaxprs import equations
 
@@ -38,6 +39,8 @@ DECLINED = (
 
 class Finding(AssertionError):
     """A program whose result differs."""
+
+    status = "finding"
 
     def __init__(self, program: Program, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}\n{program}")
@@ -77,15 +80,28 @@ def check(program: Program) -> Outcome:
             return _check(program, operands)
 
 
+def outcomes(program: Program) -> list[tuple[Program, Outcome | Finding]]:
+    """How a program ended; where it is wide and not equal, how each of its parts did."""
+    try:
+        outcome: Outcome | Finding = check(program)
+    except Finding as finding:
+        outcome = finding
+    if len(program.steps) < 2 or not program.wide or outcome.status == "equal":
+        return [(program, outcome)]
+    parts = [pair for half in program.halves() for pair in outcomes(half)]
+    alone = any(isinstance(outcome, Finding) for _, outcome in parts)
+    return parts if alone or not isinstance(outcome, Finding) else [*parts, (program, outcome)]
+
+
 def _check(program: Program, operands: dict[str, Any]) -> Outcome:
-    f = program.function()
+    functions = program.functions()
     leaves, treedef = jtu.tree_flatten(operands)
     varied = [leaf for leaf in leaves if _is_inexact(leaf)]
     others = {"z": [(0.5 * x).astype(x.dtype) for x in varied]}
 
     returned: list[Any] = []
 
-    def both(leaves: list[Any], change: Callable[[jax.Array], jax.Array] = lambda x: x) -> tuple[Any, Any]:
+    def both(leaves: list[Any], moved: Any = None) -> tuple[Any, Any]:
         """The program on Values, and on arrays, as functions of the leaves that can be differentiated."""
 
         def build(varied: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
@@ -93,41 +109,58 @@ def _check(program: Program, operands: dict[str, Any]) -> Outcome:
             tree = jtu.tree_unflatten(treedef, [next(new) if _is_inexact(x) else x for x in leaves])
             return tree.pop("x"), tree
 
-        def of_values(varied: Any, _: Any) -> Any:
+        def of_values(f: Any, varied: Any, _: Any) -> Any:
             out = ql.quaxify(f)(*build(varied))
-            returned[:] = jtu.tree_leaves(out, is_leaf=ql.is_value)
+            returned.extend(jtu.tree_leaves(out, is_leaf=ql.is_value))
             return ql.materialise(out)
 
-        def of_arrays(varied: Any, _: Any) -> Any:
-            changed = lambda x: change(x) if _is_inexact(x) else x
-            return f(*jtu.tree_map(changed, ql.materialise(build(varied))))
+        @jax.jit
+        def dense(varied: Any) -> Any:
+            move = lambda x, by: jnp.where(jnp.isfinite(x) | (by == 0), x, 0) + by if _is_inexact(x) else x
+            return jtu.tree_map(move, ql.materialise(build(varied)), moved)
 
-        for name in reversed(program.outer if varied else ()):
-            of_values, of_arrays = OUTER[name](of_values), OUTER[name](of_arrays)
-        return of_values, of_arrays
+        def of_arrays(f: Any, varied: Any, _: Any) -> Any:
+            return f(*dense(varied))
 
-    reference = lambda leaves, varied: both(leaves)[1](varied, others)
+        def each(of: Callable[..., Any], varied: Any, ops: Any) -> Any:
+            transform = lambda f, name: OUTER[name](f)
+            outer = program.outer[::-1] if varied else ()
+            return [
+                functools.reduce(transform, outer, functools.partial(of, f))(varied, ops) for f in functions
+            ]
+
+        returned.clear()
+        return functools.partial(each, of_values), functools.partial(each, of_arrays)
+
+    arrays = ql.materialise(jtu.tree_unflatten(treedef, leaves))
+    arrays = (arrays.pop("x"), arrays)
+    still = jtu.tree_map(jnp.zeros_like, arrays)
+    moves = lambda change: jtu.tree_map(
+        lambda x: change(x) - jnp.where(jnp.isfinite(x), x, 0) if _is_inexact(x) else x, arrays
+    )
+    reference = lambda leaves, varied, moved: both(leaves, moved)[1](varied, others)
     found = lambda leaves, varied: both(leaves)[0](varied, others)
     try:
-        traced = jax.jit(reference).trace(leaves, varied)
-        expected = _evaluated(traced, leaves, varied)
+        traced = jax.jit(reference).trace(leaves, varied, still)
     except Exception as error:  # whatever JAX says of it
         return Outcome("rejected", f"{type(error).__name__}: {error}")
     try:
         # Either all is traced, or all is known.
         traced_too = jax.jit(found).trace(leaves, varied) if program.jit else None
-        results = _evaluated(traced_too, leaves, varied) if traced_too else found(leaves, varied)
+        compiled = traced.lower().compile()
+        expected = compiled(leaves, varied, still)
+        results = traced_too.lower().compile()(leaves, varied) if traced_too else found(leaves, varied)
     except Exception as error:
         if _declines(operands, error):
             return Outcome("declined", f"{type(error).__name__}: {error}")
         try:
-            reference(leaves, varied)
+            reference(leaves, varied, still)
         except Exception as same:  # that comes late in plain JAX, too
             return Outcome("rejected", f"{type(same).__name__}: {same}")
         raise Finding(program, f"raises {type(error).__name__}", str(error)[:600]) from error
     plain = not program.outer and not any(map(ql.is_value, returned))
     _compare_avals(program, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)
-    again = lambda change: jax.jit(lambda *args: both(args[0], change)[1](args[1], others))(leaves, varied)
+    again = lambda change: compiled(leaves, varied, moves(change))
     tolerance = _tolerance([*leaves, *jtu.tree_leaves(expected)])
     problem = _difference(results, expected, tolerance)
     if (
@@ -142,10 +175,11 @@ def _check(program: Program, operands: dict[str, Any]) -> Outcome:
         return Outcome("equal")
     if _difference(again(functools.partial(_disturbed, 0.01 * tolerance)), expected, tolerance) is not None:
         return Outcome("rejected", "the result is not stable")
-    if any(
-        isinstance(x, LowRankUpdate) for value in operands.values() for x in parts(value)
-    ) and not _is_finite(results):
+    classes = {type(part) for x in operands.values() for part in parts(x)}
+    if LowRankUpdate in classes and not _is_finite(results):
         return Outcome("declined", "the base cannot be inverted")
+    if Full in classes and (program.inner or program.outer) and not _is_finite(results):
+        return Outcome("declined", "a derivative at equal elements, or by infinity")
     raise Finding(program, "wrong numbers", problem)
 
 
@@ -165,7 +199,11 @@ def _check_units(program: Program, operands: dict[str, Any], returned: list[Any]
     of_operands = {name: _metres(x) for name, x in operands.items()}
     if not any(of_operands.values()):
         return
-    f = lambda operands: program.function()(operands["x"], {k: x for k, x in operands.items() if k != "x"})
+
+    def f(operands: dict[str, Any]) -> list[Any]:
+        others = {k: x for k, x in operands.items() if k != "x"}
+        return [of(operands["x"], others) for of in program.functions()]
+
     metres = ql.materialise(operands)
     half_metres = {name: x * 2 ** of_operands[name] if of_operands[name] else x for name, x in metres.items()}
     traced = jax.jit(f).trace(metres)

@@ -1,24 +1,24 @@
-"""`python -m tests.differential.faults`: do the programs of `test_programs` find faults that were put in?
+"""`python -m tests.differential.faults`: do the programs of the tests find faults that were put in?
 
 Each fault is put into a copy of the package. It is found if a test fails there that passes without it.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants import PYTEST, complaints, copy
+from tests.mutants import PYTEST, Copy, complaints, copy
 
 COMMAND = (
     "pytest",
     *PYTEST[2:],
-    "--runxfail",
     "tests/differential/test_differential.py",
     "-k",
-    "test_programs",
+    "test_every_rule or test_programs",
 )
 
 
@@ -106,20 +106,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.differential.faults", description=__doc__)
     parser.add_argument("--only", default="", help="only faults whose name contains this")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for all tests")
+    parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
+
+    def test(changed: Copy) -> tuple[str, set[str], float]:
+        start = time.monotonic()
+        status, output = changed.run([*COMMAND], args.timeout)
+        return status, complaints(output), time.monotonic() - start
+
+    faults = [fault for fault in FAULTS if args.only in fault.name]
     missed = 0
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
+    ):
         original = copy(Path(folder))
-        known = complaints(original.run([*COMMAND], args.timeout)[1])
-        for i, fault in enumerate(fault for fault in FAULTS if args.only in fault.name):
-            changed = original.again(f"fault {i}")
+        copies = [original.again(f"fault {i}") for i in range(len(faults))]
+        for fault, changed in zip(faults, copies, strict=True):
             fault.apply(changed.path)
-            start = time.monotonic()
-            status, output = changed.run([*COMMAND], args.timeout)
-            found = complaints(output) - known
+        results = pool.map(test, [original, *copies])
+        _, known, _ = next(results)
+        for fault, (status, complained, seconds) in zip(faults, results, strict=True):
+            found = complained - known
             missed += not found
             by = " ".join(sorted(found)) or f"not found, {status}"
-            print(f"{fault.name}: {time.monotonic() - start:.0f} s, {by}", flush=True)
+            print(f"{fault.name}: {seconds:.0f} s, {by}", flush=True)
     print(f"{missed} faults are not found")
     return bool(missed)
 

@@ -2,30 +2,36 @@
 
 import collections
 import dataclasses
+import itertools
 import time
 import warnings
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
-from .compare import Finding, check
-from .program import Program, programs
+from .compare import Finding, outcomes
+from .program import Program
 
 Key = tuple[str, ...]
 
 
 @dataclasses.dataclass
 class Tally:
-    """How many programs ran, by their type and by each transform, and how each of them ended."""
+    """How many programs ran, by their type and by each transform, and how each of them ended.
+
+    Each step of a wide program counts as one.
+    """
 
     types: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     transforms: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     findings: dict[Key, str] = dataclasses.field(default_factory=dict)
 
     def add(self, program: Program, status: str) -> None:
-        self.types[program.type, status] += 1
+        number = len(program.steps) if program.wide else 1
+        self.types[program.type, status] += number
         for where, names in (("inside", program.inner), ("outside", program.outer)):
             for name in names or ("-",):
-                self.transforms[f"{where} {name}", status] += 1
+                self.transforms[f"{where} {name}", status] += number
 
     def merge(self, other: "Tally") -> None:
         self.types += other.types
@@ -46,7 +52,7 @@ def _table(counts: collections.Counter[tuple[str, str]]) -> str:
 
 
 def hunt(
-    names: tuple[str, ...],
+    drawn: SearchStrategy[Program],
     *,
     seed_: int,
     examples: int,
@@ -54,12 +60,12 @@ def hunt(
     until: float = float("inf"),
     shrink: bool = True,
 ) -> Tally:
-    """Runs programs on these types; each finding that is not `known` is kept, and made smaller
-    first if it shall `shrink`."""
+    """Runs programs; each finding that is not `known` is kept, made smaller first if it shall `shrink`."""
     tally, known_here = Tally(), set(known)
+    numbers = itertools.count()
 
     @settings(
-        max_examples=examples,
+        max_examples=examples + 1,
         deadline=None,
         database=None,
         derandomize=False,
@@ -67,16 +73,17 @@ def hunt(
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs(names))
+    @given(drawn)
     def each(program: Program) -> None:
-        if time.monotonic() > until:
+        # The first program is the simplest that there is, whatever the seed.
+        if next(numbers) == 0 or time.monotonic() > until:
             return
-        try:
-            tally.add(program, check(program).status)
-        except Finding as finding:
-            tally.add(program, "finding")
-            if finding.key not in known_here:
-                raise
+        for part, outcome in outcomes(program):
+            tally.add(part, outcome.status)
+            if isinstance(outcome, Finding) and outcome.key not in known_here:
+                if not program.wide:
+                    raise outcome
+                tally.findings.setdefault(outcome.key, str(outcome))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

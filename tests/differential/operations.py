@@ -2,7 +2,7 @@
 
 Functions of one and two arrays of `jax.numpy` and `lax` are found by trying them; only calls with more
 arguments are listed. Letters stand for operands, which `OPERANDS` gives a shape; holes in braces for
-numbers and modes, which `HOLES` draws.
+numbers and modes, which `HOLES` draws. Windows have at least one axis, as XLA crashes on none.
 """
 
 import ast
@@ -201,10 +201,10 @@ lax.optimization_barrier(x)
 lax.conv_general_dilated(y[None, None], x[None, None], (1,) * x.ndim, "SAME")
 lax.conv_general_dilated(x[None, None], y[None, None], (1,) * x.ndim, "VALID")
 lax.ragged_dot(y, x[None], jnp.array([y.shape[0]]))
-lax.reduce_window(x, 0.0, lax.add, (1,) * x.ndim, (1,) * x.ndim, "SAME")
-lax.reduce_window(x, jnp.inf, lax.min, (2,) * x.ndim, (1,) * x.ndim, "SAME")
+lax.reduce_window(x, 0.0, lax.add, (1, *(1,) * (x.ndim - 1)), (1,) * x.ndim, "SAME")
+lax.reduce_window(x, jnp.inf, lax.min, (2, *(2,) * (x.ndim - 1)), (1,) * x.ndim, "SAME")
 jnp.linalg.qr(x, mode="r")
-lax.reduce_window(x, -jnp.inf, lax.max, (2,) * x.ndim, (1,) * x.ndim, "SAME")
+lax.reduce_window(x, -jnp.inf, lax.max, (2, *(2,) * (x.ndim - 1)), (1,) * x.ndim, "SAME")
 lax.associative_scan(jnp.add, x)
 jnp.fft.fft(x)
 lax.reduce_and(x > 0, [{a}])

@@ -1,4 +1,4 @@
-"""A program as data: a value, a chain of operations, and the transforms that it goes through."""
+"""A program as data: a value, operations, and the transforms that it goes through."""
 
 import contextlib
 import dataclasses
@@ -54,29 +54,44 @@ class Program:
     """Outside of `quaxify`, from the outermost on."""
     jit: bool = False
     x64: bool = True
+    wide: bool = False
+    """Each step is a program of its own, with all transforms, compiled together with the others."""
+    first: int = 0
+    """The number of the first step."""
+
+    def halves(self) -> tuple["Program", "Program"]:
+        """The steps of a wide program, divided."""
+        middle = len(self.steps) // 2
+        rest = dataclasses.replace(self, steps=self.steps[middle:], first=self.first + middle)
+        return dataclasses.replace(self, steps=self.steps[:middle]), rest
 
     def operands(self) -> dict[str, Any]:
         """All operands by name, and as `x` the value itself."""
         x = _value(self.type, 0, self.x64)
         out = {"x": x, "z": _plain("z", *_shape_dtype(x))}
         aval = self._seen_by_steps()
-        for i, step in enumerate(self.steps):
+        for i, step in enumerate(self.steps, self.first):
             for letter, spec in step.operands:
                 out[f"{letter}{i}"] = (
                     _value(*spec, self.x64) if letter == VALUE else _operand(letter, i, spec, aval.dtype)
                 )
-            aval = result(step, aval)
+            aval = aval if self.wide else result(step, aval)
         return out
 
-    def function(self) -> Callable[[Any, dict[str, Any]], Any]:
-        """`f(x, ops)`: the steps, inside of the inner transforms."""
+    def functions(self) -> list[Callable[[Any, dict[str, Any]], Any]]:
+        """`f(x, ops)` of the chain, or of each step of a wide program, inside of the inner transforms."""
 
-        def chain(x: Any, ops: dict[str, Any]) -> Any:
-            for i, step in enumerate(self.steps):
+        def chain(steps: list[tuple[int, Step]], x: Any, ops: dict[str, Any]) -> Any:
+            for i, step in steps:
                 x = function_of(step.text)(x, **{letter: ops[f"{letter}{i}"] for letter, _ in step.operands})
             return x
 
-        return functools.reduce(lambda f, name: INNER[name](f), reversed(self.inner), chain)
+        numbered = list(enumerate(self.steps, self.first))
+        chains = [
+            functools.partial(chain, steps)
+            for steps in (([s] for s in numbered) if self.wide else [numbered])
+        ]
+        return [functools.reduce(lambda f, name: INNER[name](f), reversed(self.inner), f) for f in chains]
 
     def _seen_by_steps(self) -> jax.ShapeDtypeStruct:
         shape, dtype = _shape_dtype(_value(self.type, 0, self.x64))
@@ -85,9 +100,9 @@ class Program:
     def __str__(self) -> str:
         """Source that runs on its own, and shows what is computed."""
         lines = [f"x = TYPES[{self.type!r}]()"]
-        for i, step in enumerate(self.steps):
+        for i, step in enumerate(self.steps, self.first):
             args = "".join(f", {letter}{i}={spec}" for letter, spec in step.operands)
-            lines.append(f"  x = {step.text}{'   # ' + args[2:] if args else ''}")
+            lines.append(f"  {'_' if self.wide else 'x'} = {step.text}{'   # ' + args[2:] if args else ''}")
         lines.append(f"  inside: {' of '.join(self.inner) or '-'}; outside: {' of '.join(self.outer) or '-'}")
         lines[-1] += f"; {'jit' if self.jit else 'eager'}, {64 if self.x64 else 32} bits"
         return "\n".join([*lines, f"check({self!r})"])
@@ -140,24 +155,36 @@ def _seen(inner: tuple[str, ...], shape: Shape) -> Shape:
     return shape
 
 
+def _same(f: Any) -> Any:
+    return f
+
+
 def result(step: Step, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
     """What plain JAX gives for the operation; None if it takes no such operands."""
-    return _result(step, aval.shape, aval.dtype, jax.config.jax_enable_x64)
+    out = _result(step, aval.shape, aval.dtype, jax.config.jax_enable_x64)
+    return out if isinstance(out, jax.ShapeDtypeStruct) and out.size <= 256 else None
+
+
+def is_differentiable(step: Step, aval: jax.ShapeDtypeStruct) -> bool:
+    """Whether plain JAX takes the operation, and its gradient if that is of inexact numbers."""
+    grad = OUTER["grad"] if jnp.issubdtype(aval.dtype, jnp.inexact) else _same
+    out = _result(step, aval.shape, aval.dtype, jax.config.jax_enable_x64, grad)
+    return result(step, aval) is not None and out is not None
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _result(step: Step, shape: Shape, dtype: Any, x64: bool) -> jax.ShapeDtypeStruct | None:
+def _result(step: Step, shape: Shape, dtype: Any, x64: bool, transform: Callable[[Any], Any] = _same) -> Any:
     of = lambda letter, spec: (
         jax.ShapeDtypeStruct(*_shape_dtype(_value(*spec, x64)))
         if letter == VALUE
         else jax.ShapeDtypeStruct(spec, bool if letter == "p" else dtype)
     )
     operands = {letter: of(letter, spec) for letter, spec in step.operands}
+    f = lambda x, operands: function_of(step.text)(x, **operands)
     try:
-        out = jax.eval_shape(function_of(step.text), jax.ShapeDtypeStruct(shape, dtype), **operands)
+        return jax.eval_shape(transform(f), jax.ShapeDtypeStruct(shape, dtype), operands)
     except Exception:  # whatever JAX says of it
         return None
-    return out if isinstance(out, jax.ShapeDtypeStruct) and out.size <= 256 else None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -191,7 +218,7 @@ def _others(name: str, shape: Shape, x64: bool) -> list[str]:
 
 
 @st.composite
-def steps(draw: st.DrawFn, name: str, aval: jax.ShapeDtypeStruct, i: int, x64: bool) -> Step:
+def steps(draw: st.DrawFn, name: str, aval: jax.ShapeDtypeStruct, x64: bool) -> Step:
     by_primitive = _by_primitive(name)
     common = [primitive for primitive in COMMON if primitive in by_primitive]
     if by_primitive and (kind := draw(st.integers(0, 3))):
@@ -199,6 +226,12 @@ def steps(draw: st.DrawFn, name: str, aval: jax.ShapeDtypeStruct, i: int, x64: b
         text = draw(st.sampled_from(by_primitive[primitive]))
     else:
         text = draw(st.sampled_from(sorted(operations())))
+    return draw(calls(text, name, aval, x64))
+
+
+@st.composite
+def calls(draw: st.DrawFn, text: str, name: str, aval: jax.ShapeDtypeStruct, x64: bool) -> Step:
+    """The operation with its holes filled, and operands."""
     holes = {hole: draw(HOLES[hole]) for hole in holes_of(text)}
     operands = []
     for letter in operands_of(text):
@@ -223,9 +256,28 @@ def programs(draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), max_steps: 
         assume(sum(t in ROWS for t in inner) <= len(shape))
         aval = jax.ShapeDtypeStruct(_seen(inner, shape), dtype)
         chain: list[Step] = []
-        for i in range(draw(st.integers(0 if inner else 1, max_steps))):
+        for _ in range(draw(st.integers(0 if inner else 1, max_steps))):
             valid = lambda step, aval=aval: result(step, aval) is not None
-            step = draw(steps(name, aval, i, x64).filter(valid))
+            step = draw(steps(name, aval, x64).filter(valid))
             chain.append(step)
             aval = result(step, aval)
     return Program(name, tuple(chain), inner, outer, draw(st.sampled_from([True, True, False])), x64)
+
+
+@st.composite
+def wide_programs(draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), share: int = 1) -> Program:
+    """For each primitive that a type has a rule for, or for one of so many, an operation that binds it."""
+    name = draw(st.sampled_from(names))
+    x64 = draw(st.sampled_from([True, True, True, False]))
+    with under(x64):
+        aval = jax.ShapeDtypeStruct(*_shape_dtype(_value(name, 0, x64)))
+        drawn = []
+        for texts in _by_primitive(name).values():
+            for _ in range(
+                0 if draw(st.integers(0, share - 1)) else 3
+            ):  # some are not for this shape or dtype
+                step = draw(calls(draw(st.sampled_from(texts)), name, aval, x64))
+                if is_differentiable(step, aval):
+                    drawn.append(step)
+                    break
+    return Program(name, tuple(drawn), outer=("grad_and_result",), jit=True, x64=x64, wide=True)

@@ -8,11 +8,11 @@ import zlib
 import pytest
 
 import quaxlike as ql
-from tests.conformance.weights import TYPES
+from tests.conformance.weights import TYPES, WEIGHTS
 
 from .hunt import hunt
 from .operations import operations
-from .program import parts, under
+from .program import parts, programs, under, wide_programs
 
 # What no function of `jax.numpy` or `lax` binds on its own: transforms do, or other functions; and what is
 # left out of the programs, as it may never end.
@@ -20,10 +20,20 @@ NOT_OPERATIONS = {"add_any", "sharding_constraint", "jit", "geqrf", "eq_to", "le
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TYPES if " of " not in name])
+def test_every_rule(name):
+    # A corner is of a type that is among the weights, too.
+    _no_findings(name, wide_programs((name,), 2 if name in WEIGHTS else 8), 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_programs(name):
-    examples = 2 if " of " in name else 3
-    found = hunt((name,), seed_=zlib.crc32(name.encode()), examples=examples, shrink=False)
+    _no_findings(name, programs((name,)), 1)
+
+
+def _no_findings(name, drawn, examples):
+    found = hunt(drawn, seed_=zlib.crc32(name.encode()), examples=examples, shrink=False)
     assert not found.findings, "\n\n".join(found.findings.values())
 
 

@@ -52,7 +52,7 @@ def _weighted(f: Function) -> Function:
 
     def loss(x: Any, ops: Any) -> Any:
         leaves = map(jnp.asarray, _inexact(f(x, ops)))
-        return sum(jnp.sum(jnp.real(y * _weights(y.shape, y.dtype))) for y in leaves)
+        return sum((jnp.sum(jnp.real(y * _weights(y.shape, y.dtype))) for y in leaves), 0.0)
 
     return loss
 
@@ -74,6 +74,11 @@ def checkpoint(f: Function) -> Function:
 @_outer
 def grad(f: Function) -> Function:
     return jax.grad(_weighted(f))
+
+
+@_outer
+def grad_and_result(f: Function) -> Function:
+    return jax.grad(lambda x, ops: (_weighted(f)(x, ops), f(x, ops)), has_aux=True)
 
 
 @_inner

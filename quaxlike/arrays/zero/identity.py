@@ -63,14 +63,16 @@ class Identity(ArrayOperators, ArrayValue):
 @register_on_either_side("dot_general", Identity, precedence=_PRECEDENCE)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     (x_contract, y_contract), (x_batch, _) = params["dimension_numbers"]
-    if len(x_contract) != 1 or x_batch:
+    other, axes = (y, y_contract) if isinstance(x, Identity) else (x, x_contract)
+    if not axes or x_batch:
         return NotImplemented
-    # The identity's other axis takes the place of the contracted one, and comes first or last.
-    if isinstance(x, Identity):
-        moved = quaxify(jnp.moveaxis)(y, y_contract[0], 0)
-    else:
-        moved = quaxify(jnp.moveaxis)(x, x_contract[0], -1)
-    return conform(moved, result(primitive, (x, y), params))
+    if isinstance(other, Identity) and len(axes) == 2:
+        out = jnp.asarray(other.n)
+    elif len(axes) == 2:
+        out = quaxify(lambda other: jnp.trace(other, axis1=axes[0], axis2=axes[1]))(other)
+    else:  # the identity's other axis takes the place of the contracted one, and comes first or last
+        out = quaxify(jnp.moveaxis)(other, axes[0], 0 if isinstance(x, Identity) else -1)
+    return conform(out, result(primitive, (x, y), params))
 
 
 @register("transpose")
