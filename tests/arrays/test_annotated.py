@@ -115,4 +115,5 @@ def test_a_class_that_promotes_arrays_alone_is_first_met_by_a_custom_derivative(
     else:
         f.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
     out = jax.jit(ql.quaxify(lambda x: f(x)))(Counted(X, 2))
-    assert isinstance(out, Counted) and out.count == 2
+    assert isinstance(out, Counted)
+    assert out.count == 2

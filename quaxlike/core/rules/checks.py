@@ -8,8 +8,8 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 
-from . import compat
-from .values import aval_of, is_value
+from .. import compat
+from ..values import aval_of, is_value
 
 
 class RuleError(TypeError):

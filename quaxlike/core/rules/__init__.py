@@ -1,0 +1,44 @@
+"""Rules: how they are registered, which one a primitive follows, and whether its results are right."""
+
+from .checks import Checked, RuleError
+from .registry import (
+    GLOBAL,
+    Rule,
+    RuleSet,
+    epoch,
+    mark_in_use,
+    register,
+    register_on_either_side,
+    signature_of,
+)
+from .resolution import (
+    Ambiguity,
+    AmbiguousRuleError,
+    Resolver,
+    active_layers,
+    asking,
+    in_order,
+    more_specific,
+    resolver,
+)
+
+__all__ = [
+    "GLOBAL",
+    "Ambiguity",
+    "AmbiguousRuleError",
+    "Checked",
+    "Resolver",
+    "Rule",
+    "RuleError",
+    "RuleSet",
+    "active_layers",
+    "asking",
+    "epoch",
+    "in_order",
+    "mark_in_use",
+    "more_specific",
+    "register",
+    "register_on_either_side",
+    "resolver",
+    "signature_of",
+]
