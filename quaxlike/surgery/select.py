@@ -205,10 +205,10 @@ def _is_matrix(leaf: Any) -> bool:
 def layer_kinds(model: PyTree) -> dict[str, str | None]:
     """For each array: "linear", "embedding", "conv" or "other conv" (grouped or transposed) if it is the
     weight of such a layer, "matrix" if it may be that of a linear layer for all that is known, else None."""
-    return {path_of(path): _kind(_owner(model, path), path, leaf) for path, leaf in _leaves(model)}
+    return {path_of(path): _kind(owner_of(model, path), path, leaf) for path, leaf in _leaves(model)}
 
 
-def _owner(model: PyTree, path: Sequence[Any]) -> Any:
+def owner_of(model: PyTree, path: Sequence[Any]) -> Any:
     """The node that holds the leaf; None where its pytree type does not say."""
     node: Any = model
     for key in path[:-1]:

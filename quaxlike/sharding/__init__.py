@@ -1,0 +1,8 @@
+"""Models on meshes of devices, arrays of any type included."""
+
+from .layouts import fsdp as fsdp
+from .layouts import tensor_parallel as tensor_parallel
+from .placing import shard as shard
+from .specs import specs_for as specs_for
+
+__all__ = ["fsdp", "shard", "specs_for", "tensor_parallel"]

@@ -1,0 +1,244 @@
+"""Rules that are made: which axes of the weights of a model are spread over which axes of a mesh."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..arrays.lora import LoraArray
+from ..core.values import is_value
+from ..surgery.select import owner_of, path_of
+from .placing import refusal
+from .specs import axes_of, leaf_specs_of, unnested
+
+# The last components of the names of projections, in the checkpoints of transformers, Equinox and Flax. Of
+# the first kind each device computes some of the features, which the second kind takes in.
+_OUT = (
+    r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|query|key|value|query_proj|key_proj|value_proj|"
+    r"query_key_value|c_attn|Wqkv|gate_proj|up_proj|gate_up_proj|c_fc|fc1|fc_in|wi|wi_0|wi_1|w1|w3|"
+    r"dense_h_to_4h|intermediate\.dense"
+)
+_IN = (
+    r"o_proj|out_proj|output_proj|down_proj|c_proj|fc2|fc_out|wo|w2|dense_4h_to_h|output\.dense|"
+    r"attention\.dense|attention\.out"
+)
+_VOCABULARY = r"lm_head|embed_out|embed_tokens|wte|word_embeddings|embed_in"
+_NAMED = {
+    kind: re.compile(rf"(.*\.)?({names})\.(weight|kernel|bias)")
+    for kind, names in (("out", _OUT), ("in", _IN), ("vocabulary", _VOCABULARY))
+}
+
+Rule = Callable[[str, Any], Any]
+
+
+def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rule:
+    """Makes the rule by which the layers of a model are divided between devices: Megatron's.
+
+    Of projections that belong together, each device has the rows of the first ones (queries, keys and values;
+    the gate and what goes up) that give its features, and the columns of the last one that take them in: one
+    sum over devices for each attention and each feed-forward block. Embeddings and the output head are
+    divided by the vocabulary. Other linear layers are divided by their outputs, and embeddings and other
+    layers stay whole, where the sizes do not allow more. Biases go with the outputs; norms are on every
+    device.
+
+    Which layer is of which kind is told by its class (those of Equinox) and by its name (those of
+    transformers).
+
+    **Arguments:**
+
+    - `model`: the model, quantised and adapted or not; its arrays may be shapes.
+    - `mesh`: the devices; an abstract mesh will do.
+    - `axis`: the mesh axis to spread over. Default "model", "tensor" or "tp", if the mesh has one of them,
+        else the last one.
+
+    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
+    [`specs_for`][quaxlike.sharding.specs_for]: of this model, of parts of it that `eqx.partition` made, and
+    of anything that holds arrays under the same names and of the same shapes, such as the state of an
+    optimiser.
+
+    **Raises:** `ValueError` for an axis that the mesh lacks; and, for a projection that can be told, if the
+    devices cannot share its blocks evenly, with what would divide them.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, optax, quaxlike as ql
+        from quaxlike.sharding import shard, tensor_parallel
+
+        mesh = jax.make_mesh((len(jax.devices()),), ("model",))
+        model = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=1, key=jax.random.key(0)), "nf4")
+        model = ql.loraify(model, rank=4, key=jax.random.key(1))
+        params, _ = eqx.partition(model, ql.trainable(model))
+        rule = tensor_parallel(model, mesh)
+        model, state = shard(model, mesh, rule), shard(optax.adam(1e-3).init(params), mesh, rule)
+        ```
+
+    Source: Shoeybi et al., Megatron-LM, <https://arxiv.org/abs/1909.08053>.
+    """
+    axis = _one_axis(mesh, axis)
+    specs: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value):
+        name = path_of(path)
+        if not (is_value(leaf) or hasattr(leaf, "shape")):
+            continue
+        kind, needed = _kind(model, path, name)
+        own = _layout(name, leaf, kind, axis)
+        found = leaf_specs_of(name, leaf, None)
+        if any(entry is not None for entry in own):
+            found = _if_it_fits(name, leaf, own, mesh, needed, found)
+        specs[name], shapes[name] = found, tuple(leaf.shape)
+        if is_value(leaf):  # parts, where others of them are missing
+            for below, spec in jtu.tree_leaves_with_path(found):
+                specs[f"{name}.{path_of(below)}"] = spec
+            for below, x in jtu.tree_leaves_with_path(leaf):
+                shapes[f"{name}.{path_of(below)}"] = tuple(x.shape)
+    return _ByName(specs, shapes)
+
+
+def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: Rule | None = None) -> Rule:
+    """Makes the rule by which every device stores an equal part of each weight, and gathers it to use it.
+
+    Parts of Values (codes, scales, the factors of adapters) are cut each on its own, wherever the devices can
+    share one of its axes evenly: what is gathered are packed codes, in whatever blocks. Vectors, such as norm
+    scales and biases, are on every device.
+
+    **Arguments:**
+
+    - `mesh`: the devices; an abstract mesh will do.
+    - `axis`: the mesh axis, or axes, to spread over. Default: all; of `over`, all that it leaves.
+    - `over`: another rule, such as that of [`tensor_parallel`][quaxlike.sharding.tensor_parallel], whose
+        parts are cut further. Default: none.
+
+    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
+    [`specs_for`][quaxlike.sharding.specs_for], of any model and of the states of its optimisers.
+
+    **Raises:** `ValueError` for an axis that the mesh lacks.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.sharding import fsdp, shard
+
+        mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        mlp = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)), "nf4", double_quant=True)
+        mlp = shard(mlp, mesh, fsdp(mesh))
+        ```
+
+    Source: Rajbhandari et al., ZeRO, <https://arxiv.org/abs/1910.02054>.
+    """
+    axes = tuple(mesh.shape) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    for one in axes:
+        _check_axis(mesh, one)
+
+    def rule(name: str, leaf: Any) -> Any:
+        first = leaf_specs_of(name, leaf, None if over is None else over(name, leaf))
+        if not is_value(leaf) and len(leaf.shape) < 2:
+            return first
+        if jtu.tree_structure(first) != jtu.tree_structure(leaf):
+            leaf = eqx.filter_eval_shape(unnested, leaf)
+        return jtu.tree_map(lambda x, spec: _cut_further(x, spec, mesh, axes), leaf, first)
+
+    return rule
+
+
+def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
+    """The spec with the longest of the axes that it leaves free spread over the mesh axes it leaves free."""
+    entries = [*spec, *[None] * (len(x.shape) - len(spec))]
+    used = {name for entry in entries for name in axes_of(entry)}
+    free = tuple(name for name in axes if name not in used and mesh.shape[name] > 1)
+    devices = math.prod(mesh.shape[name] for name in free)
+    fits = [i for i, n in enumerate(x.shape) if entries[i] is None and n and n % devices == 0]
+    if not free or not fits:
+        return spec
+    entries[max(fits, key=lambda i: x.shape[i])] = free if len(free) > 1 else next(iter(free))
+    return jax.P(*entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByName:
+    """The specs of the arrays of a model, for whatever holds arrays under the same names further down."""
+
+    specs: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+    def __call__(self, name: str, leaf: Any) -> Any:
+        while True:
+            if name in self.specs:
+                return self.specs[name] if self.shapes[name] == tuple(leaf.shape) else None
+            _, dot, name = name.partition(".")
+            if not dot:
+                return None
+
+
+def _one_axis(mesh: Any, axis: str | None) -> str:
+    if axis is None:
+        return next((n for n in ("model", "tensor", "tp") if n in mesh.shape), tuple(mesh.shape)[-1])
+    _check_axis(mesh, axis)
+    return axis
+
+
+def _check_axis(mesh: Any, axis: str) -> None:
+    if axis not in mesh.shape:
+        raise ValueError(f"The mesh has no axis {axis!r}; it has {', '.join(mesh.shape)}.")
+
+
+def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, otherwise: Any) -> Any:
+    try:
+        specs = leaf_specs_of(name, leaf, spec)
+    except ValueError:
+        if needed:
+            raise
+        return otherwise
+    if jtu.tree_structure(specs) != jtu.tree_structure(leaf):
+        leaf = eqx.filter_eval_shape(unnested, leaf)
+    reason = refusal(leaf, specs, mesh)
+    if reason is not None and needed:
+        raise ValueError(f"{name}{reason}")
+    return specs if reason is None else otherwise
+
+
+# -------------------------------------------------------------------------------------------------
+# Layers
+# -------------------------------------------------------------------------------------------------
+
+
+def _kind(model: PyTree, path: Sequence[Any], name: str) -> tuple[str | None, bool]:
+    """Whether a layer is divided by its outputs ("out"), its inputs ("in"), its vocabulary, or not; and
+    whether it has to be."""
+    owner, around = owner_of(model, path), owner_of(model, path[:-2])
+    if isinstance(around, eqx.nn.MLP):
+        index = path[-2].idx
+        alone = index % 2 == 0 and index == len(around.layers) - 1
+        return ("out", False) if alone else (("out", "in")[index % 2], True)
+    for kind, pattern in _NAMED.items():
+        if pattern.fullmatch(name):
+            return kind, kind != "vocabulary"
+    if isinstance(owner, eqx.nn.Embedding):
+        return None, False
+    return ("out" if isinstance(owner, eqx.nn.Linear) else None), False
+
+
+def _layout(name: str, leaf: Any, kind: str | None, axis: str) -> jax.P:
+    """The spec of an array of a layer of this kind."""
+    ndim = len(leaf.shape)
+    if name.endswith("bias"):
+        return jax.P(*[None] * (ndim - 1), axis) if kind == "out" and ndim else jax.P()
+    if kind is None or ndim < 2:
+        return jax.P()
+    if kind == "vocabulary":
+        cut = -2
+    elif isinstance(leaf, LoraArray):
+        (cut, *_) = leaf.out_axes if kind == "out" else leaf.in_axes
+    else:
+        # As Flax's kernels and GPT-2's projections are stored.
+        in_out = name.endswith(".kernel") or re.fullmatch(r"(.*\.)?(c_attn|c_fc|c_proj)\.weight", name)
+        cut = (-1 if kind == "out" else -2) if in_out else (-2 if kind == "out" else -1)
+    return jax.P(*[axis if i == ndim + cut else None for i in range(ndim)])

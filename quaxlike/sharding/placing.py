@@ -1,0 +1,113 @@
+"""Models placed on meshes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+from ..core.values import is_value
+from ..surgery.select import path_of
+from .specs import axes_of, leaf_specs_of, specs_for, unnested
+
+_Model = TypeVar("_Model")
+
+
+def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
+    """Places a model on a mesh, each array as its partition spec says.
+
+    Doubly quantised weights are spread with float32 scales, since the blocks of nested scales cross rows:
+    see [`specs_for`][quaxlike.sharding.specs_for].
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `mesh`: the devices.
+    - `specs`: a rule, as [`specs_for`][quaxlike.sharding.specs_for] takes it: what
+        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.sharding.tensor_parallel] make, or
+        regular expressions, where the model itself is no dict; or what `specs_for` returned; or a tree of
+        the same form from the top, in which a spec stands for all arrays below it, and at a Value for the
+        logical array.
+
+    **Returns:** the model with its arrays on the devices of the mesh; what is no array stays.
+
+    **Raises:** `ValueError` for an axis that the mesh does not have, and for an array that its devices cannot
+    share evenly: of a quantised one, if a block would be cut.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+        from quaxlike.sharding import shard, tensor_parallel
+
+        mesh = jax.make_mesh((len(jax.devices()),), ("model",))
+        mlp = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)), "nf4")
+        mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
+        ```
+    """
+    if callable(specs) or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
+        specs = specs_for(model, specs)
+
+    def place(path: Sequence[Any], spec: Any, part: Any) -> Any:
+        return jtu.tree_map_with_path(
+            lambda below, leaf: _placed(path_of((*path, *below)), leaf, spec, mesh), part, is_leaf=is_value
+        )
+
+    is_spec = lambda x: x is None or isinstance(x, jax.P) or is_value(x)
+    return jtu.tree_map_with_path(place, specs, model, is_leaf=is_spec)
+
+
+def _placed(name: str, leaf: Any, spec: Any, mesh: jax.sharding.Mesh) -> Any:
+    """`spec` is that of the logical array, None, or a Value with one for each leaf."""
+    if not (is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)):
+        return leaf
+    specs = spec if is_value(spec) else leaf_specs_of(name, leaf, spec or jax.P())
+    if is_value(leaf) and jtu.tree_structure(specs) != jtu.tree_structure(leaf):
+        leaf = unnested(leaf)
+    if (reason := refusal(leaf, specs, mesh)) is not None:
+        raise ValueError(f"{name}{reason}")
+    put = lambda x, own: jax.device_put(x, jax.NamedSharding(mesh, own))
+    return jtu.tree_map(put, leaf, specs)
+
+
+def refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
+    """Why an array cannot be spread over a mesh by these specs, a sentence that goes on from its name; None
+    if it can."""
+    parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
+    specs = jtu.tree_leaves(specs)
+    for (part, x), spec in zip(parts, specs, strict=True):
+        own = f".{part}, part of a {type(leaf).__name__} of shape {leaf.shape}," if part else ""
+        for axis, entry in enumerate(spec):
+            unknown = [n for n in axes_of(entry) if n not in mesh.shape]
+            if unknown:
+                axes = ", ".join(mesh.shape)
+                return f": {spec} names the axis {unknown[0]!r}, but the mesh has {axes}."
+            devices = math.prod(mesh.shape[n] for n in axes_of(entry))
+            if x.shape[axis] % devices:
+                return (
+                    f"{own} has shape {x.shape}, and {spec} would split its axis {axis} over {devices} "
+                    f"devices: {x.shape[axis]} is not a multiple of that."
+                    + (_remedy(leaf, specs, entry, devices) if part else " Shard another axis, or none.")
+                )
+    return None
+
+
+def _remedy(leaf: Any, specs: Sequence[Any], entry: Any, devices: int) -> str:
+    """For parts of a Value: all those that are spread over the same devices have to share them evenly."""
+    sizes = [
+        x.shape[axis]
+        for x, spec in zip(jtu.tree_leaves(leaf), specs, strict=True)
+        for axis, own in enumerate(spec)
+        if own == entry
+    ]
+    blocks = math.gcd(*sizes)
+    fits = math.gcd(blocks, devices)
+    return (
+        f" Blocks, with a scale each, cannot be cut: the number of devices has to divide {blocks}"
+        + (f", as {fits} does" if fits > 1 else "")
+        + ". Or quantise in smaller blocks, or shard another axis, or none."
+    )

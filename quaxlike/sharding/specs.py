@@ -1,0 +1,112 @@
+"""How the arrays of a model are spread over the axes of a mesh, parts of Values included."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..arrays.quantized.base import AbstractQuantizedArray
+from ..core.jaxprs.slots import Slot, leaf_specs
+from ..core.values import is_value
+from ..surgery.select import matches, named_arrays, near, path_of
+
+Rule = Callable[[str, Any], Any] | Mapping[str, jax.P]
+
+
+def specs_for(model: PyTree, rule: Rule) -> PyTree:
+    """Says how each array of a model is spread over the axes of a mesh, parts of Values included.
+
+    A rule speaks of logical arrays: what it says of a weight of shape `(out, in)` holds whether that is a
+    plain array, 4-bit codes with their scales, or either with an adapter.
+
+    **Arguments:**
+
+    - `model`: any pytree; its arrays may be shapes (`eqx.filter_eval_shape`).
+    - `rule`: either partition specs by regular expressions, the first of which that matches a whole name
+        counts (the name of a layer stands for its `weight`); or a callable that takes the name and the array
+        or Value, and returns a spec, or for a Value also the Value with a spec for each of its arrays. What
+        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.sharding.tensor_parallel] make are
+        such callables. Arrays for which there is no spec, or None, are on every device.
+
+    The blocks of doubly quantised scales cross the rows of a weight. Where a spec cuts these, the specs are
+    those of the weight with float32 scales, which [`shard`][quaxlike.sharding.shard] gives it: the same
+    numbers, 4.5 instead of 4.13 bits a weight in blocks of 64.
+
+    **Returns:** the model with a `jax.P` for each array, including those inside Values, and None for all that
+    is no array: for [`shard`][quaxlike.sharding.shard], for `jax.shard_map` and for `jax.jit`.
+
+    **Raises:** `ValueError` for a pattern that matches nothing, with near misses, and for a spec that an
+    array, or a Value of its kind, cannot follow.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.sharding import specs_for
+
+        mlp = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)), "nf4")
+        specs = specs_for(mlp, {r"layers\\.\\d": jax.P("model", None)})
+        ```
+
+    Partition rules by the names of parameters are those of T5X and EasyLM.
+    """
+    arrays = named_arrays(model)
+    if isinstance(rule, Mapping):
+        for pattern in rule:
+            if not any(matches(pattern, name, regex=True) for name in arrays):
+                hint = near(pattern, arrays)
+                raise ValueError(f"{pattern!r} matches none of the arrays of the model. {hint}")
+        specs = {
+            name: next((spec for p, spec in rule.items() if matches(p, name, regex=True)), None)
+            for name in arrays
+        }
+    else:
+        specs = {name: rule(name, leaf) for name, leaf in arrays.items()}
+
+    def spec_of(path: Sequence[Any], leaf: Any) -> Any:
+        name = path_of(path)
+        return leaf_specs_of(name, leaf, specs[name]) if name in specs else None
+
+    return jtu.tree_map_with_path(spec_of, model, is_leaf=is_value)
+
+
+def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
+    """The spec for an array; for a Value, the Value with one in place of each of its leaves.
+
+    `spec` is that of the logical array, None, or already a Value of specs.
+    """
+    if is_value(spec):
+        return spec
+    spec = jax.P() if spec is None else spec
+    if len(spec) > len(leaf.shape):
+        raise ValueError(f"{name}: {spec} has more axes than the array, which is of shape {leaf.shape}.")
+    if not is_value(leaf):
+        return spec
+    try:
+        return _follow(leaf, spec)
+    except ValueError as error:
+        simpler = eqx.filter_eval_shape(unnested, leaf)
+        if jtu.tree_structure(simpler) != jtu.tree_structure(leaf):
+            return leaf_specs_of(name, simpler, spec)
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _follow(leaf: Any, spec: jax.P) -> Any:
+    leaves, treedef = jtu.tree_flatten(leaf)
+    avals = (jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(lambda x: x, leaves))
+    return jtu.tree_unflatten(treedef, leaf_specs(Slot(treedef, tuple(avals)), spec))
+
+
+def unnested(value: Any) -> Any:
+    """A Value with float32 scales in place of doubly quantised ones, so that more of its axes are free."""
+    is_quantized = lambda x: isinstance(x, AbstractQuantizedArray)
+    return jtu.tree_map(lambda x: x.untied() if is_quantized(x) else x, value, is_leaf=is_quantized)
+
+
+def axes_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that one entry of a spec names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
