@@ -49,7 +49,8 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
-    if callable(specs) or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
+    made = callable(specs) and jtu.all_leaves([specs])  # a module with specs for arrays is callable, too
+    if made or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
         specs = specs_for(model, specs)
 
     def place(path: Sequence[Any], spec: Any, part: Any) -> Any:
