@@ -13,14 +13,15 @@ from ..core.jaxprs.cached import cached_trace
 from ..core.rules import register_on_either_side
 from ..core.values import is_value
 from ..kernels import lora_matmul
+from . import precedence
 from .lora.array import LoraArray, frozen
-from .lora.contraction import PRECEDENCE, drops
+from .lora.dot import drops
 from .quantized.codebook import AbstractCodebookArray
-from .quantized.contract import product_dtype
+from .quantized.dot import product_dtype
 from .quantized.scales import NestedScales
 
 
-@register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=PRECEDENCE + 1)
+@register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=precedence.LORA_OF_CODES)
 @cached_trace
 def _dot_general_adapted_codes(
     primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any

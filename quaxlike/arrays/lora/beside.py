@@ -15,7 +15,7 @@ from ...core.jaxprs.unify import widened
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise
 from .array import frozen
-from .contraction import add
+from .dot import add
 
 
 class _Beside(ArrayValue):

@@ -10,12 +10,13 @@ from jaxtyping import ArrayLike
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue
+from .. import precedence
 from .array import RANK, LoraArray, labels, row_scale
-from .contraction import PRECEDENCE, add, dropped, drops, multiply, widened
+from .dot import add, dropped, drops, multiply, widened
 from .einsum import Labels, arrange, cast, common_dtype
 
 
-@register("conv_general_dilated", precedence=PRECEDENCE)
+@register("conv_general_dilated", precedence=precedence.LORA)
 def _conv(
     primitive: Primitive,
     x: ArrayLike | ArrayValue,
@@ -74,7 +75,7 @@ def _conv(
     return quaxify(product)(lora.base, lora.a, lora.b, x)
 
 
-@register("ragged_dot_general", precedence=PRECEDENCE)
+@register("ragged_dot_general", precedence=precedence.LORA)
 def _ragged_dot(
     primitive: Primitive,
     x: ArrayLike | ArrayValue,

@@ -13,6 +13,7 @@ from ...core.jaxprs.unify import OperandMismatch, widened
 from ...core.operators import ArrayOperators, run
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, is_value, replace_fields
+from .. import precedence
 from ..annotated import AnnotatedArray
 
 Name = str | None
@@ -26,7 +27,6 @@ class AxisError(OperandMismatch):
 
 
 # Names describe an array, whatever its unit and whatever it is made of: before all other types.
-PRECEDENCE = 30
 
 
 class NamedArray(AnnotatedArray):
@@ -61,7 +61,7 @@ class NamedArray(AnnotatedArray):
 
     _names: tuple[Name, ...] = eqx.field(static=True)
 
-    default_precedence = PRECEDENCE
+    default_precedence = precedence.NAMED
 
     def __init__(self, array: ArrayLike | ArrayValue, names: Sequence[Name]) -> None:
         self.array = array if is_value(array) else jnp.asarray(array)

@@ -10,7 +10,8 @@ from jaxtyping import ArrayLike
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import CUMULATIVE, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REDUCTIONS, installed
-from .array import PRECEDENCE, AxisError, Name, NamedArray
+from .. import precedence
+from .array import AxisError, Name, NamedArray
 
 _Any = ArrayLike | ArrayValue
 
@@ -134,12 +135,12 @@ def _agreed(primitive: Primitive, operands: Sequence[Any]) -> list[Name]:
     return out
 
 
-@register_on_either_side(ELEMENTWISE_BINARY, NamedArray, precedence=PRECEDENCE)
+@register_on_either_side(ELEMENTWISE_BINARY, NamedArray, precedence=precedence.NAMED)
 def _elementwise(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return _named(_bind(primitive, (x, y), params), _agreed(primitive, (x, y)))
 
 
-@register_on_either_side("dot_general", NamedArray, precedence=PRECEDENCE)
+@register_on_either_side("dot_general", NamedArray, precedence=precedence.NAMED)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     contract, batch = params["dimension_numbers"]
     xs, ys = _names(x), _names(y)
@@ -166,17 +167,17 @@ def _stack(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     return _named(_bind(primitive, xs, params), names)
 
 
-@register("select_n", precedence=PRECEDENCE)
+@register("select_n", precedence=precedence.NAMED)
 def _select_left(primitive: Primitive, which: ArrayLike, x: NamedArray, y: _Any, **params: Any) -> Any:
     return _select(primitive, which, x, y, **params)
 
 
-@register("select_n", precedence=PRECEDENCE)
+@register("select_n", precedence=precedence.NAMED)
 def _select_right(primitive: Primitive, which: ArrayLike, x: _Any, y: NamedArray, **params: Any) -> Any:
     return _select(primitive, which, x, y, **params)
 
 
-@register("select_n", precedence=PRECEDENCE)
+@register("select_n", precedence=precedence.NAMED)
 def _select_both(primitive: Primitive, which: ArrayLike, x: NamedArray, y: NamedArray, **params: Any) -> Any:
     return _select(primitive, which, x, y, **params)
 

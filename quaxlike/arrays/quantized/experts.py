@@ -11,8 +11,8 @@ from jaxtyping import Array
 from ...core.rules import register
 from ...kernels.multilinear import vary_alike
 from .base import AbstractQuantizedArray
-from .contract import contract, name_axes, product_dtype
-from .layout import with_free_axes
+from .dot import contract, name_axes, product_dtype
+from .shape import with_free_axes
 
 
 @register("ragged_dot_general")

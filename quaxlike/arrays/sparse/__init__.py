@@ -1,9 +1,7 @@
 """Arrays that are mostly zero, stored by what is not."""
 
-from . import axes as _axes  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
-from . import block_rules as _block_rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
-from . import elements as _elements  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
-from . import products as _products  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
+# They register rules.
+from . import block_dot, block_elementwise, block_shape, dot, elementwise, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .block import BlockSparseArray
 from .one_hot import OneHotVector
 from .unstructured import SparseArray

@@ -4,9 +4,8 @@ A product, a linear system or a determinant costs what the structure asks for: `
 `jnp.linalg.inv`, `jnp.linalg.slogdet` and `jnp.linalg.det` reach it under `quaxify`.
 """
 
-from . import arithmetic as _arithmetic  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
-from . import contraction as _contraction  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from . import layout as _layout  # noqa: F401  # pyright: ignore[reportUnusedImport]
+# They register rules.
+from . import dot, elementwise, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import StructuredMatrix
 from .diagonal import DiagonalMatrix
 from .kronecker import KroneckerMatrix

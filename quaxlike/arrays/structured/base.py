@@ -1,4 +1,4 @@
-"""What structured matrices have in common: parts with batch axes in front, and what is asked of a type."""
+"""`StructuredMatrix`: parts with batch axes in front, and the methods that a type defines."""
 
 import abc
 import contextlib

@@ -12,11 +12,11 @@ from jaxtyping import ArrayLike
 from ...core.jaxprs.unify import widened
 from ...core.known_constants import may_be_placeholder, track
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
+from .. import precedence
 from ..annotated import AnnotatedArray
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
 # A unit describes an array whatever that is made of: before the types that say how it is stored.
-PRECEDENCE = 20
 
 
 class Unitful(AnnotatedArray):
@@ -51,7 +51,7 @@ class Unitful(AnnotatedArray):
     array: Any = eqx.field(converter=lambda x: x if is_value(x) else jnp.asarray(x))
     unit: Unit = eqx.field(static=True, converter=Unit)
 
-    default_precedence = PRECEDENCE
+    default_precedence = precedence.UNITFUL
     on_materialise = "error"  # dropping a unit has to be asked for
 
     @classmethod

@@ -15,8 +15,9 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
+from .. import precedence
 from ..annotated import STRUCTURAL
-from .array import PRECEDENCE, Unitful, unit_of, with_unit
+from .array import Unitful, unit_of, with_unit
 from .unit import ANY, UNKNOWN, DimensionError, Unit
 
 _Any = ArrayLike | ArrayValue
@@ -109,7 +110,7 @@ def _dimensionless(primitive: Primitive, operands: Sequence[Any]) -> Sequence[An
 _PRODUCTS = {"mul": (1, 1), "div": (1, -1), "dot_general": (1, 1), "conv_general_dilated": (1, 1)}
 
 
-@register_on_either_side(tuple(_PRODUCTS), Unitful, precedence=PRECEDENCE)
+@register_on_either_side(tuple(_PRODUCTS), Unitful, precedence=precedence.UNITFUL)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     out = _bind(primitive, (x, y), params)
@@ -119,14 +120,14 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 
 
-@register_on_either_side("triangular_solve", Unitful, precedence=PRECEDENCE)
+@register_on_either_side("triangular_solve", Unitful, precedence=precedence.UNITFUL)
 def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
     # With a unit diagonal the matrix is a plain factor, as the lower one of an LU decomposition.
     unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
     return with_unit(_bind(primitive, (a, b), params), unit)
 
 
-@register_on_either_side("pow", Unitful, precedence=PRECEDENCE)
+@register_on_either_side("pow", Unitful, precedence=precedence.UNITFUL)
 def _pow(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     _dimensionless(primitive, [y])
     out = _bind(primitive, (x, y), params)
@@ -163,13 +164,13 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
     return units.pop() if units else next(x.unit for x in operands if isinstance(x, Unitful))
 
 
-@register_on_either_side(_SAME, Unitful, precedence=PRECEDENCE)
+@register_on_either_side(_SAME, Unitful, precedence=precedence.UNITFUL)
 def _same(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     unit = _common(primitive, (x, y))
     return with_unit(_bind(primitive, (x, y), params), unit)
 
 
-@register_on_either_side(_RATIOS, Unitful, precedence=PRECEDENCE)
+@register_on_either_side(_RATIOS, Unitful, precedence=precedence.UNITFUL)
 def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     _common(primitive, (x, y))
     return _bind(primitive, (x, y), params)
@@ -178,7 +179,7 @@ def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 @register_on_either_side(
     tuple(set(ELEMENTWISE_BINARY) - {*_SAME, *_RATIOS, *_PRODUCTS, "pow"}),
     Unitful,
-    precedence=PRECEDENCE,
+    precedence=precedence.UNITFUL,
 )
 def _two_numbers(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return _bind(primitive, _dimensionless(primitive, (x, y)), params)
@@ -220,17 +221,17 @@ def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     return with_unit(_bind(primitive, xs, params), unit)
 
 
-@register("select_n", precedence=PRECEDENCE)
+@register("select_n", precedence=precedence.UNITFUL)
 def _select_left(primitive: Primitive, which: ArrayLike, x: Unitful, y: _Any) -> Any:
     return _select(primitive, which, x, y)
 
 
-@register("select_n", precedence=PRECEDENCE)
+@register("select_n", precedence=precedence.UNITFUL)
 def _select_right(primitive: Primitive, which: ArrayLike, x: _Any, y: Unitful) -> Any:
     return _select(primitive, which, x, y)
 
 
-@register("select_n", precedence=PRECEDENCE)
+@register("select_n", precedence=precedence.UNITFUL)
 def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful) -> Any:
     return _select(primitive, which, x, y)
 
@@ -242,6 +243,6 @@ def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
     return with_unit(_bind(primitive, (which, *cases), {}), unit)
 
 
-@register("scatter-mul", precedence=PRECEDENCE)
+@register("scatter-mul", precedence=precedence.UNITFUL)
 def _scatter_mul(primitive: Primitive, x: Unitful, indices: ArrayLike, by: _Any, **params: Any) -> Any:
     return with_unit(_bind(primitive, (x, indices, *_dimensionless(primitive, [by])), params), x.unit)

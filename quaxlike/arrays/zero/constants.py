@@ -21,10 +21,10 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, Value, is_value
 from ...primitives.classes import ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REARRANGEMENTS
+from .. import precedence
 from ..bounds import fill_value_of
 
 # After the types that describe an array, before those that say how it is stored.
-PRECEDENCE = 10
 
 
 class Zero(ArrayOperators, ArrayValue):
@@ -206,7 +206,7 @@ def _elementwise_unary(primitive: Primitive, x: Constant, **params: Any) -> Any:
     return apply(functools.partial(primitive.bind, **params), x, shape=x.shape)
 
 
-@register_on_either_side(ELEMENTWISE_BINARY, Constant, precedence=PRECEDENCE)
+@register_on_either_side(ELEMENTWISE_BINARY, Constant, precedence=precedence.CONSTANT)
 def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
@@ -266,7 +266,7 @@ def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any
     return _same(x, result(primitive, (x, indices), params).shape)
 
 
-@register("pad", precedence=PRECEDENCE)
+@register("pad", precedence=precedence.CONSTANT)
 def _pad(primitive: Primitive, x: Constant, value: _Any, **params: Any) -> Any:
     number = known(value) if isinstance(value, Constant) else _concrete(value)
     if number is None or number != known(x):
@@ -325,13 +325,13 @@ def _of_zeros(primitive: Primitive, x: Zero, **params: Any) -> Zero:
     return Zero(out.shape, out.dtype)
 
 
-@register_on_either_side(["dot_general", "conv_general_dilated"], Zero, precedence=PRECEDENCE)
+@register_on_either_side(["dot_general", "conv_general_dilated"], Zero, precedence=precedence.CONSTANT)
 def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Zero:
     out = result(primitive, (x, y), params)
     return Zero(out.shape, out.dtype)
 
 
-@register_on_either_side("dot_general", Full, other=ArrayLike, precedence=PRECEDENCE)
+@register_on_either_side("dot_general", Full, other=ArrayLike, precedence=precedence.CONSTANT)
 def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """Each sum of the other's elements stands for all rows of the `Full`."""
     if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):

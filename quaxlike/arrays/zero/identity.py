@@ -18,10 +18,10 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
-from .constants import PRECEDENCE, Full, apply, as_dtype, conform, known, result
+from .. import precedence
+from .constants import Full, apply, as_dtype, conform, known, result
 
 # After `Zero`: zero times the identity is zero.
-_PRECEDENCE = PRECEDENCE - 1
 
 
 class Identity(ArrayOperators, ArrayValue):
@@ -60,18 +60,20 @@ class Identity(ArrayOperators, ArrayValue):
         return wl.TextDoc(f"Identity({self.aval().str_short()})")
 
 
-@register_on_either_side("dot_general", Identity, precedence=_PRECEDENCE)
+@register_on_either_side("dot_general", Identity, precedence=precedence.IDENTITY)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     (x_contract, y_contract), (x_batch, _) = params["dimension_numbers"]
-    other, axes = (y, y_contract) if isinstance(x, Identity) else (x, x_contract)
+    on_left = isinstance(x, Identity)
+    axes = y_contract if on_left else x_contract
+    other: Any = y if on_left else x
     if not axes or x_batch:
         return NotImplemented
-    if isinstance(other, Identity) and len(axes) == 2:
-        out = jnp.asarray(other.n)
+    if type(x) is type(y) and len(axes) == 2:
+        out = jnp.asarray(x.n)
     elif len(axes) == 2:
-        out = quaxify(lambda other: jnp.trace(other, axis1=axes[0], axis2=axes[1]))(other)
+        out = quaxify(functools.partial(jnp.trace, axis1=axes[0], axis2=axes[1]))(other)
     else:  # the identity's other axis takes the place of the contracted one, and comes first or last
-        out = quaxify(jnp.moveaxis)(other, axes[0], 0 if isinstance(x, Identity) else -1)
+        out = quaxify(jnp.moveaxis)(other, axes[0], 0 if on_left else -1)
     return conform(out, result(primitive, (x, y), params))
 
 
@@ -103,6 +105,6 @@ def _lu(x: Identity, **params: Any) -> list[Any]:
     return [x, order, order]
 
 
-@register("triangular_solve", precedence=_PRECEDENCE)
+@register("triangular_solve", precedence=precedence.IDENTITY)
 def _triangular_solve(x: Identity, y: ArrayLike | ArrayValue, **params: Any) -> Any:
     return y

@@ -10,15 +10,15 @@ from jax.extend.core import Primitive
 from ...core.jaxprs.cached import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register_on_either_side
+from .. import precedence
 from .array import LoraArray, labels, row_scale
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
 # Opened before arrays that say how they are stored, whose rules then meet the parts; after those that
 # say what is in them (zeros).
-PRECEDENCE = 1
 
 
-@register_on_either_side("dot_general", LoraArray, precedence=PRECEDENCE)
+@register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
 @cached_trace
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
     if isinstance(x, LoraArray):

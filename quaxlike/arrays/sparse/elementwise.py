@@ -1,4 +1,4 @@
-"""What is done to a sparse array element by element, and its sums."""
+"""Sparse arrays element by element, and their sums."""
 
 import math
 from collections.abc import Sequence

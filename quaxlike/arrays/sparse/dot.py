@@ -15,6 +15,7 @@ from ...core.rules import register_on_either_side
 from ...core.values import ArrayValue
 from ...kernels import csr_matmul
 from ...kernels.csr_matmul import coo_matmul, sum_dtype
+from .. import precedence
 from .block import BlockSparseArray
 from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
 from .stacks import dot_stack, product_dtype
@@ -97,7 +98,12 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     return out.replace(data=out.data.astype(dtype))
 
 
-@register_on_either_side("dot_general", SparseArray | BlockSparseArray, other=ArrayValue, precedence=-1)
+@register_on_either_side(
+    "dot_general",
+    SparseArray | BlockSparseArray,
+    other=ArrayValue,
+    precedence=precedence.SPARSE_BESIDE_VALUES,
+)
 def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """With a type that is multiplied with arrays alone, such as a quantised one, and of two sparse arrays
     that nothing better is known for: only the (smaller) sparse one is made dense."""

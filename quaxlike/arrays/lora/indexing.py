@@ -12,9 +12,9 @@ from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..bounds import dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
 from .array import RANK, LoraArray, labels, row_scale
-from .contraction import add, multiply
+from .dot import add, multiply
 from .einsum import Labels, arrange, cast, common_dtype, contract
-from .layout import each
+from .shape import each
 
 
 def _cut(x: LoraArray, cut: Callable[[Any, Labels], Any], touched: Sequence[int]) -> Any:

@@ -1,4 +1,4 @@
-"""What moves a quantised array about without looking at its codes."""
+"""Axes of a quantised array, moved without looking at its codes."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from ...core.rules import register
 from ..bounds import clamped_start
 from .base import AbstractQuantizedArray
-from .layout import with_free_axes
+from .shape import with_free_axes
 
 
 @register("dynamic_slice")

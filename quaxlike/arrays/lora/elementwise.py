@@ -1,0 +1,104 @@
+"""Adapted arrays converted, scaled and added."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import ArrayLike
+
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from .array import RANK, LoraArray, labels, plainly_scaled
+from .einsum import arrange, cast
+from .shape import alike, each, has_all_axes, joined
+
+
+@register("convert_element_type")
+def _convert_element_type(x: LoraArray, *, new_dtype: Any, **params: Any):
+    if not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return each(x, lambda part, _: cast(part, new_dtype))
+
+
+@register("mul")
+def _mul_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _times(x, y)
+
+
+@register("mul")
+def _array_mul(x: ArrayLike, y: LoraArray, **params: Any):
+    return _times(y, x)
+
+
+@register("div")
+def _div_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _times(x, 1 / jnp.asarray(y))
+
+
+@register("neg")
+def _neg(x: LoraArray, **params: Any):
+    return _times(x, jnp.asarray(-1, x.dtype))
+
+
+def _times(x: LoraArray, y: Any) -> Any:
+    """By a scalar, or by one number for each row or for each column: then one factor takes it, too."""
+    y = jnp.asarray(y)
+    if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
+        return NotImplemented  # infinite parts cancel where the whole is infinite
+    if x.magnitude is not None:
+        return NotImplemented if y.ndim else x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
+    _, a_labels, b_labels = labels(x)
+    varying = [i for i, size in enumerate(y.shape) if size != 1]
+    field, own = ("b", b_labels) if set(varying) <= set(b_labels) else ("a", a_labels)
+    fits = set(varying) <= set(own) and all(y.shape[i] == x.shape[i] for i in varying)
+    if y.ndim and not (fits and y.ndim == x.ndim and has_all_axes(x)):
+        return NotImplemented
+    factor = getattr(x, field)
+    numbers = arrange(jax.lax.squeeze(y, [i for i in range(y.ndim) if i not in varying]), varying, own)
+    w = quaxify(jnp.multiply)(x.base, y)
+    return x.replace(w=w, train_base=True, **{field: factor * cast(numbers, factor.dtype)})
+
+
+@register("add")
+def _add_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _plus(x, y)
+
+
+@register("add")
+def _array_add(x: ArrayLike, y: LoraArray, **params: Any):
+    return _plus(y, x)
+
+
+@register("sub")
+def _sub_array(x: LoraArray, y: ArrayLike, **params: Any):
+    return _plus(x, -jnp.asarray(y))
+
+
+def _plus(x: LoraArray, y: Any) -> Any:
+    """A scalar, or an array of the same shape, goes into the base."""
+    if x.magnitude is not None or x.w.shape != x.shape or jnp.shape(y) not in ((), x.shape):
+        return NotImplemented
+    return x.replace(w=quaxify(jnp.add)(x.base, y), train_base=True)
+
+
+@register("add")
+def _add(x: LoraArray, y: LoraArray, **params: Any):
+    """One adapter beside the other, over the sum of the bases."""
+    loras = alike((x, y))
+    if loras is None or x.shape != y.shape or x.magnitude is not None:
+        return NotImplemented
+    x, y = map(plainly_scaled, loras)
+    _, a_labels, b_labels = labels(x)
+    return x.replace(
+        w=quaxify(jnp.add)(x.w, y.w),
+        a=joined([x.a, y.a], a_labels.index(RANK)),
+        b=joined([x.b, y.b], b_labels.index(RANK)),
+        alpha=float(x.rank + y.rank),
+    )
+
+
+@register("sub")
+def _sub(x: LoraArray, y: LoraArray, **params: Any):
+    return quaxify(lambda x, y: x + (-y))(x, y)

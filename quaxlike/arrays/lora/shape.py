@@ -1,0 +1,265 @@
+"""Axes of an adapted array: moved, cut into several, stacked, fused."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import ArrayLike
+
+from ...core.jaxprs.cached import cached_trace
+from ...core.quaxify import quaxify
+from ...core.rules import register
+from .array import RANK, LoraArray, labels, matrix_labels, padded_to, plainly_scaled
+from .dot import drops
+from .einsum import Labels, arrange, cast, common_dtype
+
+
+def each(lora: LoraArray, fn: Callable[[Any, Labels], Any], order: Sequence[int] | None = None) -> LoraArray:
+    """`fn(part, labels)` in place of each array of `lora`; `order` are the labels that its axes have then."""
+    n = lora.ndim
+    order = range(n) if order is None else order
+    at = {label: axis - len(order) for axis, label in enumerate(order)}
+    w_labels, a_labels, b_labels = labels(lora)
+    fn = quaxify(fn)
+    return lora.replace(
+        w=fn(lora.w, w_labels),
+        a=fn(lora.a, a_labels),
+        b=fn(lora.b, b_labels),
+        magnitude=None if lora.magnitude is None else fn(lora.magnitude, b_labels[:-1]),
+        out_axes=tuple(at[n + axis] for axis in lora.out_axes if n + axis in at),
+        in_axes=tuple(at[n + axis] for axis in lora.in_axes if n + axis in at),
+    )
+
+
+@register("transpose")
+@cached_trace
+def _transpose(x: LoraArray, *, permutation: Sequence[int]):
+    """The base is transposed; of the factors only batch axes move, and which axes they belong to changes."""
+    matrix = matrix_labels(x)
+    batch = [i for i in permutation if i not in matrix]
+    w_labels, *factor_labels = labels(x)
+    for own, order in ((w_labels, permutation), *((own, batch) for own in factor_labels)):
+        missing = [i for i in order if i not in own]
+        if missing != list(order[: len(missing)]):
+            return NotImplemented  # a batch axis that this part does not have would come to stand inside
+
+    def transposed(part: Any, own: Labels) -> Any:
+        if matrix <= set(own):
+            return arrange(part, own, [i for i in permutation if i in own])
+        return arrange(part, own, [*(i for i in batch if i in own), *(i for i in own if i not in batch)])
+
+    return each(x, transposed, permutation)
+
+
+@register("squeeze")
+def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
+    left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
+    if not left & {*x.out_axes} or not left & {*x.in_axes}:  # one row or column: an activation, not a weight
+        return jax.lax.squeeze(x.materialise(), dimensions)
+
+    def squeezed(part: Any, own: Labels) -> Any:
+        return jax.lax.squeeze(part, [axis for axis, label in enumerate(own) if label in dimensions])
+
+    return each(x, squeezed, [i for i in range(x.ndim) if i not in dimensions])
+
+
+@register("broadcast_in_dim")
+def _broadcast_in_dim(
+    x: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+):
+    """New leading axes are batch axes that `a` alone has; axes of size one may come in anywhere."""
+    n, n_new = x.ndim, len(shape) - x.ndim
+    if x.shape != tuple(shape[i] for i in broadcast_dimensions):
+        return NotImplemented
+    batch = [i for i in range(n) if i not in matrix_labels(x)]
+    if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
+        sizes = (*shape[:n_new], *(x.shape[i] for i in batch))
+        return x.replace(a=jnp.broadcast_to(x.a, sizes + x.a.shape[-1 - len(x.in_axes) :]))
+    order = [n + axis for axis in range(len(shape))]  # n and up: the new ones
+    for label, axis in enumerate(broadcast_dimensions):
+        order[axis] = label
+    new = [size for size, label in zip(shape, order, strict=True) if label >= n]
+    return with_axes(x, order) if set(new) == {1} and has_all_axes(x) else NotImplemented
+
+
+def has_all_axes(x: LoraArray) -> bool:
+    """Whether each part has all batch axes."""
+    batch = set(range(x.ndim)) - matrix_labels(x)
+    return all(batch <= set(own) for own in labels(x))
+
+
+def with_all_axes(x: LoraArray) -> LoraArray:
+    """The same array, each part with all batch axes: those that a part lacks are in front of its own."""
+    if has_all_axes(x):
+        return x
+    batch = [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]
+
+    def stretched(part: Any, n_own: int) -> Any:
+        shape = (*batch, *part.shape[part.ndim - n_own :])
+        return quaxify(lambda part: jnp.broadcast_to(part, shape))(part)
+
+    n_in, n_out = len(x.in_axes), len(x.out_axes)
+    return x.replace(
+        w=quaxify(lambda w: jnp.broadcast_to(w, x.shape))(x.w),
+        a=stretched(x.a, 1 + n_in),
+        b=stretched(x.b, n_out + 1),
+        magnitude=None if x.magnitude is None else stretched(x.magnitude, n_out),
+    )
+
+
+def with_axes(x: LoraArray, order: Sequence[int]) -> LoraArray:
+    """`x`, which has all axes, with new axes of size one: those with labels from `x.ndim` on in `order`."""
+    matrix = matrix_labels(x)
+    batch = [i for i in order if i not in matrix]
+
+    def expanded(part: Any, own: Labels) -> Any:
+        if matrix <= set(own):
+            return arrange(part, own, order)
+        return arrange(part, own, [*batch, *(i for i in own if i not in batch)])
+
+    return each(x, expanded, order)
+
+
+@register("concatenate")
+def _concatenate(*operands: LoraArray | ArrayLike, dimension: int):
+    loras = alike(operands)
+    if loras is None:
+        return NotImplemented
+    return (_fused if dimension in matrix_labels(loras[0]) else _in_a_row)(loras, dimension)
+
+
+@register("stack")
+def _stack(*operands: LoraArray | ArrayLike, axis: int):
+    loras = alike(operands)
+    if loras is None:
+        return NotImplemented
+    order = list(range(loras[0].ndim))
+    order.insert(axis, loras[0].ndim)
+    return _in_a_row([with_axes(x, order) for x in loras], axis)
+
+
+def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
+    """The operands as adapted arrays with the same axes; None if that cannot be."""
+    like = with_all_axes(next(x for x in operands if isinstance(x, LoraArray)))
+    loras = [
+        with_all_axes(x) if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like)
+        for x in operands
+    ]
+    axes = {(x.ndim, x.out_axes, x.in_axes, x.magnitude is None) for x in loras}
+    return loras if len(axes) == 1 and not any(map(drops, loras)) else None
+
+
+def without_adapter(w: Any, like: LoraArray) -> LoraArray:
+    """`w` with an adapter of rank 0, its base open to gradients."""
+    sizes = dict(enumerate(w.shape)) | {RANK: 0}
+    _, a_labels, b_labels = labels(like)
+    a, b = (jnp.zeros([sizes[i] for i in own], part.dtype) for own, part in
+            ((a_labels, like.a), (b_labels, like.b)))  # fmt: skip
+    return LoraArray(w, a, b, train_base=True, out_axes=like.out_axes, in_axes=like.in_axes)
+
+
+def _in_a_row(loras: Sequence[LoraArray], axis: int) -> LoraArray:
+    """Joined along a batch axis."""
+    first = loras[0]
+    if any(statics(x) != statics(first) for x in loras):
+        rank = max(x.rank for x in loras)
+        loras = [padded_to(plainly_scaled(x), rank) for x in loras]
+    w_labels, a_labels, b_labels = labels(first)
+    return loras[0].replace(
+        w=joined([x.w for x in loras], w_labels.index(axis)),
+        a=joined([x.a for x in loras], a_labels.index(axis)),
+        b=joined([x.b for x in loras], b_labels.index(axis)),
+        magnitude=_magnitudes(loras, axis),
+    )
+
+
+def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
+    """Joined along an axis of the matrix: an adapter whose rank is the sum of all, since each reaches its
+    own part only."""
+    w_labels, a_labels, b_labels = labels(loras[0])
+    if loras[0].magnitude is not None and axis not in b_labels:
+        return NotImplemented  # the norms of longer rows
+    loras = [plainly_scaled(x) for x in loras]
+    rank, before, padded = sum(x.rank for x in loras), 0, []
+    for x in loras:
+        padded.append(padded_to(x, rank, before))
+        before += x.rank
+    # The factor that has the axis is cut into parts; the other one is shared by all.
+    along_a = a_labels.index(axis if axis in a_labels else RANK)
+    along_b = b_labels.index(axis if axis in b_labels else RANK)
+    return loras[0].replace(
+        w=joined([x.w for x in loras], w_labels.index(axis)),
+        a=joined([x.a for x in (padded if axis in a_labels else loras)], along_a),
+        b=joined([x.b for x in (padded if axis in b_labels else loras)], along_b),
+        magnitude=_magnitudes(loras, axis),
+        alpha=float(rank),
+    )
+
+
+def statics(x: LoraArray) -> Any:
+    """What adapters that are stacked must have in common."""
+    return x.rank, x.alpha, x.rslora, x.dropout, x.train_base
+
+
+def joined(parts: Sequence[Any], axis: int) -> Any:
+    dtype = common_dtype(*parts)
+    return quaxify(lambda parts: jnp.concatenate([cast(x, dtype) for x in parts], axis))(parts)
+
+
+def _magnitudes(loras: Sequence[LoraArray], axis: int) -> Any:
+    if loras[0].magnitude is None:
+        return None
+    return joined([x.magnitude for x in loras], labels(loras[0])[2].index(axis))
+
+
+@register("reshape")
+def _reshape(x: LoraArray, *, new_sizes: Sequence[int], **params: Any):
+    """`out` and `in` may be of several axes each; what would mix them makes the array dense."""
+    groups = _groups(x.shape, new_sizes)
+    if groups is None or any(value is not None for value in params.values()) or not has_all_axes(x):
+        return NotImplemented
+    n, m, own = x.ndim, len(new_sizes), labels(x)
+    out, into = ([n + axis for axis in axes] for axes in (x.out_axes, x.in_axes))
+    batch = [i for i in range(n) if i not in matrix_labels(x)]
+    for old, _ in groups:
+        kind = next(kind for kind in (out, into, batch) if old[0] in kind)
+        start = kind.index(old[0])
+        if kind[start : start + len(old)] != list(old) or (kind is batch and x.key is not None):
+            return NotImplemented
+    new = {old[0]: axes for old, axes in groups}
+
+    def reshaped(part: Any, own: Sequence[int]) -> Any:
+        size_of = lambda i: [x.rank] if i == RANK else [new_sizes[j] for j in new.get(i, ())]
+        sizes = [size for i in own for size in size_of(i)]
+        return quaxify(lambda part: part.reshape(sizes))(part)
+
+    return x.replace(
+        w=reshaped(x.w, own[0]),
+        a=reshaped(x.a, own[1]),
+        b=reshaped(x.b, own[2]),
+        magnitude=None if x.magnitude is None else reshaped(x.magnitude, own[2][:-1]),
+        out_axes=tuple(j - m for i in out for j in new.get(i, ())),
+        in_axes=tuple(j - m for i in into for j in new.get(i, ())),
+    )
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]] | None:
+    """The smallest runs of old axes that become runs of new ones; None for arrays without elements."""
+    if math.prod(new) == 0 or not old or not new:
+        return None
+    groups: list[tuple[range, range]] = []
+    i = j = 0
+    while i < len(old) and j < len(new):
+        start, left, right = (i, j), old[i], new[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * new[j], j + 1
+        groups.append((range(start[0], i), range(start[1], j)))
+    last_old, last_new = groups[-1]  # with what is left, axes of size one
+    groups[-1] = (range(last_old.start, len(old)), range(last_new.start, len(new)))
+    return groups
