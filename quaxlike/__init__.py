@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from . import implicit as implicit
     from . import interop as interop
     from . import kernels as kernels
+    from . import models as models
     from . import numpy as numpy
     from . import online_learning as online_learning
     from . import primitives as primitives
@@ -108,7 +109,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
 __getattr__, __dir__ = lazily(
     __name__,
     (
-        *("arrays", "implicit", "interop", "kernels", "numpy", "online_learning", "primitives"),
+        *("arrays", "implicit", "interop", "kernels", "models", "numpy", "online_learning", "primitives"),
         *("sharding", "surgery", "utils"),
     ),
     globals(),

@@ -128,7 +128,9 @@ def blank(
     n = len(w.shape)
     if kind in ("conv", "other conv"):
         out_axes, in_axes = (-n,), tuple(range(1 - n, 0))
-    elif kind == "embedding" or (fan_in_fan_out and kind != "linear"):
+    elif kind in ("embedding", "experts, (in, out)") or (
+        fan_in_fan_out and kind not in ("linear", "experts")
+    ):
         out_axes, in_axes = (-1,), (-2,)
     else:
         out_axes, in_axes = (-2,), (-1,)

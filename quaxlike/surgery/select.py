@@ -15,6 +15,10 @@ from ..core.values import is_value
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
+# Kinds of stacks with a matrix for each expert, by what their last two axes are. A module says which of its
+# arrays are some by an attribute `stacks_of_matrices`: kinds by names.
+EXPERTS = ("experts", "experts, (in, out)")
+
 # What "all-linear" leaves out by name, since nothing else tells it from a linear layer: embeddings, where
 # the model is made of plain arrays, and the projection onto the vocabulary, as PEFT and bitsandbytes do.
 _EMBEDDING = re.compile(r"(.*[._])?(wte|wpe|emb|embed\w*)([._].*)?")
@@ -53,8 +57,9 @@ def select(model: PyTree, where: Where = "all-linear") -> dict[str, Any]:
         A Value in it counts as one array.
     - `where`: one of
 
-        - `"all-linear"`: the weights of all linear layers, embeddings and the output head (`lm_head`)
-          apart. Where there are no layers, only arrays: all matrices whose names are not those of embeddings.
+        - `"all-linear"`: the weights of all linear layers and experts, embeddings and the output head
+          (`lm_head`) apart. Where there are no layers, only arrays: all matrices whose names are not those
+          of embeddings.
         - any other string: a regular expression that has to match the whole name;
         - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
         - a callable that takes name and array and says whether to take it.
@@ -91,7 +96,7 @@ def select(model: PyTree, where: Where = "all-linear") -> dict[str, Any]:
         chosen = {
             name: leaf
             for name, leaf in arrays.items()
-            if kinds[name] in ("linear", "matrix") and not _HEAD.fullmatch(name)
+            if kinds[name] in ("linear", "matrix", *EXPERTS) and not _HEAD.fullmatch(name)
         }
         if not chosen:
             raise ValueError(
@@ -204,7 +209,8 @@ def _is_matrix(leaf: Any) -> bool:
 
 def layer_kinds(model: PyTree) -> dict[str, str | None]:
     """For each array: "linear", "embedding", "conv" or "other conv" (grouped or transposed) if it is the
-    weight of such a layer, "matrix" if it may be that of a linear layer for all that is known, else None."""
+    weight of such a layer, "experts" if it is a stack of matrices (out, in), or "experts, (in, out)";
+    "matrix" if it may be that of a linear layer for all that is known, else None."""
     return {path_of(path): _kind(owner_of(model, path), path, leaf) for path, leaf in _leaves(model)}
 
 
@@ -230,6 +236,9 @@ def _kind(owner: Any, path: Sequence[Any], leaf: Any) -> str | None:
     name, field = path_of(path), path_of(path[-1:]).split(".")[-1]
     if field.startswith("bias"):  # of stacked layers
         return None
+    stacks: Mapping[str, str] = getattr(owner, "stacks_of_matrices", {})
+    if field in stacks:
+        return stacks[field]
     if isinstance(owner, eqx.nn.Linear):
         return "linear"
     if isinstance(owner, eqx.nn.Conv | eqx.nn.ConvTranspose):

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         from rich.console import Console
 
         from ...interop import CheckpointError
-        from ..models import UnsupportedConfigError
+        from ...models import UnsupportedConfigError
         from .run import finetune
     console = Console(soft_wrap=True)
     try:

@@ -14,7 +14,7 @@ import quaxlike as ql
 
 from ...arrays.quantized import AbstractQuantizedArray
 from ...interop import peft
-from ..models import GPT2, load_model
+from ...models import Decoder, load
 from .data import Example, Tokens, read_examples, split
 from .settings import FinetuneError, Settings
 from .state import RunDirectory
@@ -39,7 +39,7 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError`: before anything is
     written, for all that the run cannot start with.
     """
-    base, config = load_model(settings.model)
+    base, config = load(settings.model)
     task = task_for(base)
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = settings.max_length or min(256, limit)
@@ -131,7 +131,8 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
             exclude=() if settings.target else task.unused, dropout=settings.dropout,
             rslora=settings.rslora, dora=settings.dora, modules_to_save=task.trained_in_full,
-            fan_in_fan_out=isinstance(model, GPT2), key=jax.random.key(settings.seed),
+            fan_in_fan_out=isinstance(model, Decoder) and model.config.family.conv1d,
+            key=jax.random.key(settings.seed),
         )  # fmt: skip
     except ValueError as error:  # of names that match nothing
         raise FinetuneError(str(error)) from error

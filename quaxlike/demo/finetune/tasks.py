@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from ..models import GPT2, Bert, BertForSequenceClassification, Llama, mean_pooled
+from ...models import Bert, BertForSequenceClassification, Decoder, mean_pooled
 from .data import Batch, Example, Tokens, text_of
 from .settings import FinetuneError
 
@@ -155,7 +155,7 @@ class Classes(AbstractTask):
 def task_for(model: PyTree) -> AbstractTask:
     """The task of a model of `load_model`."""
     match model:
-        case Llama() | GPT2():
+        case Decoder():
             return NextToken()
         case Bert():
             return Pairs()

@@ -1,10 +1,20 @@
-"""Example models in plain Equinox, that read the checkpoints of transformers."""
+"""Older names of what `quaxlike.models` has."""
 
-from .bert import Bert, BertForSequenceClassification, mean_pooled
-from .config import UnsupportedConfigError
-from .gpt2 import GPT2
-from .llama import Llama
-from .loading import load_model
+from ...models import (
+    Bert,
+    BertForSequenceClassification,
+    UnsupportedConfigError,
+    mean_pooled,
+)
+from ...models import (
+    Decoder as GPT2,
+)
+from ...models import (
+    Decoder as Llama,
+)
+from ...models import (
+    load as load_model,
+)
 
 __all__ = [
     "GPT2",

@@ -1,4 +1,4 @@
-"""A checkpoint's `config.json`: what a model takes from it, and what it cannot do."""
+"""A checkpoint's `config.json`: the entries that a model reads, and what it refuses."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ _C = TypeVar("_C", bound="Config")
 
 
 class UnsupportedConfigError(ValueError):
-    """A checkpoint asks for something that the example models do not do."""
+    """A checkpoint asks for something that the models of this library do not do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,35 +18,40 @@ class Config:
     """The entries of `config.json` that shape a model; subclasses name them."""
 
     @classmethod
-    def read(cls: type[_C], config: Mapping[str, Any], **required: Any) -> _C:
+    def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
         """Takes its fields from `config`, with their defaults where absent.
 
         **Arguments:**
 
+        - `config`: the entries by name.
+        - `label`: what error messages call the model. Default: the name of the class.
         - `required`: values that other entries must have where they are given. A tuple lists several.
 
         **Raises:**
 
         `UnsupportedConfigError` for an entry with another value, or a missing one without a default.
         """
+        label = label or cls.__name__
         for name, allowed in required.items():
             allowed = allowed if isinstance(allowed, tuple) else (allowed,)
             if name in config and config[name] not in allowed:
-                raise UnsupportedConfigError(
-                    f"config.json has {name}={config[name]!r}; {cls.__name__} supports "
-                    f"{' or '.join(map(repr, allowed))}."
-                )
+                raise refused(name, config[name], label, " or ".join(map(repr, allowed)))
         values, hints = {}, typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if (value := config.get(field.name)) is not None:
                 if not _fits(value, hint := hints[field.name]):
                     raise UnsupportedConfigError(
-                        f"config.json has {field.name}={value!r}; {cls.__name__} needs {_NEEDS[hint]}."
+                        f"config.json has {field.name}={value!r}; {label} needs {_NEEDS[hint]}."
                     )
                 values[field.name] = value
             elif field.default is dataclasses.MISSING:
-                raise UnsupportedConfigError(f"config.json has no {field.name}, which {cls.__name__} needs.")
+                raise UnsupportedConfigError(f"config.json has no {field.name}, which {label} needs.")
         return cls(**values)
+
+
+def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
+    """The error for an entry whose value no model supports."""
+    return UnsupportedConfigError(f"config.json has {name}={found!r}; {label} supports {supported}.")
 
 
 _NEEDS: dict[Any, str] = {

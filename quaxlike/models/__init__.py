@@ -1,0 +1,19 @@
+"""Models in plain Equinox that read the checkpoints of transformers."""
+
+from .bert import Bert, BertConfig, BertForSequenceClassification, mean_pooled
+from .config import UnsupportedConfigError
+from .decoder import Decoder
+from .families import FAMILIES, DecoderConfig
+from .loading import load
+
+__all__ = [
+    "FAMILIES",
+    "Bert",
+    "BertConfig",
+    "BertForSequenceClassification",
+    "Decoder",
+    "DecoderConfig",
+    "UnsupportedConfigError",
+    "load",
+    "mean_pooled",
+]

@@ -1,0 +1,103 @@
+"""Mixtures of experts: a router, and the matrices of all experts in stacks."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .families import DecoderConfig
+
+
+class Experts(eqx.Module):
+    """All experts of a layer: stacks of matrices, stored as `(experts, out, in)` or, by GPT-OSS,
+    `(experts, in, out)`."""
+
+    gate_up_proj: Float[Array, "experts rows columns"]
+    down_proj: Float[Array, "experts rows columns"]
+    gate_up_proj_bias: Float[Array, "experts wide"] | None
+    down_proj_bias: Float[Array, "experts hidden"] | None
+    config: DecoderConfig = eqx.field(static=True)
+
+    def __init__(self, config: DecoderConfig, key: Any) -> None:
+        n, hidden, size = config.num_local_experts, config.hidden_size, config.moe_intermediate_size
+        up, down = jax.random.split(key)
+        shapes = (n, 2 * size, hidden), (n, hidden, size)
+        if config.family.experts == "in_out":
+            shapes = tuple((n, columns, rows) for _, rows, columns in shapes)
+        self.gate_up_proj = 0.02 * jax.random.normal(up, shapes[0])
+        self.down_proj = 0.02 * jax.random.normal(down, shapes[1])
+        bias = config.family.expert_bias
+        self.gate_up_proj_bias = jnp.zeros((n, 2 * size)) if bias else None
+        self.down_proj_bias = jnp.zeros((n, hidden)) if bias else None
+        self.config = config
+
+    @property
+    def stacks_of_matrices(self) -> dict[str, str]:
+        """For `quaxlike.select` and what builds on it: which arrays are stacks, and how they are stored."""
+        kind = "experts, (in, out)" if self.config.family.experts == "in_out" else "experts"
+        return {"gate_up_proj": kind, "down_proj": kind}
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        chosen: Int[Array, "tokens choices"],
+        share: Float[Array, "tokens choices"],
+    ) -> Float[Array, "tokens hidden"]:
+        """Sums what the chosen experts make of each token, by their shares.
+
+        Few tokens (decoding) look their experts up. Many pass through all experts in turn, those of others
+        with a share of 0: no array grows with tokens times experts, whatever type the stacks are of.
+        """
+        n, (tokens, choices) = self.config.num_local_experts, chosen.shape
+        if tokens * choices < n:
+            pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
+
+            def add_choice(y: Array, pair: Any) -> tuple[Array, None]:
+                token, expert, part = pair
+                return y.at[token].add(part * self._of(expert)._one(x[token][None])[0]), None
+
+            return lax.scan(add_choice, jnp.zeros_like(x), pairs)[0]
+        shares = jnp.zeros((tokens, n), share.dtype).at[jnp.arange(tokens)[:, None], chosen].add(share)
+
+        def add_expert(y: Array, part: Any) -> tuple[Array, None]:
+            expert, share = part
+            return y + share[:, None] * expert._one(x), None
+
+        return lax.scan(add_expert, jnp.zeros_like(x), (self, shares.T))[0]
+
+    def _of(self, i: Any) -> "Experts":
+        """The matrices of one expert."""
+        return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), self)
+
+    def _one(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """One expert, whose matrices have no leading axis."""
+        wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
+        if self.config.family.interleaved:  # SwiGLU as GPT-OSS has it
+            limit = self.config.swiglu_limit
+            gate, up = jnp.minimum(wide[:, ::2], limit), jnp.clip(wide[:, 1::2], -limit, limit)
+            wide = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        else:
+            gate, up = jnp.split(wide, 2, axis=-1)
+            wide = jax.nn.silu(gate) * up
+        return self._product(wide, self.down_proj, self.down_proj_bias)
+
+    def _product(self, x: Array, w: Array, bias: Array | None) -> Array:
+        y = x @ w if self.config.family.experts == "in_out" else x @ w.T
+        return y if bias is None else y + bias[None]
+
+
+def route(
+    logits: Float[Array, "tokens experts"], config: DecoderConfig
+) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
+    """The experts of each token and their shares.
+
+    Shares that are made to add up to one are the softmax of the chosen logits alone, as GPT-OSS has it.
+    """
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    share, chosen = lax.top_k(probabilities, config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    return chosen, share.astype(logits.dtype)

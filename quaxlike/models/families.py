@@ -1,0 +1,257 @@
+"""The table of architectures: how each differs from a plain decoder, and what `config.json` says about it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from .config import Config, UnsupportedConfigError, refused
+from .rope import Rope, rope_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The options of a decoder that its architecture decides; the defaults are those of Llama."""
+
+    activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
+    fused: bool = False
+    """Whether one matrix gives queries, keys and values, and one the two halves of a gated layer."""
+    gated: bool = True
+    qkv_bias: bool | None = None
+    """Whether these projections have biases; None: as `attention_bias` says."""
+    output_bias: bool | None = None
+    qk_norm: Literal["", "heads", "whole"] = ""
+    """Whether queries and keys are normalised, head by head or all heads together."""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """The norms before and after attention, and before and after the feed-forward layer."""
+    layer_norm: bool = False
+    """Whether norms are LayerNorms with biases."""
+    norm_offset: float = 0.0
+    """What is added to the weights of norms."""
+    scaled_embedding: bool = False
+    learned_positions: bool = False
+    conv1d: bool = False
+    """Whether weights are stored as (in, out)."""
+    sinks: bool = False
+    tied: bool = False
+    """Whether the output layer is the embedding where `tie_word_embeddings` is absent."""
+
+    windows: int | Literal["upper"] | None = None
+    """Which layers see a window only: all but every n-th (0: all of them), those from `max_window_layers` on
+    ("upper"), none. `layer_types` overrules it."""
+    window_switch: bool = False
+    """Whether windows are off unless `use_sliding_window` is set."""
+
+    experts: Literal["", "out_in", "in_out"] = ""
+    """Whether there are experts, and how their matrices are stored."""
+    router: str = "gate"
+    expert_files: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """What the matrices of an expert are called in files that have them one by one."""
+    expert_bias: bool = False
+    interleaved: bool = False
+    """Whether gates and values of experts alternate, and are clamped."""
+
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Entries of `config.json` by the names that they have in other families."""
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Parts of the model, likewise."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Parts whose names in files differ from those in the model."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of `config.json` where these are absent."""
+    required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values that entries must have."""
+
+    __hash__ = object.__hash__  # the entries of the table are compared by identity
+    __eq__ = object.__eq__
+
+
+_GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_GEMMA = Family(
+    activation="gelu_pytorch_tanh", norms=_GEMMA_NORMS, norm_offset=1.0, scaled_embedding=True, windows=2,
+    tied=True, defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    required={"use_bidirectional_attention": (None, False)},
+)  # fmt: skip
+_QWEN = Family(qkv_bias=True, output_bias=False, windows="upper", window_switch=True)
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(required={"pretraining_tp": 1, "sliding_window": None}),
+    "MistralForCausalLM": Family(windows=0, defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": dataclasses.replace(
+        _QWEN, qkv_bias=None, output_bias=None, qk_norm="heads", defaults={"head_dim": 128}
+    ),
+    "Gemma2ForCausalLM": dataclasses.replace(
+        _GEMMA, defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    ),
+    "Gemma3ForCausalLM": dataclasses.replace(
+        _GEMMA, qk_norm="heads", windows=6,
+        defaults={**_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        required={**_GEMMA.required, "attn_logit_softcapping": None},
+    ),
+    "Phi3ForCausalLM": Family(fused=True, windows=0, qkv_bias=False, output_bias=False),
+    "MixtralForCausalLM": Family(
+        windows=0, experts="out_in", expert_files=("w1", "w3", "w2"), files={"mlp": "block_sparse_moe"},
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "Qwen2MoeForCausalLM": dataclasses.replace(_QWEN, experts="out_in"),
+    "Qwen3MoeForCausalLM": Family(qk_norm="heads", windows=0, window_switch=True, experts="out_in"),
+    "GptOssForCausalLM": Family(
+        windows=2, sinks=True, experts="in_out", router="router", expert_bias=True, interleaved=True,
+        defaults={"attention_bias": True, "norm_topk_prob": True, "head_dim": 64, "sliding_window": 128},
+        required={"swiglu_alpha": 1.702},
+    ),
+    "Olmo2ForCausalLM": Family(
+        qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+    ),
+    "GPT2LMHeadModel": Family(
+        activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
+        norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
+        renamed={
+            "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+            "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
+            "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function",
+        },
+        parts={
+            "model": "transformer", "embed_tokens": "wte", "layers": "h", "norm": "ln_f", "self_attn": "attn",
+            "qkv_proj": "c_attn", "o_proj": "c_proj", "up_proj": "c_fc", "down_proj": "c_proj",
+        },
+        defaults={"rms_norm_eps": 1e-5, "mlp_bias": True},
+        required={
+            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False
+        },
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig(Config):
+    """What a decoder is built by: entries of `config.json` under their usual names, and what follows."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    intermediate_size: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    max_position_embeddings: int = 2048
+    original_max_position_embeddings: int = 0
+    rms_norm_eps: float | int = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int = 0
+    use_sliding_window: bool = False
+    query_pre_attn_scalar: float | int = 0
+    attn_logit_softcapping: float | int = 0
+    final_logit_softcapping: float | int = 0
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    shared_expert_intermediate_size: int = 0
+    swiglu_limit: float | int = 7.0
+    tie_word_embeddings: bool = False
+
+    architecture: str = ""
+    windows: tuple[bool, ...] = ()
+    """For each layer, whether it sees the last `sliding_window` tokens only."""
+    sparse: tuple[bool, ...] = ()
+    """For each layer, whether it has experts."""
+    ropes: tuple[Rope, ...] = ()
+    """For layers that see everything, and for those with a window; none where positions are learned."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """Reads `config.json`, as transformers 4 or 5 writes it.
+
+        **Raises:** `UnsupportedConfigError` for an architecture that is not in the table, or a value that
+        the decoder does not support.
+        """
+        known = [name for name in config.get("architectures") or () if name in FAMILIES]
+        if not known:
+            raise UnsupportedConfigError(
+                f"config.json names no architecture of a decoder; supported are {', '.join(FAMILIES)}."
+            )
+        family = FAMILIES[known[0]]
+        label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        required = {"hidden_act": family.activation, "hidden_activation": (family.activation, None)}
+        fields = {**config, "architecture": known[0]}
+        fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
+        fields = {**family.defaults, **fields}
+        if fields.get("num_experts") is not None:
+            fields["num_local_experts"] = fields["num_experts"]
+        fields.setdefault("tie_word_embeddings", family.tied)
+        for computed in ("windows", "sparse", "ropes"):
+            fields.pop(computed, None)
+        if "hidden_act" in family.renamed:
+            required = {family.renamed["hidden_act"]: family.activation}
+        out = cls.read(fields, label, **required, **family.required)
+        out = dataclasses.replace(
+            out,
+            num_key_value_heads=out.num_key_value_heads or out.num_attention_heads,
+            head_dim=out.head_dim or out.hidden_size // max(out.num_attention_heads, 1),
+            intermediate_size=out.intermediate_size or 4 * out.hidden_size,
+            moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
+        )
+        windows = _windows(out, family, fields, label)
+        return dataclasses.replace(
+            out,
+            sliding_window=out.sliding_window if any(windows) else 0,
+            use_sliding_window=False,
+            windows=windows,
+            sparse=_sparse(out, family, fields),
+            ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
+        )
+
+
+def _windows(
+    config: DecoderConfig, family: Family, fields: Mapping[str, Any], label: str
+) -> tuple[bool, ...]:
+    layers = range(config.num_hidden_layers)
+    off = family.windows is None or not config.sliding_window
+    if off or (family.window_switch and not config.use_sliding_window):
+        return (False,) * len(layers)
+    if types := fields.get("layer_types"):
+        known = {"full_attention": False, "sliding_attention": True}
+        if len(types) != len(layers) or not all(kind in known for kind in types):
+            raise refused(
+                "layer_types", types, label, f"{' or '.join(known)} for each of {len(layers)} layers"
+            )
+        return tuple(known[kind] for kind in types)
+    if family.windows == "upper":
+        return tuple(i >= fields.get("max_window_layers", 28) for i in layers)
+    default = fields.get("_sliding_window_pattern", family.windows)
+    every = fields.get("sliding_window_pattern", default) if family.windows else 0
+    return tuple(not every or (i + 1) % every != 0 for i in layers)
+
+
+def _sparse(config: DecoderConfig, family: Family, fields: Mapping[str, Any]) -> tuple[bool, ...]:
+    step, dense = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
+    return tuple(
+        bool(family.experts) and i not in dense and (i + 1) % step == 0
+        for i in range(config.num_hidden_layers)
+    )
+
+
+def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, label: str) -> tuple[Rope, ...]:
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    shared = {
+        name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if fields.get(name) is not None
+    }
+    nested = {name: given.get(f"{name}_attention") for name in ("full", "sliding")}
+    full = {"rope_theta": 10000.0, **shared, **(nested["full"] or given)}
+    sliding = full
+    if nested["sliding"]:
+        sliding = {"rope_theta": 10000.0, **nested["sliding"]}
+    elif fields.get("rope_local_base_freq") and not fields.get("rope_parameters"):
+        sliding = {"rope_theta": fields["rope_local_base_freq"]}
+    return tuple(rope_for(rope, config, label) for rope in ([full, sliding] if windows else [full]))

@@ -1,0 +1,212 @@
+"""Reads a checkpoint directory of transformers into a model."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ..core.quaxify import quaxify
+from ..core.values import is_value
+from ..interop import CheckpointError
+from ..interop.bitsandbytes import open_checkpoint
+from ..interop.tensors import read_json
+from ..sharding import fsdp, shard, tensor_parallel
+from ..surgery.quantize import quantize_array
+from ..surgery.select import named_arrays, replace, select_matrices
+from .bert import Bert, BertConfig, BertForSequenceClassification
+from .config import UnsupportedConfigError
+from .decoder import Decoder
+from .families import FAMILIES, DecoderConfig, Family
+
+# By the architecture that `config.json` names: the configuration and the model.
+ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "BertModel": (BertConfig, Bert),
+    "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
+    **dict.fromkeys(FAMILIES, (DecoderConfig, Decoder)),
+}
+
+
+def load(
+    directory: str | os.PathLike[str], *, quantize: str | Mapping[str, Any] | None = None, mesh: Any = None
+) -> tuple[Any, dict[str, Any]]:
+    """Reads a model from a checkpoint directory: `config.json` and `model.safetensors`, or its shards.
+
+    Weights are read one at a time, and keep their dtypes. Those stored in 4 bits by bitsandbytes become 4-bit
+    arrays.
+
+    **Arguments:**
+
+    - `directory`: as `save_pretrained` of transformers writes it.
+    - `quantize`: how the weights of linear layers and experts are stored: a scheme of
+        [`quaxlike.quantize`][], or its options with the entry `"scheme"`. Each is quantised as it is read, so
+        that no more than one of them is dense at a time. Default: as in the file.
+    - `mesh`: of devices. Each gets its part of every weight as it is read: along an axis of the mesh that is
+        called `"model"`, `"tensor"` or `"tp"` as [`quaxlike.sharding.tensor_parallel`][] says, along others as
+        [`quaxlike.sharding.fsdp`][]. Default: all on one device.
+
+    **Returns:**
+
+    The model, and its `config.json`.
+
+    **Raises:**
+
+    `FileNotFoundError`; `UnsupportedConfigError` for another architecture or an option that the models do
+    not have; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a dtype that no
+    model computes with.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        def logits(directory):
+            model, config = ql.models.load(directory, quantize="nf4")
+            return ql.quaxify(model)(jnp.arange(5), jnp.ones(5, bool))
+        ```
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no {path}: a checkpoint directory has config.json in it.")
+    config = read_json(path, path.read_bytes(), "the configuration")
+    names = config.get("architectures") or []
+    known = [name for name in names if name in ARCHITECTURES]
+    if not known:
+        raise UnsupportedConfigError(
+            f"{path} names the architecture {', '.join(names) or 'of no model'}; supported are "
+            f"{', '.join(ARCHITECTURES)}."
+        )
+    read, make = ARCHITECTURES[known[0]]
+    skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
+    family = FAMILIES.get(known[0])
+    place = _placed(skeleton, quantize, mesh)
+    return fill(skeleton, open_checkpoint(directory), directory, family=family, place=place), config
+
+
+def fill(
+    skeleton: Any,
+    weights: Mapping[str, Any],
+    source: Any,
+    *,
+    family: Family | None = None,
+    place: Callable[[str, Any], Any] = lambda name, leaf: leaf,
+) -> Any:
+    """The model of this structure with the weights of the same names.
+
+    **Arguments:**
+
+    - `skeleton`: the model, with shapes for arrays.
+    - `weights`: by their names in the file; each is looked up once.
+    - `source`: what errors call the file.
+    - `family`: says how names in files differ. Default: they do not.
+    - `place`: what is done to each weight of the model as it is read: name and array to array.
+    """
+    wanted = named_arrays(skeleton)
+    renamed = {_in_model(name, family): name for name in weights}
+    sources = {name: _sources(name, leaf, renamed, family) for name, leaf in wanted.items()}
+    if not any(file in renamed for files in sources.values() for file in files):
+        # Saved with or without the task's head around it.
+        renamed = {name.partition(".")[2]: file for name, file in renamed.items()}
+    used = {file for files in sources.values() for file in files}
+    missing = [file for file in used if file not in renamed]
+    if isinstance(skeleton, Decoder) and skeleton.lm_head is None:
+        used.add("lm_head.weight")  # some files repeat the embedding
+    unknown = [name for name in renamed if name not in used and not name.endswith(_BUFFERS)]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{source} does not fit the model of its config.json. "
+            f"Missing: {', '.join(sorted(missing)) or 'none'}. Unknown: {', '.join(unknown) or 'none'}."
+        )
+    loaded: dict[str, Any] = {}
+    for name, files in sources.items():
+        leaf = _joined([weights[renamed[file]] for file in files], wanted[name].shape)
+        if tuple(leaf.shape) != tuple(wanted[name].shape):
+            raise CheckpointError(
+                f"{source}: {name} must be of shape {tuple(wanted[name].shape)}; found {tuple(leaf.shape)}."
+            )
+        if not _computes(leaf.dtype):
+            raise CheckpointError(
+                f"{source}: {name} must be of float32, bfloat16 or float16 (or float64 with jax_enable_x64); "
+                f"found {leaf.dtype}."
+            )
+        loaded[name] = place(name, leaf)
+    return replace(skeleton, loaded)
+
+
+def split_experts(name: str, leaf: Any, config: DecoderConfig) -> Iterator[tuple[str, Any]]:
+    """The names and arrays that files have for an array of the model: the inverse of how it was read."""
+    family = config.family
+    head, _, field = name.rpartition(".")
+    for theirs, ours in family.files.items():
+        head = head.replace(f".{theirs}.", f".{ours}.") if f".{theirs}." in f"{head}." else head
+        head = f"{head}.".replace(f".{theirs}.", f".{ours}.").removesuffix(".")
+    if family.experts == "out_in" and head.endswith(".experts"):
+        gate, up, down = family.expert_files
+        for i in range(leaf.shape[0]):
+            parts = jnp.split(leaf[i], 2) if field == "gate_up_proj" else [leaf[i]]
+            names = (gate, up) if field == "gate_up_proj" else (down,)
+            for part, matrix in zip(parts, names, strict=True):
+                yield f"{head}.{i}.{matrix}.weight", part
+    else:
+        yield f"{head}.{field}", leaf
+
+
+def _in_model(name: str, family: Family | None) -> str:
+    """A name in a file as the model has it."""
+    for ours, theirs in (family.files if family else {}).items():
+        name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
+
+
+def _sources(name: str, leaf: Any, files: Mapping[str, str], family: Family | None) -> list[str]:
+    """The tensors that make up an array: of experts in files, one or two for each of them."""
+    head, _, field = name.rpartition(".")
+    if name in files or family is None or family.experts != "out_in" or not head.endswith(".experts"):
+        return [name]
+    gate, up, down = family.expert_files
+    matrices = (gate, up) if field == "gate_up_proj" else (down,)
+    return [f"{head}.{i}.{matrix}.weight" for i in range(leaf.shape[0]) for matrix in matrices]
+
+
+def _joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
+    """An array, or the stack of matrices whose rows these parts are in turn."""
+    if len(parts) == 1:
+        return parts[0]
+    each = len(parts) // shape[0]
+    concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
+    rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
+    return stack(rows)
+
+
+def _placed(skeleton: Any, quantize: Any, mesh: Any) -> Callable[[str, Any], Any]:
+    """What is done to each weight as it is read."""
+    options = {"scheme": quantize} if isinstance(quantize, str) else dict(quantize or {})
+    chosen = select_matrices(skeleton, options.pop("where", "all-linear")) if options else {}
+
+    def place(name: str, leaf: Any) -> Any:
+        if name in chosen and not is_value(leaf):
+            leaf = quantize_array(name, leaf, **options)
+        if mesh is not None:
+            leaf = _on_mesh(name, leaf, mesh)
+        return leaf
+
+    return place
+
+
+def _on_mesh(name: str, leaf: Any, mesh: jax.sharding.Mesh) -> Any:
+    part = {name: leaf}
+    by_layers = tensor_parallel(part, mesh) if {"model", "tensor", "tp"} & set(mesh.shape) else None
+    return shard(part, mesh, fsdp(mesh, over=by_layers))[name]
+
+
+def _computes(dtype: Any) -> bool:
+    """Whether models compute with weights of this dtype, as JAX is set up."""
+    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+    return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+# Constants that some versions of transformers save along.
+_BUFFERS = ("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")

@@ -1,0 +1,128 @@
+"""Rotary position embeddings (Su et al., RoFormer, 2021) and the ways to stretch them over longer texts.
+
+The formulas are those of transformers' `modeling_rope_utils`: YaRN (Peng et al., 2023), LongRoPE (Ding et
+al., 2024), and the one of Llama 3.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .config import refused
+
+_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+class Rope(NamedTuple):
+    """The angles per position of each pair of features, and what multiplies their cosines and sines.
+
+    `long` holds the frequencies for texts of more than `switch` tokens, if there are others for these.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+    long: tuple[float, ...] | None = None
+    switch: int = 0
+
+    def rotation(self, positions: Int[Array, " tokens"], length: Any, dtype: Any) -> tuple[Array, Array]:
+        """Cosines and sines of each token, `(tokens, features)`, for a text of this length."""
+        frequencies = jnp.asarray(self.frequencies, jnp.float32)
+        if self.long is not None:
+            frequencies = jnp.where(length > self.switch, jnp.asarray(self.long, jnp.float32), frequencies)
+        angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+        angles = jnp.concatenate([angles, angles], axis=-1)
+        cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
+        return cos.astype(dtype), sin.astype(dtype)
+
+
+def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
+    """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`.
+
+    **Arguments:**
+
+    - `rope`: the entry.
+    - `config`: the model's, for the size of heads and the lengths of texts.
+    - `label`: what errors call the model.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _TYPES:
+        raise refused("rope_type", kind, label, " or ".join(map(repr, _TYPES)))
+    dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+    theta = rope["rope_theta"]
+    waves = theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    original = (
+        rope.get("original_max_position_embeddings")
+        or config.original_max_position_embeddings
+        or config.max_position_embeddings
+    )
+    scale, long = 1.0, None
+    if kind == "longrope":
+        factor = rope.get("factor") or config.max_position_embeddings / original
+        grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        scale = rope.get("attention_factor") or grown
+        short, long = (1 / (np.asarray(rope[f"{name}_factor"]) * waves) for name in ("short", "long"))
+        if not len(short) == len(long) == dim // 2:
+            raise refused("long_factor", rope["long_factor"], label, f"{dim // 2} factors of each kind")
+        return Rope(tuple(short.tolist()), scale, tuple(long.tolist()), original)
+    inverse = 1 / waves
+    if kind == "linear":
+        inverse = inverse / rope["factor"]
+    elif kind == "llama3":  # slow waves are stretched, fast ones kept, those between blended
+        turns = original * inverse / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        inverse = (1 - kept) * inverse / rope["factor"] + kept * inverse
+    elif kind == "yarn":
+        scale = rope.get("attention_factor") or _yarn_scale(rope)
+        kept = 1 - _yarn_ramp(rope, dim, theta, original)
+        inverse = (1 - kept) * inverse / rope["factor"] + kept * inverse
+    return Rope(tuple(inverse.tolist()), scale)
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float:
+    grown = lambda m: 1.0 if rope["factor"] <= 1 else 0.1 * m * math.log(rope["factor"]) + 1
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
+
+
+def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float, original: int) -> np.ndarray:
+    """How far each wave is stretched: from 0 for the fast ones to 1 for the slow ones."""
+    at = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    low, high = at(rope.get("beta_fast") or 32), at(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    return np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+
+
+def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
+    """Turns the first features of each head, as many as the rotation has."""
+    if rotation is None:
+        return x
+    cos, sin = (part[:, None, :] for part in rotation)
+    dim = cos.shape[-1]
+    turned, rest = x[..., :dim], x[..., dim:]
+    first, second = jnp.split(turned, 2, axis=-1)
+    turned = turned * cos + jnp.concatenate([-second, first], axis=-1) * sin
+    return turned if dim == x.shape[-1] else jnp.concatenate([turned, rest], axis=-1)
+
+
+@jax.custom_batching.custom_vmap
+def of_batch(length: Any) -> Any:
+    """The length of a text; in a batch (`jax.vmap`), that of the longest.
+
+    Transformers picks the frequencies of LongRoPE once for a batch.
+    """
+    return length
+
+
+@of_batch.def_vmap
+def _of_batch_vmap(axis_size: int, in_batched: Any, length: Any) -> Any:
+    return of_batch(jnp.max(length, axis=0) if in_batched[0] else length), False

@@ -1,0 +1,36 @@
+"""The reference models: checkpoints of every architecture, and what transformers and PEFT make of them."""
+
+import json
+import shutil
+
+import numpy as np
+
+from tests.fixtures import DATA, FIXTURES, fixture
+
+_ALL = [
+    "llama_llama3", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3",
+    "phi3_longrope", "mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "olmo2", "gpt2",
+]  # fmt: skip
+#: Most travel with the repository; where the full collection is, the tests run on all of it.
+MODELS = [name for name in _ALL if any((root / "models" / name).exists() for root in (DATA, FIXTURES))]
+
+
+def folder(name):
+    return fixture(f"models/{name}/base")
+
+
+def expected(name, file="io.npz"):
+    return np.load(fixture(f"models/{name}/{file}"))
+
+
+def legacy(name, tmp_path):
+    """The same checkpoint with the configuration that transformers 4 writes."""
+    shutil.copytree(folder(name), tmp_path / name)
+    text = fixture(f"models/{name}/config_legacy.json").read_text()
+    (tmp_path / name / "config.json").chmod(0o644)
+    (tmp_path / name / "config.json").write_text(json.dumps(json.loads(text)))
+    return tmp_path / name
+
+
+def agree(found, wanted, atol=1e-4):
+    np.testing.assert_allclose(np.asarray(found), wanted, atol=atol, rtol=0)

@@ -1,0 +1,149 @@
+"""Every architecture against transformers: logits, losses and gradients, in full and in NF4."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import quaxlike as ql
+from quaxlike.interop import CheckpointError
+from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError, load
+from quaxlike.surgery.select import named_arrays
+from tests.models.fixtures import MODELS, agree, expected, folder, legacy
+
+SHARED = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
+
+
+def logits_of(model, z):
+    run = lambda model, ids, seen: jax.vmap(ql.quaxify(model))(ids, seen)
+    with ql.on_materialise("error"):
+        return jax.jit(run)(model, z["input_ids"], z["attention_mask"].astype(bool))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name):
+    """Of a whole row, and of rows with padding on either side."""
+    z = expected(name)
+    model, _ = load(folder(name))
+    agree(logits_of(model, z)[z["valid"]], z["logits"][z["valid"]], 3e-4 if "longrope" in name else 1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configurations_of_transformers_4_say_the_same(name, tmp_path):
+    config = json.loads((folder(name) / "config.json").read_text())
+    old = json.loads((legacy(name, tmp_path) / "config.json").read_text())
+    assert DecoderConfig.from_json(config) == DecoderConfig.from_json(old)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients(name):
+    z = expected(name)
+    model, _ = load(folder(name))
+    ids = jnp.asarray(z["train_input_ids"])
+
+    def loss(model):
+        logits = jax.vmap(model)(ids, jnp.ones_like(ids, bool))[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(model)
+    agree(value, z["train_loss"], 1e-5)
+    grads = named_arrays(grads)
+    for key in z:
+        if key.startswith("grad::"):
+            wanted = z[key]
+            found = np.asarray(grads[key.removeprefix("grad::")])
+            assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted), key
+
+
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen2"])
+def test_quantised_as_they_are_read(name):
+    z, q = expected(name), expected(name, "nf4.npz")
+    model, _ = load(folder(name), quantize={"scheme": "nf4", "double_quant": True})
+    kinds = {key: type(leaf) for key, leaf in named_arrays(model).items() if ql.is_value(leaf)}
+    assert len(kinds) == 7 * 3
+    assert set(kinds.values()) == {ql.NF4Array}
+    agree(logits_of(model, z)[z["valid"]], q["logits"][z["valid"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_quantised_in_their_stacks(name):
+    z = expected(name)
+    model, _ = load(folder(name), quantize="nf4")
+    stacks = {key: leaf for key, leaf in named_arrays(model).items() if ".experts." in key}
+    assert all(isinstance(leaf, ql.NF4Array) for leaf in stacks.values() if leaf.ndim == 3)
+    dense = logits_of(ql.materialise(model), z)
+    agree(logits_of(model, z)[z["valid"]], dense[z["valid"]])
+
+
+def test_each_device_gets_its_part():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model, _ = load(folder("qwen2"), quantize={"scheme": "nf4", "block_size": 16}, mesh=mesh)
+    codes = model.model.layers[0].mlp.up_proj.weight.codes
+    assert {shard.data.size for shard in codes.addressable_shards} == {codes.size // 4}
+
+
+def test_one_array_for_tied_layers():
+    model, _ = load(folder("qwen2"))
+    assert "lm_head.weight" not in named_arrays(model)
+    apart = model.untied()
+    assert apart.lm_head.weight is model.model.embed_tokens.weight
+    ids, seen = jnp.arange(5), jnp.ones(5, bool)
+    run = jax.jit(lambda model: model(ids, seen))
+    agree(run(apart), run(model), 1e-5)
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    model, _ = load(folder("qwen3"))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
+    z = expected("qwen3")
+    out = logits_of(half, z)
+    assert out.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(out, np.float32) - z["logits"])[z["valid"]].max() < 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "no architecture of a decoder; supported are Llama",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type='dynamic'; LlamaConfig supports 'default' or"),
+        ({"sliding_window": 5}, "sliding_window=5; LlamaConfig supports None"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2; LlamaConfig supports 1"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "relu"},
+            "Gemma3Config supports 'gelu_p",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"]},
+            "MistralConfig supports full_attention or sliding_attention for each of 2 layers",
+        ),
+    ],
+)
+def test_options_that_are_not_supported(changes, message):
+    with pytest.raises(UnsupportedConfigError, match=message):
+        DecoderConfig.from_json({"architectures": ["LlamaForCausalLM"], **SHARED, **changes})
+
+
+def test_missing_experts_are_named(tmp_path):
+    (tmp_path / "config.json").write_text((folder("mixtral") / "config.json").read_text())
+    tensors = dict(open_tensors(folder("mixtral")))
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"Missing: model\.layers\.1\.mlp\.experts\.2\.w3\.weight"):
+        load(tmp_path)
+
+
+def test_made_anew():
+    more = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = DecoderConfig.from_json({**SHARED, **more, "head_dim": 8})
+    make = lambda: Decoder(config, key=jax.random.key(0))(jnp.arange(3), jnp.ones(3, bool))
+    assert jax.eval_shape(make).shape == (3, 11)
