@@ -45,8 +45,8 @@ def load(
         [`quaxlike.quantize`][], or its options with the entry `"scheme"`. Each is quantised as it is read, so
         that no more than one of them is dense at a time. Default: as in the file.
     - `mesh`: of devices. Each gets its part of every weight as it is read: along an axis of the mesh that is
-        called `"model"`, `"tensor"` or `"tp"` as [`quaxlike.sharding.tensor_parallel`][] says, along others as
-        [`quaxlike.sharding.fsdp`][]. Default: all on one device.
+        called `"model"`, `"tensor"` or `"tp"` as [`quaxlike.sharding.tensor_parallel`][] says, along others
+        as [`quaxlike.sharding.fsdp`][]. Default: all on one device.
 
     **Returns:**
 
