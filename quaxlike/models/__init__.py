@@ -4,6 +4,7 @@ from .bert import Bert, BertConfig, BertForSequenceClassification, mean_pooled
 from .config import UnsupportedConfigError
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
+from .generation import generate
 from .loading import load
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "UnsupportedConfigError",
+    "generate",
     "load",
     "mean_pooled",
 ]

@@ -156,6 +156,7 @@ class DecoderConfig(Config):
     shared_expert_intermediate_size: int = 0
     swiglu_limit: float | int = 7.0
     tie_word_embeddings: bool = False
+    pad_token_id: int = -1
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()

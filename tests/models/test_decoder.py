@@ -15,6 +15,7 @@ from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError, load
 from quaxlike.surgery.select import named_arrays
 from tests.models.fixtures import MODELS, agree, expected, folder, legacy
 
+FEW = ["llama_llama3", "gemma3", "qwen2_moe"]  # the others take long
 SHARED = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
 
 
@@ -24,7 +25,9 @@ def logits_of(model, z):
         return jax.jit(run)(model, z["input_ids"], z["attention_mask"].astype(bool))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_logits(name):
     """Of a whole row, and of rows with padding on either side."""
     z = expected(name)
@@ -60,7 +63,7 @@ def test_losses_and_gradients(name):
             assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted), key
 
 
-@pytest.mark.parametrize("name", ["llama_llama3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama_llama3", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_quantised_as_they_are_read(name):
     z, q = expected(name), expected(name, "nf4.npz")
     model, _ = load(folder(name), quantize={"scheme": "nf4", "double_quant": True})

@@ -1,0 +1,242 @@
+"""`generate`: texts that a decoder goes on with."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..arrays.lora import LoraArray
+from ..core.quaxify import quaxify
+from ..core.values import is_value
+from ..surgery.adapters import choose_adapter
+from .decoder import Decoder
+
+
+class _Choice(NamedTuple):
+    """How the next token is chosen; static, but for what is in `_Odds`."""
+
+    greedy: bool
+    top_k: int | None
+    by_mass: bool
+
+
+class _Odds(NamedTuple):
+    temperature: Any
+    top_p: Any
+    key: Any
+
+
+def generate(
+    model: Decoder,
+    ids: Int[Array | np.ndarray, "batch tokens"],
+    *,
+    max_new_tokens: int,
+    mask: Bool[Array | np.ndarray, "batch tokens"] | None = None,
+    eos: int | Sequence[int] | None = None,
+    temperature: float | int = 0.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    key: Any = None,
+    on_token: Callable[[Int[np.ndarray, " batch"]], Any] | None = None,
+) -> Int[Array, "batch new"]:
+    """Goes on with texts, token by token.
+
+    Keys and values of earlier tokens are kept. Lengths are rounded up to powers of two, so that few programs
+    are compiled: one for the prompts of a length, and one that adds a token.
+
+    **Arguments:**
+
+    - `model`: a decoder; its weights may be Values. With adapters of
+        [`quaxlike.stack_adapters`][], as many as there are texts, each text has its own.
+    - `ids`: the prompts, padded on the left.
+    - `max_new_tokens`: how many tokens are added at most.
+    - `mask`: which of `ids` are no padding. Default: all.
+    - `eos`: tokens that end a text. Default: none does.
+    - `temperature`: logits are divided by it, and tokens drawn; 0 takes the likeliest. Default: 0.
+    - `top_k`: draws from as many of the likeliest tokens only. Default: from all.
+    - `top_p`: draws from the likeliest tokens that together have this probability. Default: from all.
+    - `key`: a PRNG key, needed where tokens are drawn.
+    - `on_token`: is called with each new token of all texts, an array `(batch,)`, as soon as it is known.
+
+    **Returns:**
+
+    The new tokens, `(batch, max_new_tokens)`. After its end a text is filled with the `pad_token_id` of
+    `config.json`, or else the first of `eos`.
+
+    **Raises:** `ValueError` for arguments that do not fit each other or the model.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        def answer(directory, ids):
+            model, config = ql.models.load(directory, quantize="nf4")
+            return ql.models.generate(model, ids, max_new_tokens=32, eos=config["eos_token_id"])
+        ```
+
+    Top-p: Holtzman et al., The Curious Case of Neural Text Degeneration (2020).
+    """
+    ids = np.asarray(ids)
+    seen = np.ones(ids.shape, bool) if mask is None else np.asarray(mask).astype(bool)
+    _check(model, ids, seen, max_new_tokens, temperature, top_k, top_p, key)
+    ends = np.atleast_1d(np.asarray([] if eos is None else eos, np.int32))
+    choice = _Choice(temperature == 0, top_k, top_p is not None)
+    odds = _Odds(jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p), key)
+
+    steps: list[Any] = []
+    done = np.zeros(len(ids), bool)
+    fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
+    for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, choice, odds):
+        if ends.size or on_token is not None:
+            token = np.where(done, np.int32(fill), np.asarray(token))
+            done |= np.isin(token, ends)
+        steps.append(token)
+        if on_token is not None:
+            on_token(token)
+        if done.all():
+            break
+    steps += [np.full(len(ids), fill, np.int32)] * (max_new_tokens - len(steps))
+    return jnp.stack([jnp.asarray(step) for step in steps], axis=1)
+
+
+def _check(
+    model: Any, ids: Any, seen: Any, new: int, temperature: Any, top_k: Any, top_p: Any, key: Any
+) -> None:
+    if not isinstance(model, Decoder):
+        raise ValueError(f"generate takes a Decoder of `quaxlike.models`; found {type(model).__name__}.")
+    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"`ids` must be integers of shape (batch, tokens); found {ids.dtype} of shape {ids.shape}."
+        )
+    if seen.shape != ids.shape or not seen[:, -1].all():
+        raise ValueError(
+            f"`mask` must be of the shape of `ids`, {ids.shape}, with padding on the left only, so that each "
+            f"row ends with a token; found the shape {seen.shape}"
+            + (f", rows {np.flatnonzero(~seen[:, -1]).tolist()} end with padding." if seen.ndim == 2 else ".")
+        )
+    vocabulary = model.config.vocab_size
+    if ids[seen].min() < 0 or ids[seen].max() >= vocabulary:
+        raise ValueError(
+            f"`ids` must be from 0 to {vocabulary - 1}; found {ids[seen].min()} to {ids[seen].max()}."
+        )
+    if new < 1:
+        raise ValueError(f"`max_new_tokens` must be at least 1; found {new}.")
+    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(
+            "`temperature` must not be negative, `top_k` at least 1 and `top_p` above 0 and at most 1; found "
+            f"{temperature}, {top_k} and {top_p}."
+        )
+    if temperature > 0 and key is None:
+        raise ValueError("Tokens are drawn at a temperature above 0: give a `key`.")
+    longest, most = int(seen.sum(1).max()), model.config.max_position_embeddings
+    if model.config.family.learned_positions and longest + new > most:
+        raise ValueError(f"The model has {most} positions; prompt and new tokens need {longest + new}.")
+    counts = {leaf.shape[0] for leaf in jax.tree.leaves(model, is_leaf=is_value) if _is_stacked(leaf)}
+    if counts - {len(ids)}:
+        raise ValueError(
+            f"There are {len(ids)} texts and {min(counts - {len(ids)})} adapters; one is for each."
+        )
+
+
+def _tokens(
+    model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, choice: _Choice, odds: _Odds
+) -> Iterator[Any]:
+    """The new tokens, `(batch,)` each."""
+    longest = int(seen.sum(1).max())
+    switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
+    made: list[Any] = []
+    while len(made) < new:
+        # Where other frequencies apply to longer texts, all that was kept is computed anew.
+        length = longest + len(made)
+        until = min([new, *(s - longest + 1 for s in switches if s >= length)])
+        width = ids.shape[1] + len(made)
+        prompt, room = _rounded(width), _rounded(width) + _rounded(until - len(made))
+        rows = np.pad(ids, ((0, 0), (prompt - width, len(made))))
+        rows[:, prompt - len(made) :] = np.asarray(made, np.int32).T.reshape(len(ids), -1)
+        kept = np.pad(seen, ((0, 0), (prompt - width, len(made))), constant_values=False)
+        kept[:, prompt - len(made) :] = True
+        kept = np.pad(kept, ((0, 0), (0, room - prompt)), constant_values=True)
+        start = jnp.int32(0)
+        token, memory = _prefill(
+            model, rows, kept, jnp.int32(length), odds, jnp.int32(len(made)), choice=choice, room=room
+        )
+        start = prompt
+        while True:
+            made.append(token)
+            yield token
+            if len(made) >= until:
+                break
+            token, memory = _add(
+                model, token, kept, memory, jnp.int32(start), jnp.int32(longest + len(made)), odds,
+                jnp.int32(len(made)), choice=choice,
+            )  # fmt: skip
+            start += 1
+
+
+@functools.partial(jax.jit, static_argnames=("choice", "room"))
+def _prefill(
+    model: Decoder, ids: Any, seen: Any, length: Any, odds: _Odds, step: Any, *, choice: _Choice, room: int
+) -> tuple[Array, Any]:
+    """The first new token of each row, and what is kept of the prompts."""
+    dtype = model.part("model").part("embed_tokens").weight.dtype
+    empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)), model.memory(room, dtype))
+    seen = seen & (jnp.arange(room) < ids.shape[1])[None]
+    logits, memory = _forward(model, ids, seen, empty, 0, length)
+    return _chosen(logits, choice, odds, step), memory
+
+
+@functools.partial(jax.jit, static_argnames="choice", donate_argnames="memory")
+def _add(
+    model: Decoder, token: Any, seen: Any, memory: Any, start: Any, length: Any, odds: _Odds, step: Any, *,
+    choice: _Choice,
+) -> tuple[Array, Any]:  # fmt: skip
+    """The token after this one."""
+    logits, memory = _forward(model, token[:, None], seen, memory, start, length)
+    return _chosen(logits, choice, odds, step), memory
+
+
+def _forward(
+    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any
+) -> tuple[Float[Array, "batch vocab"], Any]:
+    """The logits after the last token of each row."""
+    stacked = any(_is_stacked(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_value))
+
+    def last(model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any) -> Any:
+        hidden, memory = model.part("model")(ids, seen, memory, start, length)
+        return model.logits(hidden[-1:])[0], memory
+
+    def row(i: Any, ids: Any, seen: Any, memory: Any) -> Any:
+        own = choose_adapter(model, i) if stacked else model
+        return quaxify(last)(own, ids, seen, memory, start, length)
+
+    return jax.vmap(row)(jnp.arange(len(ids)), ids, seen, memory)
+
+
+def _chosen(logits: Float[Array, "batch vocab"], choice: _Choice, odds: _Odds, step: Any) -> Array:
+    if choice.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits.astype(jnp.float32) / odds.temperature
+    if choice.top_k is not None and choice.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, choice.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if choice.by_mass:
+        order = jnp.sort(logits, axis=-1, descending=True)
+        mass = jax.nn.softmax(order, axis=-1)
+        inside = jnp.cumsum(mass, axis=-1) - mass < odds.top_p
+        least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(jax.random.fold_in(odds.key, step), logits).astype(jnp.int32)
+
+
+def _is_stacked(leaf: Any) -> bool:
+    return isinstance(leaf, LoraArray) and len(leaf.shape) > len(leaf.w.shape)
+
+
+def _rounded(n: int) -> int:
+    """To a power of two, from 16 on."""
+    return max(16, 1 << (n - 1).bit_length())

@@ -1,0 +1,114 @@
+"""Generation with a cache against transformers' greedy tokens, and the ways to draw tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.models import generation, load
+from quaxlike.models.generation import generate
+from tests.models.fixtures import MODELS, expected, folder
+
+FEW = ["phi3_longrope"]  # the others take long
+
+
+@pytest.fixture(scope="module")
+def qwen2():
+    return load(folder("qwen2"))[0], expected("qwen2")["greedy_prompt_ids"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_greedy_tokens(name):
+    """Of prompts padded on the left; by LongRoPE beyond the length at which frequencies switch."""
+    z = expected(name)
+    model, _ = load(folder(name))
+    options = {"mask": z["greedy_prompt_mask"], "max_new_tokens": 48, "eos": int(z["eos_token_id"])}
+    with ql.on_materialise("error"):
+        tokens = np.asarray(generate(model, z["greedy_prompt_ids"], **options | {"eos": None}))
+        ended = np.asarray(generate(model, z["greedy_prompt_ids"], **options))
+    np.testing.assert_array_equal(tokens, z["greedy_tokens"])
+    width = z["eos_tokens"].shape[1]
+    np.testing.assert_array_equal(ended[:, :width], z["eos_tokens"])
+    np.testing.assert_array_equal(ended[:, width:], z["eos_pad_token_id"])
+
+
+def test_greedy_tokens_without_a_cache(qwen2):
+    """One whole pass for each token, texts of growing length."""
+    model, ids = qwen2
+    whole = jax.jit(lambda ids, seen: jnp.argmax(model(ids, seen)[jnp.sum(seen) - 1]))
+    row, n = np.zeros(64, np.int32), ids.shape[1]
+    row[:n] = ids[1]
+    for i in range(n, n + 12):
+        row[i] = whole(row, np.arange(64) < i)
+    np.testing.assert_array_equal(row[n : n + 12], generate(model, ids[1:], max_new_tokens=12)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen2"])
+def test_greedy_tokens_of_quantised_weights(name):
+    z = expected(name)
+    model, _ = load(folder(name), quantize={"scheme": "nf4", "double_quant": True})
+    with ql.on_materialise("error"):
+        tokens = generate(model, z["greedy_prompt_ids"], mask=z["greedy_prompt_mask"], max_new_tokens=48)
+    np.testing.assert_array_equal(tokens, expected(name, "nf4.npz")["greedy_tokens"])
+
+
+def test_programs_are_compiled_once(qwen2):
+    model, ids = qwen2
+    generate(model, ids, max_new_tokens=3)
+    compiled = lambda: (generation._prefill._cache_size(), generation._add._cache_size())
+    before = compiled()
+    generate(model, ids[:, 3:], max_new_tokens=9)
+    assert compiled() == before
+
+
+def test_tokens_are_told_as_they_come(qwen2):
+    model, ids = qwen2
+    told = []
+    tokens = generate(model, ids, max_new_tokens=5, on_token=told.append)
+    np.testing.assert_array_equal(np.stack(told, axis=1), tokens)
+
+
+def test_tokens_that_are_drawn(qwen2):
+    model, ids = qwen2
+    draw = lambda **options: generate(model, ids, max_new_tokens=6, key=jax.random.key(1), **options)
+    greedy = generate(model, ids, max_new_tokens=6)
+    np.testing.assert_array_equal(draw(temperature=1.0, top_k=1), greedy)
+    np.testing.assert_array_equal(draw(temperature=5.0, top_p=1e-6), greedy)
+    hot = draw(temperature=5.0)
+    np.testing.assert_array_equal(draw(temperature=5.0), hot)
+    assert np.any(np.asarray(hot) != np.asarray(greedy))
+
+
+def test_an_adapter_for_each_text(qwen2):
+    model, ids = qwen2
+    keys = jax.random.split(jax.random.key(0), 2)
+    adapted = [ql.loraify(model, rank=2, init="gaussian", key=key, where=["q_proj"]) for key in keys]
+    adapted = [
+        jax.tree.map(lambda x: x + 0.3 if isinstance(x, ql.LoraArray) else x, each, is_leaf=ql.is_value)
+        for each in adapted
+    ]
+    apart = [generate(each, ids[i : i + 1], max_new_tokens=6)[0] for i, each in enumerate(adapted)]
+    together = generate(ql.stack_adapters(adapted), ids, max_new_tokens=6)
+    np.testing.assert_array_equal(together, np.stack(apart))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids": np.zeros(3, int)}, r"integers of shape \(batch, tokens\); found int64 of shape \(3,\)"),
+        ({"mask": [[True, False]]}, r"padding on the left only.* rows \[0\] end with padding"),
+        ({"ids": [[1, 100]]}, "`ids` must be from 0 to 99; found 1 to 100"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1; found 0"),
+        ({"temperature": 1.0}, "give a `key`"),
+        ({"top_p": 2}, "`top_p` above 0 and at most 1; found 0.0, None and 2"),
+        ({"model": None}, "takes a Decoder of `quaxlike.models`; found NoneType"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes, message, qwen2):
+    options = {"model": qwen2[0], "ids": np.array([[1, 2]]), "max_new_tokens": 1} | changes
+    with pytest.raises(ValueError, match=message):
+        generate(options.pop("model"), options.pop("ids"), **options)
