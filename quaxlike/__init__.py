@@ -32,6 +32,8 @@ from .surgery.trainable import trainable
 
 if TYPE_CHECKING:
     from . import arrays as arrays
+    from . import finetune as finetune
+    from . import generate as generate
     from . import implicit as implicit
     from . import interop as interop
     from . import kernels as kernels
@@ -109,8 +111,8 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
 __getattr__, __dir__ = lazily(
     __name__,
     (
-        *("arrays", "implicit", "interop", "kernels", "models", "numpy", "online_learning", "primitives"),
-        *("sharding", "surgery", "utils"),
+        *("arrays", "finetune", "generate", "implicit", "interop", "kernels", "models", "numpy"),
+        *("online_learning", "primitives", "sharding", "surgery", "utils"),
     ),
     globals(),
 )

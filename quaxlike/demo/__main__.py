@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .arguments import importing_extra, number
+from .._arguments import importing_extra, number
 
 
 def _make_writable(directory: Path) -> str | None:

@@ -1,1 +1,1 @@
-"""`python -m quaxlike.demo.finetune`: QLoRA on a local checkpoint of transformers, to an adapter for PEFT."""
+"""An older name of `quaxlike.finetune`."""

@@ -1,4 +1,4 @@
-"""`python -m quaxlike.demo.finetune` on tiny checkpoints, whose tokenisers are made here."""
+"""`python -m quaxlike.finetune` on tiny checkpoints, whose tokenisers are made here."""
 
 import json
 import re
@@ -11,14 +11,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import quaxlike as ql
-from quaxlike.demo.finetune import data
-from quaxlike.demo.finetune.__main__ import main
-from quaxlike.demo.finetune.state import RunDirectory
-from quaxlike.demo.finetune.tasks import NextToken
-from quaxlike.demo.models import Bert, load_model
-from quaxlike.demo.models.bert import BertConfig
+from quaxlike.finetune import data
+from quaxlike.finetune.__main__ import main
+from quaxlike.finetune.state import RunDirectory
+from quaxlike.finetune.tasks import NextToken
 from quaxlike.interop import CheckpointError, peft, safetensors
 from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.models import Bert
+from quaxlike.models import load as load_model
+from quaxlike.models.bert import BertConfig
 from tests.fixtures import fixture
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -233,7 +234,7 @@ def test_bad_lines_are_named(name, tmp_path, capsys):
     assert main([f"--model={model}", f"--data={path}", f"--output={tmp_path / 'out'}"]) == 2
     error = capsys.readouterr().err
     assert f"{path}:3: " in error
-    assert error.startswith("python -m quaxlike.demo.finetune: error: ")
+    assert error.startswith("python -m quaxlike.finetune: error: ")
     assert matches(message, error)
     assert not (tmp_path / "out").exists()
 

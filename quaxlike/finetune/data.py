@@ -1,0 +1,172 @@
+"""Lines of JSON to batches of tokens."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Int
+from tokenizers import Tokenizer
+
+from .settings import FinetuneError
+
+
+class Tokens:
+    """The tokeniser of a checkpoint.
+
+    **Arguments:**
+
+    - `directory`: a checkpoint with `tokenizer.json`.
+    - `config`: its `config.json`.
+    - `max_length`: how many tokens a text may have.
+    """
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no {path}: text becomes tokens as that file says.")
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises this very class
+            raise FinetuneError(f"{path} is not a tokeniser: {error}") from None
+        if (found := self._tokenizer.get_vocab_size()) > config["vocab_size"]:
+            raise FinetuneError(
+                f"{path} has {found} tokens, and config.json a vocab_size of {config['vocab_size']}."
+            )
+        # Files carry settings for inference, padding among them.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.max_length = max_length
+        eos = config.get("eos_token_id")
+        self.eos: list[int] = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
+        if any(token >= config["vocab_size"] for token in self.eos):
+            raise FinetuneError(
+                f"config.json has eos_token_id={eos} and a vocab_size of {config['vocab_size']}."
+            )
+
+    def whole(self, text: str, *, special: bool = True) -> list[int]:
+        """All tokens of a text, with those that mark its ends unless `special` is False."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def cut(self, text: str) -> tuple[list[int], bool]:
+        """The tokens of a text, and whether some had to be cut; the tokens that mark its end are kept."""
+        encoding = self._tokenizer.encode(text)
+        ids, excess = encoding.ids, len(encoding.ids) - self.max_length
+        if excess <= 0:
+            return ids, False
+        end = len(ids)
+        while end > 0 and encoding.special_tokens_mask[end - 1]:
+            end -= 1
+        return ids[: max(0, end - excess)] + ids[end:], True
+
+
+class Example(NamedTuple):
+    """A line of data as tokens."""
+
+    texts: tuple[list[int], ...]
+    learned_from: int = 1
+    """Of a text that is to be written: the first token that is learned."""
+    label: int = 0
+    was_cut: bool = False
+
+
+class Batch(NamedTuple):
+    """Examples side by side, padded to one length."""
+
+    ids: Int[Array | np.ndarray, "examples texts tokens"]
+    seen: Bool[Array | np.ndarray, "examples texts tokens"]
+    """What is no padding."""
+    learned: Bool[Array | np.ndarray, "examples texts tokens"]
+    """Which tokens are to be written by the model."""
+    labels: Int[Array | np.ndarray, " examples"]
+
+
+class Examples(NamedTuple):
+    """A file of data, and what had to be done to it."""
+
+    examples: list[Example]
+    cut: int
+    """How many texts were longer than allowed."""
+    empty: int
+    """How many lines were left out, since the cut left nothing to learn."""
+
+
+def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
+    """Reads a file with one JSON object a line; empty lines are passed over.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `encode`: an object to an example; None if there is nothing in it to learn. Its `ValueError` gets file
+        and line in front.
+
+    **Raises:** `FileNotFoundError`; `FinetuneError` for a line that is no object, or not one for this model.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")
+    examples: list[Example] = []
+    empty = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise FinetuneError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(fields, dict):
+                raise FinetuneError(f"{path}:{number}: expected a JSON object; found {line.decode()[:60]!r}")
+            try:
+                example = encode(fields)
+            except ValueError as error:
+                raise FinetuneError(f"{path}:{number}: {error}") from None
+            if example is None:
+                empty += 1
+            else:
+                examples.append(example)
+    return Examples(examples, sum(example.was_cut for example in examples) + empty, empty)
+
+
+def text_of(fields: Mapping[str, Any], name: str) -> str:
+    """An entry that must be a text with something in it."""
+    text = fields.get(name)
+    if not isinstance(text, str) or not text.strip():
+        found = f"found {text!r}" if name in fields else f"there are {', '.join(fields) or 'no entries'}"
+        raise ValueError(f"{name!r} must be a text; {found}")
+    return text
+
+
+def collate(examples: Sequence[Example], max_length: int) -> Batch:
+    """A batch. Lengths are rounded up to powers of two, so that few programs are compiled."""
+    longest = max(len(ids) for example in examples for ids in example.texts)
+    tokens = min(max_length, max(16, 1 << (longest - 1).bit_length()))
+    shape = (len(examples), len(examples[0].texts), tokens)
+    ids, seen, learned = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    for i, example in enumerate(examples):
+        for j, text in enumerate(example.texts):
+            ids[i, j, : len(text)] = text
+            seen[i, j, : len(text)] = True
+            learned[i, j, example.learned_from : len(text)] = True
+    return Batch(ids, seen, learned, np.array([example.label for example in examples], np.int32))
+
+
+def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """What is trained on, and a share that is held out, at least one of several; the order of the file is
+    kept."""
+    n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
+    chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())
+    parts: tuple[list[Example], list[Example]] = ([], [])
+    for i, example in enumerate(examples):
+        parts[i in chosen].append(example)
+    return parts
+
+
+def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
+    """Which of `n` examples make up a batch: each epoch has an order of its own, less an incomplete end.
+
+    It depends on nothing else, so that training may stop and go on anywhere.
+    """
+    epoch, at = divmod(batch, n // size)
+    order = np.random.default_rng([seed, epoch + 1]).permutation(n)
+    return order[at * size : (at + 1) * size]

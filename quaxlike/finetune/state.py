@@ -1,0 +1,97 @@
+"""What a run leaves in its directory, so that the same command goes on where it was stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._files import replacing
+from ..interop import safetensors
+from ..interop.tensors import read_json
+from ..surgery.select import path_of
+from .settings import FinetuneError, Settings
+
+
+class RunDirectory:
+    """The directory of a run: `run.json` (its settings), `checkpoint.safetensors` (the newest state) and
+    `log.jsonl` (a line a step), beside the adapter that it writes in the end.
+
+    **Arguments:**
+
+    - `settings`: of this run.
+
+    **Raises:**
+
+    `FinetuneError` if the directory holds a run with other settings, or an adapter of other origin.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.path = settings.output
+        self.checkpoint = self.path / "checkpoint.safetensors"
+        self.log = self.path / "log.jsonl"
+        about, fingerprint = self.path / "run.json", settings.fingerprint()
+        if about.exists():
+            _compare(about, read_json(about, about.read_bytes(), "the settings of the run"), fingerprint)
+            return
+        if (adapter := self.path / "adapter_config.json").exists():
+            raise FinetuneError(f"There is an adapter already, {adapter}. Choose another --output.")
+        self.path.mkdir(parents=True, exist_ok=True)
+        with replacing(about) as file:
+            file.write(json.dumps(fingerprint, indent=2).encode())
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Replaces the checkpoint, once the new one is complete."""
+        safetensors.save(self.checkpoint, _named(step, state))
+
+    def restore(self, state: PyTree) -> tuple[int, PyTree]:
+        """The step and the state of the checkpoint; 0 and `state` if there is none.
+
+        What the log says about later steps is forgotten, since these are done again.
+        """
+        step, named = 0, _named(0, state)
+        if self.checkpoint.exists():
+            named = safetensors.load(self.checkpoint, like=named)
+            step = int(named.pop("step"))
+            leaves = [named[path_of(path)] for path, _ in jtu.tree_leaves_with_path(state)]
+            state = jtu.tree_unflatten(jtu.tree_structure(state), leaves)
+        kept = [entry for entry in self.entries() if entry["step"] <= step]
+        with replacing(self.log) as file:
+            file.writelines(_line(entry) for entry in kept)
+        return step, state
+
+    def note(self, **entry: Any) -> None:
+        """Adds a line to the log."""
+        with open(self.log, "ab") as file:
+            file.write(_line(entry))
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The lines of the log, without one that was being written when the run was stopped."""
+        if not self.log.exists():
+            return []
+        lines = self.log.read_bytes().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def _named(step: int, state: PyTree) -> dict[str, Any]:
+    named = {path_of(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
+    return {"step": jnp.asarray(step, jnp.int32)} | named
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    differing = [
+        f"{name} {found.get(name)!r} (now {value!r})"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    ]
+    if differing:
+        raise FinetuneError(
+            f"{path} is of a run with {', '.join(differing)}. Give its options to go on with it, or choose "
+            "another --output."
+        )

@@ -1,0 +1,62 @@
+"""The command line of generation."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .._arguments import importing_extra, number
+
+_ABOUT = """\
+Goes on with texts by a checkpoint directory of transformers. One text is written as it comes; several, which
+--prompt takes at once, when they are complete.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m quaxlike.generate", description=_ABOUT)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="config.json, weights and tokenizer.json")
+    add("--adapter", type=Path, metavar="DIR", help="an adapter that PEFT or quaxlike.finetune wrote")
+    add("--quantize", choices=["nf4", "fp4", "int8", "int4"], help="how weights are stored")
+    add("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to go on with")
+    add("--max-new-tokens", type=number(int, 1), default=128, help="default: 128")
+    add("--temperature", type=number(float, 0), default=0.0, help="0, the default, takes the likeliest token")
+    add("--top-k", type=number(int, 1), help="draws from so many of the likeliest tokens only")
+    add("--top-p", type=number(float, 1e-9, 1), help="draws from the likeliest of this probability together")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of what is drawn (default: 0)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; the exit status is 2 where it cannot start, 130 where it was interrupted."""
+    # Arguments first: importing JAX takes seconds.
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    with importing_extra(parser):
+        from ..interop import CheckpointError
+        from ..models import UnsupportedConfigError
+        from .run import GenerateError, run
+    start = time.perf_counter()
+    try:
+        count = run(arguments, sys.stdout)
+    except (OSError, CheckpointError, GenerateError, UnsupportedConfigError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    _tell(count, time.perf_counter() - start)
+    return 0
+
+
+def _tell(count: Any, seconds: float) -> None:
+    told = f"{count.tokens} tokens in {seconds:.1f} s"
+    if count.after_first and count.seconds_after_first:
+        told += f"; {count.after_first / count.seconds_after_first:.1f} tokens a second after the first"
+    print(told, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""From prompts to texts."""
+
+import argparse
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import numpy as np
+from jaxtyping import Int
+from tokenizers import Tokenizer
+
+from ..interop import peft
+from ..interop.tensors import read_json
+from ..models import Decoder, generate, load
+
+
+class GenerateError(ValueError):
+    """Texts that cannot be written, for a reason that the message tells."""
+
+
+class Count(NamedTuple):
+    """What was done, and how fast."""
+
+    tokens: int
+    after_first: int
+    seconds_after_first: float
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> Count:
+    """Writes what the model goes on with to `out`.
+
+    **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` for a
+    model that is no decoder, a damaged tokeniser or an empty prompt.
+    """
+    path = arguments.model / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no {path}: text becomes tokens as that file says.")
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises this very class
+        raise GenerateError(f"{path} is not a tokeniser: {error}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    model, config = load(arguments.model, quantize=arguments.quantize)
+    if not isinstance(model, Decoder):
+        raise GenerateError(f"{arguments.model} holds a {type(model).__name__}, which writes no text.")
+    if arguments.adapter is not None:
+        model = peft.load_adapter(arguments.adapter, model)
+    prompts = [tokenizer.encode(text).ids for text in arguments.prompt]
+    if not all(prompts):
+        raise GenerateError(f"A prompt has no tokens: {arguments.prompt[prompts.index([])]!r}.")
+
+    ends = ends_of(arguments.model, config)
+    writer = _Writer(tokenizer, ends, len(prompts), out)
+    width = max(map(len, prompts))
+    ids = np.zeros((len(prompts), width), np.int32)
+    mask = np.zeros((len(prompts), width), bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, True
+    try:
+        generate(
+            model, ids, mask=mask, max_new_tokens=arguments.max_new_tokens, eos=ends or None,
+            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p,
+            key=jax.random.key(arguments.seed), on_token=writer,
+        )  # fmt: skip
+    except ValueError as error:
+        raise GenerateError(str(error)) from error
+    return writer.finish(arguments.prompt)
+
+
+def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text, as `generation_config.json` says, or else `config.json`."""
+    path, found = directory / "generation_config.json", None
+    if path.is_file():
+        found = read_json(path, path.read_bytes(), "the settings of generation").get("eos_token_id")
+    found = config.get("eos_token_id") if found is None else found
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+class _Writer:
+    """Turns tokens into text: of one prompt as they come."""
+
+    def __init__(self, tokenizer: Any, ends: list[int], rows: int, out: TextIO) -> None:
+        self._tokenizer, self._ends, self._out = tokenizer, ends, out
+        self._rows: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [False] * rows
+        self._written = ""
+        self._times: list[float] = []
+        self._counts: list[int] = []
+
+    def __call__(self, tokens: Int[np.ndarray, " batch"]) -> None:
+        self._times.append(time.perf_counter())
+        self._counts.append(self._ended.count(False))
+        for row, token in enumerate(tokens.tolist()):
+            self._ended[row] = self._ended[row] or token in self._ends
+            if not self._ended[row]:
+                self._rows[row].append(token)
+        if len(self._rows) == 1:
+            text = self._tokenizer.decode(self._rows[0])
+            # A letter may need several tokens: its first ones decode to a sign of replacement.
+            if not text.endswith("\ufffd") and text.startswith(self._written):
+                self._out.write(text[len(self._written) :])
+                self._out.flush()
+                self._written = text
+
+    def finish(self, prompts: list[str]) -> Count:
+        """Writes what is left."""
+        texts = [self._tokenizer.decode(row) for row in self._rows]
+        if len(texts) == 1:
+            self._out.write(texts[0].removeprefix(self._written) + "\n")
+        else:
+            self._out.writelines(f"{prompt!r}: {text}\n" for prompt, text in zip(prompts, texts, strict=True))
+        self._out.flush()
+        return Count(sum(self._counts), sum(self._counts[1:]), self._times[-1] - self._times[0])
