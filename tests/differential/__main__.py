@@ -13,7 +13,7 @@ import tests.conftest  # noqa: F401  (the settings of JAX under test)
 from tests.conformance.weights import TYPES
 
 from .hunt import Tally, hunt
-from .program import programs, wide_programs
+from .program import of_each_rule, programs
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
                 known = frozenset(total.findings)
                 future = pool.submit(
                     hunt,
-                    programs(names) | wide_programs(names, 4),
+                    programs(names) | of_each_rule(names, 1, 4),
                     seed_=seed,
                     examples=args.examples,
                     known=known,

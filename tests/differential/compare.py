@@ -1,4 +1,4 @@
-"""A program on a Value against the same program on the array that it stands for."""
+"""Programs on a Value against the same programs on the array that it stands for."""
 
 import contextlib
 import dataclasses
@@ -38,13 +38,13 @@ DECLINED = (
 
 
 class Finding(AssertionError):
-    """A program whose result differs."""
+    """A program whose result differs, or several that only differ together."""
 
     status = "finding"
 
-    def __init__(self, program: Program, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}\n{program}")
-        self.program, self.kind, self.message = program, kind, message
+    def __init__(self, programs: Sequence[Program], kind: str, message: str) -> None:
+        super().__init__("\n".join([f"{kind}: {message}", *map(str, programs)]))
+        self.program, self.kind, self.message = programs[0], kind, message
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -69,32 +69,38 @@ class Outcome:
     reason: str = ""
 
 
-def check(program: Program) -> Outcome:
-    """Raises a `Finding` if the program is not the same on the Value and on its array."""
-    with under(program.x64):
-        operands = program.operands()
+def check(*programs: Program) -> Outcome:
+    """Raises a `Finding` if programs are not the same on the Value and on its array.
+
+    They are compiled together, since that takes less time. They are of one type, with the same outer
+    transforms and settings, and their steps have different numbers.
+    """
+    with under(programs[0].x64):
+        operands = {name: x for program in programs for name, x in program.operands().items()}
         values = [part for x in operands.values() for part in parts(x)]
         # A unit that is dropped because that is allowed is no finding.
         has_units = any(isinstance(x, unitful.Unitful) for x in values)
         with contextlib.nullcontext() if has_units else ql.on_materialise("allow"):
-            return _check(program, operands)
+            return _check(programs, operands)
 
 
-def outcomes(program: Program) -> list[tuple[Program, Outcome | Finding]]:
-    """How a program ended; where it is wide and not equal, how each of its parts did."""
+def outcomes(programs: Sequence[Program]) -> list[tuple[Program, Outcome | Finding]]:
+    """How each of the programs ended. Those that are not equal together are checked again in halves."""
     try:
-        outcome: Outcome | Finding = check(program)
+        outcome: Outcome | Finding = check(*programs)
     except Finding as finding:
         outcome = finding
-    if len(program.steps) < 2 or not program.wide or outcome.status == "equal":
-        return [(program, outcome)]
-    parts = [pair for half in program.halves() for pair in outcomes(half)]
-    alone = any(isinstance(outcome, Finding) for _, outcome in parts)
-    return parts if alone or not isinstance(outcome, Finding) else [*parts, (program, outcome)]
+    if outcome.status == "equal" or len(programs) < 2:
+        return [(program, outcome) for program in programs]
+    middle = len(programs) // 2
+    parts = [pair for half in (programs[:middle], programs[middle:]) for pair in outcomes(half)]
+    alone = any(isinstance(found, Finding) for _, found in parts)
+    return parts if alone or not isinstance(outcome, Finding) else [*parts, (programs[0], outcome)]
 
 
-def _check(program: Program, operands: dict[str, Any]) -> Outcome:
-    functions = program.functions()
+def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
+    program = programs[0]  # where they are all alike
+    functions = [program.function() for program in programs]
     leaves, treedef = jtu.tree_flatten(operands)
     varied = [leaf for leaf in leaves if _is_inexact(leaf)]
     others = {"z": [(0.5 * x).astype(x.dtype) for x in varied]}
@@ -157,9 +163,9 @@ def _check(program: Program, operands: dict[str, Any]) -> Outcome:
             reference(leaves, varied, still)
         except Exception as same:  # that comes late in plain JAX, too
             return Outcome("rejected", f"{type(same).__name__}: {same}")
-        raise Finding(program, f"raises {type(error).__name__}", str(error)[:600]) from error
+        raise Finding(programs, f"raises {type(error).__name__}", str(error)[:600]) from error
     plain = not program.outer and not any(map(ql.is_value, returned))
-    _compare_avals(program, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)
+    _compare_avals(programs, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)
     again = lambda change: compiled(leaves, varied, moves(change))
     tolerance = _tolerance([*leaves, *jtu.tree_leaves(expected)])
     problem = _difference(results, expected, tolerance)
@@ -168,19 +174,23 @@ def _check(program: Program, operands: dict[str, Any]) -> Outcome:
         and _loses_nans(results, expected)
         and _loses_nans(results, again(_below_one), again(_above_one))
     ):
-        raise Finding(program, "no NaN", f"{results}, expected {expected}"[:1200])
+        raise Finding(programs, "no NaN", f"{results}, expected {expected}"[:1200])
     if problem is None:
         if not program.outer:
-            _check_units(program, operands, returned, tolerance)
+            _check_units(programs, operands, returned, tolerance)
         return Outcome("equal")
     if _difference(again(functools.partial(_disturbed, 0.01 * tolerance)), expected, tolerance) is not None:
         return Outcome("rejected", "the result is not stable")
     classes = {type(part) for x in operands.values() for part in parts(x)}
     if LowRankUpdate in classes and not _is_finite(results):
         return Outcome("declined", "the base cannot be inverted")
-    if Full in classes and (program.inner or program.outer) and not _is_finite(results):
+    if (
+        Full in classes
+        and any(program.inner or program.outer for program in programs)
+        and not _is_finite(results)
+    ):
         return Outcome("declined", "a derivative at equal elements, or by infinity")
-    raise Finding(program, "wrong numbers", problem)
+    raise Finding(programs, "wrong numbers", problem)
 
 
 def _metres(x: Any) -> Any:
@@ -191,7 +201,9 @@ def _metres(x: Any) -> Any:
     return None if isinstance(units[0]._exponents, str) else units[0].exponents.get("m", 0)
 
 
-def _check_units(program: Program, operands: dict[str, Any], returned: list[Any], tolerance: float) -> None:
+def _check_units(
+    programs: Sequence[Program], operands: dict[str, Any], returned: list[Any], tolerance: float
+) -> None:
     """In half-metres the numbers of a result are larger by a power of two: the one that its unit says.
 
     Not where `select_n` takes a plain array for one in the unit of the others.
@@ -199,10 +211,11 @@ def _check_units(program: Program, operands: dict[str, Any], returned: list[Any]
     of_operands = {name: _metres(x) for name, x in operands.items()}
     if not any(of_operands.values()):
         return
+    functions = [program.function() for program in programs]
 
     def f(operands: dict[str, Any]) -> list[Any]:
         others = {k: x for k, x in operands.items() if k != "x"}
-        return [of(operands["x"], others) for of in program.functions()]
+        return [of(operands["x"], others) for of in functions]
 
     metres = ql.materialise(operands)
     half_metres = {name: x * 2 ** of_operands[name] if of_operands[name] else x for name, x in metres.items()}
@@ -213,7 +226,7 @@ def _check_units(program: Program, operands: dict[str, Any], returned: list[Any]
     for power, x, y in zip(map(_metres, returned), results, larger, strict=True):
         wrong = power is not None and _difference(y, np.asarray(x) * 2.0 ** float(power), tolerance)
         if wrong:
-            raise Finding(program, "unit", f"the unit of the result has m to the power of {power}")
+            raise Finding(programs, "unit", f"the unit of the result has m to the power of {power}")
 
 
 def _disturbed(noise: float, x: jax.Array) -> jax.Array:
@@ -259,21 +272,21 @@ def _tolerance(leaves: list[Any]) -> float:
     return max(1e-9, 1000 * eps) if eps < 1e-3 else 8 * eps
 
 
-def _compare_avals(program: Program, results: Any, expected: Any, weak: bool) -> None:
+def _compare_avals(programs: Sequence[Program], results: Any, expected: Any, weak: bool) -> None:
     """Shapes and dtypes; and weak types, which Values do not have."""
     found_leaves, found_tree = jtu.tree_flatten(results)
     leaves, tree = jtu.tree_flatten(expected)
     if found_tree != tree:
-        raise Finding(program, "structure", f"{found_tree}, expected {tree}")
+        raise Finding(programs, "structure", f"{found_tree}, expected {tree}")
     for x, y in zip(found_leaves, leaves, strict=True):
         if np.shape(x) != y.shape:
-            raise Finding(program, "shape", f"{np.shape(x)}, expected {y.shape}")
+            raise Finding(programs, "shape", f"{np.shape(x)}, expected {y.shape}")
         if y.dtype == jax.dtypes.float0:
             continue
         if _dtype(x) != y.dtype:
-            raise Finding(program, "dtype", f"{x.dtype}, expected {y.dtype}")
+            raise Finding(programs, "dtype", f"{x.dtype}, expected {y.dtype}")
         if weak and getattr(x, "weak_type", y.weak_type) != y.weak_type:
-            raise Finding(program, "weak type", f"{x.weak_type}, expected {y.weak_type}")
+            raise Finding(programs, "weak type", f"{x.weak_type}, expected {y.weak_type}")
 
 
 def _loses_nans(found: Any, *expected: Any) -> bool:

@@ -104,7 +104,9 @@ FAULTS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.differential.faults", description=__doc__)
-    parser.add_argument("--only", default="", help="only faults whose name contains this")
+    parser.add_argument(
+        "--only", default=[""], nargs="*", help="only faults whose names contain one of these"
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for all tests")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
@@ -119,7 +121,7 @@ def main() -> int:
         print(f"{fault.name}: {time.monotonic() - start:.0f} s, {by}", flush=True)
         return bool(found)
 
-    faults = [fault for fault in FAULTS if args.only in fault.name]
+    faults = [fault for fault in FAULTS if any(part in fault.name for part in args.only)]
     with (
         tempfile.TemporaryDirectory() as folder,
         concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,

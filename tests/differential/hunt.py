@@ -17,21 +17,17 @@ Key = tuple[str, ...]
 
 @dataclasses.dataclass
 class Tally:
-    """How many programs ran, by their type and by each transform, and how each of them ended.
-
-    Each step of a wide program counts as one.
-    """
+    """How many programs ran, by their type and by each transform, and how each of them ended."""
 
     types: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     transforms: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     findings: dict[Key, str] = dataclasses.field(default_factory=dict)
 
     def add(self, program: Program, status: str) -> None:
-        number = len(program.steps) if program.wide else 1
-        self.types[program.type, status] += number
+        self.types[program.type, status] += 1
         for where, names in (("inside", program.inner), ("outside", program.outer)):
             for name in names or ("-",):
-                self.transforms[f"{where} {name}", status] += number
+                self.transforms[f"{where} {name}", status] += 1
 
     def merge(self, other: "Tally") -> None:
         self.types += other.types
@@ -52,7 +48,7 @@ def _table(counts: collections.Counter[tuple[str, str]]) -> str:
 
 
 def hunt(
-    drawn: SearchStrategy[Program],
+    drawn: SearchStrategy[tuple[Program, ...]],
     *,
     seed_: int,
     examples: int,
@@ -74,14 +70,14 @@ def hunt(
         suppress_health_check=list(HealthCheck),
     )
     @given(drawn)
-    def each(program: Program) -> None:
-        # The first program is the simplest that there is, whatever the seed.
+    def each(programs: tuple[Program, ...]) -> None:
+        # The first draw is the simplest that there is, whatever the seed.
         if next(numbers) == 0 or time.monotonic() > until:
             return
-        for part, outcome in outcomes(program):
-            tally.add(part, outcome.status)
+        for program, outcome in outcomes(programs):
+            tally.add(program, outcome.status)
             if isinstance(outcome, Finding) and outcome.key not in known_here:
-                if not program.wide:
+                if len(programs) == 1:
                     raise outcome
                 tally.findings.setdefault(outcome.key, str(outcome))
 

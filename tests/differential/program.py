@@ -54,16 +54,8 @@ class Program:
     """Outside of `quaxify`, from the outermost on."""
     jit: bool = False
     x64: bool = True
-    wide: bool = False
-    """Each step is a program of its own, with all transforms, compiled together with the others."""
     first: int = 0
-    """The number of the first step."""
-
-    def halves(self) -> tuple["Program", "Program"]:
-        """The steps of a wide program, divided."""
-        middle = len(self.steps) // 2
-        rest = dataclasses.replace(self, steps=self.steps[middle:], first=self.first + middle)
-        return dataclasses.replace(self, steps=self.steps[:middle]), rest
+    """The number of the first step, which names its operands."""
 
     def operands(self) -> dict[str, Any]:
         """All operands by name, and as `x` the value itself."""
@@ -75,23 +67,18 @@ class Program:
                 out[f"{letter}{i}"] = (
                     _value(*spec, self.x64) if letter == VALUE else _operand(letter, i, spec, aval.dtype)
                 )
-            aval = aval if self.wide else result(step, aval)
+            aval = result(step, aval)
         return out
 
-    def functions(self) -> list[Callable[[Any, dict[str, Any]], Any]]:
-        """`f(x, ops)` of the chain, or of each step of a wide program, inside of the inner transforms."""
+    def function(self) -> Callable[[Any, dict[str, Any]], Any]:
+        """`f(x, ops)`: the steps, inside of the inner transforms."""
 
-        def chain(steps: list[tuple[int, Step]], x: Any, ops: dict[str, Any]) -> Any:
-            for i, step in steps:
+        def chain(x: Any, ops: dict[str, Any]) -> Any:
+            for i, step in enumerate(self.steps, self.first):
                 x = function_of(step.text)(x, **{letter: ops[f"{letter}{i}"] for letter, _ in step.operands})
             return x
 
-        numbered = list(enumerate(self.steps, self.first))
-        chains = [
-            functools.partial(chain, steps)
-            for steps in (([s] for s in numbered) if self.wide else [numbered])
-        ]
-        return [functools.reduce(lambda f, name: INNER[name](f), reversed(self.inner), f) for f in chains]
+        return _inside(self.inner, chain)
 
     def _seen_by_steps(self) -> jax.ShapeDtypeStruct:
         shape, dtype = _shape_dtype(_value(self.type, 0, self.x64))
@@ -102,7 +89,7 @@ class Program:
         lines = [f"x = TYPES[{self.type!r}]()"]
         for i, step in enumerate(self.steps, self.first):
             args = "".join(f", {letter}{i}={spec}" for letter, spec in step.operands)
-            lines.append(f"  {'_' if self.wide else 'x'} = {step.text}{'   # ' + args[2:] if args else ''}")
+            lines.append(f"  x = {step.text}{'   # ' + args[2:] if args else ''}")
         lines.append(f"  inside: {' of '.join(self.inner) or '-'}; outside: {' of '.join(self.outer) or '-'}")
         lines[-1] += f"; {'jit' if self.jit else 'eager'}, {64 if self.x64 else 32} bits"
         return "\n".join([*lines, f"check({self!r})"])
@@ -155,8 +142,8 @@ def _seen(inner: tuple[str, ...], shape: Shape) -> Shape:
     return shape
 
 
-def _same(f: Any) -> Any:
-    return f
+def _inside(inner: tuple[str, ...], f: Any) -> Any:
+    return functools.reduce(lambda f, name: INNER[name](f), reversed(inner), f)
 
 
 def result(step: Step, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
@@ -165,24 +152,33 @@ def result(step: Step, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | Non
     return out if isinstance(out, jax.ShapeDtypeStruct) and out.size <= 256 else None
 
 
-def is_differentiable(step: Step, aval: jax.ShapeDtypeStruct) -> bool:
-    """Whether plain JAX takes the operation, and its gradient if that is of inexact numbers."""
-    grad = OUTER["grad"] if jnp.issubdtype(aval.dtype, jnp.inexact) else _same
-    out = _result(step, aval.shape, aval.dtype, jax.config.jax_enable_x64, grad)
-    return result(step, aval) is not None and out is not None
+@functools.lru_cache(maxsize=1 << 16)
+def _result(step: Step, shape: Shape, dtype: Any, x64: bool) -> jax.ShapeDtypeStruct | None:
+    return _evaluated(function_of(step.text), jax.ShapeDtypeStruct(shape, dtype), **_avals(step, dtype, x64))
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _result(step: Step, shape: Shape, dtype: Any, x64: bool, transform: Callable[[Any], Any] = _same) -> Any:
+def _has_gradient(step: Step, inner: tuple[str, ...], x: jax.ShapeDtypeStruct, x64: bool) -> bool:
+    """Whether plain JAX differentiates the operation inside of the transforms."""
+    f = _inside(
+        inner, lambda x, ops: function_of(step.text)(x, **{name: ops[name] for name, _ in step.operands})
+    )
+    grad = OUTER["grad"](f) if jnp.issubdtype(x.dtype, jnp.inexact) else f
+    return _evaluated(grad, x, _avals(step, x.dtype, x64) | {"z": x}) is not None
+
+
+def _avals(step: Step, dtype: Any, x64: bool) -> dict[str, jax.ShapeDtypeStruct]:
     of = lambda letter, spec: (
         jax.ShapeDtypeStruct(*_shape_dtype(_value(*spec, x64)))
         if letter == VALUE
         else jax.ShapeDtypeStruct(spec, bool if letter == "p" else dtype)
     )
-    operands = {letter: of(letter, spec) for letter, spec in step.operands}
-    f = lambda x, operands: function_of(step.text)(x, **operands)
+    return {letter: of(letter, spec) for letter, spec in step.operands}
+
+
+def _evaluated(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        return jax.eval_shape(transform(f), jax.ShapeDtypeStruct(shape, dtype), operands)
+        return jax.eval_shape(f, *args, **kwargs)
     except Exception:  # whatever JAX says of it
         return None
 
@@ -246,7 +242,10 @@ def calls(draw: st.DrawFn, text: str, name: str, aval: jax.ShapeDtypeStruct, x64
 
 
 @st.composite
-def programs(draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), max_steps: int = 4) -> Program:
+def programs(
+    draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), max_steps: int = 4
+) -> tuple[Program, ...]:
+    """A chain of operations inside and outside of transforms."""
     name = draw(st.sampled_from(names))
     x64 = draw(st.sampled_from([True, True, True, False]))
     with under(x64):
@@ -261,23 +260,39 @@ def programs(draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), max_steps: 
             step = draw(steps(name, aval, x64).filter(valid))
             chain.append(step)
             aval = result(step, aval)
-    return Program(name, tuple(chain), inner, outer, draw(st.sampled_from([True, True, False])), x64)
+    return (Program(name, tuple(chain), inner, outer, draw(st.sampled_from([True, True, False])), x64),)
 
 
 @st.composite
-def wide_programs(draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), share: int = 1) -> Program:
-    """For each primitive that a type has a rule for, or for one of so many, an operation that binds it."""
+def of_each_rule(
+    draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), common: int = 2, share: int = 1
+) -> tuple[Program, ...]:
+    """Operations that bind the primitives that a type has rules for, and its transforms, one by one.
+
+    There are so many of each of the `common` primitives; of the other ones, and of the transforms, one in
+    `share` is taken.
+    """
     name = draw(st.sampled_from(names))
     x64 = draw(st.sampled_from([True, True, True, False]))
+    out: list[Program] = []
     with under(x64):
-        aval = jax.ShapeDtypeStruct(*_shape_dtype(_value(name, 0, x64)))
-        drawn = []
-        for texts in _by_primitive(name).values():
-            for _ in range(
-                0 if draw(st.integers(0, share - 1)) else 3
-            ):  # some are not for this shape or dtype
-                step = draw(calls(draw(st.sampled_from(texts)), name, aval, x64))
-                if is_differentiable(step, aval):
-                    drawn.append(step)
+        shape, dtype = _shape_dtype(_value(name, 0, x64))
+        table = _by_primitive(name)
+        usual = [primitive for primitive in COMMON if primitive in table] or sorted(table)
+        taken = lambda: draw(st.integers(0, share - 1)) == 0
+        wanted = [(primitive, ()) for primitive in usual * common]
+        wanted += [(primitive, ()) for primitive in table if primitive not in usual and taken()]
+        wanted += [(draw(st.sampled_from(usual)), (transform,)) for transform in sorted(INNER) if taken()]
+        for primitive, inner in wanted:
+            if sum(t in ROWS for t in inner) > len(shape):
+                continue
+            for _ in range(3):  # some operations are not for this shape or dtype
+                text = draw(st.sampled_from(table[primitive]))
+                aval = jax.ShapeDtypeStruct(_seen(inner, shape), dtype)
+                step = draw(calls(text, name, aval, x64))
+                if result(step, aval) is not None and _has_gradient(
+                    step, inner, jax.ShapeDtypeStruct(shape, dtype), x64
+                ):
+                    out.append(Program(name, (step,), inner, ("grad_and_result",), True, x64, len(out)))
                     break
-    return Program(name, tuple(drawn), outer=("grad_and_result",), jit=True, x64=x64, wide=True)
+    return tuple(out)
