@@ -1,4 +1,4 @@
-"""What the command lines have in common."""
+"""Arguments that the command lines share."""
 
 import argparse
 import contextlib

@@ -37,7 +37,7 @@ def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: 
 
 
 def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
-    """What `gather` gives out of bounds; None for a mode that never fills.
+    """The value of `gather` out of bounds; None for a mode that never fills.
 
     **Arguments:**
 

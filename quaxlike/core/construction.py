@@ -1,4 +1,4 @@
-"""How Values are constructed: quickly, and with static fields that hold no arrays."""
+"""Construction of Values: quick, and without arrays in static fields."""
 
 import dataclasses
 from typing import Any

@@ -119,20 +119,20 @@ def _results_of_code(name: str, numbers: Sequence[Any], params: dict[str, Any]) 
 
 
 def _either(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
-    """What is known of results that come from one side or the other."""
+    """The numbers of results that come from one side or the other."""
     both = lambda x, y: OPEN if _is_placeholder(x) and _is_placeholder(y) else None
     return [x if x is y or x == y else both(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
-    """What is known of a loop's carry, however often the body runs."""
+    """The numbers of a loop's carry, however often the body runs."""
     while (after := _either(carry, body(carry))) != carry:
         carry = after
     return carry
 
 
 def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
-    """What the results of a jaxpr are filled with."""
+    """The numbers that the results of a jaxpr are filled with."""
     jaxpr = compat.closed(jaxpr)
     known = _known_results(jaxpr)
     key = tuple(numbers)

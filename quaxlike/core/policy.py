@@ -1,4 +1,4 @@
-"""What happens where a Value has to be materialised: allow, warn or raise; recorded in any case."""
+"""The policy where a Value has to be materialised: allow, warn or raise; recorded in any case."""
 
 import contextlib
 import contextvars
@@ -171,7 +171,7 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
 
 
 def _strictest(values: Sequence[Value]) -> Mode:
-    """What the types say for themselves, those of Values inside of Values included."""
+    """The policies of the types themselves, those of Values inside of Values included."""
     found: set[Mode] = {"allow"}
 
     def look(x: Any) -> None:
@@ -238,7 +238,7 @@ class _Loss:
 
     @property
     def remedy(self) -> str:
-        """What the author of the type can write."""
+        """The rule that the author of the type can write."""
         if self.hint:
             return self.hint
         names = [*"xyzuvw", *(f"x{i}" for i in range(6, len(self.operands)))]

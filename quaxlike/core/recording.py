@@ -1,4 +1,4 @@
-"""What is recorded while `explain` runs: one event for each primitive that meets a Value."""
+"""Records of `explain`: one event for each primitive that meets a Value."""
 
 import contextlib
 import contextvars
@@ -22,7 +22,7 @@ Outcome = Literal["rule", "default", "built-in", "materialised"]
 
 @dataclasses.dataclass(eq=False)
 class Event:
-    """What one primitive did when it met Values."""
+    """One primitive that met Values."""
 
     primitive: str
     operands: tuple[str, ...]
@@ -58,7 +58,7 @@ class Recorder:
     def follow(
         self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """What `handler` returns for the primitive, recorded unless it returns `NotImplemented`."""
+        """The result of `handler` for the primitive, recorded unless it is `NotImplemented`."""
         rule = handler.rule if isinstance(handler, Checked) else handler
         event = self._new(primitive.name, operands)
         what = ""
@@ -76,7 +76,7 @@ class Recorder:
         return out
 
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
-        """What `tracing` returns for a jaxpr, once for each key; with the events it led to each time."""
+        """The result of `tracing` for a jaxpr, once for each key; with the events it led to each time."""
         known = self._traced.get((jaxpr, key))
         if known is None:
             events: list[Event] = []
@@ -110,7 +110,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """What is recorded within it is shown as inside of `what`."""
+        """Events that are recorded within are shown as inside of `what`."""
         before, self._into = self._into, self._open.into(what, what)
         try:
             yield

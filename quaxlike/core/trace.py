@@ -203,7 +203,7 @@ class QuaxTrace(jax.core.Trace):
         return rest(primitive, operands, params)
 
     def ask_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """What the first rule that applies gives; `NotImplemented` if there is none."""
+        """The result of the first rule that applies; `NotImplemented` if there is none."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -217,7 +217,7 @@ class QuaxTrace(jax.core.Trace):
         return NotImplemented
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """What `primitive` gives for Values and plain arrays: what a rule asks when it has changed them."""
+        """The result of `primitive` for Values and plain arrays; rules call it on changed operands."""
         return self.dispatch_key((primitive, *value_types(operands)), operands, params)
 
     # Late Values: closed over, built in the body of the function, or used inside a rule
@@ -260,12 +260,12 @@ class QuaxTrace(jax.core.Trace):
     # Between tracers and Values
 
     def wrap(self, x: Any) -> Any:
-        """What a rule returned, as something that JAX code can go on with."""
+        """The result of a rule, as something that JAX code can go on with."""
         x = self.settle(x)
         return ValueTracer(self, x) if kind_of(x) == "value" else x
 
     def settle(self, x: Any) -> Any:
-        """What a rule returned, as an array or a Value (it may be a NumPy array or a scalar)."""
+        """The result of a rule, which may be a NumPy array or a scalar, as an array or a Value."""
         if kind_of(x) != "other":
             return x
         with jexc.set_current_trace(self.parent_trace):
@@ -335,7 +335,7 @@ def builtin(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """What happens without a rule: the one overridden `default` among the operands, else materialise."""
+    """The result without a rule: by the one overridden `default` among the operands, else dense."""
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:

@@ -1,4 +1,4 @@
-"""What a new kind of array is: `Value` and `ArrayValue`."""
+"""`Value` and `ArrayValue`: the base of every new kind of array."""
 
 import abc
 import dataclasses
@@ -32,7 +32,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
-    """What happens where no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
+    """The policy where no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
 
     linear: ClassVar[bool] = False
     """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then.
@@ -65,7 +65,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         values: Sequence["ArrayLike | Value"],
         params: dict[str, Any],
     ) -> "ArrayLike | Value | Sequence[ArrayLike | Value]":
-        """What happens when no rule matches; overridden by types that treat all primitives alike.
+        """Called when no rule matches; overridden by types that treat all primitives alike.
 
         Without an override among the operands every Value is materialised, under the policy; with
         exactly one, or one of the highest `default_precedence`, it is called; with several different
@@ -226,7 +226,7 @@ def replace_fields(value: _V, **fields: Any) -> _V:
 
 
 class _Kinds(dict[type, str]):
-    """What the instances of a class are; without asking the class each time."""
+    """The kind of the instances of a class, looked up once."""
 
     def __missing__(self, cls: type) -> str:
         array = issubclass(cls, jax.Array | jax.core.Tracer)

@@ -15,7 +15,7 @@ class Digits(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is trained on, and what is held out."""
+    """The training set and the held-out set."""
 
     train: Digits
     test: Digits

@@ -29,7 +29,7 @@ class Method(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one training run gave; `before` and `after` are predictions for the held-out digits."""
+    """The result of one training run; `before` and `after` are predictions for the held-out digits."""
 
     name: str
     fit: Fit

@@ -16,7 +16,7 @@ from .train import loss
 
 
 def float32_share(summary: Summary) -> float:
-    """What the adapted layers are stored in, as a share of their dense size in float32."""
+    """Stored bytes of the adapted layers, as a share of their dense size in float32."""
     rows = [row for row in summary.rows if re.fullmatch(ADAPTED, row.path)]
     return sum(row.stored_bytes for row in rows) / sum(row.logical_bytes for row in rows)
 

@@ -76,7 +76,7 @@ class Batch(NamedTuple):
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     seen: Bool[Array | np.ndarray, "examples texts tokens"]
-    """What is no padding."""
+    """The tokens that are not padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
     """Which tokens are to be written by the model."""
     labels: Int[Array | np.ndarray, " examples"]

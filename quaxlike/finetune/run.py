@@ -96,7 +96,7 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
 def _data(
     settings: Settings, task: AbstractTask, tokens: Tokens, console: Console
 ) -> tuple[list[Example], list[Example]]:
-    """What is trained on, and what is held out."""
+    """The training set and the held-out set."""
     parts = []
     for path in [settings.data] if settings.eval_data is None else [settings.data, settings.eval_data]:
         examples, cut, empty = read_examples(path, lambda fields: task.encode(fields, tokens))

@@ -1,4 +1,4 @@
-"""What a run of fine-tuning depends on."""
+"""The settings of a fine-tuning run."""
 
 import dataclasses
 import hashlib

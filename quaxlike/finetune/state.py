@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, so that the same command goes on where it was stopped."""
+"""Checkpoints of a run: the same command goes on where it was stopped."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each kind of model is trained for: data, loss and metrics."""
+"""Tasks, one for each kind of model: data, loss and metrics."""
 
 import abc
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
-        """What the model makes of one example (a batch without its first axis)."""
+        """The model's output for one example (a batch without its first axis)."""
 
     @abc.abstractmethod
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
@@ -45,7 +45,7 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """What tells how good the outputs for all held-out examples are, `batch` those examples."""
+        """The metrics of the outputs for all held-out examples; `batch` holds those examples."""
 
 
 class NextToken(AbstractTask):

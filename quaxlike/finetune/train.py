@@ -18,14 +18,14 @@ from .tasks import AbstractTask
 
 
 class State(NamedTuple):
-    """What changes from step to step."""
+    """The state that changes from step to step."""
 
     params: PyTree
     optimiser: PyTree
 
 
 class Step(NamedTuple):
-    """What there is to tell about a step."""
+    """The figures of one step."""
 
     number: int
     loss: float

@@ -21,7 +21,7 @@ class GenerateError(ValueError):
 
 
 class Count(NamedTuple):
-    """What was done, and how fast."""
+    """The amount of work, and its speed."""
 
     tokens: int
     after_first: int

@@ -27,7 +27,7 @@ from .trees import fields
 
 
 class OriginArray(abc.ABC):  # noqa: B024 (it only registers types)
-    """What counts as an array in this style: `jax.Array` and every `ImplicitArray`."""
+    """An array in this style: `jax.Array` and every `ImplicitArray`."""
 
 
 OriginArray.register(jax.Array)
@@ -214,7 +214,7 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """What happens where no handler matches: by default all operands are materialised."""
+        """Called where no handler matches: by default all operands are materialised."""
         return bind(primitive, dense_operands(primitive, args), params or {})
 
 

@@ -122,10 +122,10 @@ def _names_a_type(hint: Any) -> bool:
 
 
 def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any:
-    """What the primitive does with plain arrays."""
+    """The primitive on plain arrays."""
     return bind(primitive, args, params)
 
 
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
-    """What the primitive does when every ImplicitArray among its operands is materialised."""
+    """The primitive with every ImplicitArray among its operands materialised."""
     return bind(primitive, materialise(vals), params or {})

@@ -1,4 +1,4 @@
-"""What is raised where a file is not what it should be."""
+"""Errors about files."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: a function of platform, shapes and dtypes alone."""
+"""The choice of an implementation, by platform, shapes and dtypes alone."""
 
 import contextlib
 import functools
@@ -163,7 +163,7 @@ def first_choice(
     partitioned: bool,
     **params: Any,
 ) -> Choice:
-    """What the platform's kernels choose, or the reference and why.
+    """The choice of the platform's kernels, or the reference and why.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""What multilinear operations share: the accumulator, derivatives, batching, manual mesh axes."""
+"""Shared parts of multilinear operations: accumulator, derivatives, batching, manual mesh axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """What products of a floating dtype are summed in: float32, or wider if they are."""
+    """The dtype in which products of a floating dtype are summed: float32, or wider if they are."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 

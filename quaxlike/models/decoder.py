@@ -195,7 +195,7 @@ class Layer(Part):
 
 
 class Context(NamedTuple):
-    """What layers of one kind have in common: rotations of heads, and which tokens are seen."""
+    """The inputs that layers of one kind share: rotations of heads, and the tokens that are seen."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     mask: Bool[Array, "tokens seen"]

@@ -26,7 +26,7 @@ class Family:
     layer_norm: bool = False
     """Whether norms are LayerNorms with biases."""
     norm_offset: float = 0.0
-    """What is added to the weights of norms."""
+    """The number that is added to the weights of norms."""
     scaled_embedding: bool = False
     learned_positions: bool = False
     conv1d: bool = False
@@ -45,7 +45,7 @@ class Family:
     """Whether there are experts, and how their matrices are stored."""
     router: str = "gate"
     expert_files: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """What the matrices of an expert are called in files that have them one by one."""
+    """The names of the matrices of an expert in files that have them one by one."""
     expert_bias: bool = False
     interleaved: bool = False
     """Whether gates and values of experts alternate, and are clamped."""
@@ -130,7 +130,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """What a decoder is built by: entries of `config.json` under their usual names, and what follows."""
+    """The configuration of a decoder: `config.json` under the usual names, and what follows from it."""
 
     hidden_size: int
     num_hidden_layers: int

@@ -182,7 +182,7 @@ def _joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
 
 
 def _placed(skeleton: Any, quantize: Any, mesh: Any) -> Callable[[str, Any], Any]:
-    """What is done to each weight as it is read."""
+    """The steps for each weight as it is read."""
     options = {"scheme": quantize} if isinstance(quantize, str) else dict(quantize or {})
     chosen = select_matrices(skeleton, options.pop("where", "all-linear")) if options else {}
 

@@ -97,7 +97,7 @@ def inline(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:
-    """What is inside of loops and derivatives would be left out of the gradient without a word."""
+    """Raises for operations inside of loops and derivatives, which the gradient would leave out."""
     primitive = eqn.primitive
     if isinstance(primitive, DefinedPrimitive) and isinstance(primitive.root, ETPPrimitive):
         raise ValueError(

@@ -22,7 +22,7 @@ class UntracedParameterWarning(UserWarning):
 
 
 class Learned(NamedTuple):
-    """What a learner returns for one step.
+    """The results of one step of a learner.
 
     - `loss`: the loss of this step.
     - `grads`: its gradient, in the structure of the model with None for what is not trained.

@@ -261,7 +261,7 @@ class _Narrow:
         return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
 
     def _leaves(self, out: Any) -> list[Any]:
-        """What the rule returned for each leaf of the result, None where it returned nothing."""
+        """The rule's result for each leaf, None where it returned nothing."""
         unused = object()
         full = self._like(unused)
         if {type(out), type(full)} == {list, tuple} and len(out) == len(full):

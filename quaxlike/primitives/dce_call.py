@@ -25,7 +25,7 @@ Narrowed = tuple[Any, Used]
 """A closed jaxpr of the used results, and which of the operands it takes."""
 
 Rule = Callable[[Used], Narrowed]
-"""What to compute when some, but not all, of the results are used."""
+"""The computation of some, but not all, of the results."""
 
 
 class RuleInProgressError(Exception):

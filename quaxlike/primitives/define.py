@@ -153,7 +153,7 @@ class DefinedPrimitive(Primitive):
             return self._slots.setdefault(name, Slot(self.name, name))
 
     def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        """What the primitive computes, on flat operands of the types `avals`."""
+        """The primitive's function, on flat operands of the types `avals`."""
         return self._trace((None, _sorted_items(params)), *avals)
 
     def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""How a defined primitive is differentiated and transposed: by its hand-written rule, or by a form.
+"""Derivatives and transposes of a defined primitive: by its hand-written rule, or by a form.
 
 Batching is kept outermost: the derivative of a batched primitive is the batched derivative of its
 parent, so that a hand-written derivative holds under `vmap` in either order.

@@ -1,4 +1,4 @@
-"""How the operands, results and parameters of a defined primitive are laid out for its rules."""
+"""The layout of operands, results and parameters of a defined primitive, as its rules see them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How the compiler may split a primitive over devices, where it cannot see for itself.
+"""Partitioning of a primitive over devices, where the compiler cannot see into it.
 
 Plain JAX code needs none of this: the compiler splits it by what it does. A kernel is opaque to it.
 """

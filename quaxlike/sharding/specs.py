@@ -1,4 +1,4 @@
-"""How the arrays of a model are spread over the axes of a mesh, parts of Values included."""
+"""Partition specs for the arrays of a model, parts of Values included."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""What is done to a whole model: find its weights, adapt, quantise, merge and count them."""
+"""Operations on a whole model: find its weights, adapt, quantise, merge and count them."""

@@ -1,4 +1,4 @@
-"""How the adapter of a weight starts."""
+"""Initial values of adapters."""
 
 import math
 import re

@@ -113,7 +113,7 @@ def select(model: PyTree, where: Where = "all-linear") -> dict[str, Any]:
 
 
 def select_matrices(model: PyTree, where: Where, exclude: str | Sequence[str] = ()) -> dict[str, Any]:
-    """What `select` finds, less biases, norms and integers: what can be adapted or quantised."""
+    """The selected weights that can be adapted or quantised: no biases, norms or integers."""
     chosen = select(model, where)
     matrices = {
         name: leaf

@@ -31,9 +31,9 @@ class Row:
     trainable: int
     """How many of all these are trained."""
     logical_bytes: int
-    """What the array would take up if it were dense."""
+    """Bytes of the array if it were dense."""
     stored_bytes: int
-    """What is kept in its place, the adapter included."""
+    """Bytes that are kept in its place, the adapter included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Summary:
 
     @property
     def logical_bytes(self) -> int:
-        """What the arrays would take up if they were dense."""
+        """Bytes of the arrays if they were dense."""
         return self._total("logical_bytes")
 
     @property
     def stored_bytes(self) -> int:
-        """What is stored, adapters included."""
+        """Bytes that are stored, adapters included."""
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:

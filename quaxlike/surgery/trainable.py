@@ -1,4 +1,4 @@
-"""What an adapted model trains."""
+"""The trained part of an adapted model."""
 
 from typing import Any
 

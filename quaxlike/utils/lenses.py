@@ -34,7 +34,7 @@ class Lens(Generic[_S, _T]):
     _path: tuple[_Step, ...] = ()
 
     def get(self, obj: _S, /) -> _T:
-        """What `obj` holds at this place."""
+        """The part of `obj` at this place."""
         value: Any = obj
         for step in self._path:
             value = _child(value, step)

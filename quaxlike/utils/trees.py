@@ -33,7 +33,7 @@ class PyTreeDef(Protocol[_T]):
     @property
     def num_leaves(self) -> int: ...
     def flatten_up_to(self, xs: _T, /) -> list[Any]:
-        """What `xs` holds where this structure has leaves."""
+        """The parts of `xs` where this structure has leaves."""
         ...
 
     def unflatten(self, leaves: Iterable[Any], /) -> _T:

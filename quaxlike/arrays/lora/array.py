@@ -117,7 +117,7 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     @property
     def scaling(self) -> float:
-        """What `b @ a` is multiplied with."""
+        """The factor of `b @ a`."""
         if self.rank == 0:
             return 0.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
@@ -323,7 +323,7 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 
 
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
-    """What DoRA multiplies the rows with, `magnitude / norm`, and the labels of its axes."""
+    """The factor of the rows in DoRA, `magnitude / norm`, and the labels of its axes."""
     norm, out = row_norm(lora)
     norm = frozen(norm)
     return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out

@@ -1,4 +1,4 @@
-"""What is trained beside the adapters: arrays in full, and biases of adapters."""
+"""Arrays that are trained beside the adapters: in full, or as biases of adapters."""
 
 from collections.abc import Sequence
 from types import NotImplementedType

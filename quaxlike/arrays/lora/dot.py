@@ -122,7 +122,7 @@ def drops(lora: LoraArray) -> bool:
 
 
 def dropped(lora: LoraArray, x: Any) -> Any:
-    """What the adapter sees of `x`."""
+    """The part of `x` that the adapter sees."""
     if not drops(lora):
         return x
     keep = 1 - lora.dropout

@@ -81,7 +81,7 @@ def _gather(
     fill_value: Any,
     **params: Any,
 ):
-    """What `jnp.take`, indexing with arrays, and their `vmap`s read."""
+    """The reads of `jnp.take`, of indexing with arrays, and of their `vmap`s."""
     dnums, n = dimension_numbers, x.ndim
     picked, paired, dropped = dnums.start_index_map, dnums.operand_batching_dims, dnums.collapsed_slice_dims
     gone = {*dropped, *paired}

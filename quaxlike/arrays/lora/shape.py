@@ -199,7 +199,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 
 
 def statics(x: LoraArray) -> Any:
-    """What adapters that are stacked must have in common."""
+    """The statics that stacked adapters must have in common."""
     return x.rank, x.alpha, x.rslora, x.dropout, x.train_base
 
 

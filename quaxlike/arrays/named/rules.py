@@ -1,4 +1,4 @@
-"""What each primitive does to the names of axes."""
+"""Rules for the names of axes."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -197,7 +197,7 @@ def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     installed("pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 )
 def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
-    """What is written into an array takes its axes."""
+    """An array that is written into another takes its axes."""
     updates = rest[0] if primitive.name == "dynamic_update_slice" else None
     names = _agreed(primitive, (x, updates)) if updates is not None else _names(x)
     return _named(_bind(primitive, (x, *rest), params), names)

@@ -1,4 +1,4 @@
-"""What all quantised arrays share: how codes and scales are laid out, and what that makes possible.
+"""The base of quantised arrays: the layout of codes and scales, and what it makes possible.
 
 The *stored* array is the logical one with its axes in the order in which they were quantised. Its
 leading axes are axes of both leaves; its trailing ones are flattened, row-major, into the last axis of

@@ -68,7 +68,7 @@ def is_stacked(w: Any) -> bool:
 
 
 def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
-    """What `shard_spec` gives: batch axes are axes of all leaves."""
+    """The specs of `shard_spec`: batch axes are axes of all leaves."""
     if any(axis is not None for axis in spec[w.num_batch :]):
         raise ValueError(
             f"{type(w).__name__} of shape {w.shape} cannot be sharded by {spec}: the index of an array "

@@ -80,7 +80,7 @@ def logdet(matrix: ArrayLike | ArrayValue) -> Any:
 
 
 class Factored(ArrayValue):
-    """What `lu` gives for a structured matrix: the identity as L, and the matrix as U.
+    """The result of `lu` for a structured matrix: the identity as L, and the matrix as U.
 
     The primitive `triangular_solve` is all that it is for.
     """

@@ -1,4 +1,4 @@
-"""What each primitive does to units, as tables."""
+"""Rules for units, as tables."""
 
 import math
 from collections.abc import Sequence

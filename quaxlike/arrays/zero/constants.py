@@ -158,7 +158,7 @@ def known(x: Any) -> Any:
 
 
 def _scalar(x: Constant) -> Any:
-    """What all elements of `x` are: an array of shape (), or of the batch axes."""
+    """The one element of `x`: an array of shape (), or of the batch axes."""
     if isinstance(x, Full) and x.value is not None:
         return x.value
     return np.asarray(known(x), x.dtype)

@@ -1,4 +1,4 @@
-"""What the interpreter does with primitives that carry code, one file each; importing registers them."""
+"""Primitives that carry code, one file each; importing registers them."""
 
 from . import callbacks as callbacks
 from . import checkpoint as checkpoint

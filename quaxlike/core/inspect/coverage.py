@@ -1,4 +1,4 @@
-"""What is registered: the rules of a type, and the pairs of rules that no order decides between."""
+"""An inventory of rules: those of a type, and the pairs that no order decides between."""
 
 import dataclasses
 import functools

@@ -46,7 +46,7 @@ class Row:
 
 
 class Report:
-    """What [`quaxlike.explain`][] found. Prints as a table, also in notebooks."""
+    """The findings of [`quaxlike.explain`][]. Prints as a table, also in notebooks."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)

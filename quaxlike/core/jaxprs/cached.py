@@ -59,7 +59,7 @@ def cached_trace(rule: _Fn) -> _Fn:
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-    """What a rule does, on leaves, and the slot of its result."""
+    """The work of a rule on leaves, and the slot of its result."""
 
     jaxpr: jexc.ClosedJaxpr
     out: tuple[Slot, ...]

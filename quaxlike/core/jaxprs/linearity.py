@@ -1,4 +1,4 @@
-"""Which Values are linear in their leaves, and which leaves of two Values belong together.
+"""Linearity of Values in their leaves, and the leaves of two Values that belong together.
 
 Integer, boolean and key leaves have no tangents: they are the *pattern* of a Value, such as the places of
 stored elements. They are never added or differentiated. Leaves of two Values may be added one by one, or

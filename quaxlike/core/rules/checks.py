@@ -1,4 +1,4 @@
-"""Whether what a rule returned is what its primitive has to give: number of results, shapes, dtypes."""
+"""Checks of what rules return: number of results, shapes, dtypes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,7 +101,7 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """What the primitive gives for arrays of these shapes; None where it cannot say."""
+    """The avals that the primitive gives for arrays of these shapes; None where it cannot say."""
     try:
         out, _ = primitive.abstract_eval(*map(_aval, operands), **params)
     except Exception:  # types that the primitive itself does not take, which its rule may well do

@@ -1,4 +1,4 @@
-"""Which rule a primitive follows when it meets Values: resolution by the types of the operands."""
+"""Resolution: the rule that a primitive follows, by the types of its operands."""
 
 import contextlib
 import contextvars

@@ -24,7 +24,7 @@ CHANGES_BASE = ("pissa", "olora")
 
 
 class AdapterConfig(NamedTuple):
-    """What an adapter's configuration says, with PEFT's defaults."""
+    """The configuration of an adapter, with PEFT's defaults."""
 
     r: int = 8
     lora_alpha: float | int = 8

@@ -224,7 +224,7 @@ def _adapter(
 
 
 def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]) -> dict[str, str]:
-    """What the file trains in full, by the names that the model's arrays have in the file."""
+    """The arrays that the file trains in full, by their names in the file."""
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]
@@ -247,7 +247,7 @@ def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, 
 
 
 def _base(leaf: Any) -> Any:
-    """What an array was before it was adapted; trained in full it stays as it is."""
+    """The array before it was adapted; one that is trained in full stays as it is."""
     if isinstance(leaf, LoraArray | LoraBias):
         return _base(leaf.w)
     return leaf.array if isinstance(leaf, TrainableArray) else leaf

@@ -169,7 +169,7 @@ def _layers(
     adapters: Mapping[str, tuple[LoraArray, str | None]],
     kinds_in_file: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    """What the configuration says about the adapted layers."""
+    """The part of the configuration about the adapted layers."""
     loras = {layer: lora for layer, (lora, _) in adapters.items()}
 
     def shared(what: str, values: dict[str, Any]) -> Any:
@@ -226,7 +226,7 @@ def _targets(
 def _beside(
     names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the configuration says about what is trained in full."""
+    """The part of the configuration about arrays that are trained in full."""
     modules = {new.rpartition(".")[0] or new for new in trained if not new.endswith(".bias")}
     for new, leaf in names.items():
         if (

@@ -1,4 +1,4 @@
-"""Where the elements of a sparse matrix stand: by rows (CSR) and, from the same elements, by columns."""
+"""Positions of the elements of a sparse matrix: by rows (CSR) and, from the same elements, by columns."""
 
 from typing import Any, NamedTuple
 

@@ -76,7 +76,7 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """What products are summed in for a result of this dtype."""
+    """The dtype in which products are summed, for a result of this dtype."""
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

@@ -57,7 +57,7 @@ class Tiling:
 
 
 class Problem(NamedTuple):
-    """What is computed, by its sizes.
+    """The sizes of a product.
 
     **Attributes:**
 
@@ -173,7 +173,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
 
 class _Warp:
-    """What one thread knows of its place, and what its warp does."""
+    """The place of one thread, and the work of its warp."""
 
     def __init__(self, memory: _Operands, table: Memory, p: Problem, tiling: Tiling) -> None:
         self.memory, self.table, self.p, self.tiling = memory, table, p, tiling
