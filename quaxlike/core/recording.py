@@ -148,9 +148,9 @@ _recordings = itertools.count(1)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
+def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
     """Records what is dispatched inside, in this thread and context."""
-    recorder = Recorder()
+    recorder = Recorder() if recorder is None else recorder
     token = _active.set(recorder)
     try:
         with _jit_recording(next(_recordings)):

@@ -1,8 +1,9 @@
-"""Programs of one array, each through one transform of JAX or Equinox, all linear in it.
+"""Programs of one array, each through one transform of JAX or Equinox.
 
-Each is written for plain arrays; the conformance tests run it on Values as well.
+Each is written for plain arrays of any shape, and linear in the array; `check_type` runs it on Values, too.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,44 +16,57 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 P = jax.P
-OTHER = (1.0, -2.0, 3.0, 0.5)
-PROGRAMS: dict[str, Callable[[Any], Any]] = {}
-
-# What plain JAX itself cannot do, and so nothing is compared there.
-NOT_IN_JAX = {
-    "while_loop": {"grad"},  # no reverse mode through an unbounded loop
-    "eqx_while_loop_lax": {"grad"},
-    "custom_vmap": {"grad"},  # no transpose
-    "composite": {"vmap", "grad"},  # no batching and no jvp rule
-}
-if jax.__version_info__ < (0, 11):
-    NOT_IN_JAX["ref_of_array"] = {"grad"}  # the transpose of a write to a ref fails
-
-# Where a type that is not linear in its leaves has to be dense: what comes out of a custom derivative
-# that is not the identity, or goes into a linear solve, has no tangents of its class.
-NOT_LINEAR = {
-    "custom_jvp",
-    "custom_vjp",
-    "custom_vjp_nondiff_argnums",
-    "custom_vjp_symbolic_zeros",
-    "grad_of_custom_vjp",
-    "custom_linear_solve",
-    "custom_root",
-    "eqx_while_loop_checkpointed",
-}
+MODES = ("eager", "jit", "vmap", "grad")
 
 
-def program(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    PROGRAMS[f.__name__] = f
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of one array, and what is known of it."""
+
+    run: Callable[[Any], Any]
+    has_rows: bool = False
+    """Whether it takes arrays with a leading axis alone."""
+    dense_unless_linear: bool = False
+    """Whether a type that is not linear in its leaves has to be dense: what comes out of a custom derivative
+    that is not the identity, or goes into a linear solve, has no tangents of its class."""
+    modes: tuple[str, ...] = MODES
+    """How it is run."""
+
+    def takes(self, aval: Any) -> bool:
+        return bool(aval.shape and aval.shape[0]) or not self.has_rows
+
+
+LINEAR: dict[str, Program] = {}
+
+
+def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
+    """Adds a function to the table, under its own name."""
+    if f is None:
+        return functools.partial(program, **known)
+    LINEAR[f.__name__.lstrip("_")] = Program(f, **known)
     return f
 
 
-def other() -> jax.Array:
-    return jnp.array(OTHER)
+def steps(x: Any) -> jax.Array:
+    """What loops run over, in the dtype of an array."""
+    return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+def plain(x: Any) -> jax.Array:
+    """A plain array of the shape and dtype of `x`, of which all elements differ."""
+    return (1.0 + jnp.cos(jnp.arange(x.size, dtype=float))).astype(x.dtype).reshape(x.shape)
+
+
+def mesh(size: int | None = None) -> jax.sharding.Mesh:
+    """As many devices as there are, or `size` of them."""
+    devices = jax.devices()[:size]
+    return jax.make_mesh((len(devices),), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+
+
+def _mesh_for(x: Any) -> jax.sharding.Mesh:
+    """As many devices as can share the rows."""
+    n = len(jax.devices())
+    return mesh(next(i for i in range(n, 0, -1) if x.shape[0] % i == 0))
 
 
 def linear(x):
@@ -81,12 +95,12 @@ def jnp_functions(x):
 
 @program
 def cond(x):
-    return lax.cond(other()[0] > 0, linear, lambda x: -x, x)
+    return lax.cond(steps(x)[0] > 0, linear, lambda x: -x, x)
 
 
 @program
 def cond_of_value_and_array(x):
-    return lax.cond(other()[0] > 0, linear, lambda x: jnp.zeros(4), x)
+    return lax.cond(steps(x)[0] > 0, linear, lambda x: jnp.zeros(x.shape, x.dtype), x)
 
 
 @program
@@ -106,22 +120,22 @@ def while_loop(x):
 
 @program
 def scan_carry(x):
-    return lax.scan(lambda c, y: (c * y, None), x, other())[0]
+    return lax.scan(lambda c, y: (c * y, None), x, steps(x))[0]
 
 
 @program
 def scan_ys(x):
-    return lax.scan(lambda c, y: (c, x * y), 0.0, other())[1]
+    return lax.scan(lambda c, y: (c, x * y), 0.0, steps(x))[1]
 
 
-@program
+@program(has_rows=True)
 def scan_rows(x):
     return lax.scan(lambda c, row: (c, row * 2.0), 0.0, x)[1]
 
 
 @program
 def scan_carry_becomes_value(x):
-    return lax.scan(lambda c, y: (c * 0.5 + x, None), jnp.zeros(4), other())[0]
+    return lax.scan(lambda c, y: (c * 0.5 + x, None), jnp.zeros(x.shape, x.dtype), steps(x))[0]
 
 
 @program
@@ -129,7 +143,7 @@ def scan_of_length_zero(x):
     return lax.scan(lambda c, y: (c + x, None), x, jnp.zeros((0,)))[0]
 
 
-@program
+@program(has_rows=True)
 def map_in_batches(x):
     return lax.map(lambda row: row * 2.0, x, batch_size=2)
 
@@ -146,7 +160,7 @@ def checkpoint_with_policy(x):
 
 @program
 def scan_of_checkpoint(x):
-    return lax.scan(jax.checkpoint(lambda c, y: (c * y + x, None)), x, other())[0]
+    return lax.scan(jax.checkpoint(lambda c, y: (c * y + x, None)), x, steps(x))[0]
 
 
 @jax.custom_jvp
@@ -157,7 +171,7 @@ def _triple(x):
 _triple.defjvp(lambda primals, tangents: (_triple(primals[0]), tangents[0] * 3.0))
 
 
-@program
+@program(dense_unless_linear=True)
 def custom_jvp(x):
     return _triple(x)
 
@@ -170,7 +184,7 @@ def _scaled(x, s):
 _scaled.defvjp(lambda x, s: (_scaled(x, s), s), lambda s, ct: (ct * 3.0 * s, None))
 
 
-@program
+@program(dense_unless_linear=True)
 def custom_vjp(x):
     return _scaled(x, 2.0)
 
@@ -183,7 +197,7 @@ def _apply(f, x):
 _apply.defvjp(lambda f, x: (f(x), x), lambda f, res, ct: (ct * 2.0,))
 
 
-@program
+@program(dense_unless_linear=True)
 def custom_vjp_nondiff_argnums(x):
     return _apply(lambda x: x * 2.0, x)
 
@@ -200,7 +214,7 @@ _two_results.defvjp(
 )
 
 
-@program
+@program(dense_unless_linear=True)
 def custom_vjp_symbolic_zeros(x):
     return _two_results(x, 1.0)[0]
 
@@ -210,30 +224,30 @@ def shard_map_replicated(x):
     return jax.shard_map(linear, mesh=mesh(), in_specs=P(), out_specs=P())(x)
 
 
-@program
+@program(has_rows=True)
 def shard_map_sharded(x):
-    return jax.shard_map(linear, mesh=mesh(), in_specs=P("i"), out_specs=P("i"))(x)
+    return jax.shard_map(linear, mesh=_mesh_for(x), in_specs=P("i"), out_specs=P("i"))(x)
 
 
-@program
+@program(has_rows=True)
 def shard_map_unchecked(x):
-    f = jax.shard_map(linear, mesh=mesh(), in_specs=P("i"), out_specs=P("i"), check_vma=False)
+    f = jax.shard_map(linear, mesh=_mesh_for(x), in_specs=P("i"), out_specs=P("i"), check_vma=False)
     return f(x)
 
 
-@program
+@program(has_rows=True)
 def shard_map_with_array(x):
-    f = jax.shard_map(lambda y, x: x * y, mesh=mesh(), in_specs=(P("i"), P("i")), out_specs=P("i"))
-    return f(other(), x)
+    f = jax.shard_map(lambda y, x: x * y, mesh=_mesh_for(x), in_specs=(P("i"), P("i")), out_specs=P("i"))
+    return f(plain(x), x)
 
 
-@program
+@program(dense_unless_linear=True)
 def custom_linear_solve(x):
     solve = lambda matvec, b: b * 0.5
     return lax.custom_linear_solve(lambda v: v * 2.0, x, solve, solve, symmetric=True)
 
 
-@program
+@program(dense_unless_linear=True)
 def custom_root(x):
     return lax.custom_root(lambda v: v * 2.0 - x, x, lambda f, guess: guess * 0.5, lambda g, y: y * 0.5)
 
@@ -258,9 +272,9 @@ def stop_gradient(x):
     return lax.stop_gradient(x) * 1.0 + x
 
 
-@program
+@program(has_rows=True)
 def with_sharding_constraint(x):
-    return lax.with_sharding_constraint(x, jax.NamedSharding(mesh(), P("i")))
+    return lax.with_sharding_constraint(x, jax.NamedSharding(_mesh_for(x), P("i")))
 
 
 @program
@@ -289,12 +303,12 @@ def debug_callback(x):
     return linear(x)
 
 
-@program
+@program(has_rows=True)
 def associative_scan(x):
     return lax.associative_scan(jnp.add, x)
 
 
-@program
+@program(has_rows=True)
 def vectorize(x):
     return jnp.vectorize(lambda row: row * 2.0, signature="(n)->(n)")(x)
 
@@ -314,12 +328,12 @@ def custom_vmap(x):
     return _batchable(x)
 
 
-@program
+@program(has_rows=True)
 def custom_vmap_in_vmap(x):
     return jax.vmap(_batchable)(x)
 
 
-@program
+@program(has_rows=True)
 def vmap_inside(x):
     return jax.vmap(lambda row: row * 2.0)(x)
 
@@ -348,7 +362,7 @@ def linearize_inside(x):
 
 @program
 def linear_transpose(x):
-    return jax.linear_transpose(linear, other())(x)[0]
+    return jax.linear_transpose(linear, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)[0]
 
 
 @program
@@ -356,7 +370,7 @@ def grad_of_checkpoint(x):
     return jax.grad(lambda x: jnp.sum(jax.checkpoint(linear)(x)))(x)
 
 
-@program
+@program(dense_unless_linear=True)
 def grad_of_custom_vjp(x):
     return jax.grad(lambda x: jnp.sum(_scaled(x, 2.0)))(x)
 
@@ -373,8 +387,8 @@ def jit_of_grad_of_scan_of_checkpoint(x):
 
 @program
 def ref_of_array(x):
-    ref = jax.new_ref(jnp.zeros(4))
-    ref[...] = other()
+    ref = jax.new_ref(jnp.zeros(x.shape, x.dtype))
+    ref[...] = plain(x)
     return x * ref[...]
 
 
@@ -383,7 +397,7 @@ def eqx_filter_jit(x):
     return eqx.filter_jit(linear)(x)
 
 
-@program
+@program(has_rows=True)
 def eqx_filter_vmap(x):
     return eqx.filter_vmap(lambda row: row * 2.0)(x)
 
@@ -416,7 +430,7 @@ def eqx_filter_closure_convert(x):
 
 @program
 def eqx_error_if(x):
-    return eqx.error_if(x, other()[0] < 0, "negative")
+    return eqx.error_if(x, steps(x)[0] < 0, "negative")
 
 
 def _eqx_while_loop(x, **kwargs):
@@ -424,7 +438,7 @@ def _eqx_while_loop(x, **kwargs):
     return eqxi.while_loop(lambda c: c[1] < 3, lambda c: (c[0] * 0.5 + x, c[1] + 1), init, **kwargs)[0]
 
 
-@program
+@program(dense_unless_linear=True)
 def eqx_while_loop_checkpointed(x):
     return _eqx_while_loop(x, kind="checkpointed", max_steps=4)
 

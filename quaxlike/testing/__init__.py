@@ -1,0 +1,7 @@
+"""Tests for authors of types: a value through the transform matrix, and types that refuse to materialise."""
+
+from .check import check_type
+from .refusing import refuses, reveal
+from .report import Check, TypeReport
+
+__all__ = ["Check", "TypeReport", "check_type", "refuses", "reveal"]

@@ -1,0 +1,178 @@
+"""`check_type`: a value of any type through the transform matrix."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.inspect.coverage import rules_for
+from ..core.inspect.explain import explain
+from ..core.jaxprs.linearity import is_linear
+from ..core.jaxprs.unify import OperandMismatch, StructureError
+from ..core.policy import on_materialise, policy_key
+from ..core.values import Value, is_value
+from .compare import disagreement, size_of
+from .hooks import Subject, check_hooks
+from .layers import LAYERS
+from .modes import ON_VALUE, Results, on_array, run_all
+from .operations import operations
+from .programs import LINEAR, MODES, Program
+from .refusing import reveal
+from .report import Check, TypeReport
+from .watch import hook_in, watch
+
+Programs = Mapping[str, Callable[[Any], Any]] | Iterable[Callable[[Any], Any]]
+
+
+def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
+    """Runs a value through the transform matrix, beside the array that it stands for.
+
+    What the type says about itself is checked first: `aval`, static fields, flattening, pickling, stacking,
+    `linear`, `leading_axis`, `promote`, `widen`, `cotangent`, `shard_spec`. Then each program runs on the
+    Value and on its materialised array, as it is, under `jax.jit`, under `jax.vmap` of a stack of two, and
+    under `jax.grad` by every inexact leaf. For a program that differs, each of its steps is compared with its
+    primitive by itself, so that the first rule that is wrong is named.
+
+    A value may be made dense where the type has no rule, which the table shows; in
+    `with quaxlike.on_materialise("error")`, and for what [`quaxlike.testing.refuses`][] returns, that is a
+    failure. It takes some ten seconds.
+
+    **Arguments:**
+
+    - `value`: any Value, small: some elements along each axis.
+    - `programs`: functions of one array, by name or in a sequence. Default: programs of about sixty
+        transforms of JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
+        programs for each primitive that has a rule for the type.
+
+    **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. Its `failures` are
+    empty for a type that is right.
+
+    **Raises:** `TypeError` for what is no Value; whatever `materialise` raises, as nothing can be compared
+    then.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+        from quaxlike.testing import check_type
+
+        class Doubled(ql.ArrayValue):
+            array: jax.Array
+
+            def materialise(self):
+                return 2 * self.array
+
+        @ql.register("neg")
+        def _(x: Doubled, **params):
+            return Doubled(x.array)  # forgets the sign
+
+        report = check_type(Doubled(jnp.arange(3.0)), programs={"minus": lambda x: -x})
+        assert "neg" in report.failures[0].culprit
+        ```
+    """
+    if not is_value(value):
+        raise TypeError(f"check_type takes a quaxlike.Value; found {type(value).__name__}.")
+    subject = Subject(value, jnp.asarray(reveal(value)))
+    hooks = check_hooks(subject)
+    checks = [
+        Check(name, {"eager": result}, name if result == "failed" else "", message)
+        for name, (result, message) in hooks.items()
+    ]
+    wrong = [c for c in checks if c.failed]
+    runner = _Runner(subject, wrong[0] if wrong else None)
+    rules = rules_for(type(value))
+    if programs is None:
+        table = LINEAR | LAYERS | operations(r.primitive.name for r in rules)
+    else:
+        table = _named(programs)
+    taken = {name: p for name, p in table.items() if p.takes(jax.typeof(subject.dense))}
+    with contextlib.nullcontext() if policy_key() else on_materialise("allow"):
+        checks += runner.checks(taken)
+    never = [] if programs is not None else [str(r) for r in rules if r.source not in runner.met]
+    return TypeReport(f"{type(value).__name__} {jax.typeof(subject.dense).str_short()}", checks, never)
+
+
+def _named(programs: Programs) -> dict[str, Program]:
+    if callable(programs):
+        programs = [programs]
+    if not isinstance(programs, Mapping):
+        functions = list(programs)
+        names = [getattr(f, "__name__", repr(f)) for f in functions]
+        programs = {
+            n if names.count(n) == 1 else f"{n} ({i})": f
+            for i, (n, f) in enumerate(zip(names, functions, strict=True))
+        }
+    return {name: f if isinstance(f, Program) else Program(f) for name, f in programs.items()}
+
+
+class _Runner:
+    """Runs programs on the value and on its array."""
+
+    def __init__(self, subject: Subject, wrong: Check | None) -> None:
+        self.subject = subject
+        self.wrong = wrong  # the first hook that is
+        self.met: set[str] = set()  # rules, by where they are written
+        self.linear = is_linear(subject.value)
+        self.dtypes = not type(subject.value).own_dtypes
+        size = size_of(subject.dense)
+        self.scale = dict.fromkeys(MODES, size) | {"grad": max(1.0, size)}
+
+    def checks(self, table: Mapping[str, Program]) -> list[Check]:
+        found = run_all(table, self._on_value, self.subject.value)
+        expected = on_array(table, self.subject)
+        return [self._check(name, program, found, expected) for name, program in table.items()]
+
+    def _allowing(self, program: Program) -> contextlib.AbstractContextManager[Any]:
+        allowed = program.dense_unless_linear and not self.linear
+        return on_materialise("allow") if allowed else contextlib.nullcontext()
+
+    def _on_value(self, mode: str, program: Program, value: Any) -> Any:
+        with self._allowing(program):
+            return ON_VALUE[mode](program.run, Subject(value, None))
+
+    def _check(self, name: str, program: Program, found: Results, expected: Results) -> Check:
+        results = dict.fromkeys(MODES, "")
+        messages: dict[str, str] = {}
+        errors: list[Exception] = []
+        for mode in program.modes:
+            want, got = expected[name, mode], found[name, mode]
+            if isinstance(want, Exception):  # what plain JAX cannot do
+                results[mode] = "-"
+            elif isinstance(got, OperandMismatch | StructureError):
+                results[mode], messages["declined"] = "declined", str(got)
+            else:
+                raised = isinstance(got, Exception)
+                difference = (
+                    f"{type(got).__name__}: {got}"
+                    if raised
+                    else disagreement(got, want, dtypes=self.dtypes, scale=self.scale[mode])
+                )
+                errors += [got] if raised else []
+                results[mode] = "failed" if difference else "ok"
+                if difference:
+                    messages.setdefault("failed", f"{name}, {mode}: {difference}")
+        with self._allowing(program):
+            dense_at = self._explain(program) if {"ok", "failed"} & {*results.values()} else ""
+            message = messages.get("failed", messages.get("declined", ""))
+            check = Check(name, results, message=message, dense_at=dense_at)
+            return self._blamed(check, program, errors) if check.failed else check
+
+    def _explain(self, program: Program) -> str:
+        """The first primitive that makes the value dense; on the way, which rules are met."""
+        try:
+            report = explain(program.run)(self.subject.value)
+        except Exception:  # which the program itself raised, too
+            return ""
+        self.met |= {row.rule for row in report.rules if row.rule}
+        return "" if report.first_loss is None else report.first_loss.primitive
+
+    def _blamed(self, check: Check, program: Program, errors: list[Exception]) -> Check:
+        culprit, detail = watch(program.run, self.subject.value)
+        if not culprit.startswith("rule") and self.wrong is not None:
+            culprit, detail = self.wrong.culprit, self.wrong.message
+        culprit = culprit or next(filter(None, (hook_in(e, type(self.subject.value)) for e in errors)), "")
+        message = check.message + (f"\n{detail}" if detail and detail not in check.message else "")
+        return dataclasses.replace(check, culprit=culprit, message=message)

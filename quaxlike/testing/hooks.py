@@ -1,0 +1,302 @@
+"""Whether what a type says about itself is true of one of its values."""
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.jaxprs.linearity import is_linear
+from ..core.jaxprs.slots import Slot, has_placeholders, leaf_specs
+from ..core.values import Value, as_shapes, aval_of, is_value
+from ..sharding import shard
+from .compare import disagreement, is_inexact
+from .programs import mesh, plain
+from .refusing import reveal
+
+HOOKS: dict[str, Callable[["Subject"], bool]] = {}
+
+
+class Wrong(Exception):
+    """What a hook says is not so."""
+
+
+@dataclasses.dataclass
+class Subject:
+    """A value that is checked, and the array that it stands for."""
+
+    value: Any
+    dense: Any
+
+    @property
+    def leaves(self) -> list[Any]:
+        return jtu.tree_leaves(self.value)
+
+    @property
+    def cls(self) -> type[Any]:
+        return type(self.value)
+
+    def overrides(self, hook: str) -> bool:
+        mine, base = (getattr(cls, hook) for cls in (self.cls, Value))
+        return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
+
+    def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """The leaves that can be differentiated, and the value with others in their place."""
+        leaves, treedef = jtu.tree_flatten(self.value)
+
+        def build(varied: list[Any]) -> Any:
+            new = iter(varied)
+            return treedef.unflatten([next(new) if is_inexact(x) else x for x in leaves])
+
+        return [x for x in leaves if is_inexact(x)], build
+
+    def stack(self) -> Any:
+        """Two different values of the same form on a leading axis of their leaves."""
+        other = lambda x: (1.5 * x).astype(x.dtype) if is_inexact(x) else x
+        return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
+
+    def same(self, found: Any, what: str, expected: Any = None) -> None:
+        expected = self.dense if expected is None else expected
+        if difference := disagreement(found, expected):
+            raise Wrong(f"{what}: {difference}.")
+
+
+def hook(name: str) -> Callable[[Callable[[Subject], bool]], Callable[[Subject], bool]]:
+    """A check of a hook by this name. It returns whether the type has the hook, and raises if it is wrong."""
+
+    def decorator(check: Callable[[Subject], bool]) -> Callable[[Subject], bool]:
+        HOOKS[name] = check
+        return check
+
+    return decorator
+
+
+@hook("static fields")
+def _statics(s: Subject) -> bool:
+    fields = [f for f in dataclasses.fields(s.value) if f.metadata.get("static")]
+    for f in fields:
+        for part in _parts(getattr(s.value, f.name, None)):
+            if isinstance(part, jax.Array | np.ndarray):
+                raise Wrong(
+                    f"{s.cls.__name__}.{f.name} is a static field, and holds an array of shape {part.shape}: "
+                    "transforms cannot see it. Leave out `static=True`, or keep a tuple of numbers."
+                )
+    return bool(fields)
+
+
+def _parts(static: Any, depth: int = 3) -> list[Any]:
+    """What a static field holds, inside of objects too."""
+    found: list[Any] = []
+    for leaf in jtu.tree_leaves(static):
+        inside = vars(leaf) if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type) else {}
+        plain_object = not callable(leaf) and not isinstance(leaf, jax.Array)
+        found += [leaf] + (
+            [x for part in inside.values() for x in _parts(part, depth - 1)] if plain_object else []
+        )
+    return found
+
+
+@hook("aval")
+def _aval(s: Subject) -> bool:
+    want = jax.typeof(s.dense)
+    for what, value in {"": s.value, " of a value with shapes for leaves": as_shapes(s.value)}.items():
+        found = aval_of(value)
+        if (found.shape, found.dtype) != (want.shape, want.dtype):
+            raise Wrong(
+                f"{s.cls.__name__}.aval(){what} says {found.str_short()}, but materialise() makes "
+                f"{want.str_short()}."
+            )
+    return True
+
+
+@hook("flatten")
+def _flatten(s: Subject) -> bool:
+    leaves, treedef = jtu.tree_flatten(s.value)
+    for path, leaf in jtu.tree_leaves_with_path(s.value):
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int | complex):
+            raise Wrong(f"the leaf {jtu.keystr(path)} is {leaf!r}, and no array")
+    again = jtu.tree_unflatten(treedef, leaves)
+    if type(again) is not s.cls or jtu.tree_structure(again) != treedef:
+        raise Wrong(
+            "what is flattened and unflattened has another structure; static fields must be comparable"
+        )
+    hash(treedef)
+    s.same(reveal(again), "what is flattened and unflattened stands for another array")
+    jtu.tree_unflatten(treedef, [object()] * len(leaves))  # as JAX does
+    return True
+
+
+@hook("pickle")
+def _pickle(s: Subject) -> bool:
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in s.leaves if hasattr(x, "dtype")):
+        return False  # JAX does not pickle keys
+    s.same(reveal(copy.deepcopy(s.value)), "what copy.deepcopy makes stands for another array")
+    if "<locals>" in s.cls.__qualname__:
+        return False  # Python does not pickle instances of local classes
+    s.same(reveal(pickle.loads(pickle.dumps(s.value))), "what is pickled stands for another array")
+    return True
+
+
+@hook("stacking")
+def _stacking(s: Subject) -> bool:
+    if not s.leaves:
+        return False
+    stack = s.stack()
+    each = [jtu.tree_map(lambda x, i=i: x[i], stack) for i in range(2)]
+    want = jnp.stack([reveal(x) for x in each])
+
+    def one(value: Any) -> Any:
+        aval = aval_of(value)
+        if aval.shape != s.dense.shape:
+            raise Wrong(
+                f"under jax.vmap the aval of one of a stack has shape {aval.shape} in place of "
+                f"{s.dense.shape}. Derive the shape from the array fields."
+            )
+        return reveal(value)
+
+    s.same(jax.vmap(one)(stack), "materialise() under jax.vmap of a stack", want)
+    s.same(
+        jax.lax.scan(lambda _, x: (None, one(x)), None, stack)[1], "materialise() in a scan of a stack", want
+    )
+    return True
+
+
+@hook("linear")
+def _linear(s: Subject) -> bool:
+    if not is_linear(s.value):
+        return False
+    varied, build = s.varied()
+    if not varied:
+        return True
+    dense = lambda leaves: reveal(build(leaves))
+    other = [plain(x) for x in varied]
+    both = dense([a + b for a, b in zip(varied, other, strict=True)])
+    advice = f"{s.cls.__name__} is no linear function of its leaves: leave out `linear = True`"
+    s.same(dense([2 * x for x in varied]), advice, 2 * s.dense)
+    s.same(both, advice, s.dense + dense(other))
+    return True
+
+
+@hook("leading_axis")
+def _leading_axis(s: Subject) -> bool:
+    axes = s.value.leading_axis()
+    if axes is NotImplemented:
+        return False
+    if not s.dense.shape:
+        return False
+    axes, (leaves, treedef) = list(axes), jtu.tree_flatten(s.value)
+    if len(axes) != len(leaves):
+        raise Wrong(f"leading_axis() names {len(axes)} axes ({axes}) for {len(leaves)} array leaves")
+    for i in range(s.dense.shape[0]):
+        try:
+            row = treedef.unflatten(
+                [x if a is None else jnp.take(x, i, a) for x, a in zip(leaves, axes, strict=True)]
+            )
+            found = reveal(row)
+        except Exception as error:
+            raise Wrong(
+                f"leading_axis() gives {axes}, and a row that cannot be made dense: {error}"
+            ) from error
+        s.same(found, f"leading_axis() gives {axes}, by which row {i} is another one", s.dense[i])
+    return True
+
+
+@hook("promote")
+def _promote(s: Subject) -> bool:
+    if not s.overrides("promote"):
+        return False
+    array = plain(s.dense) if is_inexact(s.dense) else s.dense
+    lifted = s.cls.promote(array, s.value)
+    if lifted is NotImplemented:
+        return False
+    if not is_value(lifted):
+        raise Wrong(
+            f"promote(array, like) must return a Value or NotImplemented; found {type(lifted).__name__}"
+        )
+    s.same(reveal(lifted), "promote(array, like) stands for another array", array)
+    if is_inexact(array):
+        out, pull = jax.vjp(lambda x: reveal(s.cls.promote(x, s.value)), array)
+        s.same(pull(out)[0], "the gradient of promote(array, like) is not that of the array", out)
+    if has_placeholders(s.cls):
+        zeros = jnp.zeros_like(s.dense)
+        alone = s.cls.promote(zeros, None)
+        if alone is not NotImplemented:
+            s.same(reveal(alone), "promote(zeros) stands for another array", zeros)
+    return True
+
+
+@hook("widen")
+def _widen(s: Subject) -> bool:
+    if not s.overrides("widen"):
+        return False
+    wide = s.value.widen(s.value)
+    if wide is NotImplemented:
+        return False
+    s.same(reveal(wide), "widen(like) stands for another array")
+    return True
+
+
+@hook("cotangent")
+def _cotangent(s: Subject) -> bool:
+    if not s.overrides("cotangent") or not is_linear(s.value):
+        return False
+    s.same(reveal(s.cls.cotangent(s.value)), "cotangent(ct) has other numbers than ct")
+    s.same(reveal(s.cls.cotangent(s.dense)), "cotangent(ct) of a plain array has other numbers than ct")
+    return True
+
+
+@hook("follows_rules")
+def _follows_rules(s: Subject) -> bool:
+    if not isinstance(s.value.follows_rules(), bool):
+        raise Wrong(f"follows_rules() must return a bool; found {s.value.follows_rules()!r}")
+    return s.overrides("follows_rules")
+
+
+@hook("shard_spec")
+def _shard_spec(s: Subject) -> bool:
+    """On as many devices as can share an axis; the parts of the leaves are those of the array, too."""
+    leaves, treedef = jtu.tree_flatten(s.value)
+    slot = Slot(treedef, tuple(map(jax.typeof, leaves)))
+    checked = False
+    for axis in range(-1, s.dense.ndim):
+        spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
+        try:
+            specs = leaf_specs(slot, spec)
+        except ValueError:
+            if s.overrides("shard_spec") or axis < 0:
+                raise
+            continue  # nothing tells how
+        for x, own in zip(leaves, specs, strict=True):
+            if len(own) > jnp.ndim(x):
+                raise Wrong(f"shard_spec({spec}) gives {own} for a leaf of shape {jnp.shape(x)}")
+        on = mesh(_devices(leaves, specs, s.dense.shape[axis] if axis >= 0 else None))
+        placed = shard(s.value, on, spec)
+        s.same(reveal(placed), f"placed by shard_spec({spec}) it stands for another array")
+        checked = checked or s.overrides("shard_spec")
+    return checked
+
+
+def _devices(leaves: list[Any], specs: Any, size: int | None) -> int:
+    """The most devices that can share the split axes of all leaves."""
+    sizes = [] if size is None else [size]
+    for x, spec in zip(leaves, specs, strict=True):
+        sizes += [x.shape[axis] for axis, entry in enumerate(spec) if entry is not None]
+    return next(n for n in range(len(jax.devices()), 0, -1) if all(size % n == 0 for size in sizes))
+
+
+def check_hooks(subject: Subject) -> dict[str, tuple[str, str]]:
+    """For each hook "ok", "-" if the type does not have it, or "failed", and a message."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, check in HOOKS.items():
+        try:
+            found[name] = ("ok" if check(subject) else "-", "")
+        except Wrong as wrong:
+            found[name] = ("failed", str(wrong))
+        except Exception as error:
+            found[name] = ("failed", f"{name} raises {type(error).__name__}: {error}")
+    return found

@@ -1,0 +1,115 @@
+"""Programs in each mode, on a value and on the array that it stands for; many of them compiled as one."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ..core.quaxify import quaxify
+from .compare import weighted_sum
+from .hooks import Subject
+from .programs import Program
+from .refusing import reveal
+
+Results = dict[tuple[str, str], Any]
+"""For each program and mode a tree of arrays, or the exception that was raised."""
+
+
+def _vmap(run: Any, s: Subject) -> Any:
+    out = jax.vmap(quaxify(run), axis_size=2)(s.stack())
+    return jax.vmap(reveal, axis_size=2)(out)
+
+
+def _grad(run: Any, s: Subject) -> Any:
+    varied, build = s.varied()
+    return jax.grad(lambda leaves: weighted_sum(reveal(quaxify(run)(build(leaves)))))(varied)
+
+
+def _run(run: Any, s: Subject) -> Any:
+    return reveal(quaxify(run)(s.value))
+
+
+ON_VALUE: dict[str, Callable[[Any, Subject], Any]] = {
+    "eager": _run,
+    "jit": _run,
+    "vmap": _vmap,
+    "grad": _grad,
+}
+
+_ON_ARRAY: dict[str, Callable[[Any, Any], Any]] = {
+    "jit": lambda run, arrays: run(arrays[0]),
+    "vmap": lambda run, arrays: jax.vmap(run)(arrays[1]),
+    "grad": lambda run, arrays: jax.grad(lambda x: weighted_sum(run(x)))(arrays[0]),
+}
+
+_MOST = 24  # programs compiled as one
+
+
+def run_all(table: Mapping[str, Program], on: Callable[[str, Program, Any], Any], value: Any) -> Results:
+    """What `on(mode, program, value)` gives for each program and mode; the modes but "eager" compiled."""
+    found: Results = {}
+    for name, program in table.items():
+        if "eager" in program.modes:
+            try:
+                found[name, "eager"] = on("eager", program, value)
+            except Exception as error:
+                found[name, "eager"] = error
+    return found | _compiled(tuple(table.items()), on, value)
+
+
+def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> Results:
+    if len(programs) > _MOST:
+        return _halves(programs, on, value)
+    errors: Results = {}
+    run = jax.jit(functools.partial(_each, programs, on, errors))
+    try:
+        out = run(value)
+    except Exception as error:  # of the compiler, or while it ran
+        if len(programs) > 1:
+            return _halves(programs, on, value)
+        ((name, program),) = programs
+        return {(name, mode): error for mode in program.modes if mode != "eager"}
+    return errors | out
+
+
+def _halves(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> Results:
+    half = len(programs) // 2
+    return _compiled(programs[:half], on, value) | _compiled(programs[half:], on, value)
+
+
+def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, value: Any) -> Results:
+    """All of them while they are traced; what raises goes to `errors`."""
+    found: Results = {}
+    for name, program in programs:
+        for mode in program.modes:
+            if mode != "eager":
+                try:
+                    found[name, mode] = on(mode, program, value)
+                except Exception as error:
+                    errors[name, mode] = error
+    return found
+
+
+def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
+    """The same of the materialised array, gradients by the leaves of the value."""
+    stack = jax.vmap(reveal, axis_size=2)(subject.stack())
+    programs = tuple(table.items())
+    found = dict(_of_arrays(programs, subject.dense, stack))
+    varied, build = subject.varied()
+    pull = jax.jit(jax.vjp(lambda leaves: reveal(build(leaves)), varied)[1])
+    for name, program in programs:
+        gradient = found.get((name, "grad"))
+        if not varied and "grad" in program.modes:
+            found[name, "grad"] = TypeError("nothing to differentiate")
+        elif gradient is not None and not isinstance(gradient, Exception):
+            found[name, "grad"] = pull(gradient)[0]
+        if "eager" in program.modes:
+            found[name, "eager"] = found[name, "jit"]
+    return found
+
+
+def _of_arrays(programs: tuple[tuple[str, Program], ...], dense: Any, stack: Any) -> Results:
+    """Of plain arrays."""
+    on = lambda mode, program, arrays: _ON_ARRAY[mode](program.run, arrays)
+    return _compiled(programs, on, (dense, stack))

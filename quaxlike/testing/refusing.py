@@ -1,0 +1,94 @@
+"""Types that refuse to materialise, so that whatever loses them is an error."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from ..core.values import Value, materialise
+
+_V = TypeVar("_V", bound=Value)
+
+_revealing: contextvars.ContextVar[bool] = contextvars.ContextVar("quaxlike_revealing", default=False)
+
+
+@functools.cache
+def refuses(cls: type[_V]) -> type[_V]:
+    """A subclass of a type of Values that refuses to materialise: with it a test asserts that a program keeps
+    the type. [`quaxlike.testing.check_type`][] still knows which array one of them stands for.
+
+    What a rule makes by the name of the original class is of that; `dataclasses.replace`, `tree_map`
+    and `type(x)(...)` keep the subclass.
+
+    **Arguments:**
+
+    - `cls`: a type of Values.
+
+    **Returns:** a subclass under the same name, also as a decorator of the class.
+
+    **Raises:** from its `materialise`: `RuntimeError`, which names the type.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.testing import refuses
+
+        w = refuses(ql.LoraArray)(jnp.ones((4, 3)), jnp.ones((1, 3)), jnp.ones((4, 1)))
+        ql.quaxify(jnp.matmul)(w, jnp.ones(3))  # has a rule; jnp.tanh(w) would raise
+        ```
+    """
+
+    class Refusing(cls):
+        def materialise(self) -> Any:
+            if not _revealing.get():
+                raise RuntimeError(f"{cls.__name__} refuses to materialise: no rule kept the type.")
+            return super().materialise()
+
+        def aval(self) -> Any:
+            with revealing():  # it may be inferred from `materialise`
+                return super().aval()
+
+        def __reduce__(self) -> Any:
+            if _found(type(self)) is type(self):
+                return super().__reduce_ex__(2)
+            fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+            return _rebuilt, (cls, fields)
+
+    Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__
+    Refusing.__module__, Refusing.__doc__ = cls.__module__, cls.__doc__
+    return Refusing
+
+
+def _found(cls: type) -> Any:
+    """What is found under the name of a class."""
+    at: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        at = getattr(at, name, None)
+    return at
+
+
+def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
+    new = object.__new__(refuses(cls))
+    for name, part in fields.items():
+        object.__setattr__(new, name, part)
+    return new
+
+
+@contextlib.contextmanager
+def revealing() -> Iterator[None]:
+    """Inside, types that refuse to materialise do."""
+    token = _revealing.set(True)
+    try:
+        yield
+    finally:
+        _revealing.reset(token)
+
+
+def reveal(tree: Any) -> Any:
+    """Every Value in a tree as the array that it stands for, also those that refuse."""
+    with revealing():
+        return materialise(tree)

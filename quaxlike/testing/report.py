@@ -1,0 +1,73 @@
+"""The findings of `check_type`, as a table."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from .programs import MODES
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One hook, or one program in its modes."""
+
+    name: str
+    results: Mapping[str, str]
+    """For each mode "ok", "failed", "declined" (by an error of the type that says that operands do not go
+    together), or "-": not tried, since the type does not have the hook, or JAX cannot do it."""
+    culprit: str = ""
+    """The first hook or rule that is wrong, if something failed: a hook by its name, a rule with the file and
+    the line of it."""
+    message: str = ""
+    """What it did, and what was expected."""
+    dense_at: str = ""
+    """The first primitive for which the value was materialised."""
+
+    @property
+    def failed(self) -> bool:
+        return "failed" in self.results.values()
+
+
+class TypeReport:
+    """What [`quaxlike.testing.check_type`][] found. Prints as a table."""
+
+    def __init__(self, subject: str, checks: Sequence[Check], never_met: Sequence[str]) -> None:
+        self.subject = subject
+        """The value, in words."""
+        self.checks = tuple(checks)
+        """One [`Check`][quaxlike.testing.Check] for each hook and each program."""
+        self.never_met = tuple(never_met)
+        """The rules of the type that none of the programs met."""
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that failed, the hooks first; empty for a type that is right."""
+        return tuple(check for check in self.checks if check.failed)
+
+    @property
+    def summary(self) -> str:
+        """The counts, and each culprit once with its first message."""
+        kept = [c for c in self.checks if "ok" in c.results.values() and not c.dense_at]
+        lines = [
+            f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
+            f"{len(kept)} kept the type or do not need to."
+        ]
+        first: dict[str, str] = {}
+        for check in self.failures:
+            first.setdefault(check.culprit or check.name, check.message)
+        lines += [f"{culprit}\n{textwrap.indent(message, '  ')}" for culprit, message in first.items()]
+        if self.never_met:
+            lines.append("Rules that no program met:\n" + textwrap.indent("\n".join(self.never_met), "  "))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        head = ("check", *MODES, "first failing hook or rule", "made dense at")
+        lines = [(c.name, *(c.results.get(m, "") for m in MODES), c.culprit, c.dense_at) for c in self.checks]
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *lines)
+        ]
+        return "\n".join([*table, "", self.summary])
+
+    __repr__ = __str__
