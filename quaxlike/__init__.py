@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from . import primitives as primitives
     from . import sharding as sharding
     from . import surgery as surgery
+    from . import testing as testing
     from . import utils as utils
 
 __all__ = [  # noqa: RUF022 (grouped by purpose)
@@ -112,7 +113,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     (
         *("arrays", "finetune", "generate", "implicit", "interop", "kernels", "models", "numpy"),
-        *("online_learning", "primitives", "sharding", "surgery", "utils"),
+        *("online_learning", "primitives", "sharding", "surgery", "testing", "utils"),
     ),
     globals(),
 )

@@ -15,11 +15,11 @@ from ..core.jaxprs.unify import OperandMismatch, StructureError
 from ..core.policy import on_materialise, policy_key
 from ..core.values import Value, is_value
 from .compare import disagreement, size_of
-from .hooks import Subject, check_hooks
+from .hooks import Subject, Wrong, check_hooks
 from .layers import LAYERS
 from .modes import ON_VALUE, Results, on_array, run_all
 from .operations import operations
-from .programs import LINEAR, MODES, Program
+from .programs import LINEAR, MODES, Program, mesh_for
 from .refusing import reveal
 from .report import Check, TypeReport
 from .watch import hook_in, watch
@@ -38,7 +38,8 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
     A value may be made dense where the type has no rule, which the table shows; in
     `with quaxlike.on_materialise("error")`, and for what [`quaxlike.testing.refuses`][] returns, that is a
-    failure. It takes some ten seconds.
+    failure. All programs together take about
+    half a minute.
 
     **Arguments:**
 
@@ -77,22 +78,31 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
         raise TypeError(f"check_type takes a quaxlike.Value; found {type(value).__name__}.")
     subject = Subject(value, jnp.asarray(reveal(value)))
     hooks = check_hooks(subject)
-    checks = [
-        Check(name, {"eager": result}, name if result == "failed" else "", message)
-        for name, (result, message) in hooks.items()
-    ]
-    wrong = [c for c in checks if c.failed]
-    runner = _Runner(subject, wrong[0] if wrong else None)
+    checks = [Check(name, {"eager": result}, message=message) for name, (result, message) in hooks.items()]
+    wrong = next((dataclasses.replace(c, culprit=c.name) for c in checks if c.failed), None)
+    if wrong is not None:  # it may be why others fail, too
+        checks = [dataclasses.replace(c, culprit=wrong.name) if c.failed else c for c in checks]
+    runner = _Runner(subject, wrong)
     rules = rules_for(type(value))
     if programs is None:
         table = LINEAR | LAYERS | operations(r.primitive.name for r in rules)
     else:
         table = _named(programs)
-    taken = {name: p for name, p in table.items() if p.takes(jax.typeof(subject.dense))}
+    aval, splits = jax.typeof(subject.dense), _splits_rows(subject)
+    taken = {name: p for name, p in table.items() if p.takes(aval) and (splits or not p.splits_rows)}
     with contextlib.nullcontext() if policy_key() else on_materialise("allow"):
         checks += runner.checks(taken)
     never = [] if programs is not None else [str(r) for r in rules if r.source not in runner.met]
     return TypeReport(f"{type(value).__name__} {jax.typeof(subject.dense).str_short()}", checks, never)
+
+
+def _splits_rows(subject: Subject) -> bool:
+    """Whether as many devices as share the rows of the array can share those of the value."""
+    try:
+        split = subject.split(0) if subject.dense.ndim else None
+    except Wrong:
+        return True
+    return split is not None and split[1] == mesh_for(subject.dense).size
 
 
 def _named(programs: Programs) -> dict[str, Program]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.jaxprs.linearity import is_linear
 from ..core.jaxprs.slots import Slot, has_placeholders, leaf_specs
+from ..core.jaxprs.unify import OperandMismatch
 from ..core.values import Value, as_shapes, aval_of, is_value
 from ..sharding import shard
 from .compare import disagreement, is_inexact
@@ -59,6 +60,22 @@ class Subject:
         """Two different values of the same form on a leading axis of their leaves."""
         other = lambda x: (1.5 * x).astype(x.dtype) if is_inexact(x) else x
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
+
+    def split(self, axis: int) -> tuple[jax.P, int] | None:
+        """A spec that spreads an axis (none of them, for -1), and the most devices that can share it; None if
+        the type says that its leaves cannot follow, or nothing tells how."""
+        leaves, treedef = jtu.tree_flatten(self.value)
+        spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
+        try:
+            specs = leaf_specs(Slot(treedef, tuple(map(jax.typeof, leaves))), spec)
+        except ValueError:
+            return None
+        sizes = [] if axis < 0 else [self.dense.shape[axis]]
+        for x, own in zip(leaves, specs, strict=True):
+            if len(own) > jnp.ndim(x):
+                raise Wrong(f"shard_spec({spec}) gives {own} for a leaf of shape {jnp.shape(x)}")
+            sizes += [x.shape[i] for i, entry in enumerate(own) if entry is not None]
+        return spec, next(n for n in range(len(jax.devices()), 0, -1) if all(k % n == 0 for k in sizes))
 
     def same(self, found: Any, what: str, expected: Any = None) -> None:
         expected = self.dense if expected is None else expected
@@ -211,7 +228,10 @@ def _promote(s: Subject) -> bool:
     if not s.overrides("promote"):
         return False
     array = plain(s.dense) if is_inexact(s.dense) else s.dense
-    lifted = s.cls.promote(array, s.value)
+    try:
+        lifted = s.cls.promote(array, s.value)
+    except OperandMismatch:  # says that a plain array cannot stand there
+        return False
     if lifted is NotImplemented:
         return False
     if not is_value(lifted):
@@ -260,33 +280,13 @@ def _follows_rules(s: Subject) -> bool:
 @hook("shard_spec")
 def _shard_spec(s: Subject) -> bool:
     """On as many devices as can share an axis; the parts of the leaves are those of the array, too."""
-    leaves, treedef = jtu.tree_flatten(s.value)
-    slot = Slot(treedef, tuple(map(jax.typeof, leaves)))
-    checked = False
     for axis in range(-1, s.dense.ndim):
-        spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
-        try:
-            specs = leaf_specs(slot, spec)
-        except ValueError:
-            if s.overrides("shard_spec") or axis < 0:
-                raise
-            continue  # nothing tells how
-        for x, own in zip(leaves, specs, strict=True):
-            if len(own) > jnp.ndim(x):
-                raise Wrong(f"shard_spec({spec}) gives {own} for a leaf of shape {jnp.shape(x)}")
-        on = mesh(_devices(leaves, specs, s.dense.shape[axis] if axis >= 0 else None))
-        placed = shard(s.value, on, spec)
+        if (split := s.split(axis)) is None:
+            continue
+        spec, devices = split
+        placed = shard(s.value, mesh(devices), spec)
         s.same(reveal(placed), f"placed by shard_spec({spec}) it stands for another array")
-        checked = checked or s.overrides("shard_spec")
-    return checked
-
-
-def _devices(leaves: list[Any], specs: Any, size: int | None) -> int:
-    """The most devices that can share the split axes of all leaves."""
-    sizes = [] if size is None else [size]
-    for x, spec in zip(leaves, specs, strict=True):
-        sizes += [x.shape[axis] for axis, entry in enumerate(spec) if entry is not None]
-    return next(n for n in range(len(jax.devices()), 0, -1) if all(size % n == 0 for size in sizes))
+    return s.overrides("shard_spec")
 
 
 def check_hooks(subject: Subject) -> dict[str, tuple[str, str]]:

@@ -29,6 +29,8 @@ class Program:
     dense_unless_linear: bool = False
     """Whether a type that is not linear in its leaves has to be dense: what comes out of a custom derivative
     that is not the identity, or goes into a linear solve, has no tangents of its class."""
+    splits_rows: bool = False
+    """Whether it spreads the leading axis over devices."""
     modes: tuple[str, ...] = MODES
     """How it is run."""
 
@@ -63,7 +65,7 @@ def mesh(size: int | None = None) -> jax.sharding.Mesh:
     return jax.make_mesh((len(devices),), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
-def _mesh_for(x: Any) -> jax.sharding.Mesh:
+def mesh_for(x: Any) -> jax.sharding.Mesh:
     """As many devices as can share the rows."""
     n = len(jax.devices())
     return mesh(next(i for i in range(n, 0, -1) if x.shape[0] % i == 0))
@@ -224,20 +226,20 @@ def shard_map_replicated(x):
     return jax.shard_map(linear, mesh=mesh(), in_specs=P(), out_specs=P())(x)
 
 
-@program(has_rows=True)
+@program(has_rows=True, splits_rows=True)
 def shard_map_sharded(x):
-    return jax.shard_map(linear, mesh=_mesh_for(x), in_specs=P("i"), out_specs=P("i"))(x)
+    return jax.shard_map(linear, mesh=mesh_for(x), in_specs=P("i"), out_specs=P("i"))(x)
 
 
-@program(has_rows=True)
+@program(has_rows=True, splits_rows=True)
 def shard_map_unchecked(x):
-    f = jax.shard_map(linear, mesh=_mesh_for(x), in_specs=P("i"), out_specs=P("i"), check_vma=False)
+    f = jax.shard_map(linear, mesh=mesh_for(x), in_specs=P("i"), out_specs=P("i"), check_vma=False)
     return f(x)
 
 
-@program(has_rows=True)
+@program(has_rows=True, splits_rows=True)
 def shard_map_with_array(x):
-    f = jax.shard_map(lambda y, x: x * y, mesh=_mesh_for(x), in_specs=(P("i"), P("i")), out_specs=P("i"))
+    f = jax.shard_map(lambda y, x: x * y, mesh=mesh_for(x), in_specs=(P("i"), P("i")), out_specs=P("i"))
     return f(plain(x), x)
 
 
@@ -272,9 +274,9 @@ def stop_gradient(x):
     return lax.stop_gradient(x) * 1.0 + x
 
 
-@program(has_rows=True)
+@program(has_rows=True, splits_rows=True)
 def with_sharding_constraint(x):
-    return lax.with_sharding_constraint(x, jax.NamedSharding(_mesh_for(x), P("i")))
+    return lax.with_sharding_constraint(x, jax.NamedSharding(mesh_for(x), P("i")))
 
 
 @program

@@ -86,6 +86,9 @@ class Unit:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"A Unit is immutable; cannot set {name}.")
 
+    def __reduce__(self) -> Any:
+        return _unit, (self._exponents,)
+
     @property
     def exponents(self) -> dict[str, Fraction]:
         """The exponents that are not zero, by base unit."""
