@@ -106,16 +106,14 @@ def _splits_rows(subject: Subject) -> bool:
 
 
 def _named(programs: Programs) -> dict[str, Program]:
-    if callable(programs):
-        programs = [programs]
     if not isinstance(programs, Mapping):
-        functions = list(programs)
+        functions: list[Any] = list(programs)
         names = [getattr(f, "__name__", repr(f)) for f in functions]
         programs = {
-            n if names.count(n) == 1 else f"{n} ({i})": f
+            str(n) if names.count(n) == 1 else f"{n} ({i})": f
             for i, (n, f) in enumerate(zip(names, functions, strict=True))
         }
-    return {name: f if isinstance(f, Program) else Program(f) for name, f in programs.items()}
+    return {str(name): f if isinstance(f, Program) else Program(f) for name, f in programs.items()}
 
 
 class _Runner:
@@ -144,7 +142,7 @@ class _Runner:
             return ON_VALUE[mode](program.run, Subject(value, None))
 
     def _check(self, name: str, program: Program, found: Results, expected: Results) -> Check:
-        results = dict.fromkeys(MODES, "")
+        results: dict[str, str] = dict.fromkeys(MODES, "")
         messages: dict[str, str] = {}
         errors: list[Exception] = []
         for mode in program.modes:

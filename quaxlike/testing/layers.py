@@ -1,5 +1,7 @@
 """Layers under every transform, as programs of the square matrix that is their weight."""
 
+# pyright: reportMissingParameterType=false
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -62,14 +62,15 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
     if len(programs) > _MOST:
         return _halves(programs, on, value)
     errors: Results = {}
+    if not programs:
+        return errors
     run = jax.jit(functools.partial(_each, programs, on, errors))
     try:
         out = run(value)
     except Exception as error:  # of the compiler, or while it ran
         if len(programs) > 1:
             return _halves(programs, on, value)
-        ((name, program),) = programs
-        return {(name, mode): error for mode in program.modes if mode != "eager"}
+        return {(name, mode): error for name, p in programs for mode in p.modes if mode != "eager"}
     return errors | out
 
 

@@ -3,6 +3,8 @@
 Each is written for plain arrays of any shape, and linear in the array; `check_type` runs it on Values, too.
 """
 
+# pyright: reportMissingParameterType=false
+
 import dataclasses
 import functools
 from collections.abc import Callable

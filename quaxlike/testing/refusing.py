@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..core.values import Value, materialise
 
@@ -53,17 +53,17 @@ def refuses(cls: type[_V]) -> type[_V]:
                 return super().aval()
 
         def __reduce__(self) -> Any:
-            if _found(type(self)) is type(self):
+            if found_by_name(type(self)) is type(self):
                 return super().__reduce_ex__(2)
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 
     Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__
     Refusing.__module__, Refusing.__doc__ = cls.__module__, cls.__doc__
-    return Refusing
+    return cast(type[_V], Refusing)
 
 
-def _found(cls: type) -> Any:
+def found_by_name(cls: type) -> Any:
     """What is found under the name of a class."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):

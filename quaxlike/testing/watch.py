@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.tree_util as jtu
 
 from ..core.quaxify import quaxify

@@ -190,7 +190,7 @@ def test_all_programs(default_promotion):
         assert not report.failures, report
 
 
-def test_programs_by_name_in_a_sequence_or_alone():
+def test_programs_by_name_or_in_a_sequence():
     names = lambda programs: [
         c.name for c in check_type(pair(), programs=programs).checks if "jit" in c.results
     ]
