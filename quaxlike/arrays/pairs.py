@@ -36,7 +36,9 @@ def _dot_general_adapted_codes(
     if batch[0] or not _fused(lora, contracted[side], x):
         return NotImplemented
     w = lora.w if lora.train_base and lora.w.train_scales else frozen(lora.w)
-    flat = w.with_axes(range(2)).flattened()
+    flat = w.with_axes(range(2))
+    if flat.num_lead != 1 or flat.stored_shape[1] % flat.block:  # else rows of codes, as devices share them
+        flat = flat.flattened()
     if flat is None:
         return NotImplemented
     y = lora_matmul(

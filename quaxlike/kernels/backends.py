@@ -10,7 +10,8 @@ import jax
 from jax.interpreters import mlir
 
 from ..core import compat
-from ..primitives import DefinedPrimitive, define_primitive
+from ..primitives import DefinedPrimitive, Partitioning, define_primitive
+from ..primitives.partitioning import is_spread
 from .multilinear import vary_alike
 
 Backend = Literal["reference", "gpu", "tpu"]
@@ -98,6 +99,9 @@ def kernel_primitive(
     name: str,
     choose: Callable[..., Choice],
     reference: Callable[..., jax.Array],
+    *,
+    partitioning: Callable[..., Partitioning] | None = None,
+    local: Callable[..., dict[str, Any]] | None = None,
     **rules: Any,
 ) -> DefinedPrimitive:
     """A primitive that runs, on each platform, on the backend that `choose` picks there.
@@ -107,6 +111,9 @@ def kernel_primitive(
     - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`, where a
         `partitioned` operation is in a program that XLA divides between devices.
     - `reference`: computes the operation anywhere; what its other derivatives are derived from.
+    - `partitioning`: `partitioning(*operands, **params)`: how the operation is split over devices, each of
+        which then runs the kernel on its part; None if it cannot be.
+    - `local`: `local(*operands, **params)`: the parameters for parts of the operands.
     - `rules`: hand-written rules, for `define_primitive`.
     """
 
@@ -117,6 +124,7 @@ def kernel_primitive(
     def run_on(platform: str, partitioned: bool, *leaves: Any, **params: Any) -> jax.Array:
         tree = params.pop("in_tree", None)
         operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
+        params = params if local is None else local(*operands, **params)
         choice = choose(platform, *operands, partitioned=partitioned, **params)
         asked = _asked(platform, params.pop("backend"))
         if choice.backend != asked:
@@ -124,7 +132,13 @@ def kernel_primitive(
         return choice.run(*operands, **params)
 
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
-        run = functools.partial(run_on, platform, _is_partitioned(context))
+        is_partitioned = _is_partitioned(context)
+        run = functools.partial(run_on, platform, is_partitioned)
+        # The reference that is asked for by name is plain JAX, which XLA divides by itself, and which can be
+        # exported.
+        splits = partitioning is not None and params["backend"] != "reference"
+        if splits and is_partitioned and _has_mesh(context):
+            run = functools.partial(_split, functools.partial(run_on, platform, False), partitioning)
         rule = mlir.lower_fun(run, multiple_results=False)
         return compat.lower_unvaried(rule, context, *leaves, **params)
 
@@ -132,7 +146,29 @@ def kernel_primitive(
     for platform in ("cpu", "cuda", "rocm", "tpu"):
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
     primitive.slot("backend").register(choose)
+    if partitioning is not None:
+        compat.lower_with_devices(primitive)
+        primitive.slot("partitioning").register(partitioning)
+    if local is not None:
+        primitive.slot("local").register(local)
     return primitive
+
+
+def _split(
+    run: Callable[..., jax.Array], partitioning: Callable[..., Partitioning], *leaves: Any, **params: Any
+) -> jax.Array:
+    """Each device runs the operation on its part."""
+    tree = params.get("in_tree")
+    operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
+    rule = partitioning(*operands, **{k: v for k, v in params.items() if k not in ("in_tree", "backend")})
+    return rule.apply(lambda *leaves: [run(*leaves, **params)])(*leaves)[0]
+
+
+def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA divides the program by a mesh that is known here, the whole of which it may use."""
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "abstract_mesh", None)
+    return isinstance(axes, mlir.ShardingContext) and axes.device_assignment is not None and mesh is not None
 
 
 def _is_partitioned(context: mlir.LoweringRuleContext) -> bool:
@@ -151,7 +187,17 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
     params["backend"] = _forced.value
     for listener in listeners:
         listener(primitive.name, functools.partial(chosen_backend, primitive, *operands, **params))
-    return primitive(*vary_alike(operands), **params)
+    leaves, tree = jax.tree.flatten(operands)
+    if not is_spread(leaves) or not primitive.slot("partitioning").registered:
+        return primitive(*vary_alike(operands), **params)
+
+    def part(*leaves: Any) -> list[jax.Array]:
+        operands = jax.tree.unflatten(tree, leaves)
+        return [primitive(*vary_alike(operands), **primitive.slot("local")(*operands, **params))]
+
+    static = {name: value for name, value in params.items() if name != "backend"}
+    rule = primitive.slot("partitioning")(*operands, **static)
+    return rule.apply_to_types(part)(*leaves)[0]
 
 
 def first_choice(

@@ -4,8 +4,10 @@ Plain JAX code needs none of this: the compiler splits it by what it does. A ker
 """
 
 import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,12 +38,18 @@ class Partitioning:
       dimension can be split if its name is in a result.
     - `sums`: names that are in no result and can be split nevertheless, since each device then
       computes a summand of every result.
+    - `first`: names that are split before others, in this order, where the same devices would split several.
+      Default: what the results are split over, then what the operands are.
+    - `shared`: which operands (leaves), none of whose dimensions are summed over, a part of every result is
+      linear in. Where a sum is split, each device takes its share of them.
 
     **Raises:** `ValueError` for a rule that cannot be read.
     """
 
     rule: str
     sums: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    shared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w\s,]*->[\w\s,]*", self.rule):
@@ -74,45 +82,104 @@ class Partitioning:
         ]
         results = [[batch, *names] for names in self.results]
         rule = "->".join(", ".join(map(" ".join, side)) for side in (operands, results))
-        return Partitioning(rule, self.sums)
+        return dataclasses.replace(self, rule=rule)
+
+    @property
+    def splittable(self) -> set[str]:
+        """The names of dimensions that can be split."""
+        return _names(self.results) & _names(self.operands) | set(self.sums)
+
+    def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Sequence[Any]]], mesh: Any) -> Any:
+        """The mesh axes that each name is split over, as far as its dimensions can be shared evenly.
+
+        **Arguments:**
+
+        - `arrays`: names, shape and spec of each array, those that decide first in front.
+        - `mesh`: that the specs are of.
+        """
+        wishes: dict[str, list[Any]] = {}
+        sizes: dict[str, int] = {}
+        for names, shape, spec in arrays:
+            for name, size, axes in zip(names, shape, [*spec, *[None] * len(names)], strict=False):
+                sizes[name] = math.gcd(sizes.get(name, 0), size)
+                if axes is not None and name in self.splittable:
+                    wishes.setdefault(name, []).append(axes)
+        out: dict[str, Any] = {}
+        for name in dict.fromkeys((*self.first, *wishes)):
+            for axes in wishes.get(name, ()):
+                # As many of the axes as are left: those behind them are gathered.
+                free = tuple(itertools.takewhile(lambda axis: axis not in _used(out), _axes(axes)))
+                devices = math.prod(mesh.shape[axis] for axis in free)
+                if free and name not in out and sizes[name] % devices == 0:
+                    out[name] = free if len(free) > 1 else free[0]
+        return out
+
+    def part(self, fn: Flat, spread: Mapping[str, Any], mesh: Any) -> Flat:
+        """What each device computes of `fn`, on its parts of the operands."""
+        summed = tuple(axis for name in self.sums for axis in _axes(spread.get(name)))
+        if not summed:
+            return fn
+        devices = math.prod(mesh.shape[axis] for axis in summed)
+
+        def summand(*operands: Any) -> list[Any]:
+            shares = [x / devices if i in self.shared else x for i, x in enumerate(operands)]
+            return jax.lax.psum(fn(*shares), summed)
+
+        return summand
 
     def apply(self, fn: Flat) -> Flat:
         """`fn`, split over the devices that its operands and results are spread over."""
 
         def partition(mesh: Any, args: Any, results: Any) -> Any:
-            spread: dict[str, Any] = {}
             operands = list(zip(self.operands, jtu.tree_leaves(args), strict=True))
             # What the results are spread over decides; a dimension that is summed over takes of its
             # operands what is left.
             arrays = [*zip(self.results, results, strict=True), *operands]
-            for names, array in arrays:
-                spec = [*array.sharding.spec, *[None] * len(names)]
-                for name, axes in zip(names, spec, strict=False):
-                    free = axes is not None and not set(_axes(axes)) & _used(spread)
-                    if name in splittable and name not in spread and free:
-                        spread[name] = axes
-
-            def sharding(names: list[str]) -> NamedSharding:
-                return NamedSharding(mesh, PartitionSpec(*map(spread.get, names)))
-
-            summed = tuple(axis for name in self.sums for axis in _axes(spread.get(name)))
-
-            def shard_fn(*operands: Any) -> list[Any]:
-                out = fn(*operands)
-                return jax.lax.psum(out, summed) if summed else out
-
+            spread = self.spread([(names, x.shape, x.sharding.spec) for names, x in arrays], mesh)
+            sharding = lambda names: NamedSharding(mesh, PartitionSpec(*map(spread.get, names)))
             arg_shardings = tuple(sharding(names) for names in self.operands)
+            shard_fn = self.part(fn, spread, mesh)
             return mesh, shard_fn, [sharding(names) for names in self.results], arg_shardings
 
-        splittable = _names(self.results) | set(self.sums)
+        in_order = dict.fromkeys(name for names in (*self.operands, *self.results) for name in names)
         partitioned = custom_partitioning(fn)
         partitioned.def_partition(
             partition,
             sharding_rule=self.rule,
-            reduction_factors=self.sums,
-            need_replication_factors=tuple(sorted(_names(self.operands) - splittable)),
+            reduction_factors=tuple(name for name in in_order if name in self.sums),
+            need_replication_factors=tuple(name for name in in_order if name not in self.splittable),
         )
         return partitioned
+
+    def apply_to_types(self, fn: Flat) -> Flat:
+        """The same where the axes of the mesh are explicit: types of operands say how they are spread."""
+
+        def partitioned(*operands: Any) -> list[Any]:
+            shardings = [jax.typeof(x).sharding for x in operands]
+            mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
+            arrays = zip(self.operands, (x.shape for x in operands), (s.spec for s in shardings), strict=True)
+            spread = self.spread(list(arrays), mesh)
+            spec = lambda names: PartitionSpec(*map(spread.get, names))
+            parts = [
+                x
+                if sharding.mesh.empty or sharding.spec == spec(names)
+                else jax.sharding.reshard(x, spec(names))
+                for names, x, sharding in zip(self.operands, operands, shardings, strict=True)
+            ]
+            return jax.shard_map(
+                self.part(fn, spread, mesh),
+                mesh=mesh,
+                in_specs=tuple(map(spec, self.operands)),
+                out_specs=[spec(names) for names in self.results],
+                axis_names=set(mesh.explicit_axes),
+            )(*parts)
+
+        return partitioned
+
+
+def is_spread(operands: Iterable[Any]) -> bool:
+    """Whether the type of an operand says that it is spread over the explicit axes of a mesh."""
+    return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
 def _names(side: list[list[str]]) -> set[str]:

@@ -2,7 +2,8 @@
 
 from .layouts import fsdp as fsdp
 from .layouts import tensor_parallel as tensor_parallel
+from .placing import constrain as constrain
 from .placing import shard as shard
 from .specs import specs_for as specs_for
 
-__all__ = ["fsdp", "shard", "specs_for", "tensor_parallel"]
+__all__ = ["constrain", "fsdp", "shard", "specs_for", "tensor_parallel"]

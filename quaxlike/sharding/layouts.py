@@ -150,16 +150,21 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: Rule | Non
 
 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
-    """The spec with the longest of the axes that it leaves free spread over the mesh axes it leaves free."""
-    entries = [*spec, *[None] * (len(x.shape) - len(spec))]
-    used = {name for entry in entries for name in axes_of(entry)}
+    """The spec with an axis of the array spread over the mesh axes that it leaves free, too: preferably the
+    one that is spread already, so that gathering leaves it as it was; else the longest."""
+    entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
+    used = {name for entry in entries for name in entry}
     free = tuple(name for name in axes if name not in used and mesh.shape[name] > 1)
-    devices = math.prod(mesh.shape[name] for name in free)
-    fits = [i for i, n in enumerate(x.shape) if entries[i] is None and n and n % devices == 0]
+
+    def shared_evenly(i: int) -> bool:
+        devices = math.prod(mesh.shape[name] for name in (*entries[i], *free))
+        return x.shape[i] > 0 and x.shape[i] % devices == 0
+
+    fits = [i for i in range(len(x.shape)) if shared_evenly(i)]
     if not free or not fits:
         return spec
-    entries[max(fits, key=lambda i: x.shape[i])] = free if len(free) > 1 else next(iter(free))
-    return jax.P(*entries)
+    entries[max(fits, key=lambda i: (bool(entries[i]), x.shape[i]))] += free
+    return jax.P(*[None if not names else names[0] if len(names) == 1 else names for names in entries])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Models placed on meshes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -49,30 +49,72 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
+    return _each(model, mesh, specs, jax.device_put)
+
+
+def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
+    """Tells the compiler, within `jax.jit`, how the arrays of a model are spread from here on.
+
+    For parameters that every device stores a part of ([`fsdp`][quaxlike.sharding.fsdp]) and that are
+    to be gathered for use: it gathers codes and scales, not what they stand for, and activations stay as the
+    batch is. On a mesh with explicit axes call `quaxlike.quaxify(jax.sharding.reshard)` instead.
+
+    **Arguments:**
+
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]; in `specs`, None or a rule that
+        returns None stands for arrays that are whole on every device.
+
+    **Returns:** the model, constrained.
+
+    **Raises:** `ValueError` as `shard` does.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+        from quaxlike.sharding import constrain, fsdp, shard
+
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=auto)
+        mlp = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)), "nf4")
+
+        @eqx.filter_jit
+        def apply(mlp, x):
+            mlp = constrain(mlp, mesh, None)  # or tensor_parallel(mlp, mesh)
+            return ql.quaxify(jax.vmap(mlp))(x)
+
+        apply(shard(mlp, mesh, fsdp(mesh)), jnp.ones((8, 64)))
+        ```
+    """
+    return _each(model, mesh, specs, jax.lax.with_sharding_constraint)
+
+
+def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) -> _Model:
     made = callable(specs) and jtu.all_leaves([specs])  # a module with specs for arrays is callable, too
     if made or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
         specs = specs_for(model, specs)
 
     def place(path: Sequence[Any], spec: Any, part: Any) -> Any:
         return jtu.tree_map_with_path(
-            lambda below, leaf: _placed(path_of((*path, *below)), leaf, spec, mesh), part, is_leaf=is_value
+            lambda below, leaf: _placed(path_of((*path, *below)), leaf, spec, mesh, put),
+            part,
+            is_leaf=is_value,
         )
 
     is_spec = lambda x: x is None or isinstance(x, jax.P) or is_value(x)
     return jtu.tree_map_with_path(place, specs, model, is_leaf=is_spec)
 
 
-def _placed(name: str, leaf: Any, spec: Any, mesh: jax.sharding.Mesh) -> Any:
+def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any], Any]) -> Any:
     """`spec` is that of the logical array, None, or a Value with one for each leaf."""
     if not (is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)):
         return leaf
-    specs = spec if is_value(spec) else leaf_specs_of(name, leaf, spec or jax.P())
+    specs = spec if is_value(spec) else leaf_specs_of(name, leaf, spec)
     if is_value(leaf) and jtu.tree_structure(specs) != jtu.tree_structure(leaf):
         leaf = unnested(leaf)
     if (reason := refusal(leaf, specs, mesh)) is not None:
         raise ValueError(f"{name}{reason}")
-    put = lambda x, own: jax.device_put(x, jax.NamedSharding(mesh, own))
-    return jtu.tree_map(put, leaf, specs)
+    return jtu.tree_map(lambda x, own: put(x, jax.NamedSharding(mesh, own)), leaf, specs)
 
 
 def refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:

@@ -83,16 +83,23 @@ def mesh():
     return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def test_a_program_that_xla_divides_runs_no_kernel(mesh):
+def test_a_program_that_xla_divides_runs_the_kernel_on_each_part(mesh):
     x = jnp.ones((128, 128))
     w = quantised((128, 256))
     fn = lambda x: nf4_matmul(x, *w.operands, transpose=True, **w.params)
     with kernels.backend("tpu"):
-        jitted = jax.jit(fn)
-        with pytest.warns(kernels.KernelFallbackWarning, match="cannot divide a kernel"):
-            y = jitted(jax.device_put(x, _sharded(x, mesh).sharding))
-    assert len(y.sharding.device_set) == 4
+        y = jax.jit(fn)(jax.device_put(x, _sharded(x, mesh).sharding))
+    assert y.sharding.spec == jax.P("rows", None)
     assert relative_error(y, np.float64(x) @ w.dense) < 1e-6
+
+
+def test_the_reference_that_is_asked_for_is_plain_jax(mesh):
+    """Which can be exported for many devices."""
+    w = quantised((128, 256))
+    fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
+    with kernels.backend("reference"):
+        exported = jax.export.export(jax.jit(fn))(_sharded(jnp.ones((8, 256)), mesh))
+    assert exported.nr_devices == 4
 
 
 @pytest.mark.slow

@@ -189,10 +189,12 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         transpose: bool,
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
+        # Rows of codes where blocks do not cross them, so that devices can share them.
+        rows = (shape[0],) if codes.ndim > 1 and shape[1] % block_size == 0 else ()
         return nf4_matmul(
             x,
-            codes.reshape(-1),
-            scale.for_kernels() if isinstance(scale, NestedScales) else scale.reshape(-1),
+            codes.reshape(*rows, -1),
+            scale.for_kernels() if isinstance(scale, NestedScales) else scale.reshape(*rows, -1),
             cls.codebook,
             shape=shape,
             block_size=block_size,

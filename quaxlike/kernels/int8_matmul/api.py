@@ -7,7 +7,8 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8
 
-from ...primitives import define_primitive
+from ...primitives import Partitioning, define_primitive
+from ...primitives.partitioning import is_spread
 from ..multilinear import map_rows, sum_tangents, vary_alike
 from .reference import tiled, whole
 
@@ -66,7 +67,11 @@ def int8_matmul(
         )
     out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     params = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
-    return int8_matmul_p(*vary_alike((x, codes, scale)), **params)
+    bind = lambda *operands: int8_matmul_p(*vary_alike(operands), **params)
+    if not is_spread((x, codes, scale)):
+        return bind(x, codes, scale)
+    rule = _partitioning(x, codes, scale, **params)
+    return rule.apply_to_types(lambda *parts: [bind(*parts)])(x, codes, scale)[0]
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
@@ -84,6 +89,24 @@ def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **par
     return map_rows(int8_matmul_p, size, operands, dims, params, rows=(0,))
 
 
+def _partitioning(x: Any, codes: Any, scale: Any, *, block_size: int, transpose: bool, **params: Any) -> Any:
+    rows = [f"rows{i}" for i in range(x.ndim - 1)]
+    # A partial block at the end of rows keeps columns together; one scale a row goes with all of them.
+    whole = codes.shape[1] % block_size == 0
+    k = "k" if whole else "kept"
+    weight = f"n {k}, n {'k' if whole and scale.shape[1] != 1 else 'blocks'}"
+    x_dim, out = ("n", "k") if transpose else ("k", "n")
+    rule = f"{' '.join([*rows, x_dim])}, {weight} -> {' '.join([*rows, out])}"
+    sums = ("n",) if transpose else ("k",) if whole else ()
+    return Partitioning(rule, sums, first=(*rows, "n", "k"))
+
+
 int8_matmul_p = define_primitive(
-    "int8_matmul", whole, cpu=tiled, jvp=_jvp, transpose=_transpose, batching=_batching
+    "int8_matmul",
+    whole,
+    cpu=tiled,
+    jvp=_jvp,
+    transpose=_transpose,
+    batching=_batching,
+    partitioning=_partitioning,
 )

@@ -11,18 +11,19 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from ...primitives import Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import accumulator_dtype, map_rows, nonzero
 from ..nf4_matmul import gpu, tpu
-from ..nf4_matmul.api import check_weight, check_x, nf4_matmul_p
+from ..nf4_matmul.api import check_weight, check_x, dimensions, local_shape, nf4_matmul_p
 from ..nf4_matmul.scales import NestedScales
 from .reference import lora_matmul_reference, low_rank
 
 
 def lora_matmul(
     x: Float[Array, "*batch features"],
-    packed: UInt8[Array, " bytes"],
-    absmax: Float32[Array, " blocks"] | NestedScales,
+    packed: UInt8[Array, " bytes"] | UInt8[Array, "n bytes"],
+    absmax: Float32[Array, " blocks"] | Float32[Array, "n blocks"] | NestedScales,
     codebook: ArrayLike,
     a: Float[Array, "..."],
     b: Float[Array, "..."],
@@ -185,10 +186,20 @@ def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **par
     return (y + low).astype(out_dtype), 0
 
 
+def _partitioning(x: Any, packed: Any, absmax: Any, codebook: Any, t: Any, b: Any, **params: Any) -> Any:
+    rows, operands, result = dimensions(x, packed, absmax, transpose=False)
+    operands = f"{operands}, {' '.join(rows)} adapters rank, adapters n rank"
+    sums = () if packed.ndim == 1 else ("k",)
+    num_weight = len(jax.tree.leaves((packed, absmax, codebook)))
+    return Partitioning(f"{operands} -> {result}", sums, first=(*rows, "n", "k"), shared=(1 + num_weight,))
+
+
 lora_matmul_p = kernel_primitive(
     "lora_matmul",
     _choose,
     lora_matmul_reference,
+    partitioning=_partitioning,
+    local=local_shape,
     jvp=_jvp,
     transpose=_transpose,
     batching=_batching,

@@ -11,8 +11,8 @@ from ..nf4_matmul.scales import NestedScales, dense_scales
 
 def lora_matmul_reference(
     x: Float[Array, "*batch contracted"],
-    packed: UInt8[Array, " bytes"],
-    absmax: Float32[Array, " blocks"] | NestedScales,
+    packed: UInt8[Array, "*bytes"],
+    absmax: Float32[Array, "*blocks"] | NestedScales,
     codebook: Float32[Array, "16"],
     t: Float[Array, "*batch adapters rank"],
     b: Float[Array, "adapters free rank"],

@@ -9,6 +9,7 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
+from ...primitives import Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import map_rows, nonzero, sum_tangents
 from . import gpu, tpu
@@ -18,8 +19,8 @@ from .scales import NestedScales, dense_scales
 
 def nf4_matmul(
     x: Float[Array, "... contracted"],
-    packed: UInt8[Array, " bytes"],
-    absmax: Float32[Array, " blocks"] | NestedScales,
+    packed: UInt8[Array, " bytes"] | UInt8[Array, "n bytes"],
+    absmax: Float32[Array, " blocks"] | Float32[Array, "n blocks"] | NestedScales,
     codebook: ArrayLike,
     *,
     shape: tuple[int, int],
@@ -50,9 +51,11 @@ def nf4_matmul(
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `packed`: the codes of `W`, flattened row-major, two to a byte, high nibble first:
-        `(N·K + 1) // 2` bytes.
+        `(N·K + 1) // 2` bytes. Where blocks do not cross rows, also `(N, K / 2)`: so devices can share rows
+        or columns.
     - `absmax`: float32 scale of each block of `block_size` consecutive codes; blocks may cross
-        rows. [`NestedScales`][quaxlike.kernels.NestedScales] if scales are quantised in turn.
+        rows. `(N, K / block_size)` for rows of codes.
+        [`NestedScales`][quaxlike.kernels.NestedScales] if scales are quantised in turn.
     - `codebook`: the 16 values that codes stand for.
     - `shape`: `(N, K)`.
     - `block_size`: an even number.
@@ -88,19 +91,49 @@ def check_weight(
         raise ValueError(f"{op}: block_size must be a positive even number, got {block_size}")
     blocks = -(-size // block_size)
     expected: dict[str, tuple[Any, tuple[int, ...]]]
-    expected = {"packed": (packed, ((size + 1) // 2,)), "codebook": (codebook, (16,))}
+    bytes_, scales = ((size + 1) // 2,), (blocks,)
+    if packed.ndim == 2 and shape[1] % block_size == 0 and not isinstance(absmax, NestedScales):
+        bytes_, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // block_size)
+    expected = {"packed": (packed, bytes_), "codebook": (codebook, (16,))}
     if isinstance(absmax, NestedScales):
         shapes = (blocks,), (-(-blocks // 256),), (), (256,)
         for field, array, want in zip(absmax._fields, absmax, shapes, strict=True):
             expected[f"absmax.{field}"] = (array, want)
     else:
-        expected["absmax"] = (absmax, (blocks,))
+        expected["absmax"] = (absmax, scales)
     for name, (array, want) in expected.items():
         if array.shape != want:
             raise ValueError(
                 f"{op}: {name} of a weight of shape {shape} in blocks of {block_size} must have "
                 f"shape {want}, got {array.shape}"
             )
+
+
+def local_shape(x: Any, packed: Any, *operands: Any, **params: Any) -> dict[str, Any]:
+    """The parameters for parts of the weight: rows of codes say of which shape it is."""
+    return params if packed.ndim == 1 else params | {"shape": (packed.shape[0], 2 * packed.shape[1])}
+
+
+def dimensions(x: Any, packed: Any, absmax: Any, *, transpose: bool) -> tuple[list[str], str, str]:
+    """The names of the dimensions of `x`, of the weight's leaves, and of the result, for `Partitioning`."""
+    rows = [f"rows{i}" for i in range(x.ndim - 1)]
+    contracted, free = ("n", "k") if transpose else ("k", "n")
+    if packed.ndim == 2:
+        weight = "n k, n k, codebook"
+    elif isinstance(absmax, NestedScales):
+        weight = "bytes, blocks, nested, , map, codebook"
+    else:
+        weight = "bytes, blocks, codebook"
+    return rows, f"{' '.join([*rows, contracted])}, {weight}", " ".join([*rows, free])
+
+
+def _partitioning(x: Any, packed: Any, absmax: Any, codebook: Any, **params: Any) -> Partitioning:
+    transpose = params["transpose"]
+    rows, operands, result = dimensions(x, packed, absmax, transpose=transpose)
+    sums = () if packed.ndim == 1 else ("n",) if transpose else ("k",)
+    # What weights are spread over comes after the rows of `x`: with both over the same devices they are
+    # gathered, as codes.
+    return Partitioning(f"{operands} -> {result}", sums, first=(*rows, "n", "k"))
 
 
 def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
@@ -157,6 +190,8 @@ nf4_matmul_p = kernel_primitive(
     "nf4_matmul",
     _choose,
     _reference,
+    partitioning=_partitioning,
+    local=local_shape,
     jvp=_jvp,
     transpose=_transpose,
     batching=_batching,

@@ -91,9 +91,9 @@ def fused(
         dtype=str(x.dtype),
         out_dtype=str(out_dtype),
     )
-    scales = absmax if isinstance(absmax, NestedScales) else (absmax,)
+    scales = absmax if isinstance(absmax, NestedScales) else (absmax.reshape(-1),)
     kernel = pallas_kernel(problem, tiling_for(problem))
-    return kernel(x, packed, *scales, codebook, *low_rank).reshape(*lead, n)
+    return kernel(x, packed.reshape(-1), *scales, codebook, *low_rank).reshape(*lead, n)
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
@@ -140,7 +140,7 @@ def chunked(
     """
     n, k = shape
     rows = _rows_per_chunk(n, k, block_size)
-    scales = dense_scales(absmax)
+    packed, scales = packed.reshape(-1), dense_scales(absmax).reshape(-1)
     b = None
     if low_rank:
         t, b = map(_padded, low_rank)

@@ -18,8 +18,8 @@ from ..tiles import as_weights, contract_columns, contract_rows
 
 def matmul_reference(
     x: Float[Array, "*batch contracted"],
-    packed: UInt8[Array, " bytes"],
-    absmax: Float32[Array, " blocks"],
+    packed: UInt8[Array, "*bytes"],
+    absmax: Float32[Array, "*blocks"],
     codebook: Float32[ArrayLike, "16"],
     *,
     shape: tuple[int, int],

@@ -1,0 +1,112 @@
+"""What devices exchange: read from the compiled programs."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.sharding import constrain, fsdp, shard, tensor_parallel
+from tests.samples import normal
+
+KEY = jax.random.key(0)
+AUTO = (jax.sharding.AxisType.Auto,) * 2
+MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=AUTO)
+X = normal(8, 64)
+
+
+def exchanged(compiled: Any) -> Counter[tuple[str, str]]:
+    """The bytes that collectives give each device, by kind and dtype."""
+    found = Counter[tuple[str, str]]()
+    kinds = r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+    for line in compiled.as_text().splitlines():
+        if match := re.search(kinds, line):
+            for dtype, shape in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", match[1]):
+                size = int(np.prod([int(n) for n in shape.split(",") if n]))
+                found[match[2], dtype] += size * int(re.sub(r"\D", "", dtype)) // 8
+    return found
+
+
+def _mlp(format: str, *, adapted: bool, **options: Any) -> Any:
+    mlp = ql.quantize(eqx.nn.MLP(64, 64, 256, depth=1, key=KEY), format, **options)
+    if not adapted:
+        return mlp
+    mlp = ql.loraify(mlp, rank=4, key=KEY)
+    raised = lambda w: w.replace(b=w.b + 0.1) if isinstance(w, ql.LoraArray) else w
+    return jax.tree.map(raised, mlp, is_leaf=lambda w: isinstance(w, ql.LoraArray))
+
+
+def _loss(model: Any, x: Any) -> Any:
+    with ql.on_materialise("error"):
+        return jnp.mean(ql.quaxify(jax.vmap(model))(x) ** 2)
+
+
+def _compiled(fn: Any, *args: Any) -> Any:
+    arrays, static = eqx.partition(args, eqx.is_array)
+    return jax.jit(lambda arrays: fn(*eqx.combine(arrays, static))).lower(arrays).compile(), arrays
+
+
+MODELS = {
+    "NF4": ("nf4", {}, False),
+    "LoRA over NF4": ("nf4", {}, True),
+    "LoRA over NF4, doubly quantised": ("nf4", {"double_quant": True}, True),
+    "int4 in blocks": ("int4", {"block_size": 32}, False),
+    "int8": ("int8", {}, True),
+    "int8 in blocks": ("int8", {"block_size": 32}, False),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LoRA over NF4", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "LoRA over NF4")],
+)
+def test_tensor_parallel_gathers_no_weight(name: str):
+    format, options, adapted = MODELS[name]
+    model = _mlp(format, adapted=adapted, **options)
+    placed = shard(model, MESH, tensor_parallel(model, MESH))
+    x = jax.device_put(X, jax.NamedSharding(MESH, jax.P("data")))
+    step = jax.value_and_grad(lambda x, model: _loss(model, x))
+    compiled, args = _compiled(step, x, placed)
+    assert {kind for kind, _ in exchanged(compiled)} == {"all-reduce"}
+    expected = step(X, model)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(args), expected
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LoRA over NF4", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "LoRA over NF4")],
+)
+def test_fully_sharded_weights_are_gathered_as_codes(name: str):
+    format, options, adapted = MODELS[name]
+    model = _mlp(format, adapted=adapted, **options)
+    placed = shard(model, MESH, fsdp(MESH))
+    x = jax.device_put(X, jax.NamedSharding(MESH, jax.P(("data", "model"))))
+    step = jax.value_and_grad(lambda x, model: _loss(constrain(model, MESH, None), x))
+    compiled, args = _compiled(step, x, placed)
+    found = exchanged(compiled)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    codes = sum(layer.weight.size for layer in model.layers) // (1 if "int8" in name else 2)
+    assert found["all-gather", "s8" if "int8" in name else "u8"] <= codes + codes // 16
+    assert sum(n for (kind, _), n in found.items() if kind == "all-gather") <= stored
+    assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}
+    expected = step(X, model)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), compiled(args), expected
+    )
+
+
+def test_what_is_divided_and_fully_sharded_is_gathered_over_the_rest_alone():
+    model = _mlp("nf4", adapted=False)
+    by_layer = tensor_parallel(model, MESH)
+    placed = shard(model, MESH, fsdp(MESH, over=by_layer))
+    x = jax.device_put(X, jax.NamedSharding(MESH, jax.P("data")))
+    compiled, _ = _compiled(lambda model, x: _loss(constrain(model, MESH, by_layer), x), placed, x)
+    codes = sum(layer.weight.codes.size for layer in model.layers)
+    assert exchanged(compiled)["all-gather", "u8"] == codes // 2
