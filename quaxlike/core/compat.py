@@ -389,9 +389,10 @@ def varying_axes(x: Any) -> frozenset[Any]:
 # -------------------------------------------------------------------------------------------------
 
 
-def lower_with_devices(primitive: jexc.Primitive) -> None:
+def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
     """Has JAX choose the devices before it lowers `primitive`, which is lowered to what asks for them."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    asking = dispatch.prim_requires_devices_during_lowering
+    (asking.add if needed else asking.discard)(primitive)
 
 
 def lowers_with_devices(jaxpr: Any) -> bool:

@@ -134,10 +134,9 @@ def kernel_primitive(
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         is_partitioned = _is_partitioned(context)
         run = functools.partial(run_on, platform, is_partitioned)
-        # The reference that is asked for by name is plain JAX, which XLA divides by itself, and which can be
-        # exported.
-        splits = partitioning is not None and params["backend"] != "reference"
-        if splits and is_partitioned and _has_mesh(context):
+        # The reference that is asked for by name is plain JAX, which can be exported.
+        divided = is_partitioned and params["backend"] != "reference" and _has_mesh(context)
+        if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform, False), partitioning)
         rule = mlir.lower_fun(run, multiple_results=False)
         return compat.lower_unvaried(rule, context, *leaves, **params)
@@ -147,7 +146,6 @@ def kernel_primitive(
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
     primitive.slot("backend").register(choose)
     if partitioning is not None:
-        compat.lower_with_devices(primitive)
         primitive.slot("partitioning").register(partitioning)
     if local is not None:
         primitive.slot("local").register(local)
@@ -160,15 +158,26 @@ def _split(
     """Each device runs the operation on its part."""
     tree = params.get("in_tree")
     operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
-    rule = partitioning(*operands, **{k: v for k, v in params.items() if k not in ("in_tree", "backend")})
+    rule = partitioning(*operands, **params)
     return rule.apply(lambda *leaves: [run(*leaves, **params)])(*leaves)[0]
 
 
 def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA divides the program by a mesh that is known here, the whole of which it may use."""
+    """Whether XLA divides the program by a mesh that is known here, and may use all of its axes."""
     axes = context.module_context.axis_context
-    mesh = getattr(axes, "abstract_mesh", None)
-    return isinstance(axes, mlir.ShardingContext) and axes.device_assignment is not None and mesh is not None
+    if not isinstance(axes, mlir.ShardingContext):
+        return False
+    return axes.device_assignment is not None and axes.abstract_mesh is not None
+
+
+def _ask_for_devices(primitive: DefinedPrimitive) -> None:
+    """Has JAX choose devices, and a mesh of them, before it lowers the primitive, for `custom_partitioning`.
+
+    Not where programs are lowered for devices that are not at hand, which JAX would refuse: what was traced
+    before and is lowered then is divided by XLA alone.
+    """
+    elsewhere = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
+    compat.lower_with_devices(primitive, not elsewhere and _forced.value != "reference")
 
 
 def _is_partitioned(context: mlir.LoweringRuleContext) -> bool:
@@ -187,6 +196,8 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
     params["backend"] = _forced.value
     for listener in listeners:
         listener(primitive.name, functools.partial(chosen_backend, primitive, *operands, **params))
+    if primitive.slot("partitioning").registered:
+        _ask_for_devices(primitive)
     leaves, tree = jax.tree.flatten(operands)
     if not is_spread(leaves) or not primitive.slot("partitioning").registered:
         return primitive(*vary_alike(operands), **params)
@@ -195,8 +206,7 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
         operands = jax.tree.unflatten(tree, leaves)
         return [primitive(*vary_alike(operands), **primitive.slot("local")(*operands, **params))]
 
-    static = {name: value for name, value in params.items() if name != "backend"}
-    rule = primitive.slot("partitioning")(*operands, **static)
+    rule = primitive.slot("partitioning")(*operands, **params)
     return rule.apply_to_types(part)(*leaves)[0]
 
 

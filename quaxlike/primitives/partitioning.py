@@ -111,7 +111,7 @@ class Partitioning:
                 free = tuple(itertools.takewhile(lambda axis: axis not in _used(out), _axes(axes)))
                 devices = math.prod(mesh.shape[axis] for axis in free)
                 if free and name not in out and sizes[name] % devices == 0:
-                    out[name] = free if len(free) > 1 else free[0]
+                    out[name] = free if len(free) > 1 else next(iter(free))
         return out
 
     def part(self, fn: Flat, spread: Mapping[str, Any], mesh: Any) -> Flat:
