@@ -22,13 +22,16 @@ from .primitives import custom_dce
 from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters
 from .surgery.dropout import with_dropout_key
 from .surgery.eva import eva, eva_ranks, input_moments
+from .surgery.layouts import layouts
 from .surgery.loftq import loftq
 from .surgery.loraify import loraify
 from .surgery.merge import merge, unmerge
+from .surgery.notation import Layout
 from .surgery.quantize import fake_quantize, quantize
-from .surgery.select import path_of, select
+from .surgery.select import select
 from .surgery.summary import summary
 from .surgery.trainable import trainable
+from .surgery.trees import path_of
 
 if TYPE_CHECKING:
     from . import arrays as arrays
@@ -90,6 +93,8 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     # Whole models
     "path_of",
     "select",
+    "Layout",
+    "layouts",
     "summary",
     "trainable",
     "loraify",

@@ -14,7 +14,7 @@ import quaxlike as ql
 
 from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import peft
-from ..models import Decoder, load
+from ..models import load
 from .data import Example, Tokens, read_examples, split
 from .settings import FinetuneError, Settings
 from .state import RunDirectory
@@ -131,7 +131,6 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
             exclude=() if settings.target else task.unused, dropout=settings.dropout,
             rslora=settings.rslora, dora=settings.dora, modules_to_save=task.trained_in_full,
-            fan_in_fan_out=isinstance(model, Decoder) and model.config.family.conv1d,
             key=jax.random.key(settings.seed),
         )  # fmt: skip
     except ValueError as error:  # of names that match nothing

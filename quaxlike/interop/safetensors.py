@@ -64,7 +64,7 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
         tensors[name] = array
 
     for key_path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value):
-        name = path_of(key_path)
+        name = path_of(key_path, model)
         if not is_value(leaf) and not _is_array(leaf):
             continue
         try:
@@ -111,7 +111,7 @@ def load(
     def read(key_path: Any, leaf: Any) -> Any:
         if not (is_value(leaf) or _is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
             return leaf
-        name = path_of(key_path)
+        name = path_of(key_path, like)
         if name not in nodes and name not in tensors:
             near = difflib.get_close_matches(name, [*nodes, *tensors], n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -35,10 +35,10 @@ class Experts(eqx.Module):
         self.config = config
 
     @property
-    def stacks_of_matrices(self) -> dict[str, str]:
-        """For `quaxlike.select` and what builds on it: which arrays are stacks, and how they are stored."""
-        kind = "experts, (in, out)" if self.config.family.experts == "in_out" else "experts"
-        return {"gate_up_proj": kind, "down_proj": kind}
+    def weight_layouts(self) -> dict[str, str]:
+        """For `quaxlike.layouts`: how the matrices of the stacks are stored."""
+        layout = "io" if self.config.family.experts == "in_out" else "oi"
+        return {"gate_up_proj": layout, "down_proj": layout}
 
     def __call__(
         self,

@@ -1,6 +1,6 @@
 """Small parts that the models have in common."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -13,6 +13,8 @@ class Conv1D(eqx.Module):
 
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"]
+
+    weight_layouts: ClassVar = {"weight": "io"}
 
     def __init__(self, n_in: int, n_out: int, use_bias: bool = True, *, key: Any) -> None:
         self.weight = 0.02 * jax.random.normal(key, (n_in, n_out))

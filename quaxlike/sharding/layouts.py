@@ -13,7 +13,9 @@ from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
 from ..core.values import is_value
-from ..surgery.select import owner_of, path_of
+from ..surgery.layouts import layouts_of
+from ..surgery.notation import Layout
+from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
 from .placing import refusal
 from .specs import axes_of, leaf_specs_of, unnested
 
@@ -84,12 +86,12 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rul
     axis = _one_axis(mesh, axis)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value):
-        name = path_of(path)
-        if not (is_value(leaf) or hasattr(leaf, "shape")):
-            continue
+    layouts = layouts_of(model)
+    by_layer = {layer_of(name): layout for name, layout in layouts.items() if layout is not None}
+    for path, leaf in leaves_with_path(model):
+        name = path_of(path, model)
         kind, needed = _kind(model, path, name)
-        own = _layout(name, leaf, kind, axis)
+        own = _layout(name, leaf, kind, axis, by_layer.get(re.sub(r"\.(bias|b)$", "", layer_of(name))))
         found = leaf_specs_of(name, leaf, None)
         if any(entry is not None for entry in own):
             found = _if_it_fits(name, leaf, own, mesh, needed, found)
@@ -231,19 +233,22 @@ def _kind(model: PyTree, path: Sequence[Any], name: str) -> tuple[str | None, bo
     return ("out" if isinstance(owner, eqx.nn.Linear) else None), False
 
 
-def _layout(name: str, leaf: Any, kind: str | None, axis: str) -> jax.P:
-    """The spec of an array of a layer of this kind."""
+def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
+    """The spec of an array of a layer of this kind, whose weight is of this layout."""
     ndim = len(leaf.shape)
-    if name.endswith("bias"):
-        return jax.P(*[None] * (ndim - 1), axis) if kind == "out" and ndim else jax.P()
+    if name.endswith(("bias", ".b")):
+        n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)
+        return (
+            jax.P(*[axis if i == ndim - n_out else None for i in range(ndim)]) if kind == "out" else jax.P()
+        )
     if kind is None or ndim < 2:
         return jax.P()
     if kind == "vocabulary":
         cut = -2
     elif isinstance(leaf, LoraArray):
         (cut, *_) = leaf.out_axes if kind == "out" else leaf.in_axes
+    elif layout is not None and layout.is_known:
+        (cut, *_) = layout.out_axes if kind == "out" else layout.in_axes
     else:
-        # As Flax's kernels and GPT-2's projections are stored.
-        in_out = name.endswith(".kernel") or re.fullmatch(r"(.*\.)?(c_attn|c_fc|c_proj)\.weight", name)
-        cut = (-1 if kind == "out" else -2) if in_out else (-2 if kind == "out" else -1)
+        return jax.P()
     return jax.P(*[axis if i == ndim + cut else None for i in range(ndim)])

@@ -68,7 +68,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         specs = {name: rule(name, leaf) for name, leaf in arrays.items()}
 
     def spec_of(path: Sequence[Any], leaf: Any) -> Any:
-        name = path_of(path)
+        name = path_of(path, model)
         return leaf_specs_of(name, leaf, specs[name]) if name in specs else None
 
     return jtu.tree_map_with_path(spec_of, model, is_leaf=is_value)

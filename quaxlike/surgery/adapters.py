@@ -25,7 +25,7 @@ from ..arrays.lora import (
 )
 from ..core.values import is_value
 from .inits import factored
-from .select import named_arrays, replace
+from .trees import named_arrays, replace
 
 
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:

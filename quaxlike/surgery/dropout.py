@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
-from .select import named_arrays, replace
+from .trees import named_arrays, replace
 
 
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:

@@ -1,5 +1,6 @@
 """`eva`: starts adapters with the directions that the inputs of their layers vary in."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,12 +18,18 @@ from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
 from ..core.values import ArrayValue
 from .inits import Init, with_factors
+from .layouts import Layouts, known, layouts_of
 from .loraify import blank
-from .select import Where, layer_kinds, layer_of, replace, select_matrices
+from .select import Where, select_matrices
+from .trees import layer_of, replace
 
 
 def input_moments(
-    fn: Callable[..., Any], where: Where = "all-linear", *, fan_in_fan_out: bool = False
+    fn: Callable[..., Any],
+    where: Where = "all-linear",
+    *,
+    fan_in_fan_out: bool = False,
+    layout: Layouts = None,
 ) -> Callable[..., dict[str, jax.Array]]:
     """Measures what goes into the layers of a model: for each of them the sum of `x xᵀ` over its inputs.
 
@@ -30,7 +37,7 @@ def input_moments(
 
     - `fn`: called as `fn(model, ...)`, on data. It is run without compilation.
     - `where`: which layers, as [`quaxlike.select`][] takes it. Default: all linear ones.
-    - `fan_in_fan_out`: as for [`quaxlike.loraify`][].
+    - `fan_in_fan_out`, `layout`: as for [`quaxlike.loraify`][].
 
     **Returns:**
 
@@ -50,12 +57,13 @@ def input_moments(
     """
 
     def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        kinds = layer_kinds(model)
+        layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
         sums: dict[str, Any] = {}
         probes = {}
-        for name, w in select_matrices(model, where).items():
-            lora = blank(w, kinds[name], 1, fan_in_fan_out=fan_in_fan_out, dtype=jnp.float32)
-            if lora.a.ndim != 2:
+        for name, w in select_matrices(model, where, (), layouts).items():
+            found = known(name, w, layouts[name])
+            lora = blank(w, found, 1, dtype=jnp.float32)
+            if found.kind not in ("linear", "matrix") or lora.a.ndim != 1 + len(lora.in_axes):
                 raise ValueError(
                     f"input_moments measures linear layers; {name} is of shape {tuple(w.shape)}."
                 )
@@ -148,8 +156,11 @@ def _tell(primitive: Primitive, x: Any, y: Any, *, dimension_numbers: Any, **par
     side = int(isinstance(x, _Probe))
     probe, other = (y, x) if side == 0 else (x, y)
     contracted = dimension_numbers[0][side]
-    if len(contracted) == 1:
-        probe.tell(jnp.moveaxis(other, contracted[0], -1).reshape(-1, other.shape[contracted[0]]))
+    if len(contracted) == probe.ndim - 1:
+        own = dimension_numbers[0][1 - side]
+        axes = [axis for _, axis in sorted(zip(own, contracted, strict=True))]
+        rows = jnp.moveaxis(other, axes, range(-len(axes), 0))
+        probe.tell(rows.reshape(-1, math.prod(other.shape[axis] for axis in axes)))
     x, y = (v.zeros if isinstance(v, _Probe) else v for v in (x, y))
     return primitive.bind(x, y, dimension_numbers=dimension_numbers, **params)
 

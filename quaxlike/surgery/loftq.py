@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from ..arrays.lora import LoraArray
 from ..core.values import materialise
 from .inits import Init, as_matrix, dense_base, svd, with_factors
+from .notation import Layout
 from .quantize import quantize_array
 
 
@@ -41,7 +42,9 @@ def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) ->
         w, quantized = dense_base(name, lora, "loftq"), None
         for _ in range(iterations):
             rest = lora.w - lora.delta().astype(lora.dtype)
-            quantized = quantize_array(name, rest, scheme, **scheme_options)
+            quantized = quantize_array(
+                name, rest, scheme, Layout(lora.out_axes, lora.in_axes), **scheme_options
+            )
             u, s, vt = svd(w - as_matrix(lora, materialise(quantized)), lora.rank)
             root = jnp.sqrt(s / lora.scaling)
             lora = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])

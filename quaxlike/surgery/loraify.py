@@ -1,5 +1,6 @@
 """`loraify`: puts adapters on the weights of a model."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -9,8 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
-from .inits import Init, initialise
-from .select import Where, layer_kinds, layer_of, named_arrays, near, replace, select_matrices
+from ..core.values import materialise
+from .inits import Init, as_matrix, initialise
+from .layouts import Layouts, known, layouts_of
+from .notation import Layout
+from .select import Where, select_matrices
+from .trees import bias_of, layer_of, named_arrays, near, replace
 
 
 def loraify(
@@ -31,6 +36,7 @@ def loraify(
     bias: Literal["none", "all", "lora_only"] = "none",
     lora_bias: bool = False,
     fan_in_fan_out: bool = False,
+    layout: Layouts = None,
     train_base: bool = False,
     dtype: Any = None,
 ) -> PyTree:
@@ -60,8 +66,10 @@ def loraify(
     - `modules_to_save`: parts of the model that are trained in full, by the last components of their names.
     - `bias`: whether biases are trained: all of them, those of adapted layers, or none. Default: none.
     - `lora_bias`: whether adapters have biases of their own. Default: False.
-    - `fan_in_fan_out`: whether weights other than those of `eqx.nn` are stored as `(in, out)`, as those
-        of GPT-2. Default: False.
+    - `fan_in_fan_out`: whether weights of which nothing but a convention says that they are `(out, in)` are
+        stored as `(in, out)`, as those of GPT-2. Default: False.
+    - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
+        neither their layers nor their names say it. Default: none.
     - `train_base`: whether the weights themselves are trained too. Default: False.
     - `dtype`: of the adapters. Default: that of the weight, and float32 for 16-bit weights.
 
@@ -71,7 +79,8 @@ def loraify(
 
     **Raises:**
 
-    `ValueError` if a pattern matches nothing, with near misses; or if a weight has an adapter already.
+    `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; if it
+    cannot be told which of its axes are outputs and which inputs.
 
     !!! example
 
@@ -87,7 +96,8 @@ def loraify(
     """
     if rank < 1:
         raise ValueError(f"loraify takes a rank of at least 1; found {rank}.")
-    targets = select_matrices(model, where, exclude)
+    layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
+    targets = select_matrices(model, where, exclude, layouts)
     saved = _inside(model, modules_to_save)
     targets = {name: w for name, w in targets.items() if name not in saved}
     if not targets:
@@ -99,10 +109,11 @@ def loraify(
                     f"{pattern!r} in {option} matches none of the adapted layers. {near(pattern, targets)}"
                 )
 
-    kinds = layer_kinds(model)
     adapters: dict[str, LoraArray] = {}
     done: dict[int, LoraArray] = {}  # by the identity of the weight, which `targets` keeps alive
-    for (name, w), k in zip(targets.items(), jax.random.split(key, len(targets)), strict=True):
+    # In the order of names, so that adapters start alike in frameworks that order fields otherwise.
+    keys = dict(zip(sorted(targets, key=_natural), jax.random.split(key, len(targets)), strict=True))
+    for name, w in targets.items():
         if isinstance(w, LoraArray | TrainableArray):
             raise ValueError(
                 f"{name} is a {type(w).__name__} already. Merge the model before it is adapted anew, or "
@@ -110,31 +121,26 @@ def loraify(
             )
         if id(w) not in done:
             r = value_for(rank_pattern, name, rank)
+            found = known(name, w, layouts[name])
             lora = blank(
-                w, kinds[name], r, fan_in_fan_out=fan_in_fan_out, dtype=dtype,
+                w, found, r, dtype=dtype,
                 alpha=value_for(alpha_pattern, name, r if alpha is None else alpha),
                 rslora=rslora, dropout=dropout, train_base=train_base,
             )  # fmt: skip
-            lora = initialise(init, kinds[name], name, lora, k)
+            lora = initialise(init, found.kind, name, lora, keys[name])
             done[id(w)] = with_magnitude(lora) if dora else lora
         adapters[name] = done[id(w)]
     return with_beside(replace(model, adapters), adapters, saved, bias, lora_bias)
 
 
-def blank(
-    w: Any, kind: str | None, rank: int, *, fan_in_fan_out: bool, dtype: Any, **options: Any
-) -> LoraArray:
-    """`w` with an adapter of zeros, for a weight of this kind of layer."""
-    n = len(w.shape)
-    if kind in ("conv", "other conv"):
-        out_axes, in_axes = (-n,), tuple(range(1 - n, 0))
-    elif kind in ("embedding", "experts, (in, out)") or (
-        fan_in_fan_out and kind not in ("linear", "experts")
-    ):
-        out_axes, in_axes = (-1,), (-2,)
-    else:
-        out_axes, in_axes = (-2,), (-1,)
-    batch = w.shape[: n - len(out_axes) - len(in_axes)]
+def _natural(name: str) -> list[Any]:
+    """For sorting names with numbers in them."""
+    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
+
+
+def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:
+    """`w` with an adapter of zeros."""
+    out_axes, in_axes, batch = layout.out_axes, layout.in_axes, layout.batch_shape(tuple(w.shape))
     if dtype is None:
         dtype = jnp.float32 if jnp.dtype(w.dtype).itemsize < 4 else w.dtype
     a = jnp.zeros((*batch, rank, *(w.shape[i] for i in in_axes)), dtype)
@@ -143,9 +149,16 @@ def blank(
 
 
 def with_magnitude(lora: LoraArray) -> LoraArray:
-    """A DoRA: the norms of its rows are trained apart."""
-    norm, _ = row_norm(lora)
-    return lora.replace(magnitude=norm.astype(lora.a.dtype))
+    """A DoRA: the norms of its rows are trained apart. They are the same to the bit in every layout."""
+    batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
+    matrix = LoraArray(
+        as_matrix(lora, materialise(lora.w)),
+        lora.a.reshape(*batch, lora.rank, -1),
+        lora.b.reshape(*batch, math.prod(out), lora.rank),
+        alpha=lora.alpha, rslora=lora.rslora,
+    )  # fmt: skip
+    norm, _ = row_norm(matrix)
+    return lora.replace(magnitude=norm.reshape(lora.b.shape[:-1]).astype(lora.a.dtype))
 
 
 def with_beside(
@@ -157,10 +170,14 @@ def with_beside(
 ) -> PyTree:
     """The model with all that is trained beside the adapters."""
     arrays = named_arrays(model)
-    biases = {f"{layer_of(name)}.bias": lora for name, lora in adapters.items() if name != layer_of(name)}
+    biases = {
+        bias_of(name, arrays) or f"{layer_of(name)}.bias": lora
+        for name, lora in adapters.items()
+        if name != layer_of(name)
+    }
     beside: dict[str, Any] = {name: TrainableArray(leaf) for name, leaf in saved.items()}
     if bias != "none":
-        names = [n for n in arrays if n.split(".")[-1] == "bias"] if bias == "all" else [*biases]
+        names = [n for n in arrays if n.split(".")[-1] in ("bias", "b")] if bias == "all" else [*biases]
         beside |= {
             name: TrainableArray(arrays[name]) for name in names if name in arrays and name not in beside
         }

@@ -4,14 +4,13 @@ import warnings
 from typing import Any
 
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, arrange, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
 from .quantize import requantize_array
-from .select import named_arrays, path_of, replace
+from .trees import named_arrays, replace
 
 
 def merge(model: PyTree) -> PyTree:
@@ -43,14 +42,13 @@ def merge(model: PyTree) -> PyTree:
     requantised: list[str] = []
     done: dict[int, Any] = {}  # what is tied stays tied
 
-    def merged(key_path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, LoraArray | LoraBias | TrainableArray):
-            return leaf
-        if id(leaf) not in done:
-            done[id(leaf)] = _merged(path_of(key_path), leaf, requantised)
-        return done[id(leaf)]
-
-    out = jtu.tree_map_with_path(merged, model, is_leaf=is_value)
+    new: dict[str, Any] = {}
+    for name, leaf in named_arrays(model).items():
+        if isinstance(leaf, LoraArray | LoraBias | TrainableArray):
+            if id(leaf) not in done:
+                done[id(leaf)] = _merged(name, leaf, requantised)
+            new[name] = done[id(leaf)]
+    out = replace(model, new)
     if requantised:
         warnings.warn(
             f"Adapters were merged into quantised weights, which rounds them: {', '.join(requantised)}. "

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax.tree_util as jtu
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
@@ -11,7 +11,11 @@ from ..arrays.quantized import AbstractQuantizedArray, FP4Array, Int4Array, Int8
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
-from .select import Where, replace, select_matrices
+from .conventions import MATRIX
+from .layouts import Layouts, known, layouts_of
+from .notation import Layout
+from .select import Where, select_matrices
+from .trees import named_arrays, replace
 
 _SCHEMES: dict[str, type[FP4Array | Int4Array | Int8Array | NF4Array]] = {
     "nf4": NF4Array,
@@ -27,6 +31,7 @@ def quantize(
     *,
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
+    layout: Layouts = None,
     **scheme_options: Any,
 ) -> PyTree:
     """Quantises weights of a model; all else about the model stays as it is.
@@ -44,8 +49,10 @@ def quantize(
         Default: those of all linear layers.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
         their last components.
+    - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
+        neither their layers nor their names say it. Default: none.
     - `scheme_options`: for the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
-        `train_scales`.
+        `train_scales`. Without `axis`, blocks run along the inputs.
 
     **Returns:**
 
@@ -54,7 +61,7 @@ def quantize(
     **Raises:**
 
     `ValueError` for a scheme that there is not, if a pattern matches nothing, with near misses, or if a
-    weight is neither a dense array nor an adapter over one.
+    weight is neither a dense array nor an adapter over one, or does not say which of its axes are inputs.
 
     !!! example
 
@@ -70,9 +77,10 @@ def quantize(
     """
     done: dict[int, Any] = {}  # by the identity of the weight, which the model keeps alive
     quantized: dict[str, Any] = {}
-    for name, w in select_matrices(model, where, exclude).items():
+    layouts = layouts_of(model, layout)
+    for name, w in select_matrices(model, where, exclude, layouts).items():
         if id(w) not in done:
-            done[id(w)] = quantize_array(name, w, scheme, **scheme_options)
+            done[id(w)] = quantize_array(name, w, scheme, known(name, w, layouts[name]), **scheme_options)
         quantized[name] = done[id(w)]
     return replace(model, quantized)
 
@@ -83,6 +91,7 @@ def fake_quantize(
     *,
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
+    layout: Layouts = None,
     **scheme_options: Any,
 ) -> PyTree:
     """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
@@ -114,31 +123,36 @@ def fake_quantize(
 
     Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013).
     """
-    quantized = quantize(model, scheme, where=where, exclude=exclude, **scheme_options)
+    quantized = quantize(model, scheme, where=where, exclude=exclude, layout=layout, **scheme_options)
     rounded: dict[int, Any] = {}  # tied weights stay tied
 
     def estimate(q: Any, w: Any) -> Any:
         if isinstance(q, LoraArray):
             return q.replace(w=estimate(q.w, w.w))
-        if not isinstance(q, AbstractQuantizedArray):
-            return q
         if id(w) not in rounded:
             rounded[id(w)] = ste(lambda w: q.materialise())(w)
         return rounded[id(w)]
 
-    return jtu.tree_map(estimate, quantized, model, is_leaf=is_value)
+    dense = named_arrays(model)
+    return replace(model, {
+        name: estimate(q, dense[name]) for name, q in named_arrays(quantized).items() if _is_quantized(q)
+    })  # fmt: skip
 
 
-def quantize_array(name: str, w: Any, scheme: str, **options: Any) -> Any:
-    """The weight of this name, or the base of its adapter or its blocks, quantised."""
+def _is_quantized(x: Any) -> bool:
+    return _is_quantized(x.w) if isinstance(x, LoraArray) else isinstance(x, AbstractQuantizedArray)
+
+
+def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
+    """The weight of this name, or the base of its adapter or its blocks, quantised: along its inputs."""
     if scheme not in _SCHEMES:
         raise ValueError(f"quantize takes one of the schemes {', '.join(_SCHEMES)}; found {scheme!r}.")
     if isinstance(w, LoraArray):
-        return w.replace(w=quantize_array(name, w.w, scheme, **options))
+        return w.replace(w=quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
         # Nested scales belong to a whole array: each block has its own, so that rows of blocks can be cut.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
-        return w.replace(blocks=quantize_array(name, w.stored_blocks, scheme, **options | stacked))
+        return w.replace(blocks=quantize_array(name, w.stored_blocks, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
             f"{name} is a {type(w).__name__} already. Leave it out with `exclude`, or make it dense with "
@@ -149,7 +163,21 @@ def quantize_array(name: str, w: Any, scheme: str, **options: Any) -> Any:
             f"{name} is a {type(w).__name__}; quantize takes dense arrays and adapters over them. Leave it "
             "out with `exclude`."
         )
-    return _SCHEMES[scheme].quantize(w, **options)
+    cls, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
+    if "axis" in options or order == list(range(len(order))):
+        return cls.quantize(w, **options)
+    stored = cls.quantize(jnp.transpose(w, order), **options)
+    return stored.with_axes([order.index(i) for i in range(len(order))])
+
+
+def _stored_order(layout: Layout, n: int) -> list[int]:
+    """The order of axes in which inputs come last. Rows of an embedding are stored as they are looked up; the
+    window of a convolution comes before its channels, so that it can be reversed without cutting blocks."""
+    if layout.kind == "embedding":
+        return list(range(n))
+    n_in = 1 if layout.kind in ("conv", "other conv") else len(layout.in_axes)
+    matrix = [n + axis for axis in (*layout.in_axes[n_in:], *layout.out_axes, *layout.in_axes[:n_in])]
+    return [*(i for i in range(n) if i not in matrix), *matrix]
 
 
 def requantize_array(dense: Any, like: AbstractQuantizedArray) -> Any:

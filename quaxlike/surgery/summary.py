@@ -12,8 +12,10 @@ from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray
 from ..core.values import is_value
-from .select import named_arrays
+from .layouts import Layouts, layouts_of
+from .notation import Layout
 from .trainable import trainable
+from .trees import named_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Row:
     """Bytes of the array if it were dense."""
     stored_bytes: int
     """Bytes that are kept in its place, the adapter included."""
+    layout: Layout | None = None
+    """Which of its axes are outputs and which inputs; None for what is no weight of a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +75,27 @@ class Summary:
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
-        def cells(path: str, kind: str, shape: str, *numbers: int) -> tuple[str, ...]:
-            return path, kind, shape, *(f"{n:,}" for n in numbers)
+        def cells(path: str, kind: str, shape: str, axes: str, *numbers: int) -> tuple[str, ...]:
+            return path, kind, shape, axes, *(f"{n:,}" for n in numbers)
 
         rows = [
-            cells(r.path, r.type, f"{r.dtype}{list(r.shape)}", r.logical_bytes, r.stored_bytes, r.trainable)
+            cells(
+                r.path,
+                r.type,
+                f"{r.dtype}{list(r.shape)}",
+                _axes(r.layout),
+                r.logical_bytes,
+                r.stored_bytes,
+                r.trainable,
+            )
             for r in self.rows
         ]
         share = f"{self.trainable_share:.3%} trained"
         return [
             *rows,
-            cells("total", share, f"{self.size:,}", self.logical_bytes, self.stored_bytes, self.trainable),
+            cells(
+                "total", share, f"{self.size:,}", "", self.logical_bytes, self.stored_bytes, self.trainable
+            ),
         ]
 
     def __str__(self) -> str:
@@ -89,8 +103,8 @@ class Summary:
         widths = [max(len(row[i]) for row in (*rows, total)) for i in range(len(_HEADER))]
 
         def line(row: Sequence[str]) -> str:
-            left = [cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)]
-            right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+            left = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=False)]
+            right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
             return "  ".join([*left, *right]).rstrip()
 
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
@@ -102,21 +116,26 @@ class Summary:
         *rows, total = self._cells()
         table = Table(show_footer=True)
         for i, (name, foot) in enumerate(zip(_HEADER, total, strict=True)):
-            table.add_column(name, foot, justify="left" if i < 3 else "right", overflow="fold")
+            table.add_column(name, foot, justify="left" if i < 4 else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         return table
 
 
-_HEADER = ("path", "type", "shape", "bytes if dense", "bytes stored", "trained")
+_HEADER = ("path", "type", "shape", "axes", "bytes if dense", "bytes stored", "trained")
 
 
-def summary(model: PyTree) -> Summary:
+def _axes(layout: Layout | None) -> str:
+    return "" if layout is None or layout.kind == "other" else str(layout)
+
+
+def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     """The arrays of a model: type, shape, size dense and as stored, and how much of them is trained.
 
     **Arguments:**
 
     - `model`: any pytree. A Value in it counts as one array.
+    - `layout`: as of [`quaxlike.layouts`][], for what the model does not tell. Default: none.
 
     **Returns:**
 
@@ -132,10 +151,11 @@ def summary(model: PyTree) -> Summary:
         print(ql.summary(ql.loraify(mlp, rank=4, key=jax.random.key(1))))
         ```
     """
-    return Summary([_row(name, x) for name, x in named_arrays(model).items()])
+    layouts = layouts_of(model, layout)
+    return Summary([_row(name, x, layouts[name]) for name, x in named_arrays(model).items()])
 
 
-def _row(path: str, x: Any) -> Row:
+def _row(path: str, x: Any, layout: Layout | None) -> Row:
     spec = trainable(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     size = math.prod(x.shape)
@@ -151,6 +171,7 @@ def _row(path: str, x: Any) -> Row:
         trainable=sum(leaf.size for leaf, is_trained in leaves if is_trained),
         logical_bytes=size * x.dtype.itemsize,
         stored_bytes=sum(leaf.nbytes for leaf in jtu.tree_leaves(x)),
+        layout=layout,
     )
 
 

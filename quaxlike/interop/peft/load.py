@@ -1,5 +1,6 @@
 """`load_adapter`: an adapter's directory onto a model."""
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray
+from ...surgery.conventions import MATRIX
 from ...surgery.inits import initialise
+from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.loraify import blank
-from ...surgery.select import layer_kinds, layer_of, named_arrays, near, replace, select
+from ...surgery.notation import Layout
+from ...surgery.select import select
+from ...surgery.trees import layer_of, named_arrays, near, replace
 from ..errors import CheckpointError, complain
 from ..tensors import Tensors, open_tensors
+from .axes import Stored, file_name, part_shapes, stored_as, why_not
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, read_config
 from .folder import TENSORS_FILE, config_path
 
@@ -38,6 +44,7 @@ def load_adapter(
     *,
     rename: Rename = None,
     adapter_name: str = "default",
+    layout: Layouts = None,
 ) -> PyTree:
     """Puts an adapter that PEFT saved on a model.
 
@@ -49,6 +56,11 @@ def load_adapter(
     - `rename`: from names of the model's arrays and layers to names in the file: a function, or a mapping
         of names or their beginnings.
     - `adapter_name`: adapters other than `"default"` are in a folder of this name in `directory`.
+    - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
+        neither their layers nor their names say it. Default: none.
+
+    Weights, biases and norms of Flax and Haiku are those of PyTorch's layers: `dense.kernel` of shape
+    `(in, out)` is `dense.weight` of shape `(out, in)` in the file.
 
     **Returns:**
 
@@ -81,18 +93,18 @@ def load_adapter(
         if leaf is not None and len(leaf.shape) >= 2
     }
     _check_layers(config, file, model, layers)
-    kinds = layer_kinds(model)
+    layouts = layouts_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
     loaded: dict[str, Any] = dict(arrays.values())
     for layer, keys in file.adapters.items():
         name, leaf = layers[layer]
         bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
-        lora, lora_bias = _adapter(config, file, layer, keys, leaf, kinds[name], bias)
+        lora, lora_bias = _adapter(config, file, layer, keys, (name, leaf), layouts, bias)
         loaded[name] = lora
         if lora_bias is not None:
             loaded[bias_name] = lora_bias
     for new, key in _beside(config, file, arrays).items():
         name, leaf = arrays[new]
-        array = TrainableArray(file.read(key, leaf.shape))
+        array = TrainableArray(file.read_as(key, stored_as(name, leaf.shape, layouts), leaf.shape))
         held = loaded.get(name)
         loaded[name] = LoraBias(array, held.b, held.scaling) if isinstance(held, LoraBias) else array
     return replace(model, loaded)
@@ -136,6 +148,10 @@ class _File:
             raise self.complain(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
         return jnp.asarray(self.tensors[key])
 
+    def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
+        """An array of this shape, stored in the way of PyTorch."""
+        return stored.take(self.read(key, stored.shape), shape)
+
 
 def _check_layers(config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any]) -> None:
     """The file has adapters for exactly those layers that the configuration is for."""
@@ -169,8 +185,8 @@ def _adapter(
     file: _File,
     layer: str,
     keys: Mapping[str, str],
-    leaf: Any,
-    kind: str | None,
+    weight: tuple[str, Any],
+    layouts: Mapping[str, Layout | None],
     bias: Any,
 ) -> tuple[LoraArray, LoraBias | None]:
     embedding = any("lora_embedding" in key for key in keys.values())
@@ -185,16 +201,14 @@ def _adapter(
         if part not in wanted or keys[part] != wanted[part]:
             raise file.complain(keys[part], "is not expected with this configuration")
 
+    name, leaf = weight
+    layout = layouts[name]
     if embedding:
-        kind = "embedding"
-    elif kind == "embedding":  # a name that looks like one
-        kind = "linear"
-    if kind == "other conv":
-        raise file.complain(
-            keys["a"],
-            f"the model's {layer} is a grouped or transposed convolution; PEFT's adapters of those are not "
-            "low-rank changes of the weight",
-        )
+        layout = Layout.parse("vo")
+    elif layout is not None and layout.kind == "embedding":  # a name that looks like one
+        layout = MATRIX
+    if layout is None or not layout.is_known or layout.kind == "other conv":
+        raise file.complain(keys["a"], f"the model's {layer} is {why_not(layout)}")
     base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
     rank = config.rank(layer)
     if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):  # before anything of that size is made
@@ -202,25 +216,24 @@ def _adapter(
             keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
         )
     lora = blank(
-        base, kind, rank, fan_in_fan_out=config.fan_in_fan_out, dtype=None, alpha=config.alpha(layer),
+        base, layout, rank, dtype=None, alpha=config.alpha(layer),
         rslora=config.use_rslora, dropout=config.lora_dropout,
     )  # fmt: skip
-    if lora.ndim != len(lora.out_axes) + len(lora.in_axes):
+    if layout.batch_shape(tuple(leaf.shape)):
         raise file.complain(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
     if config.init_lora_weights in CHANGES_BASE:
-        lora = initialise(config.init_lora_weights, kind, layer, lora, None)
-    ones = (1,) * (len(lora.in_axes) - 1)  # a convolution's second factor has a window of one
-    lora = lora.replace(
-        a=file.read(keys["a"], lora.a.shape),
-        b=file.read(keys["b"], lora.b.shape + ones).reshape(lora.b.shape),
-    )
-    if config.use_dora:
-        shape = lora.b.shape[:1]
-        magnitude = file.read(keys["magnitude"], ((1,) if ones else ()) + shape + ones)
-        lora = lora.replace(magnitude=magnitude.reshape(shape))
+        lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
+    shapes = part_shapes(lora, layout.kind)
+    held = {"a": lora.a.shape, "b": lora.b.shape, "magnitude": lora.b.shape[:-1]}
+    parts = [part for part in held if part != "magnitude" or config.use_dora]
+    lora = lora.replace(**{part: file.read(keys[part], shapes[part]).reshape(held[part]) for part in parts})
     if "b_bias" not in wanted:
         return lora, None
-    return lora, LoraBias(bias, file.read(keys["b_bias"], lora.b.shape[:1]), lora.scaling)
+    return lora, LoraBias(
+        bias,
+        file.read(keys["b_bias"], (math.prod(lora.b.shape[:-1]),)).reshape(lora.b.shape[:-1]),
+        lora.scaling,
+    )
 
 
 def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]) -> dict[str, str]:
@@ -257,7 +270,7 @@ def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
     """Each array of the model: what it is called in the file, its name and itself."""
     out: dict[str, tuple[str, str, Any]] = {}
     for name, leaf in named_arrays(model).items():
-        new = renamed(name, rename)
+        new = file_name(renamed(name, rename))
         if new in out:
             raise ValueError(f"`rename` gives {out[new][1]} and {name} the same name, {new}.")
         out[new] = (new, name, leaf)

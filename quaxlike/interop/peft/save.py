@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,10 @@ from jaxtyping import PyTree
 
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray
 from ...core.values import is_value
-from ...surgery.select import layer_kinds, layer_of
+from ...surgery.layouts import Layouts, layouts_of
+from ...surgery.notation import Layout
+from ...surgery.trees import layer_of
+from .axes import part_shapes, stored_as, why_not
 from .config import PREFIX
 from .folder import write_folder
 from .load import Rename, names_in_file
@@ -27,6 +30,7 @@ def save_adapter(
     rename: Rename = None,
     adapter_name: str = "default",
     task_type: str | None = None,
+    layout: Layouts = None,
 ) -> None:
     """Writes the adapter of a model as PEFT does: what is trained, without the base.
 
@@ -41,11 +45,12 @@ def save_adapter(
     - `adapter_name`: adapters other than `"default"` go to a folder of this name in `directory`.
     - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. The head of a
         classifier is a part of the file then. Default: none.
+    - `layout`: as of `load_adapter`.
 
     **Raises:**
 
-    `ValueError` for what PEFT's format has no place for, such as several adapters stacked, or layers that
-    differ in more than rank and alpha.
+    `ValueError` for what PEFT's format has no place for, with its name, such as several adapters stacked,
+    weights of no layer that PyTorch has, or layers that differ in more than rank and alpha.
 
     !!! example
 
@@ -63,29 +68,33 @@ def save_adapter(
     that is left, which has to be saved as well.
     """
     arrays = names_in_file(model, rename)
-    kinds = layer_kinds(model)
+    layouts = layouts_of(model, layout)
     adapters = {
-        layer_of(new): (leaf, kinds[name]) for new, name, leaf in arrays if isinstance(leaf, LoraArray)
+        layer_of(new): _Adapter(name, leaf, _layout(name, leaf, layouts[name]))
+        for new, name, leaf in arrays
+        if isinstance(leaf, LoraArray)
     }
     if not adapters:
         raise ValueError("The model has no adapter to save: it holds no LoraArray.")
     tensors: dict[str, Any] = {}
-    for layer, (lora, kind) in adapters.items():
-        tensors |= _adapter_tensors(layer, lora, kind)
+    for layer, adapter in adapters.items():
+        tensors |= _adapter_tensors(layer, adapter)
     names = {new: leaf for new, _, leaf in arrays}
     lora_bias, trained = _biases(names, adapters)
     for new, leaf in names.items():
         layer = new.rpartition(".")[0].rpartition(".")[2]
         if layer in _HEADS.get(task_type or "", ()) and not is_value(leaf):
             trained[new] = leaf
-    tensors |= {f"{layer}.lora_B.bias": bias for layer, bias in lora_bias.items()}
+    tensors |= {f"{layer}.lora_B.bias": bias.reshape(-1) for layer, bias in lora_bias.items()}
+    old = {new: name for new, name, _ in arrays}
     for new, array in trained.items():
+        array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
     config = {
         "base_model_name_or_path": base_model,
         "task_type": task_type,
-        **_layers(names, adapters, kinds_in_file={new: kinds[name] for new, name, _ in arrays}),
+        **_layers(names, adapters, {new: layouts[name] for new, name, _ in arrays}),
         **_beside(names, adapters, trained),
         **({"lora_bias": True} if lora_bias else {}),
     }
@@ -108,42 +117,60 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def _adapter_tensors(layer: str, lora: LoraArray, kind: str | None) -> dict[str, Any]:
-    n = lora.ndim
-    ones: tuple[int, ...] = ()
-    if lora.shape != lora.w.shape or n != len(lora.out_axes) + len(lora.in_axes):
+class _Adapter(NamedTuple):
+    name: str
+    lora: LoraArray
+    layout: Layout
+
+
+def _layout(name: str, lora: LoraArray, layout: Layout | None) -> Layout:
+    """That of the layer; where neither it nor its name says it, that which the adapter was made for."""
+    if layout is not None and layout.is_known and layout.kind != "matrix":
+        return layout
+    if len(lora.in_axes) > 1:  # the axes of heads, or the window of a convolution
+        raise ValueError(
+            f"PEFT's files have no place for {name}, of shape {lora.shape}: it is {why_not(layout)}."
+        )
+    return Layout(lora.out_axes, lora.in_axes, "matrix")
+
+
+def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
+    _, lora, layout = adapter
+    if lora.shape != lora.w.shape or layout.batch_shape(lora.shape):
         raise ValueError(
             f"{layer} is of shape {lora.shape}, with adapters of shapes {lora.a.shape} and {lora.b.shape}: "
             "PEFT's files hold one adapter a layer. Save layers and adapters of a stack one by one."
         )
-    if kind == "embedding" and lora.out_axes == (-1,):
-        return {f"{layer}.lora_embedding_A": lora.a, f"{layer}.lora_embedding_B": lora.b} | _magnitude(
-            layer, lora
-        )
-    if kind == "other conv":
-        raise ValueError(
-            f"{layer} is a grouped or transposed convolution; PEFT's adapters of those are not low-rank "
-            "changes of the weight."
-        )
-    if kind == "conv" and lora.out_axes == (-n,):
-        ones = (1,) * (n - 2)
-    elif n != 2:
-        raise ValueError(
-            f"PEFT's files have no place for {layer}, a weight of shape {lora.shape} of no layer."
-        )
-    a, b = lora.a, lora.b.reshape(lora.b.shape + ones)
-    if kind == "linear" and lora.out_axes == (-1,):  # shares its adapter with the embedding it is tied to
+    a, b = lora.a, lora.b
+    if layout.kind == "other conv":
+        raise ValueError(f"{layer} is {why_not(layout)}.")
+    if (lora.in_axes, lora.out_axes) == (layout.out_axes, layout.in_axes):
+        # The layer shares its adapter with the embedding that it is tied to.
         if lora.magnitude is not None:
             raise ValueError(f"PEFT has no DoRA for {layer}, an output layer tied to an embedding.")
-        a, b = lora.b.T, lora.a.T
-    return {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b} | _magnitude(layer, lora, ones)
+        return {f"{layer}.lora_A.weight": b.T, f"{layer}.lora_B.weight": a.T}
+    if (lora.out_axes, lora.in_axes) != (layout.out_axes, layout.in_axes):
+        raise ValueError(
+            f"The adapter on {layer} has out_axes={lora.out_axes} and in_axes={lora.in_axes}; those of the "
+            f"layer are {layout.out_axes} and {layout.in_axes}."
+        )
+    shapes = part_shapes(lora, layout.kind)
+    stem, ending = ("lora_embedding_", "") if layout.kind == "embedding" else ("lora_", ".weight")
+    tensors = {
+        f"{layer}.{stem}A{ending}": a.reshape(shapes["a"]),
+        f"{layer}.{stem}B{ending}": b.reshape(shapes["b"]),
+    }
+    if lora.magnitude is not None:
+        tensors[f"{layer}.lora_magnitude_vector"] = lora.magnitude.reshape(shapes["magnitude"])
+    return tensors
 
 
-def _magnitude(layer: str, lora: LoraArray, ones: tuple[int, ...] = ()) -> dict[str, Any]:
-    if lora.magnitude is None:
-        return {}
-    shape = ((1,) if ones else ()) + lora.magnitude.shape + ones
-    return {f"{layer}.lora_magnitude_vector": lora.magnitude.reshape(shape)}
+def _is_fan_in_fan_out(adapter: _Adapter) -> bool:
+    """Whether the checkpoint has the weight as `(in, out)`, as those of GPT-2. Kernels of other frameworks,
+    which are so too, are `(out, in)` there."""
+    name, lora, layout = adapter
+    is_weight = name.rpartition(".")[2] == "weight" and layout.kind in ("linear", "matrix")
+    return is_weight and lora.out_axes == layout.out_axes == (-1,)
 
 
 def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,11 +193,11 @@ def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict
 
 def _layers(
     names: Mapping[str, Any],
-    adapters: Mapping[str, tuple[LoraArray, str | None]],
-    kinds_in_file: Mapping[str, str | None],
+    adapters: Mapping[str, "_Adapter"],
+    layouts: Mapping[str, Layout | None],
 ) -> dict[str, Any]:
     """The part of the configuration about the adapted layers."""
-    loras = {layer: lora for layer, (lora, _) in adapters.items()}
+    loras = {layer: adapter.lora for layer, adapter in adapters.items()}
 
     def shared(what: str, values: dict[str, Any]) -> Any:
         if len(set(values.values())) > 1:
@@ -198,10 +225,8 @@ def _layers(
         "lora_dropout": shared("dropout", {layer: lora.dropout for layer, lora in loras.items()}),
         "use_rslora": shared("use_rslora", {layer: lora.rslora for layer, lora in loras.items()}),
         "use_dora": shared("use_dora", {layer: lora.magnitude is not None for layer, lora in loras.items()}),
-        "fan_in_fan_out": any(
-            x.out_axes == (-1,) and kind not in ("embedding", "linear") for x, kind in adapters.values()
-        ),
-        "target_modules": _targets(names, adapters, kinds_in_file),
+        "fan_in_fan_out": any(map(_is_fan_in_fan_out, adapters.values())),
+        "target_modules": _targets(names, adapters, layouts),
     }
 
 
@@ -210,14 +235,14 @@ def _as_int(x: float) -> float | int:
 
 
 def _targets(
-    names: Mapping[str, Any], adapters: Mapping[str, Any], kinds: Mapping[str, str | None]
+    names: Mapping[str, Any], adapters: Mapping[str, Any], layouts: Mapping[str, Layout | None]
 ) -> list[str]:
     """The last components of the adapted layers' names if they say it all, else whole names."""
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
     meant = {
         layer_of(new)
         for new, leaf in names.items()
-        if kinds[new] is not None and layer_of(new).rpartition(".")[2] in short
+        if layouts[new] is not None and layer_of(new).rpartition(".")[2] in short
         and not isinstance(leaf, TrainableArray)
     }  # fmt: skip
     return short if meant == adapters.keys() else sorted(adapters)

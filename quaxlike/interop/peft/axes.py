@@ -1,0 +1,93 @@
+"""Arrays as PyTorch keeps them: what a layer of another framework looks like in PEFT's files.
+
+A linear layer is `(out, in)` there, a convolution `(out, in, *window)`, a bias one axis; the weight of each
+is called `weight`. An array that is called `weight` already is as it is in the checkpoint.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ...arrays.lora import LoraArray
+from ...surgery.conventions import is_norm
+from ...surgery.notation import Layout
+from ...surgery.trees import layer_of
+
+_FIELDS = {"kernel": "weight", "embedding": "weight", "embeddings": "weight", "w": "weight", "b": "bias"}
+_OF_NORMS = {"scale": "weight", "offset": "bias"}
+
+
+def file_name(name: str) -> str:
+    """The name of an array in PyTorch: `dense.kernel` is `dense.weight` there."""
+    above, _, field = name.rpartition(".")
+    fields = _FIELDS | (_OF_NORMS if is_norm(above) else {})
+    return f"{above}.{fields[field]}" if above and field in fields else name
+
+
+class Stored(NamedTuple):
+    """How an array is stored: with its axes in another order, and in another shape."""
+
+    order: Sequence[int]
+    shape: tuple[int, ...]
+
+    def put(self, array: Any) -> Any:
+        return jnp.transpose(array, self.order).reshape(self.shape)
+
+    def take(self, stored: Any, shape: Sequence[int]) -> Any:
+        back = [self.order.index(i) for i in range(len(shape))]
+        return stored.reshape([shape[i] for i in self.order]).transpose(back)
+
+
+def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
+    """How the array of this name is stored. `layouts` are those of the model.
+
+    Raises `ValueError` for one that PyTorch's layers have nothing like."""
+    shape, field = tuple(shape), name.rpartition(".")[2]
+    n, whole = len(shape), list(range(len(shape)))
+    if field in ("bias", "b"):
+        beside = (
+            x
+            for other, x in layouts.items()
+            if other != name and layer_of(other) == name.removesuffix(f".{field}")
+        )
+        weight = next((x for x in beside if x is not None and x.is_known), None)
+        stacked = weight is not None and weight.kind in ("linear", "matrix") and n > len(weight.out_axes)
+        return Stored(whole, shape if stacked else (math.prod(shape),))
+    layout = layouts.get(name)
+    if n < 2 or field not in ("kernel", "w") or (layout is not None and layout.kind == "embedding"):
+        return Stored(whole, shape)
+    if (
+        layout is None
+        or layout.kind not in ("linear", "matrix", "conv")
+        or len((*layout.out_axes, *layout.in_axes)) < n
+    ):
+        raise ValueError(f"PEFT's files have no place for {name}, of shape {shape}: it is {why_not(layout)}.")
+    order = [n + axis for axis in (*layout.out_axes, *layout.in_axes)]
+    sizes = [shape[i] for i in order]
+    n_out = len(layout.out_axes)
+    rest = sizes[n_out:] if layout.kind == "conv" else [math.prod(sizes[n_out:])]
+    return Stored(order, (math.prod(sizes[:n_out]), *rest))
+
+
+def why_not(layout: Layout | None) -> str:
+    """A weight that PEFT has no adapter for: what it is."""
+    if layout is None or not layout.is_known:
+        return "a weight that does not say which of its axes are outputs; say it with `layout`"
+    if layout.kind == "other conv":
+        return (
+            "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the "
+            "weight"
+        )
+    return "a stack of layers, which are to be saved one by one"
+
+
+def part_shapes(lora: LoraArray, kind: str) -> dict[str, tuple[int, ...]]:
+    """The shapes in which the parts of an adapter are stored: a linear layer has one axis of outputs and one
+    of inputs, a convolution a window of ones behind its outputs."""
+    rank, out, into = lora.rank, math.prod(lora.b.shape[:-1]), lora.a.shape[1:]
+    if kind != "conv":
+        return {"a": (rank, math.prod(into)), "b": (out, rank), "magnitude": (out,)}
+    ones = (1,) * (len(into) - 1)
+    return {"a": (rank, *into), "b": (out, rank, *ones), "magnitude": (1, out, *ones)}

@@ -1,0 +1,236 @@
+"""What classes of layers, and names of arrays, say about the axes of weights.
+
+Classes are known by their names and the package that they are from: none of these packages is imported.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import equinox as eqx
+
+from .notation import Layout
+
+_Shape = tuple[int, ...]
+_Entry = str | Layout | Callable[[Any, _Shape], Layout]
+
+MATRIX = Layout((-2,), (-1,), "matrix")
+UNKNOWN = Layout((), (), "unknown")
+OTHER = Layout((), (), "other")
+
+# -------------------------------------------------------------------------------------------------
+# By class
+# -------------------------------------------------------------------------------------------------
+
+
+def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
+    """The kernel of a convolution with axes in this order, `*` for the window. `groups` is the attribute that
+    counts groups of channels."""
+
+    def layout(layer: Any, shape: _Shape) -> Layout:
+        window = getattr(layer, "kernel_size", None) or getattr(layer, "kernel_shape", ())
+        n = len(window) if isinstance(window, tuple | list) else 1
+        text = order.replace("*", "dhw"[3 - n :])
+        alone = plain and (groups is None or getattr(layer, groups) == 1)
+        parsed = Layout.parse(text)
+        return parsed if alone else Layout(parsed.out_axes, parsed.in_axes, "other conv")
+
+    return layout
+
+
+def _transposed(order: str, swapped: str) -> Callable[[Any, _Shape], Layout]:
+    return lambda layer, shape: _conv(swapped if layer.transpose_kernel else order, plain=False)(layer, shape)
+
+
+def _general(layer: Any, shape: _Shape) -> Layout:
+    """`LinearGeneral`, `DenseGeneral`: (batch, in, out), several axes of each."""
+    count = lambda x: len(x) if isinstance(x, tuple | list) else 1
+    n_out, n_in = count(getattr(layer, "out_features", getattr(layer, "features", 1))), count(layer.axis)
+    return Layout(tuple(range(-n_out, 0)), tuple(range(-n_in - n_out, -n_out)))
+
+
+def _einsum(layer: Any, shape: _Shape) -> Layout:
+    """`Einsum`: what is summed over is an input; what the inputs have as well, a batch axis."""
+    equation = layer.einsum_str
+    if equation is None:
+        return UNKNOWN
+    operands, out = equation.replace(" ", "").split("->")
+    x, kernel = operands.split(",")
+    n = len(kernel)
+    into = tuple(i - n for i, c in enumerate(kernel) if c in x and c not in out)
+    outs = tuple(i - n for i, c in enumerate(kernel) if c in out and c not in x)
+    return Layout(outs, into) if into and outs else UNKNOWN
+
+
+_LINEAR: Mapping[str, _Entry] = {"kernel": "io"}
+_NORMS: dict[str, Mapping[str, _Entry]] = {
+    f"{kind}Norm": {} for kind in ("Batch", "Layer", "RMS", "Group", "Instance", "Spectral", "Weight")
+}
+
+# For each class the fields that hold weights; all others hold biases, scales and statistics.
+_CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
+    "equinox": {
+        "Linear": {"weight": "oi"},
+        "Conv": {"weight": _conv("oi*", groups="groups")},
+        "ConvTranspose": {"weight": _conv("oi*", plain=False)},
+        "Embedding": {"weight": "vo"},
+        "GRUCell": {"weight_ih": "oi", "weight_hh": "oi"},
+        "LSTMCell": {"weight_ih": "oi", "weight_hh": "oi"},
+        **_NORMS,
+    },
+    "flax.nnx": {
+        "Linear": _LINEAR,
+        "LinearGeneral": {"kernel": _general},
+        "Einsum": {"kernel": _einsum},
+        "Conv": {"kernel": _conv("*io", groups="feature_group_count")},
+        "ConvTranspose": {"kernel": _transposed("*io", "*oi")},
+        "Embed": {"embedding": "vo"},
+        **_NORMS,
+        "LoRA": {},
+    },
+    "flax.linen": {
+        "Dense": _LINEAR,
+        "DenseGeneral": {"kernel": _general},
+        "Einsum": {"kernel": _einsum},
+        "Conv": {"kernel": _conv("*io", groups="feature_group_count")},
+        "ConvTranspose": {"kernel": _transposed("*io", "*oi")},
+        "Embed": {"embedding": "vo"},
+        **_NORMS,
+    },
+    "haiku": {
+        "Linear": {"w": "io"},
+        "ConvND": {"w": _conv("*io", groups="feature_group_count")},
+        "ConvNDTranspose": {"w": _conv("*oi", plain=False)},
+        **{f"DepthwiseConv{n}": {"w": _conv("*io", plain=False)} for n in ("ND", "1D", "2D", "3D")},
+        "Embed": {"embeddings": "vo"},
+        "GRU": {"w_i": "io", "w_h": "io"},
+        **_NORMS,
+    },
+}
+
+
+def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
+    """What the layer that holds a weight says about it; "not known" if its class is none of these."""
+    stated = getattr(owner, "weight_layouts", None)
+    if isinstance(stated, Mapping):
+        return _read(stated[field], owner, shape) if field in stated else None
+    for cls in type(owner).__mro__:
+        for package, classes in _CLASSES.items():
+            if cls.__name__ in classes and cls.__module__.startswith(f"{package}."):
+                entry = classes[cls.__name__].get(field)
+                return None if entry is None else _read(entry, owner, shape)
+    if type(owner).__name__.endswith("Norm"):
+        return None
+    if isinstance(owner, eqx.Module) and not field.startswith(("weight", "kernel")):
+        return None if _is_beside(field) else OTHER
+    return "not known"
+
+
+def _read(entry: _Entry | None, owner: Any, shape: _Shape) -> Layout | None:
+    if entry is None or isinstance(entry, Layout):
+        return entry
+    return Layout.parse(entry) if isinstance(entry, str) else entry(owner, shape)
+
+
+# -------------------------------------------------------------------------------------------------
+# By name
+# -------------------------------------------------------------------------------------------------
+
+_BESIDE = re.compile(r"bias.*|b|scale|offset|beta|gamma|alpha|mean|var|average|hidden|counter")
+_NORM = re.compile(r"(.*_)?((layer|rms|batch|group|instance)_?norm|norm|ln|bn)_?\w*", re.IGNORECASE)
+# What nothing but its name tells from a linear layer, where the model is made of plain arrays.
+_EMBEDDING = re.compile(r"(.*[._])?(wte|wpe|emb|embed\w*)([._].*)?")
+_CONV = re.compile(r"(.*_)?(sep|depthwise_?)?conv(?!.*transpose)[^.]*", re.IGNORECASE)
+_HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
+
+
+def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
+    """What the name of an array of two or more axes says about it, with the shape of the bias beside it.
+
+    `shapes` are those of the other arrays of the model."""
+    *above, field = re.split(r"[./]", name)
+    layer = above[-1] if above else ""
+    if _is_beside(field) or (is_norm(layer) and field in ("weight", "scale", "w", "kernel")):
+        return None
+    if field != "kernel" and _EMBEDDING.fullmatch(name):
+        return Layout.parse("vo")
+    if field == "kernel" or field in ("w_i", "w_h") or (field == "w" and _is_haiku(name, layer)):
+        return _kernel(name, layer, shape, bias, shapes)
+    if field == "w" and bias is not None:
+        return _by_bias([Layout.parse("io"), Layout.parse("oi")], shape, bias)
+    if field.endswith(("weight", "weights")) or field.startswith("weight_"):
+        if len(shape) == 2:
+            return MATRIX if bias is None or MATRIX.fits(shape, bias) else UNKNOWN
+        window = _window(shape)
+        if _CONV.fullmatch(layer) and window:
+            return _by_bias([Layout.parse(f"oi{window}")], shape, bias, alone=True)
+        return _by_bias([MATRIX, *([Layout.parse(f"oi{window}")] if window else [])], shape, bias)
+    if not above:  # an array that stands alone, as the factors of a `LoraArray` are declared
+        return MATRIX if len(shape) == 2 else OTHER
+    return UNKNOWN if len(shape) == 2 else OTHER
+
+
+def is_norm(layer: str) -> bool:
+    """Whether the name of a layer says that it is a norm."""
+    return _NORM.fullmatch(re.split(r"[./]", layer)[-1]) is not None
+
+
+def _is_beside(field: str) -> bool:
+    return _BESIDE.fullmatch(field) is not None
+
+
+def _is_haiku(name: str, layer: str) -> bool:
+    return "/" in name or re.fullmatch(r"(linear|conv[123]_d)(_\d+)?", layer) is not None
+
+
+def _window(shape: _Shape) -> str:
+    return {3: "w", 4: "hw", 5: "dhw"}.get(len(shape), "")
+
+
+def _kernel(
+    name: str, layer: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]
+) -> Layout:
+    """The kernel of a layer of Flax or Haiku."""
+    plain = Layout.parse("io")
+    if len(shape) == 2:
+        return plain
+    window = _window(shape)
+    if "transpose" in layer.lower():
+        return UNKNOWN
+    if _CONV.fullmatch(layer) and window:
+        conv = Layout.parse(f"{window}io")
+        return _by_bias([conv], shape, bias, alone=True)
+    if re.fullmatch(r"(Dense|linear)(_\d+)?", layer):
+        return plain
+    for text, pattern in _HEADS.items():
+        if pattern.fullmatch(layer):
+            found = _by_bias([Layout.parse(text), plain], shape, bias)
+            return found if bias is not None else _by_neighbour(name, layer, shape, shapes)
+    general = [Layout.parse("ioo"), Layout.parse("iio")]
+    conv = [Layout.parse(f"{window}io")] if window else []
+    return _by_bias([plain, *general, *conv], shape, bias)
+
+
+def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, alone: bool = False) -> Layout:
+    """The only one of the candidates that the bias allows; `alone`: that one will do without a bias."""
+    if bias is None:
+        return candidates[0] if alone and len(candidates) == 1 else UNKNOWN
+    left = [x for x in candidates if x.fits(shape, bias)]
+    return left[0] if len(left) == 1 else UNKNOWN
+
+
+def _by_neighbour(name: str, layer: str, shape: _Shape, shapes: Mapping[str, _Shape]) -> Layout:
+    """Without biases: queries and the output of attention, whose kernels have the axes of heads in common."""
+    neighbour = "query" if layer == "out" else "out"
+    other = shapes.get(name.removesuffix(f"{layer}.kernel") + f"{neighbour}.kernel", ())
+    if len(other) != len(shape):
+        return UNKNOWN
+    first, last = (other, shape) if layer == "out" else (shape, other)
+    if layer in ("key", "value"):  # of fewer heads, perhaps
+        in_heads = first[-1] == last[-2] and first[:-3] == last[:-3]
+    else:
+        in_heads = first[-2:] == last[-3:-1] and first[:-3] == last[:-3]
+    stacked = first[-1] == last[-2] and first[:-2] == last[:-2]
+    if in_heads == stacked:
+        return UNKNOWN
+    return Layout.parse("iio" if layer == "out" else "ioo") if in_heads else Layout.parse("io")

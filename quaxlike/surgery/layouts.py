@@ -1,0 +1,156 @@
+"""Which axes of a model's weights are outputs and which are inputs: the one place that says so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from . import conventions
+from .conventions import MATRIX
+from .notation import Layout
+from .trees import bias_of, leaves_with_path, matches, named_arrays, near, owner_of, path_of
+
+LayoutLike = str | Layout | None
+Layouts = LayoutLike | Mapping[str, LayoutLike]
+
+
+def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
+    """Says for each array of a model which of its axes are outputs and which are inputs.
+
+    What the user says counts first; then what the class of the layer says, if it is one of Equinox or of
+    Flax's NNX, or has an attribute `weight_layouts`, a mapping from fields to layouts; then the name of the
+    array, together with the shape of the bias beside it:
+
+    | name | layout |
+    | --- | --- |
+    | `….weight`, of two axes (PyTorch) | `"oi"`, taken to be a convention: see `fan_in_fan_out` |
+    | `….kernel` of two axes (Flax) | `"io"` |
+    | `query.kernel`, `key.kernel`, `value.kernel` of three | `"ioo"`: (in, heads, dim) |
+    | `out.kernel` of three | `"iio"`: (heads, dim, out) |
+    | `kernel`, `weight` of a layer whose name has `conv` in it | `"hwio"`, `"oihw"` |
+    | `w` of a Haiku module | `"io"`, or `"hwio"` for `conv2_d` and its like |
+    | `embedding`, `embeddings`, and all of a layer named `embed…`, `wte`, `wpe` | `"vo"` |
+    | an array that is the whole name, such as `w` | `"oi"`, by the same convention |
+    | `bias`, `scale` and their like, and all of a layer whose name says that it is a norm | no weight |
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `layout`: layouts by name, or by its last components, as [`quaxlike.select`][] takes names; None for an
+        array that is no weight of a layer. One layout alone is that of all matrices of which nothing else is
+        known. The notation is that of [`quaxlike.Layout`][].
+
+    **Returns:**
+
+    By name: a layout, or None for what is no weight of a layer. Where it cannot be told, `kind` is
+    `"unknown"`.
+
+    **Raises:**
+
+    `ValueError` for a name that matches nothing, with near misses; for a layout that has more axes than its
+    array, or that contradicts the bias beside it.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        params = {"query": {"kernel": jnp.ones((64, 4, 16)), "bias": jnp.ones((4, 16))}}
+        str(ql.layouts(params)["query.kernel"])  # ioo
+        ql.layouts({"mixer": jnp.ones((8, 16))}, {"mixer": "io"})
+        ```
+    """
+    return layouts_of(model, layout)
+
+
+def layouts_of(
+    model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False
+) -> dict[str, Layout | None]:
+    """`layouts`; by `fan_in_fan_out` what is only taken to be `(out, in)` is `(in, out)`."""
+    arrays = named_arrays(model)
+    stated = _stated(arrays, layout)
+    otherwise = layout if isinstance(layout, str | Layout) else "io" if fan_in_fan_out else None
+    out: dict[str, Layout | None] = {}
+    for path, leaf in leaves_with_path(model):
+        name = path_of(path, model)
+        if name in stated:
+            out[name] = _checked(name, leaf, stated[name], arrays)
+            continue
+        found = _found(name, leaf, owner_of(model, path), arrays)
+        if otherwise is not None and _is_open(found, leaf):
+            found = _checked(name, leaf, otherwise, arrays)
+        out[name] = found
+    return out
+
+
+def _stated(arrays: Mapping[str, Any], layout: Layouts) -> dict[str, LayoutLike]:
+    stated: dict[str, LayoutLike] = {}
+    for pattern, value in layout.items() if isinstance(layout, Mapping) else ():
+        names = [name for name in arrays if matches(pattern, name, regex=False)]
+        if not names:
+            raise ValueError(
+                f"{pattern!r} in `layout` matches none of the arrays of the model. {near(pattern, arrays)}"
+            )
+        # The name of a layer stands for its weight; that of an array goes before it.
+        stated |= {name: value for name in names if name not in stated or name.endswith(pattern)}
+    return stated
+
+
+def _found(name: str, leaf: Any, owner: Any, arrays: Mapping[str, Any]) -> Layout | None:
+    if not (len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)):
+        return None
+    field = name.rpartition(".")[2]
+    by_class = conventions.by_class(owner, field, tuple(leaf.shape))
+    if by_class != "not known":
+        return by_class
+    bias = bias_of(name, arrays)
+    shapes = {n: tuple(arrays[n].shape) for n in arrays} if len(leaf.shape) > 2 else {}
+    return conventions.by_name(
+        name, tuple(leaf.shape), None if bias is None else tuple(arrays[bias].shape), shapes
+    )
+
+
+def _checked(name: str, leaf: Any, layout: LayoutLike, arrays: Mapping[str, Any]) -> Layout | None:
+    """What the user says, if it can be so."""
+    if layout is None:
+        return None
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    shape = tuple(leaf.shape)
+    if len(layout.out_axes) + len(layout.in_axes) > len(shape):
+        raise ValueError(f"The layout {layout} has more axes than {name}, which is of shape {shape}.")
+    bias = bias_of(name, arrays)
+    if bias is not None and not layout.fits(shape, tuple(arrays[bias].shape)):
+        raise ValueError(
+            f"The layout {layout} of {name} {shape} gives outputs of {layout.out_shape(shape)}; "
+            f"found {bias} of shape {tuple(arrays[bias].shape)}."
+        )
+    return layout
+
+
+def known(name: str, leaf: Any, layout: Layout | None) -> Layout:
+    """The layout of a weight that is adapted or quantised, if it can be told."""
+    if layout is not None and layout.is_known:
+        return layout
+    if layout is not None and layout.kind == "other" and "." not in name:
+        return MATRIX
+    shape = tuple(leaf.shape)
+    raise ValueError(
+        f"It cannot be told which axes of {name} {shape} are outputs and which are inputs: neither its layer "
+        f"nor its name says so. {hint(name, shape)}"
+    )
+
+
+def _is_open(layout: Layout | None, leaf: Any) -> bool:
+    """Whether nothing but a convention, if that, says what the axes of a matrix are."""
+    if layout is None:
+        return False
+    return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)
+
+
+def hint(name: str, shape: tuple[int, ...]) -> str:
+    """How the user can say what cannot be told."""
+    examples = {2: "'io' for (in, out), 'oi' for (out, in)"}.get(
+        len(shape), "'ioo' for (in, heads, dim), 'iio' for (heads, dim, out), 'io' for a stack of (in, out)"
+    )
+    return f"Say it with layout={{{name!r}: ...}}: {examples}, None for what is no weight of a layer."

@@ -1,0 +1,177 @@
+"""Models as trees of named arrays, whichever framework made them.
+
+Flax keeps arrays in boxes: `nnx.Variable`, and the axis metadata of Linen. A box is no part of a name.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..core.values import is_value
+
+
+def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
+    """The dotted name of a leaf, as state dicts write it.
+
+    **Arguments:**
+
+    - `key_path`: a key path of `jax.tree_util.tree_flatten_with_path` and its relatives.
+    - `model`: the tree that it is a path of. Only needed where Flax is in use: the path of an array in an
+        `nnx.Param` ends in `.value`, which is no part of the name. Without `model`, that ending is dropped
+        if Flax has been imported.
+
+    **Returns:**
+
+    A name such as `"layers.0.attention.query.weight"`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
+        [ql.path_of(path) for path, leaf in jax.tree_util.tree_leaves_with_path(mlp)]
+        ```
+    """
+    keys = tuple(key_path)
+    if model is not None:
+        keys = tuple(key for node, key in _steps(model, keys) if not _is_box(node))
+    elif len(keys) > 1 and keys[-1] == jtu.GetAttrKey("value") and "flax" in sys.modules:
+        keys = keys[:-1]
+    return jtu.keystr(keys, simple=True, separator=".")
+
+
+def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
+    """The node that holds a leaf, boxes aside; None where its pytree type does not say."""
+    owner: Any = None
+    for node, _ in _steps(model, key_path):
+        owner = owner if _is_box(node) else node
+    return owner
+
+
+def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each key of a path with the node that it is a key of."""
+    steps: list[tuple[Any, Any]] = []
+    node: Any = model
+    for key in key_path:
+        steps.append((node, key))
+        if _is_box(node):
+            node = node.raw_value if hasattr(node, "raw_value") else node.value
+            continue
+        match key:
+            case jtu.GetAttrKey(name):
+                node = getattr(node, name, None)
+            case jtu.SequenceKey(index):
+                node = None if node is None else node[index]
+            case jtu.DictKey(name):
+                node = None if node is None else node[name]
+            case _:
+                node = None
+    return steps
+
+
+def _flax_type(module: str, name: str) -> Any:
+    """A class of Flax; no class at all where the user has not imported it."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _is_box(node: Any) -> bool:
+    boxes = (_flax_type("flax.nnx", "Variable"), _flax_type("flax.core.meta", "AxisMetadata"))
+    return isinstance(node, boxes)
+
+
+# -------------------------------------------------------------------------------------------------
+# Arrays by name
+# -------------------------------------------------------------------------------------------------
+
+
+def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
+    """All arrays and Values of a model with their key paths."""
+    return [
+        (path, leaf)
+        for path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value)
+        if is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) or _is_numpy(leaf)
+    ]
+
+
+def named_arrays(model: PyTree) -> dict[str, Any]:
+    """All arrays and Values of a model by name."""
+    return {path_of(path, model): leaf for path, leaf in leaves_with_path(model)}
+
+
+def _is_numpy(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+
+def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
+    """The model with other arrays under some of its names; a name may be one that held None."""
+    if isinstance(model, _flax_type("flax.nnx", "Module")):
+        # A variable that stands at several places of an NNX module is one, and stays one.
+        nnx: Any = sys.modules["flax.nnx"]
+        graph, state = nnx.split(model)
+        return nnx.merge(graph, replace(state, new))
+    return jtu.tree_map_with_path(
+        lambda path, leaf: new.get(path_of(path, model), leaf),
+        model,
+        is_leaf=lambda x: x is None or is_value(x),
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Layers by name
+# -------------------------------------------------------------------------------------------------
+
+# The fields in which a layer holds its one weight: those of PyTorch and Equinox, of Flax, and of Haiku. The
+# layer stands for this weight, and its name is the same in every framework.
+_WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
+
+
+def layer_of(name: str) -> str:
+    """The layer whose weight `name` is: what PEFT calls a module."""
+    found = _WEIGHT.fullmatch(name)
+    return found["layer"] if found else name
+
+
+def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
+    """The name of the bias beside a weight, if its layer has one."""
+    layer, dot, field = name.rpartition(".")
+    if not _WEIGHT.fullmatch(f"_.{field}"):
+        return None
+    return next((n for n in (f"{layer}{dot}bias", f"{layer}{dot}b") if n in arrays), None)
+
+
+def matches(pattern: str, name: str, *, regex: bool) -> bool:
+    """Whether a name, or the layer whose weight it is, matches: wholly, or by its last components."""
+    names = {name, layer_of(name)}
+    if regex:
+        return any(re.fullmatch(pattern, n) for n in names)
+    return any(n == pattern or n.endswith((f".{pattern}", f"/{pattern}")) for n in names)
+
+
+def near(pattern: str, arrays: Mapping[str, Any]) -> str:
+    """A hint for a pattern that matches none of these names."""
+    plain = re.sub(r"[\\^$()*+?\[\]{}|]|\.(?=[*+])", "", pattern).strip(".")
+    layers = list(dict.fromkeys(layer_of(name) for name in arrays))
+    by_tail: dict[str, str] = {}
+    depth = plain.count(".") + 1
+    for layer in layers:
+        by_tail.setdefault(".".join(layer.split(".")[-depth:]), layer)
+    near = [by_tail[tail] for tail in difflib.get_close_matches(plain, by_tail, n=3, cutoff=0.5)]
+    near += [n for n in difflib.get_close_matches(plain, layers, n=3) if n not in near]
+    if near:
+        return f"Did you mean {', '.join(map(repr, near))}?"
+    return f"There are {some(arrays)}."
+
+
+def some(arrays: Mapping[str, Any], at_most: int = 8) -> str:
+    """The first few of these names, with shapes."""
+    names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
+    more = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"
