@@ -15,8 +15,10 @@ from ..interop import CheckpointError
 from ..interop.bitsandbytes import open_checkpoint
 from ..interop.tensors import read_json
 from ..sharding import fsdp, shard, tensor_parallel
+from ..surgery.layouts import known, layouts_of
 from ..surgery.quantize import quantize_array
-from ..surgery.select import named_arrays, replace, select_matrices
+from ..surgery.select import select_matrices
+from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .config import UnsupportedConfigError
 from .decoder import Decoder
@@ -184,11 +186,13 @@ def _joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
 def _placed(skeleton: Any, quantize: Any, mesh: Any) -> Callable[[str, Any], Any]:
     """The steps for each weight as it is read."""
     options = {"scheme": quantize} if isinstance(quantize, str) else dict(quantize or {})
-    chosen = select_matrices(skeleton, options.pop("where", "all-linear")) if options else {}
+    layouts = layouts_of(skeleton, options.pop("layout", None)) if options else {}
+    where, exclude = options.pop("where", "all-linear"), options.pop("exclude", ())
+    chosen = select_matrices(skeleton, where, exclude, layouts) if options else {}
 
     def place(name: str, leaf: Any) -> Any:
         if name in chosen and not is_value(leaf):
-            leaf = quantize_array(name, leaf, **options)
+            leaf = quantize_array(name, leaf, layout=known(name, leaf, layouts[name]), **options)
         if mesh is not None:
             leaf = _on_mesh(name, leaf, mesh)
         return leaf

@@ -164,6 +164,9 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             "out with `exclude`."
         )
     cls, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
+    stacked = len(layout.batch_shape(tuple(w.shape)))
+    if stacked and options.get("double_quant"):  # scales of scales do not go from one of a stack to the next
+        options = {"stacked": stacked} | options
     if "axis" in options or order == list(range(len(order))):
         return cls.quantize(w, **options)
     stored = cls.quantize(jnp.transpose(w, order), **options)
