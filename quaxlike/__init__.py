@@ -29,6 +29,7 @@ from .surgery.merge import merge, unmerge
 from .surgery.notation import Layout
 from .surgery.quantize import fake_quantize, quantize
 from .surgery.select import select
+from .surgery.stacking import stack_layers, unstack_layers
 from .surgery.summary import summary
 from .surgery.trainable import trainable
 from .surgery.trees import path_of
@@ -104,6 +105,8 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "stack_adapters",
     "choose_adapter",
     "combine_adapters",
+    "stack_layers",
+    "unstack_layers",
     "quantize",
     "fake_quantize",
     "loftq",

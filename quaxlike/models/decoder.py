@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..surgery.stacking import stack_layers, unstack_layers
 from .experts import Experts, route
 from .families import DecoderConfig
 from .layers import Conv1D, attend, each, heads
@@ -348,6 +349,20 @@ class Decoder(Part):
         stack = () if isinstance(layers, list) else (c.num_hidden_layers,)
         empty = jnp.zeros((*stack, room, c.num_key_value_heads, c.head_dim), dtype)
         return [Memory(empty, empty) for _ in layers] if isinstance(layers, list) else Memory(empty, empty)
+
+    def stacked(self) -> "Decoder":
+        """The same model with its layers as one ([`quaxlike.stack_layers`][]), which is scanned: the time to
+        compile does not grow with their number."""
+        layers = self.part("model").part("layers")
+        return self._with_layers(stack_layers(layers)) if isinstance(layers, list) else self
+
+    def unstacked(self) -> "Decoder":
+        """The same model with a list of layers, under the names of the checkpoint."""
+        layers = self.part("model").part("layers")
+        return self if isinstance(layers, list) else self._with_layers(unstack_layers(layers))
+
+    def _with_layers(self, layers: Any) -> "Decoder":
+        return eqx.tree_at(lambda model: model.part("model").part("layers"), self, layers)
 
     def untied(self) -> "Decoder":
         """The same model with an output layer of its own: an array that is the embedding as it is now."""

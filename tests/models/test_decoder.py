@@ -91,6 +91,23 @@ def test_each_device_gets_its_part():
     assert {shard.data.size for shard in codes.addressable_shards} == {codes.size // 4}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_scanned_layers(name):
+    """Layers of two kinds, those with windows and those without, in 4 bits and adapted."""
+    z = expected(name)
+    model, _ = load(folder(name), quantize="nf4")
+    model = ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(0))
+    stacked = model.stacked()
+    agree(logits_of(stacked, z)[z["valid"]], logits_of(model, z)[z["valid"]])
+    back = stacked.unstacked()
+    assert jax.tree.structure(back) == jax.tree.structure(model)
+    assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(model)))
+    ids = z["greedy_prompt_ids"]
+    tokens = [ql.models.generate(each, ids, max_new_tokens=4) for each in (model, stacked)]
+    np.testing.assert_array_equal(*tokens)
+
+
 def test_one_array_for_tied_layers():
     model, _ = load(folder("qwen2"))
     assert "lm_head.weight" not in named_arrays(model)

@@ -1,0 +1,161 @@
+"""Equal layers as one module, so that a scan compiles one of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..core.quaxify import quaxify
+from ..core.values import is_value
+from .trees import path_of
+
+
+def stack_layers(layers: Sequence[PyTree]) -> PyTree:
+    """Puts equal layers into one, whose arrays have a leading axis with an entry for each of them.
+
+    Use it with `jax.lax.scan`: the time to compile does not grow with the number of layers. Adapters and
+    quantised weights are stacked part by part, without being changed.
+
+    **Arguments:**
+
+    - `layers`: modules, or any other pytrees, of the same structure, shapes and dtypes. What is no array (an
+        activation, say) must be the same in all of them, and stays as it is.
+
+    **Returns:**
+
+    A layer of the same type.
+
+    **Raises:**
+
+    `ValueError` if there are no layers, or they differ: it says where, and in what.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        keys = jax.random.split(jax.random.key(0), 8)
+        layers = [ql.quantize(eqx.nn.Linear(64, 64, key=key), "nf4") for key in keys]
+        stacked = ql.stack_layers(layers)
+
+        @ql.quaxify
+        def run(stacked, x):
+            return jax.lax.scan(lambda x, layer: (layer(x), None), x, stacked)[0]
+
+        run(stacked, jnp.ones(64))
+        ```
+    """
+    layers = list(layers)
+    if not layers:
+        raise ValueError("stack_layers takes at least one layer; found none.")
+    flat = [jtu.tree_flatten_with_path(layer, is_leaf=is_value)[0] for layer in layers]
+    structure = jtu.tree_structure(layers[0], is_leaf=is_value)
+    for i, layer in enumerate(layers[1:], 1):
+        names = [{path_of(path) for path, _ in flat[j]} for j in (0, i)]
+        if jtu.tree_structure(layer, is_leaf=is_value) != structure:
+            only = sorted(names[0] ^ names[1])
+            what = f"have different arrays: {', '.join(only)}" if only else "differ in their static fields"
+            raise ValueError(f"stack_layers takes equal layers; layers 0 and {i} {what}.")
+    stacked = [
+        _stacked(path_of(column[0][0]), [leaf for _, leaf in column]) for column in zip(*flat, strict=True)
+    ]
+    return jtu.tree_unflatten(structure, stacked)
+
+
+def unstack_layers(stacked: PyTree) -> list[Any]:
+    """Takes apart what [`quaxlike.stack_layers`][] put together.
+
+    **Arguments:**
+
+    - `stacked`: a layer whose arrays have a leading axis, of the same size in all of them.
+
+    **Returns:**
+
+    The layers.
+
+    **Raises:**
+
+    `ValueError` if the arrays have no leading axis of one size, or the rows of a Value are no Values of its
+    type.
+    """
+    leaves, structure = jtu.tree_flatten_with_path(stacked, is_leaf=is_value)
+    sizes = {path_of(path): leaf.shape[0] if leaf.shape else None for path, leaf in leaves if _is_array(leaf)}
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no arrays"
+        raise ValueError(f"unstack_layers takes arrays with a leading axis of one size; found {found}.")
+    n: int = next(iter(sizes.values()))
+    columns = [_rows(path_of(path), leaf, n) if _is_array(leaf) else [leaf] * n for path, leaf in leaves]
+    return [jtu.tree_unflatten(structure, row) for row in zip(*columns, strict=True)]
+
+
+def _is_array(leaf: Any) -> bool:
+    return is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _stacked(name: str, leaves: list[Any]) -> Any:
+    first = leaves[0]
+    if not _is_array(first):
+        differing = next((i for i, leaf in enumerate(leaves) if leaf is not first and leaf != first), None)
+        if differing is not None:
+            raise ValueError(
+                f"stack_layers takes equal layers; {name} is {first!r} in layer 0 and "
+                f"{leaves[differing]!r} in layer {differing}."
+            )
+        return first
+    for i, leaf in enumerate(leaves):
+        if _form(leaf) != _form(first):
+            raise ValueError(
+                f"stack_layers takes equal layers; {name} is {_described(first)} in layer 0 and "
+                f"{_described(leaf)} in layer {i}."
+            )
+    if not is_value(first):
+        return _stack(*leaves)
+    out: Any = jtu.tree_map(_stack, *leaves)
+    wanted = (len(leaves), *first.shape)
+    if tuple(out.shape) != wanted:  # the shape is not that of its parts
+        out = quaxify(jnp.stack)(leaves)
+    if type(out) is not type(first) or out.leading_axis() is NotImplemented:
+        raise ValueError(f"{name}: a {type(first).__name__} of shape {first.shape} cannot be stacked.")
+    return out
+
+
+def _stack(*parts: Any) -> Any:
+    if isinstance(parts[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
+    return jnp.stack(parts)
+
+
+def _form(leaf: Any) -> Any:
+    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(leaf)]
+    return type(leaf) if is_value(leaf) else None, jtu.tree_structure(leaf), shapes
+
+
+def _described(leaf: Any) -> str:
+    parts = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(leaf))
+    kind = f"a {type(leaf).__name__} with " if is_value(leaf) else ""
+    return kind + (parts or "no parts")
+
+
+def _rows(name: str, leaf: Any, n: int) -> list[Any]:
+    if not is_value(leaf):
+        return [_row(leaf, i) for i in range(n)]
+    axes = leaf.leading_axis()
+    if axes is NotImplemented:
+        raise ValueError(f"{name}: the rows of a {type(leaf).__name__} of shape {leaf.shape} are none.")
+    parts, structure = jtu.tree_flatten(leaf)
+    rows = []
+    for i in range(n):
+        own = [part if axis is None else _row(part, i, axis) for part, axis in zip(parts, axes, strict=True)]
+        row = jtu.tree_unflatten(structure, own)
+        rows.append(row if tuple(row.shape) == tuple(leaf.shape[1:]) else quaxify(lambda x, i=i: x[i])(leaf))
+    return rows
+
+
+def _row(part: Any, i: int, axis: int = 0) -> Any:
+    if isinstance(part, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(part.shape[:axis] + part.shape[axis + 1 :], part.dtype)
+    return part[(slice(None),) * axis + (i,)]
