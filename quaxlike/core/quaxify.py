@@ -142,6 +142,8 @@ def quaxify(
     """
     if not callable(fn):
         raise TypeError(f"quaxify takes a callable; found {fn!r}.")
+    if rules is not None and not isinstance(rules, RuleSet):
+        raise TypeError(f"quaxify takes a quaxlike.RuleSet as rules; found {rules!r}.")
     return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
 
 

@@ -25,6 +25,7 @@ from ..arrays.lora import (
 )
 from ..core.values import is_value
 from .inits import factored
+from .options import check_choice, check_rank
 from .trees import named_arrays, replace
 
 
@@ -141,8 +142,9 @@ def combine_adapters(
         raise ValueError(
             f"combine_adapters takes one weight a model; found {len(weights)} for {len(models)} models."
         )
-    if method not in ("linear", "cat", "svd"):
-        raise ValueError(f"method must be 'linear', 'cat' or 'svd'; found {method!r}.")
+    check_choice("combine_adapters", "method", method, ("linear", "cat", "svd"))
+    if rank is not None:
+        check_rank("combine_adapters", "rank", rank)
     combined = {
         name: _combined(name, loras, weights, method, rank) for name, loras in _adapters(models).items()
     }

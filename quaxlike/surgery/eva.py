@@ -20,6 +20,7 @@ from ..core.values import ArrayValue
 from .inits import Init, with_factors
 from .layouts import Layouts, known, layouts_of
 from .loraify import blank
+from .options import check_rank
 from .select import Where, select_matrices
 from .trees import layer_of, replace
 
@@ -129,8 +130,9 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
     Paischer et al., EVA (2024).
     """
-    if rank < 1:
-        raise ValueError(f"eva_ranks takes a rank of at least 1; found {rank}.")
+    check_rank("eva_ranks", "rank", rank)
+    if most is not None:
+        check_rank("eva_ranks", "most", most)
     explained: list[tuple[float, str]] = []
     for name, moment in moments.items():
         variances = np.linalg.eigvalsh(np.asarray(moment, np.float64))[::-1]

@@ -14,6 +14,7 @@ from ..core.values import materialise
 from .inits import Init, as_matrix, initialise
 from .layouts import Layouts, known, layouts_of
 from .notation import Layout
+from .options import check_choice, check_flags, check_rank, check_scale
 from .select import Where, select_matrices
 from .trees import bias_of, layer_of, named_arrays, near, replace
 
@@ -94,8 +95,9 @@ def loraify(
 
     Conventions and names of the options follow PEFT.
     """
-    if rank < 1:
-        raise ValueError(f"loraify takes a rank of at least 1; found {rank}.")
+    _check_numbers(rank, alpha, rank_pattern, alpha_pattern)
+    check_choice("loraify", "bias", bias, ("none", "all", "lora_only"))
+    check_flags("loraify", rslora=rslora, dora=dora, lora_bias=lora_bias, train_base=train_base)
     layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
     targets = select_matrices(model, where, exclude, layouts)
     saved = _inside(model, modules_to_save)
@@ -131,6 +133,18 @@ def loraify(
             done[id(w)] = with_magnitude(lora) if dora else lora
         adapters[name] = done[id(w)]
     return with_beside(replace(model, adapters), adapters, saved, bias, lora_bias)
+
+
+def _check_numbers(
+    rank: Any, alpha: Any, rank_pattern: Mapping[str, Any], alpha_pattern: Mapping[str, Any]
+) -> None:
+    check_rank("loraify", "rank", rank)
+    if alpha is not None:
+        check_scale("loraify", "alpha", alpha)
+    for pattern, r in rank_pattern.items():
+        check_rank("loraify", f"rank_pattern[{pattern!r}]", r)
+    for pattern, a in alpha_pattern.items():
+        check_scale("loraify", f"alpha_pattern[{pattern!r}]", a)
 
 
 def _natural(name: str) -> list[Any]:

@@ -233,3 +233,10 @@ class TestShipped:
         ours = [rule for rule in GLOBAL if rule.function.__module__.startswith("quaxlike.")]
         assert len(ours) > 100
         assert [rule for rule in ours if rule not in covered] == []
+
+
+@pytest.mark.parametrize("call", [ql.rules_for, ql.check_ambiguities, lambda x: ql.compare_rules(x, x)])
+@pytest.mark.parametrize("x", ["LoraArray", 5, int])
+def test_what_is_no_class_of_values(call, x):
+    with pytest.raises(TypeError, match=r"takes classes of Values, such as ql\.LoraArray; found"):
+        call(x)

@@ -362,3 +362,14 @@ class TestTracebacks:
         line = inspect.getsourcelines(f)[1] + 1
         assert any(f'test_errors.py", line {line}, in f' in text for text in shown)
         assert any(text.startswith(f"quaxlike.RuleError: The rule {name} must") for text in shown)
+
+
+@pytest.mark.parametrize("primitive", [5, lambda x: x, ["sin", None]])
+def test_registering_for_what_is_no_primitive(primitive):
+    with pytest.raises(TypeError, match="register takes a JAX primitive, its name, or a sequence"):
+        ql.register(primitive)
+
+
+def test_rules_that_are_no_rule_set():
+    with pytest.raises(TypeError, match=r"quaxify takes a quaxlike\.RuleSet as rules; found 5"):
+        ql.quaxify(lambda x: x, rules=5)

@@ -86,6 +86,8 @@ def check(*programs: Program) -> Outcome:
 
 def outcomes(programs: Sequence[Program]) -> list[tuple[Program, Outcome | Finding]]:
     """How each of the programs ended. Those that are not equal together are checked again in halves."""
+    if not programs:
+        return []
     try:
         outcome: Outcome | Finding = check(*programs)
     except Finding as finding:

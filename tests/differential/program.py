@@ -277,12 +277,12 @@ def of_each_rule(
     out: list[Program] = []
     with under(x64):
         shape, dtype = _shape_dtype(_value(name, 0, x64))
-        table = _by_primitive(name)
+        table = _by_primitive(name) or {"any": tuple(sorted(operations()))}
         usual = [primitive for primitive in COMMON if primitive in table] or sorted(table)
         taken = lambda: draw(st.integers(0, share - 1)) == 0
         wanted = [(primitive, ()) for primitive in usual * common]
         wanted += [(primitive, ()) for primitive in table if primitive not in usual and taken()]
-        wanted += [(draw(st.sampled_from(usual)), (transform,)) for transform in sorted(INNER) if taken()]
+        wanted += [(draw(st.sampled_from(usual)), (each,)) for each in sorted(INNER) if taken()]
         for primitive, inner in wanted:
             if sum(t in ROWS for t in inner) > len(shape):
                 continue

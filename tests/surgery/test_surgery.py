@@ -191,10 +191,28 @@ def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
         ({"init": "kaimin"}, "init must be one of 'kaiming'"),
         ({"init": "pissa", "rank": 4}, r"rank of at most min\(out, in\) = 3 for layers\.2\.weight; found 4"),
         ({"rank": 0}, "rank of at least 1"),
+        ({"rank_pattern": {"layers.0": -1}}, r"rank_pattern\['layers\.0'\] of at least 1; found -1"),
+        ({"alpha": -1}, "finite alpha above 0; found -1"),
+        ({"alpha_pattern": {"layers.0": float("nan")}}, r"finite alpha_pattern\['layers\.0'\] above 0"),
+        ({"bias": "non"}, "one of 'none', 'all', 'lora_only' as bias; found 'non'"),
     ],
 )
 def test_errors(mlp, options, message):
     with pytest.raises(ValueError, match=message):
+        ql.loraify(mlp, key=KEY, **{"rank": 2} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": "8"}, "a whole number as rank; found '8'"),
+        ({"rank": 2.5}, r"a whole number as rank; found 2\.5"),
+        ({"alpha": "16"}, "a number as alpha; found '16'"),
+        ({"rslora": "no"}, "True or False as rslora; found 'no'"),
+    ],
+)
+def test_options_of_other_types(mlp, options, message):
+    with pytest.raises(TypeError, match=message):
         ql.loraify(mlp, key=KEY, **{"rank": 2} | options)
 
 

@@ -35,6 +35,7 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 
     A list of rules, each with its `primitive`, `signature` and `source` (file and line).
     """
+    _check_types("rules_for", cls)
     return sorted(
         (r for r in (GLOBAL if rules is None else rules) if _mentions(r, cls)),
         key=lambda r: (r.primitive.name, r.source),
@@ -105,6 +106,7 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
         print(ql.compare_rules(ql.LoraArray, ql.NF4Array))
         ```
     """
+    _check_types("compare_rules", first, second)
     found = [rules_for(cls, rules=rules) for cls in (first, second)]
     names = sorted({r.primitive.name for each in found for r in each})
     of = lambda name, each: tuple(r for r in each if r.primitive.name == name)
@@ -124,6 +126,7 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
 
     [`quaxlike.AmbiguousRuleError`][], listing each ambiguous pair of signatures with file and line.
     """
+    _check_types("check_ambiguities", *types)
     layers = (GLOBAL,) if rules is None else (rules, GLOBAL)
     pairs: dict[tuple[str, str], None] = {}
     for layer in layers:
@@ -138,6 +141,12 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
             f"{len(pairs)} ambiguous pair(s) of rules:\n{listed}Register a rule for the types that "
             "both match, or give one of them a `precedence`."
         )
+
+
+def _check_types(function: str, *types: Any) -> None:
+    for cls in types:
+        if not (isinstance(cls, type) and issubclass(cls, Value)):
+            raise TypeError(f"{function} takes classes of Values, such as ql.LoraArray; found {cls!r}.")
 
 
 def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:

@@ -256,9 +256,14 @@ def register_on_either_side(
     return decorator
 
 
-def _as_primitive(primitive: jexc.Primitive | str) -> jexc.Primitive:
-    if not isinstance(primitive, str):
+def _as_primitive(primitive: Any) -> jexc.Primitive:
+    if isinstance(primitive, jexc.Primitive):
         return primitive
+    if not isinstance(primitive, str):
+        hint = ' Write `@quaxlike.register("name")` above a rule.' if inspect.isroutine(primitive) else ""
+        raise TypeError(
+            f"register takes a JAX primitive, its name, or a sequence of these; found {primitive!r}.{hint}"
+        )
     name = primitive.removesuffix("_p")
     known = compat.named_primitives()
     if name not in known:  # defined since?

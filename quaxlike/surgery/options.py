@@ -1,0 +1,35 @@
+"""Checks of the options of functions on models: errors name the function, the option, and what it takes."""
+
+import math
+import numbers
+from typing import Any
+
+
+def check_rank(function: str, option: str, value: Any) -> None:
+    """Raises unless the value is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{function} takes a whole number as {option}; found {value!r}.")
+    if value < 1:
+        raise ValueError(f"{function} takes a {option} of at least 1; found {value}.")
+
+
+def check_scale(function: str, option: str, value: Any) -> None:
+    """Raises unless the value is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{function} takes a number as {option}; found {value!r}.")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{function} takes a finite {option} above 0; found {value}.")
+
+
+def check_flags(function: str, **flags: Any) -> None:
+    """Raises unless all values are booleans: a string such as "no" counts as true elsewhere."""
+    for option, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{function} takes True or False as {option}; found {value!r}.")
+
+
+def check_choice(function: str, option: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises unless the value is one of the choices."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{function} takes one of {listed} as {option}; found {value!r}.")
