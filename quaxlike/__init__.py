@@ -6,7 +6,7 @@ from ._lazy import lazily
 from ._version import __version__
 from .arrays.annotated import AnnotatedArray
 from .arrays.lora import LoraArray, LoraBias, TrainableArray
-from .arrays.quantized import FP4Array, Int4Array, Int8Array, NF4Array
+from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
 from .arrays.sparse import BlockSparseArray, SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core.inspect.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
@@ -89,6 +89,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "FP4Array",
     "Int4Array",
     "Int8Array",
+    "BlockArray",
     "SparseArray",
     "BlockSparseArray",
     # Whole models

@@ -27,6 +27,7 @@ _DTYPES: dict[str, np.dtype] = {
         "I8": np.int8,
         "F8_E5M2": ml_dtypes.float8_e5m2,
         "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
         "I16": np.int16,
         "U16": np.uint16,
         "F16": np.float16,

@@ -9,7 +9,6 @@ from jaxtyping import PyTree
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, arrange, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
-from .quantize import requantize_array
 from .trees import named_arrays, replace
 
 
@@ -99,7 +98,7 @@ def _merged(name: str, leaf: LoraArray | LoraBias | TrainableArray, requantised:
 
 def _like(name: str, dense: Any, base: Value) -> Any:
     if isinstance(base, AbstractQuantizedArray):
-        return requantize_array(dense, base)
+        return base.requantized(dense)
     out = type(base).promote(dense, base)
     if out is NotImplemented:
         raise ValueError(

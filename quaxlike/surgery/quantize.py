@@ -1,13 +1,22 @@
 """`quantize`: weights of a model as codes with block scales."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..arrays.lora import LoraArray
-from ..arrays.quantized import AbstractQuantizedArray, FP4Array, Int4Array, Int8Array, NestedScales, NF4Array
+from ..arrays.quantized import (
+    CODECS,
+    AbstractQuantizedArray,
+    BlockArray,
+    FP4Array,
+    Int4Array,
+    Int8Array,
+    NF4Array,
+)
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
@@ -17,11 +26,12 @@ from .notation import Layout
 from .select import Where, select_matrices
 from .trees import named_arrays, replace
 
-_SCHEMES: dict[str, type[FP4Array | Int4Array | Int8Array | NF4Array]] = {
-    "nf4": NF4Array,
-    "fp4": FP4Array,
-    "int8": Int8Array,
-    "int4": Int4Array,
+_SCHEMES: dict[str, Callable[..., Any]] = {
+    "nf4": NF4Array.quantize,
+    "fp4": FP4Array.quantize,
+    "int8": Int8Array.quantize,
+    "int4": Int4Array.quantize,
+    **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
 }
 
 
@@ -44,7 +54,8 @@ def quantize(
     **Arguments:**
 
     - `model`: any pytree.
-    - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`. Default: `"nf4"`.
+    - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec of [`quaxlike.BlockArray`][]: `"mxfp4"`,
+        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`.
     - `where`: which weights, as [`quaxlike.select`][] takes it; what is no matrix is passed over.
         Default: those of all linear layers.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
@@ -146,7 +157,11 @@ def _is_quantized(x: Any) -> bool:
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """The weight of this name, or the base of its adapter or its blocks, quantised: along its inputs."""
     if scheme not in _SCHEMES:
-        raise ValueError(f"quantize takes one of the schemes {', '.join(_SCHEMES)}; found {scheme!r}.")
+        plain = [name for name in _SCHEMES if name not in CODECS]
+        raise ValueError(
+            f"quantize takes one of the schemes {', '.join(plain)}; found {scheme!r}. The codecs of "
+            f"BlockArray are schemes, too: {', '.join(CODECS)}."
+        )
     if isinstance(w, LoraArray):
         return w.replace(w=quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
@@ -163,13 +178,13 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             f"{name} is a {type(w).__name__}; quantize takes dense arrays and adapters over them. Leave it "
             "out with `exclude`."
         )
-    cls, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
+    quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
     stacked = len(layout.batch_shape(tuple(w.shape)))
     if stacked and options.get("double_quant"):  # scales of scales do not go from one of a stack to the next
         options = {"stacked": stacked} | options
     if "axis" in options or order == list(range(len(order))):
-        return cls.quantize(w, **options)
-    stored = cls.quantize(jnp.transpose(w, order), **options)
+        return quantized(w, **options)
+    stored = quantized(jnp.transpose(w, order), **options)
     return stored.with_axes([order.index(i) for i in range(len(order))])
 
 
@@ -181,17 +196,3 @@ def _stored_order(layout: Layout, n: int) -> list[int]:
     n_in = 1 if layout.kind in ("conv", "other conv") else len(layout.in_axes)
     matrix = [n + axis for axis in (*layout.in_axes[n_in:], *layout.out_axes, *layout.in_axes[:n_in])]
     return [*(i for i in range(n) if i not in matrix), *matrix]
-
-
-def requantize_array(dense: Any, like: AbstractQuantizedArray) -> Any:
-    """A dense array, quantised as `like` is."""
-    stored = dense.transpose([like.permutation.index(i) for i in range(dense.ndim)])
-    cls: Any = type(like)
-    new = cls.quantize(
-        stored,
-        block_size=like.block_size,
-        double_quant=isinstance(like.scale, NestedScales),
-        stacked=like.num_lead,
-        train_scales=like.train_scales,
-    )
-    return new.with_axes(like.permutation)

@@ -1,15 +1,22 @@
-"""Arrays of integer codes with block scales: NF4, FP4, int4, int8."""
+"""Arrays of codes with block scales: NF4, FP4, int4, int8, and every published block format."""
 
 # They register rules.
 from . import dot, elementwise, experts, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from .base import AbstractQuantizedArray
+from .base import AbstractQuantizedArray, AbstractScaledArray
+from .block import BlockArray, BlockScales
 from .codebook import AbstractCodebookArray, FP4Array, Int4Array, NF4Array
+from .codecs import CODECS, Codec
 from .int8 import Int8Array
 from .scales import NestedScales
 
 __all__ = [
+    "CODECS",
     "AbstractCodebookArray",
     "AbstractQuantizedArray",
+    "AbstractScaledArray",
+    "BlockArray",
+    "BlockScales",
+    "Codec",
     "FP4Array",
     "Int4Array",
     "Int8Array",

@@ -30,6 +30,7 @@ from ...core.values import ArrayValue, Value
 from .scales import NestedScales, dense_scales
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
+_S = TypeVar("_S", bound="AbstractScaledArray")
 
 
 class AbstractQuantizedArray(ArrayOperators, ArrayValue):
@@ -55,7 +56,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     on_materialise = "warn"
 
     codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
-    scale: Float32[Array, "*lead blocks"] | NestedScales
+    scale: Any
     block_size: int | None = eqx.field(static=True)
     inner: tuple[int, ...] | None = eqx.field(static=True, default=None)
     axes: tuple[int, ...] = eqx.field(static=True, default=())
@@ -66,6 +67,12 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     """How many codes one element of `codes` holds."""
 
     def __check_init__(self) -> None:
+        self.check_leaves()
+        if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
+            raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
+
+    def check_leaves(self) -> None:
+        """Raises `ValueError` unless codes and scales fit each other."""
         inner = self.inner_shape
         expected = [*self.codes.shape[:-1], -(-math.prod(inner) // max(self.block, 1))]
         held = self.codes.shape[-1] * self.codes_per_entry
@@ -78,54 +85,39 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
                 f"dtype {np.dtype(wanted)} and scales of shape {tuple(expected)}; found codes "
                 f"{self.codes.dtype}{list(self.codes.shape)} and scales of shape {tuple(scale.shape)}."
             )
-        if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
-            raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
-    @classmethod
     @abc.abstractmethod
-    def decode(
-        cls, codes: Array, scale: Array, inner: tuple[int, ...], block_size: int, dtype: np.dtype
-    ) -> Array:
-        """The dense array of shape `inner` for codes and scales without leading axes."""
+    def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
+        """Slices of the stored array along its first axis, dense, where that is no leading axis:
+        `(*batch, *stored_shape[1:])`."""
 
-    @classmethod
-    @abc.abstractmethod
-    def decode_at(
-        cls, codes: Array, scale: Array, index: Int[Array, "*shape"], block_size: int
-    ) -> Float32[Array, "*shape"]:
-        """The elements at flat positions `index`, for codes and scales without leading axes."""
-
-    @classmethod
     @abc.abstractmethod
     def matmul(
-        cls,
+        self,
         x: Float[Array, "*batch contracted"],
-        codes: Array,
-        scale: Array | NestedScales,
+        parts: Any,
         *,
         shape: tuple[int, int],
-        block_size: int,
         transpose: bool,
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
-        """`x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `codes` and `scale`
-        are its leaves, on leading axes that together are axes of the matrix; nested scales have none."""
+        """`x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `parts` are its leaves,
+        on leading axes that together are axes of the matrix; nested scales have none. Of `self` only
+        statics are read."""
+
+    @abc.abstractmethod
+    def times(self: _Q, factor: Float32[Array, ""]) -> _Q:
+        """This array times a scalar, which is multiplied into the scales."""
+
+    @abc.abstractmethod
+    def requantized(self: _Q, dense: Array) -> _Q:
+        """A dense array of the same shape, quantised as this one is."""
 
     # The array that this stands for
 
     def aval(self) -> jax.core.ShapedArray:
         shape = self.stored_shape
         return jax.core.ShapedArray(tuple(shape[i] for i in self.permutation), self.logical_dtype)
-
-    def materialise(self) -> Array:
-        inner, block_size = self.inner_shape, self.block
-        codes, scale = self.codes, self.dense_scale()
-        decode: Callable[..., Array] = lambda codes, scale: self.decode(
-            codes, scale, inner, block_size, self.logical_dtype
-        )
-        for _ in range(self.num_lead):
-            decode = jax.vmap(decode)
-        return decode(codes, scale).transpose(self.permutation)
 
     # The stored array
 
@@ -160,10 +152,14 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         size = math.prod(self.inner_shape)
         return size % self.codes_per_entry == 0 and size % max(self.block, 1) == 0
 
-    def dense_scale(self) -> Float32[Array, "*lead blocks"]:
-        """The float32 scales, shut off from gradients unless `train_scales`."""
-        scale = dense_scales(self.scale)
-        return scale if self.train_scales else lax.stop_gradient(scale)
+    @property
+    def parts(self) -> Any:
+        """The leaves that `matmul` takes, a pytree."""
+        return self.codes, self.scale
+
+    def joined(self: _Q) -> _Q:
+        """The same array in a form whose leading axes may be made axes of one large matrix."""
+        return self
 
     def opened(self: _Q) -> _Q:
         """The same array with `train_scales`: gradients still do not flow into scales that were shut off."""
@@ -201,12 +197,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         if self.num_lead:
             part = self.map_lead(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False))
             return part.with_axes(range(len(part.stored_shape)))
-        rest = self.inner_shape[1:]
-        size = math.prod(rest)
-        values = self.decode_at(
-            self.codes, self.dense_scale(), jnp.asarray(i * size) + jnp.arange(size), self.block
-        )
-        return values.astype(self.logical_dtype).reshape(rest)
+        return self.rows_at(jnp.asarray(i))
 
     # Hooks
 
@@ -239,6 +230,70 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
                 "would not have the same blocks. Shard another axis."
             )
         return [jax.P(*lead, *inner), jax.P(*lead, None) if per_row else jax.P(*lead, *inner)]
+
+
+class AbstractScaledArray(AbstractQuantizedArray):
+    """A quantised array with one scale, or nested ones, a block: `decode(codes) * scale`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def decode(
+        cls, codes: Array, scale: Array, inner: tuple[int, ...], block_size: int, dtype: np.dtype
+    ) -> Array:
+        """The dense array of shape `inner` for codes and scales without leading axes."""
+
+    @classmethod
+    @abc.abstractmethod
+    def decode_at(
+        cls, codes: Array, scale: Array, index: Int[Array, "*shape"], block_size: int
+    ) -> Float32[Array, "*shape"]:
+        """The elements at flat positions `index`, for codes and scales without leading axes."""
+
+    def materialise(self) -> Array:
+        inner, block_size = self.inner_shape, self.block
+        codes, scale = self.codes, self.dense_scale()
+        decode: Callable[..., Array] = lambda codes, scale: self.decode(
+            codes, scale, inner, block_size, self.logical_dtype
+        )
+        for _ in range(self.num_lead):
+            decode = jax.vmap(decode)
+        return decode(codes, scale).transpose(self.permutation)
+
+    def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
+        shape = self.stored_shape[1:]
+        size = math.prod(shape)
+        columns = lax.broadcasted_iota(rows.dtype, (*rows.shape, size), rows.ndim)
+        index = jnp.expand_dims(rows * size, -1) + columns
+        values = self.decode_at(self.codes, self.dense_scale(), index, self.block)
+        return values.reshape(*rows.shape, *shape).astype(self.logical_dtype)
+
+    def dense_scale(self) -> Float32[Array, "*lead blocks"]:
+        """The float32 scales, shut off from gradients unless `train_scales`."""
+        scale = dense_scales(self.scale)
+        return scale if self.train_scales else lax.stop_gradient(scale)
+
+    def joined(self: _S) -> _S:
+        # Nested scales belong to one matrix, not to the larger one that is formed.
+        return dataclasses.replace(self, scale=dense_scales(self.scale))
+
+    def times(self: _S, factor: Float32[Array, ""]) -> _S:
+        scale = self.scale
+        if not isinstance(scale, NestedScales):
+            return dataclasses.replace(self, scale=scale * factor)
+        nested = dataclasses.replace(scale, absmax=scale.absmax * factor, offset=scale.offset * factor)
+        return dataclasses.replace(self, scale=nested)
+
+    def requantized(self: _S, dense: Array) -> _S:
+        stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
+        cls: Any = type(self)
+        new = cls.quantize(
+            stored,
+            block_size=self.block_size,
+            double_quant=isinstance(self.scale, NestedScales),
+            stacked=self.num_lead,
+            train_scales=self.train_scales,
+        )
+        return new.with_axes(self.permutation)
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 
 from ...kernels import blockwise
 from ...kernels.nf4_matmul import nf4_matmul
-from .base import AbstractQuantizedArray, as_floating, quantize_stack
+from .base import AbstractScaledArray, as_floating, quantize_stack
 from .scales import NestedScales, dense_scales
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
 
 
-class AbstractCodebookArray(AbstractQuantizedArray):
+class AbstractCodebookArray(AbstractScaledArray):
     """A 4-bit array: `codebook[codes] * scale`."""
 
     codes_per_entry = 2
@@ -177,27 +177,25 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         code = jnp.where(index % 2 == 0, pair >> 4, pair & 15)
         return jnp.asarray(cls.codebook)[code] * scale[index // block_size]
 
-    @classmethod
     def matmul(
-        cls,
+        self,
         x: Float[Array, "*batch contracted"],
-        codes: Array,
-        scale: Array | NestedScales,
+        parts: Any,
         *,
         shape: tuple[int, int],
-        block_size: int,
         transpose: bool,
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
+        codes, scale = parts
         # Rows of codes where blocks do not cross them, so that devices can share them.
-        rows = (shape[0],) if codes.ndim > 1 and shape[1] % block_size == 0 else ()
+        rows = (shape[0],) if codes.ndim > 1 and shape[1] % self.block == 0 else ()
         return nf4_matmul(
             x,
             codes.reshape(*rows, -1),
             scale.for_kernels() if isinstance(scale, NestedScales) else scale.reshape(*rows, -1),
-            cls.codebook,
+            self.codebook,
             shape=shape,
-            block_size=block_size,
+            block_size=self.block,
             transpose=transpose,
             out_dtype=out_dtype,
         )

@@ -21,7 +21,6 @@ from ...core.jaxprs.cached import cached_trace
 from ...core.rules import register_on_either_side
 from ...kernels.multilinear import vary_alike
 from .base import AbstractQuantizedArray
-from .scales import NestedScales, dense_scales
 
 _Names = tuple[int, ...]
 
@@ -76,32 +75,21 @@ def contract(
 
     lead = plan.lead_order(w.num_lead)
     if len(lead) > len(plan.batch) + len(plan.mapped):
-        # Nested scales belong to one matrix, not to the larger one that is formed here.
-        w = dataclasses.replace(w, scale=dense_scales(w.scale))
+        w = w.joined()
     frozen = w if w.train_scales else jax.tree.map(lax.stop_gradient, w)
-    codes, scale = jax.tree.map(
-        lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), (frozen.codes, frozen.scale)
-    )
+    parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), frozen.parts)
     sizes = w.stored_shape
     rows, columns = (plan.contracted, plan.free) if plan.transpose else (plan.free, plan.contracted)
     shape = (math.prod(sizes[name] for name in rows), math.prod(sizes[name] for name in columns))
 
-    def matmul(x: Array, codes: Array, scale: Array | NestedScales) -> Array:
-        return type(w).matmul(
-            x,
-            codes,
-            scale,
-            shape=shape,
-            block_size=w.block,
-            transpose=plan.transpose,
-            out_dtype=dtype,
-        )
+    def matmul(x: Array, parts: Any) -> Array:
+        return w.matmul(x, parts, shape=shape, transpose=plan.transpose, out_dtype=dtype)
 
     for _ in plan.mapped:
-        matmul = jax.vmap(matmul, in_axes=(None, 0, 0))
+        matmul = jax.vmap(matmul, in_axes=(None, 0))
     for _ in plan.batch:
         matmul = jax.vmap(matmul)
-    y = matmul(x, codes, scale)
+    y = matmul(x, parts)
     y = y.reshape(*y.shape[:-1], *(sizes[name] for name in plan.free))
     return _reorder(y, (*plan.batch, *plan.mapped, *x_free, *plan.free), out_names)
 

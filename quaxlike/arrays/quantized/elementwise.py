@@ -1,21 +1,18 @@
 """Arithmetic that is done on the scales alone."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
-from jaxtyping import Array
 
 from ...core.rules import register, register_on_either_side
 from .base import AbstractQuantizedArray
-from .scales import NestedScales
 
 
 @register("neg")
 def _neg(w: AbstractQuantizedArray, **params: Any) -> Any:
-    return dataclasses.replace(w, scale=_times(w.scale, jnp.float32(-1)))
+    return w.times(jnp.float32(-1))
 
 
 @register_on_either_side("mul", AbstractQuantizedArray, other=ArrayLike)
@@ -35,11 +32,4 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     The scales may be frozen, but the factor need not be: it is reached through those of the result."""
     if factor.ndim or not jnp.issubdtype(factor.dtype, jnp.floating):
         return NotImplemented
-    w = w.opened()
-    return dataclasses.replace(w, scale=_times(w.scale, factor.astype(jnp.float32)))
-
-
-def _times(scale: Array | NestedScales, factor: Array) -> Array | NestedScales:
-    if isinstance(scale, NestedScales):
-        return dataclasses.replace(scale, absmax=scale.absmax * factor, offset=scale.offset * factor)
-    return scale * factor
+    return w.opened().times(factor.astype(jnp.float32))

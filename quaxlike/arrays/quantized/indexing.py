@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from ...core.rules import register
 from ..bounds import clamped_start
@@ -31,7 +31,7 @@ def _dynamic_slice(
         if cut != [0] or slice_sizes[0] != 1 or w.axes:
             return NotImplemented
         index = clamped_start(starts[0], w.shape[0], 1)
-        return _cut_rows(w, index[None])
+        return w.rows_at(index[None])
     axes = [free.permutation.index(axis) for axis in range(free.num_lead)]
 
     def take(leaf: Array) -> Array:
@@ -73,7 +73,7 @@ def _gather(
         if indexed != [0] or slice_sizes[0] != 1 or dims.operand_batching_dims:
             return NotImplemented
         positions = indices[..., 0]
-        out = _cut_rows(w, jnp.clip(positions, 0, w.shape[0] - 1))
+        out = w.rows_at(jnp.clip(positions, 0, w.shape[0] - 1))
         if fills:
             inside = (positions >= 0) & (positions < w.shape[0])
             out = jnp.where(inside.reshape(*inside.shape, *[1] * (out.ndim - inside.ndim)), out, jnp.nan)
@@ -100,7 +100,7 @@ def _gather(
             dims._replace(offset_dims=tuple(offsets), start_index_map=tuple(indexed)),
             (*slice_sizes[: free.num_lead], *rest),
             mode=mode,
-            fill_value=0 if jnp.issubdtype(leaf.dtype, jnp.integer) else np.nan,
+            fill_value=_nan_of(leaf.dtype),
             **params,
         )
 
@@ -110,12 +110,8 @@ def _gather(
     return out.materialise() if len(w.shape) <= 2 else out
 
 
-def _cut_rows(w: AbstractQuantizedArray, rows: Int[Array, "*batch"]) -> Array:
-    """Rows of a stored array whose blocks cross them, dense: `(*batch, *row)`."""
-    shape = w.stored_shape[1:]
-    size = math.prod(shape)
-    index = jnp.expand_dims(rows * size, -1) + lax.broadcasted_iota(
-        rows.dtype, (*rows.shape, size), rows.ndim
-    )
-    values = w.decode_at(w.codes, w.dense_scale(), index, w.block)
-    return values.reshape(*rows.shape, *shape).astype(w.logical_dtype)
+def _nan_of(dtype: Any) -> Any:
+    """What a leaf of this dtype holds where there is no value: all bits set is NaN in eight bits, too."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return np.nan
+    return 255 if dtype == np.uint8 else 0

@@ -1,20 +1,20 @@
 """8-bit integer arrays."""
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int
 
 from ...kernels import blockwise, int8_matmul
-from .base import AbstractQuantizedArray, as_floating, quantize_stack
+from .base import AbstractScaledArray, as_floating, quantize_stack
 from .scales import NestedScales, dense_scales
 
 _I = TypeVar("_I", bound="Int8Array")
 
 
-class Int8Array(AbstractQuantizedArray):
+class Int8Array(AbstractScaledArray):
     """An 8-bit integer array: integers from -127 to 127, times a scale for each channel or block."""
 
     codes_per_entry = 1
@@ -89,23 +89,21 @@ class Int8Array(AbstractQuantizedArray):
     ) -> Float32[Array, "*shape"]:
         return codes[index].astype(jnp.float32) * scale[index // block_size]
 
-    @classmethod
     def matmul(
-        cls,
+        self,
         x: Float[Array, "*batch contracted"],
-        codes: Array,
-        scale: Array | NestedScales,
+        parts: Any,
         *,
         shape: tuple[int, int],
-        block_size: int,
         transpose: bool,
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
+        codes, scale = parts
         return int8_matmul(
             x,
             codes.reshape(shape),
             dense_scales(scale).reshape(shape[0], -1 if shape[0] else 0),
-            block_size=block_size,
+            block_size=self.block,
             transpose=transpose,
             out_dtype=out_dtype,
         )

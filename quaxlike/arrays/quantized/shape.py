@@ -11,7 +11,6 @@ from jaxtyping import Array
 
 from ...core.rules import register
 from .base import AbstractQuantizedArray
-from .scales import NestedScales
 
 _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
@@ -137,7 +136,7 @@ def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
 @register("concatenate")
 def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> Any:
     ws = _alike(ws)
-    if len({isinstance(w.scale, NestedScales) for w in ws}) > 1:
+    if len({jax.tree.structure(w.scale) for w in ws}) > 1:
         ws = tuple(w.untied() for w in ws)
     parts = [part for w in ws if (part := with_free_axes(w, [dimension])) is not None]
     if len(parts) < len(ws) or len({jax.tree.structure(part) for part in parts}) > 1:

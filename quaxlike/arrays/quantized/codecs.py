@@ -1,0 +1,200 @@
+"""The table of block formats: what a code stands for, and how scales and minima are stored."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+from ...kernels import bits as bitstream
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+_FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+_LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """A block format: codes of `bits` each, a little-endian stream in a row, whose blocks share a scale.
+
+        value = scale · (code - zero)      zeros = "points"
+        value = scale · code ± zero        zeros = "plus", "minus"
+        scale = outer · inner              two levels: `group`
+
+    **Attributes:**
+
+    - `bits`: of a code, 2 to 8.
+    - `codes`: `"integer"`, unsigned, from which `bias` is taken; `"e4m3"`, `"e5m2"`; or `"table"`.
+    - `bias`: what is taken from integer codes.
+    - `table`: the values of the codes.
+    - `block`: the usual number of codes that share a scale; None for a whole row.
+    - `scales`: `"float"` of any dtype; `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half of it), as bytes;
+        `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in the low, the minimum in the
+        high half of a byte.
+    - `group`: how many blocks share an outer scale, 0 for all of a row; None for one level of scales.
+    - `over`: whether the inner scale is divided by the outer one.
+    - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
+    - `dtype`: of the floating scales that `quantize` makes.
+    - `limits`: for scales that are integers, the smallest and the largest.
+    """
+
+    bits: int
+    codes: str = "integer"
+    bias: int = 0
+    table: tuple[float, ...] | None = None
+    block: int | None = None
+    scales: str = "float"
+    group: int | None = None
+    over: bool = False
+    zeros: str | None = None
+    dtype: str = "float32"
+    limits: tuple[int, int] = (0, 0)
+
+    def values(self, codes: Array) -> Float32[Array, "..."]:
+        """What uint8 codes stand for."""
+        if self.codes == "integer":
+            values = codes.astype(jnp.float32)
+            return values - self.bias if self.bias else values
+        if self.table is not None:
+            return jnp.asarray(self.table, jnp.float32)[codes]
+        return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
+
+    def range(self) -> tuple[float, float]:
+        """The smallest and the largest value of a code."""
+        if self.codes == "integer":
+            return -self.bias, 2**self.bits - 1 - self.bias
+        largest = max(self.table) if self.table is not None else _LARGEST_FLOAT8[self.codes]
+        return (min(self.table) if self.table is not None else -largest), largest
+
+    def nearest(self, values: Float32[Array, "..."]) -> Array:
+        """The uint8 codes of the values that are nearest; ties go to the even integer or the lower value."""
+        low, high = self.range()
+        if self.codes == "integer":
+            return (jnp.clip(jnp.round(values), low, high) + self.bias).astype(jnp.uint8)
+        if self.table is None:
+            narrow = jnp.clip(values, low, high).astype(_FLOAT8[self.codes])
+            return lax.bitcast_convert_type(narrow, jnp.uint8)
+        order = np.argsort(self.table, kind="stable")
+        ordered = np.asarray(self.table, np.float32)[order]
+        places = jnp.searchsorted((ordered[:-1] + ordered[1:]) / 2, values)
+        return jnp.asarray(order.astype(np.uint8))[places]
+
+    def num_blocks(self, count: int, block: int) -> int:
+        """How many blocks a row of this many codes has."""
+        return -(-count // max(block, 1))
+
+    def num_groups(self, blocks: int) -> int:
+        """How many outer scales a row of this many blocks has."""
+        return -(-blocks // self.group) if self.group else min(blocks, 1)
+
+    def scales_and_zeros(
+        self, scale: Array, outer: Array | None, zero: Array | None, outer_zero: Array | None
+    ) -> tuple[Float32[Array, "*lead blocks"], Float32[Array, "*lead blocks"] | None]:
+        """The float32 scale of each block, and its zero point or minimum."""
+        if self.scales == "nibbles":
+            scale, zero = scale & np.uint8(15), scale >> np.uint8(4)
+        blocks = scale.shape[-1]
+        inner = self._inner(scale)
+        if outer is not None:
+            outer = self._spread(outer, blocks)
+            inner = inner / outer if self.over else outer * inner
+        if zero is None:
+            return inner, None
+        zero = zero.astype(jnp.float32)
+        return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
+
+    def planes(self, count: int, block: int, parts: Sequence[Any]) -> list[Float32[Array, "*lead width"]]:
+        """The values of rows of `count` codes, in the planes of [`bits.planes`].
+
+        **Arguments:**
+
+        - `parts`: codes, `(*lead, bytes)`; scale, outer scale, zero, outer zero, as of `BlockScales`.
+        """
+        packed, *scales = parts
+        scale, zero = self.scales_and_zeros(*scales)
+        codes = bitstream.planes(packed, self.bits)
+        stride = len(codes)
+        single = scale.shape[-1] == 1
+        if not single and block % stride:  # blocks do not hold as many codes of each plane
+            codes, stride = [bitstream.unpack(packed, self.bits, count)], 1
+        out = []
+        for i, plane in enumerate(codes):
+            width = len(range(i, count, stride))
+            along = lambda x, width=width: (
+                x if single else jnp.repeat(x, block // stride, axis=-1)[..., :width]
+            )
+            values, s = self.values(plane[..., :width]), along(scale)
+            if zero is None:
+                out.append(values * s)
+            elif self.zeros == "points":
+                out.append((values - along(zero)) * s)
+            else:
+                shift = along(zero)
+                out.append(values * s + shift if self.zeros == "plus" else values * s - shift)
+        return out
+
+    def _inner(self, scale: Array) -> Array:
+        if self.scales == "e8m0":  # by its bits: powers of two are not exact on every device
+            tiny = jnp.where(scale == 0, np.uint32(1 << 22), np.uint32(0))
+            raw = scale.astype(jnp.uint32) << np.uint32(23) | tiny
+            raw = jnp.where(scale == 255, np.uint32(0x7FC00000), raw)
+            return lax.bitcast_convert_type(raw, jnp.float32)
+        if self.scales == "e8m0_half":  # as ggml has it, where no byte is NaN
+            wide = scale.astype(jnp.uint32)
+            raw = jnp.where(wide < 2, np.uint32(1 << 21) << wide, (wide - 1) << 23)
+            return lax.bitcast_convert_type(raw, jnp.float32)
+        if self.scales == "e4m3":
+            return lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
+        return scale.astype(jnp.float32)
+
+    def _spread(self, outer: Array, blocks: int) -> Array:
+        outer = outer.astype(jnp.float32)
+        return jnp.repeat(outer, self.group, axis=-1)[..., :blocks] if self.group else outer
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Decodes rows of parts, as `block_matmul` asks for it."""
+
+    codec: Codec
+    count: int
+    block: int
+
+    def __call__(self, parts: Any) -> list[Array]:
+        return self.codec.planes(self.count, self.block, parts)
+
+
+_integer = lambda bits, **options: Codec(bits, bias=2 ** (bits - 1), **options)
+_unsigned = functools.partial(Codec, zeros="points")
+_gguf = functools.partial(Codec, dtype="float16")
+
+#: The formats that `BlockArray.quantize` and `quaxlike.quantize` know by name.
+CODECS: dict[str, Codec] = {
+    **{f"int{n}_block": _integer(n, block=128 if n < 8 else None) for n in (2, 3, 4, 5, 6, 8)},
+    **{f"uint{n}_block": _unsigned(n, block=128 if n < 8 else None) for n in (2, 3, 4, 5, 6, 8)},
+    "fp8": Codec(8, "e4m3"),
+    "fp8_e5m2": Codec(8, "e5m2"),
+    "fp8_block": Codec(8, "e4m3", block=128),
+    "mxfp4": Codec(4, "table", table=E2M1, block=32, scales="e8m0"),
+    "mxfp8": Codec(8, "e4m3", block=32, scales="e8m0"),
+    "nvfp4": Codec(4, "table", table=E2M1, block=16, scales="e4m3", group=0),
+    "q4_0": _gguf(4, bias=8, block=32),
+    "q4_1": _gguf(4, block=32, zeros="plus"),
+    "q5_0": _gguf(5, bias=16, block=32),
+    "q5_1": _gguf(5, block=32, zeros="plus"),
+    "q8_0": _gguf(8, bias=128, block=32),
+    "q2_k": _gguf(2, block=16, scales="nibbles", group=16, zeros="minus", limits=(0, 15)),
+    "q3_k": _gguf(3, bias=4, block=16, scales="integer", group=16, limits=(-32, 31)),
+    "q4_k": _gguf(4, block=32, scales="integer", group=8, zeros="minus", limits=(0, 63)),
+    "q5_k": _gguf(5, block=32, scales="integer", group=8, zeros="minus", limits=(0, 63)),
+    "q6_k": _gguf(6, bias=32, block=16, scales="integer", group=16, limits=(-128, 127)),
+    "mxfp4_gguf": Codec(4, "table", table=tuple(2 * x for x in E2M1), block=32, scales="e8m0_half"),
+    "iq4_nl": _gguf(4, "table", table=IQ4_NL, block=32),
+    "iq4_xs": _gguf(4, "table", table=IQ4_NL, block=32, scales="integer", group=8, limits=(-32, 31)),
+}

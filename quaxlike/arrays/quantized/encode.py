@@ -1,0 +1,117 @@
+"""Values to codes, scales and zeros of any codec, each block on its own and to the nearest."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, UInt8
+
+from .codecs import Codec
+
+Parts = tuple[Array, Array | None, Array | None, Array | None]
+
+_TINY = np.float32(np.finfo(np.float32).tiny)
+
+
+@functools.partial(jax.jit, static_argnames=("codec", "block"), inline=True)
+def encode(
+    x: Array, codec: Codec, block: int, *, like: tuple[Any, ...] | None = None
+) -> tuple[UInt8[Array, "*lead n"], Parts]:
+    """Quantises the last axis in blocks.
+
+    **Arguments:**
+
+    - `x`: `(*lead, n)`, any floating dtype; computed in float32.
+    - `codec`: how codes, scales and zeros are stored.
+    - `block`: how many elements share a scale; the last block of a row may be partial.
+    - `like`: scales and zeros whose dtypes are taken; those of the codec if None.
+
+    **Returns:** the codes, one a byte, and scale, outer scale, zero and outer zero, as of `BlockScales`.
+    """
+    x = x.astype(jnp.float32)
+    n = x.shape[-1]
+    missing = -n % block
+    # Padding repeats the last element: it changes neither the least nor the largest of its block.
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
+    blocks = padded.reshape(*x.shape[:-1], -1, block)
+    scale, zero = _wanted(blocks, codec)
+    parts = _stored(scale, zero, codec, like)
+    scale, zero = codec.scales_and_zeros(*parts)
+    scale, zero = scale[..., None], None if zero is None else zero[..., None]
+    inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
+    if zero is None:
+        codes = codec.nearest(blocks * inverse)
+    elif codec.zeros == "points":
+        codes = codec.nearest(blocks * inverse + zero)
+    else:
+        codes = codec.nearest((blocks - zero if codec.zeros == "plus" else blocks + zero) * inverse)
+    return codes.reshape(*x.shape[:-1], -1)[..., :n], parts
+
+
+def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
+    """The scales and zeros with which codes cover each block."""
+    low, high = codec.range()
+    if codec.zeros is None:
+        largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+        # Where the codes reach further on one side, the element of the largest magnitude goes there.
+        if codec.bits <= 3 or (codec.codes == "table" and -low > high):
+            at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
+            return jnp.take_along_axis(blocks, at, axis=-1)[..., 0] / low, None
+        return largest / min(-low, high), None
+    least = jnp.minimum(jnp.min(blocks, axis=-1, initial=np.inf), 0)
+    most = jnp.maximum(jnp.max(blocks, axis=-1, initial=-np.inf), 0)
+    scale = (most - least) / (high - low)
+    if codec.zeros == "points":
+        return scale, jnp.round(-least / jnp.where(scale == 0, 1.0, scale))
+    return scale, least if codec.zeros == "plus" else -least
+
+
+def _stored(
+    scale: Float32[Array, "*lead blocks"], zero: Any, codec: Codec, like: tuple[Any, ...] | None
+) -> Parts:
+    """Scales and zeros as the codec stores them."""
+    floating = np.dtype(codec.dtype)
+    dtypes = [floating] * 4 if like is None else [x if x is None else x.dtype for x in like]
+    outer = outer_zero = None
+    if codec.scales in ("integer", "nibbles"):
+        scale, outer = _multiples(scale, codec, codec.limits, dtypes[1])
+        if codec.zeros is not None:
+            zero, outer_zero = _multiples(zero, codec, codec.limits, dtypes[3])
+        if codec.scales == "nibbles":
+            return (scale | zero << 4).astype(jnp.uint8), outer, None, outer_zero
+        small = jnp.int8 if codec.limits[0] < 0 else jnp.uint8
+        return scale.astype(small), outer, None if zero is None else zero.astype(small), outer_zero
+    if codec.scales in ("e8m0", "e8m0_half"):
+        # The power of two that is at least the scale, so that nothing is cut off.
+        raw = lax.bitcast_convert_type(jnp.maximum(scale, _TINY), jnp.uint32)
+        up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
+        byte = (raw >> 23) + up + np.uint32(codec.scales == "e8m0_half")
+        return jnp.minimum(byte, 254).astype(jnp.uint8), None, None, None
+    if codec.scales == "e4m3":
+        if codec.group is not None:
+            largest = jnp.max(scale, axis=-1, keepdims=True, initial=0)
+            largest = jnp.where(largest == 0, 1.0, largest)
+            outer = 448 / largest if codec.over else largest / 448
+            scale = scale * outer if codec.over else scale / outer
+        narrow = jnp.minimum(scale, 448).astype(jnp.float8_e4m3fn)
+        return lax.bitcast_convert_type(narrow, jnp.uint8), outer, None, None
+    if codec.zeros == "points":
+        small = jnp.uint8 if like is None else dtypes[2]
+        return scale.astype(dtypes[0]), None, zero.astype(small), None
+    return scale.astype(dtypes[0]), None, None if zero is None else zero.astype(dtypes[2]), None
+
+
+def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> tuple[Array, Array]:
+    """`x` as integers times an outer scale for each group."""
+    group = codec.group or x.shape[-1]
+    missing = -x.shape[-1] % group
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    groups = padded.reshape(*x.shape[:-1], -1, group)
+    outer = (jnp.max(jnp.abs(groups), axis=-1, initial=0) / limits[1]).astype(dtype)
+    spread = outer.astype(jnp.float32)[..., None]
+    whole = jnp.round(jnp.where(spread == 0, 0.0, groups / jnp.where(spread == 0, 1.0, spread)))
+    whole = jnp.clip(whole, *limits).astype(jnp.int32)
+    return whole.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], outer

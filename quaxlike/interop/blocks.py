@@ -1,0 +1,189 @@
+"""Tensors of a checkpoint, checked, and the block arrays that they make."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
+from ..kernels import bits as bitstream
+from .errors import CheckpointError, complain
+from .tensors import Tensors
+
+FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
+
+
+class Weight(NamedTuple):
+    """A weight of the unquantised checkpoint: the tensors that it takes, and a function that reads it."""
+
+    tensors: tuple[str, ...]
+    read: Callable[[], Any]
+
+
+class Layer:
+    """The tensors of one layer of a checkpoint, by their suffixes, and what has been asked for.
+
+    **Attributes:**
+
+    - `name`: of the layer, without a dot at its end; `at(suffix)` names a tensor.
+    """
+
+    def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
+        self.tensors = tensors
+        self.name = name
+        self._separator = separator
+
+    def at(self, suffix: str) -> str:
+        return self.name + self._separator + suffix
+
+    def __contains__(self, suffix: str) -> bool:
+        return self.at(suffix) in self.tensors
+
+    def bad(self, suffix: str | None, problem: str) -> CheckpointError:
+        return complain(self.tensors.path, self.name if suffix is None else self.at(suffix), problem)
+
+    def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
+        """The shape of a tensor, which must be there, with `ndim` axes of at least one element."""
+        if suffix not in self:
+            raise self.bad(suffix, "is missing")
+        shape = self.tensors.info[self.at(suffix)].shape
+        if ndim is not None and (len(shape) != ndim or 0 in shape):
+            raise self.bad(suffix, f"expected {ndim} axes, none of them empty; found the shape {shape}")
+        return shape
+
+    def dtype(self, suffix: str) -> np.dtype:
+        self.shape(suffix)
+        return self.tensors.info[self.at(suffix)].dtype
+
+    def get(self, suffix: str, dtypes: Iterable[np.dtype], *shapes: tuple[int, ...]) -> np.ndarray:
+        """A tensor, of one of these dtypes and one of these shapes (any, if none is given)."""
+        shape, dtype, dtypes = self.shape(suffix), self.dtype(suffix), list(dtypes)
+        if dtype not in dtypes or (shapes and shape not in shapes):
+            wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
+            names = ", ".join(map(str, dtypes))
+            raise self.bad(suffix, f"expected {names} of shape {wanted}; found {dtype} of shape {shape}")
+        return self.tensors[self.at(suffix)]
+
+    def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
+        """Floating scales, which must be finite."""
+        scale = self.get(suffix, FLOATS, *shapes)
+        if not np.isfinite(scale.astype(np.float32)).all():
+            raise self.bad(suffix, "has scales that are not finite")
+        return scale
+
+
+def layers(tensors: Tensors, suffix: str, separator: str = ".") -> list[Layer]:
+    """Those that have a tensor of this suffix."""
+    end = separator + suffix
+    return [Layer(tensors, name.removesuffix(end), separator) for name in tensors if name.endswith(end)]
+
+
+def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, Weight]:
+    """The entry for `layer`, which takes those tensors of these suffixes that there are."""
+    taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
+    return {layer.name + ".weight": Weight(taken, guarded(layer, read))}
+
+
+def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:
+    """`read`, whose `ValueError`s name the layer: what the array type finds wrong about its parts."""
+
+    def checked() -> Any:
+        try:
+            return read()
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise layer.bad(None, str(error)) from error
+
+    return checked
+
+
+def stream(words: np.ndarray) -> np.ndarray:
+    """Words of any integer dtype as the bytes of a little-endian stream, along the last axis."""
+    return np.ascontiguousarray(words).view(np.uint8)
+
+
+def integers(
+    codes: np.ndarray,
+    scale: np.ndarray,
+    zero: np.ndarray | None,
+    *,
+    bits: int,
+    block: int | None,
+    count: int | None = None,
+    order: np.ndarray | None = None,
+) -> BlockArray:
+    """`scale * (code - zero)` for unsigned codes of some bits; `zero` None, or the same everywhere, for
+    the middle of their range."""
+    middle = 1 << (bits - 1)
+    symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
+    codec = Codec(bits, bias=middle) if symmetric else Codec(bits, zeros="points")
+    return BlockArray.from_codes(
+        codes,
+        BlockScales(scale, zero=None if symmetric else zero),
+        codec=codec,
+        block_size=block,
+        count=count,
+        order=None if order is None else order.astype(np.int32),
+    )
+
+
+def small_floats(
+    raw: np.ndarray,
+    scale: np.ndarray,
+    *,
+    codec: str | Codec,
+    block: int | None,
+    outer: np.ndarray | None = None,
+    count: int | None = None,
+) -> BlockArray:
+    """Codes that are floats of 8 or 4 bits. `count` for codes that are packed already."""
+    codec = CODECS[codec] if isinstance(codec, str) else codec
+    scales = BlockScales(scale, outer=outer)
+    return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
+
+
+def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
+    """Scales of tiles as those of rows: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
+    return np.repeat(grid, tile_rows, axis=0)[:rows]
+
+
+def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
+    """One scale, or one a row, as `(rows, 1)`."""
+    return np.broadcast_to(scale.reshape(-1, 1), (rows, 1))
+
+
+def num_words(count: int, bits: int) -> int:
+    """How many words of 32 bits hold this many codes."""
+    return -(-count * bits // 32)
+
+
+def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[int] = ()) -> int:
+    """An integer of a configuration."""
+    value, among = config.get(key), list(among)
+    if type(value) is not int or (among and value not in among):
+        wanted = f"one of {', '.join(map(str, among))}" if among else "an integer"
+        raise complain(path, key, f"the quantisation config must give {wanted}; found {value!r}")
+    return value
+
+
+def group_size(config: Mapping[str, Any], path: Path) -> int | None:
+    """How many codes share a scale; None for all of a row."""
+    size = integer(config, "group_size", path)
+    if size != -1 and size < 1:
+        raise complain(path, "group_size", f"must be positive, or -1 for whole rows; found {size}")
+    return None if size == -1 else size
+
+
+def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    return bitstream.unpack(packed, bits, count)
+
+
+def num_blocks(count: int, block: int | None) -> int:
+    return 1 if block is None else math.ceil(count / block)

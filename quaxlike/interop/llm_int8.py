@@ -1,0 +1,32 @@
+"""LLM.int8 of bitsandbytes: int8 weights with a scale for each row.
+
+Source: Dettmers et al., LLM.int8(), <https://arxiv.org/abs/2208.07339>.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays.quantized import Int8Array
+from .blocks import INT8, UINT8, Layer, Weight, layers, weight
+from .tensors import Tensors
+
+
+def weights(tensors: Tensors) -> dict[str, Weight]:
+    """The quantised weights of a checkpoint, by name."""
+    out: dict[str, Weight] = {}
+    for layer in layers(tensors, "SCB"):
+        out |= weight(layer, ("weight", "SCB", "weight_format"), lambda layer=layer: _read(layer))
+    return out
+
+
+def _read(layer: Layer) -> Any:
+    n, k = layer.shape("weight", 2)
+    if "weight_format" in layer:
+        found = layer.get("weight_format", [UINT8], (), (1,))
+        if found != 0:
+            raise layer.bad("weight_format", f"must be 0, row-major; found {found}. Save it again on a CPU")
+    scale = layer.scales("SCB", (n,))
+    codes = layer.get("weight", [INT8], (n, k))
+    return Int8Array(jnp.asarray(codes), jnp.asarray((scale / np.float32(127)).astype(np.float32)[:, None]))

@@ -1,0 +1,46 @@
+"""MXFP4 as GPT-OSS is published: blocks of 32 floats of 4 bits that share a power of two.
+
+Source: the Microscaling Formats specification of OCP, <https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..arrays.quantized import CODECS, BlockArray
+from .blocks import UINT8, Layer, Weight, guarded, layers, small_floats
+from .errors import complain
+from .tensors import Tensors
+
+
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+    """The quantised weights of a checkpoint, by name, of shape (experts, out, in)."""
+    out: dict[str, Weight] = {}
+    for layer in layers(tensors, "blocks", "_"):
+        read = guarded(layer, lambda layer=layer: _read(layer))
+        out[layer.name] = Weight((layer.at("blocks"), layer.at("scales")), read)
+    return out
+
+
+def _read(layer: Layer) -> Any:
+    shape = layer.shape("blocks")
+    if len(shape) < 2 or shape[-1] != 16 or 0 in shape:
+        raise layer.bad("blocks", f"expected blocks of 16 bytes on the last axis; found the shape {shape}")
+    scale = layer.get("scales", [UINT8], shape[:-1])
+    if (scale == 255).any():
+        raise layer.bad("scales", "has a scale of 255, which is NaN")
+    raw = layer.get("blocks", [UINT8]).reshape(*shape[:-2], -1)
+    return small_floats(raw, scale, codec="mxfp4", block=32, count=2 * raw.shape[-1])
+
+
+def tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
+    """The tensors of a weight, to be written."""
+    if w.codec != CODECS["mxfp4"] or w.block != 32 or w.axes or len(w.inner_shape) != 1:
+        raise complain(path, name, "is no array of the codec mxfp4 in blocks of 32 along its last axis")
+    if w.inner_shape[0] % 32:
+        raise complain(path, name, f"blocks of 32 do not divide the last axis of {w.inner_shape[0]}")
+    codes = np.asarray(w.codes)
+    blocks = codes.reshape(*codes.shape[:-1], -1, 16)
+    return {name + "_blocks": blocks, name + "_scales": np.asarray(w.scale.scale)}

@@ -1,0 +1,76 @@
+"""Codes of 2 to 8 bits as one little-endian stream: code `j` is at bits `b·j … b·j + b - 1` of the bytes."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def stride_of(bits: int) -> int:
+    """How many codes begin and end on whole bytes together: 2 of 4 bits, 8 of 3 bits."""
+    return math.lcm(8, bits) // bits
+
+
+def num_bytes(codes: int, bits: int) -> int:
+    """How many bytes hold this many codes."""
+    return -(-codes * bits // 8)
+
+
+def planes(packed: Any, bits: int) -> list[Any]:
+    """The codes of the last axis of bytes, in `stride` planes: codes 0, stride, …; codes 1, stride + 1, …
+
+    Planes need no interleaving, which costs as much as the unpacking itself.
+
+    **Arguments:**
+
+    - `packed`: `(..., bytes)` uint8, a NumPy or a JAX array.
+    - `bits`: of a code, 1 to 8.
+
+    **Returns:** for each plane the codes, uint8, the last unit filled up with zeros.
+    """
+    if bits == 8:
+        return [packed]
+    stride = stride_of(bits)
+    unit = stride * bits // 8
+    if missing := -packed.shape[-1] % unit:
+        xp: Any = np if isinstance(packed, np.ndarray) else jnp
+        packed = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+    parts = [packed[..., i::unit] for i in range(unit)] if unit > 1 else [packed]
+    mask, out = np.uint8(2**bits - 1), []
+    for j in range(stride):
+        i, shift = divmod(j * bits, 8)
+        code = parts[i] >> np.uint8(shift) if shift else parts[i]
+        if shift + bits > 8:
+            code = code | parts[i + 1] << np.uint8(8 - shift)
+        out.append(code & mask)
+    return out
+
+
+def unpack(packed: Any, bits: int, count: int) -> Any:
+    """The first `count` codes of the last axis of bytes, uint8, as NumPy or JAX has them."""
+    xp: Any = np if isinstance(packed, np.ndarray) else jnp
+    parts = planes(packed, bits)
+    codes = parts[0] if len(parts) == 1 else xp.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
+    return codes[..., :count]
+
+
+def pack(codes: Any, bits: int) -> Any:
+    """The bytes of uint8 codes along the last axis, the last byte filled up with zeros."""
+    if bits == 8:
+        return codes
+    xp: Any = np if isinstance(codes, np.ndarray) else jnp
+    count, stride = codes.shape[-1], stride_of(bits)
+    if missing := -count % stride:
+        codes = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    unit = stride * bits // 8
+    out: list[Any] = [None] * unit
+    for j in range(stride):
+        i, shift = divmod(j * bits, 8)
+        code = codes[..., j::stride]
+        low = code << np.uint8(shift)
+        out[i] = low if out[i] is None else out[i] | low
+        if shift + bits > 8:
+            out[i + 1] = code >> np.uint8(8 - shift)
+    packed = out[0] if unit == 1 else xp.stack(out, axis=-1).reshape(*codes.shape[:-1], -1)
+    return packed[..., : num_bytes(count, bits)]
