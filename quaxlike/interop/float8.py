@@ -63,6 +63,7 @@ def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_blo
     - `tile`: the rows and columns that share a scale.
     """
     n, k = layer.shape("weight", 2)
+    shapes: dict[tuple[int, ...], list[int] | None]
     shapes = {(): None, (1,): None, (1, 1): None, (n, 1): None, (n,): None}
     if column_block is not None:
         tile = [1, column_block]

@@ -253,8 +253,8 @@ class BlockArray(AbstractQuantizedArray):
         else:
             codes, scale, order = self._rows(self._frozen(self.parts))
             taken = jax.tree.map(lambda leaf: leaf[rows], (codes, scale))
-            flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), taken)
-            dense = self._decode(*flat, order).reshape(*rows.shape, *self.stored_shape[1:])
+            codes, scale = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), taken)
+            dense = self._decode(codes, scale, order).reshape(*rows.shape, *self.stored_shape[1:])
         return dense.astype(self.logical_dtype)
 
     def matmul(
