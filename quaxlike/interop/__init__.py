@@ -3,13 +3,15 @@
 from typing import TYPE_CHECKING
 
 from .._lazy import lazily
+from .checkpoint import Checkpoint, load, open_checkpoint
 from .errors import CheckpointError
+from .saving import save
 
 if TYPE_CHECKING:
     from . import bitsandbytes as bitsandbytes
     from . import peft as peft
     from . import safetensors as safetensors
 
-__all__ = ["CheckpointError"]
+__all__ = ["Checkpoint", "CheckpointError", "load", "open_checkpoint", "save"]
 
 __getattr__, __dir__ = lazily(__name__, ("bitsandbytes", "peft", "safetensors"), globals())

@@ -94,7 +94,12 @@ def _in_columns(
     column of the weight, whose elements are sorted by their groups."""
     n, k = shape
     groups = n * k // size
-    if groups % k:
+    if k % groups == 0:  # all of a column is in one group
+        in_rows = lambda x: x.reshape(-1)[np.arange(k) % groups, None]
+        scales = BlockScales(in_rows(scale), zero=in_rows(zero))
+        turned, codec = np.ascontiguousarray(codes.reshape(n, k).T), Codec(bits, zeros="points")
+        return BlockArray.from_codes(turned, scales, codec=codec, block_size=None).with_axes((1, 0))
+    if groups % k:  # neighbours are in different groups along either axis: nothing is shared
         codes = codes.reshape(n, k)
         index = np.arange(n * k).reshape(n, k) % groups
         scales = BlockScales(scale.reshape(-1)[index], zero=zero.reshape(-1)[index])

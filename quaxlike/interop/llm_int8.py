@@ -29,4 +29,5 @@ def _read(layer: Layer) -> Any:
             raise layer.bad("weight_format", f"must be 0, row-major; found {found}. Save it again on a CPU")
     scale = layer.scales("SCB", (n,))
     codes = layer.get("weight", [INT8], (n, k))
-    return Int8Array(jnp.asarray(codes), jnp.asarray((scale / np.float32(127)).astype(np.float32)[:, None]))
+    rows = (scale / np.float32(127)).astype(np.float32)[:, None]
+    return Int8Array(jnp.asarray(codes), jnp.asarray(rows), block_size=None)

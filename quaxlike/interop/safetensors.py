@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,6 +139,32 @@ def load(
             tensors.path, None, f"the model has no place for {names}; pass strict=False to leave out"
         )
     return out
+
+
+def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
+    """The Values of a file that `save` wrote, by name, each to be read by a call; and the names of the
+    tensors that they take."""
+    nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
+
+    def names_in(node: Any) -> None:
+        if isinstance(node, dict):
+            used.update(v for k, v in node.items() if k in ("array", "key") and isinstance(v, str))
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            names_in(child)
+
+    def read(name: str) -> Any:
+        def get(part: str) -> Any:
+            if part not in tensors:
+                raise ValueError(f"its tensor {part!r} is missing")
+            return as_jax(tensors[part])
+
+        try:
+            return decode(nodes[name], known, get)
+        except Exception as error:  # whatever an inconsistent value makes its type do
+            raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
+
+    names_in(nodes)
+    return {name: lambda name=name: read(name) for name in nodes}, used
 
 
 def _read_manifest(tensors: Tensors) -> dict[str, Any]:

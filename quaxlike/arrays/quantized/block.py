@@ -1,6 +1,7 @@
 """Arrays in the block formats in which weights are published."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -224,8 +225,7 @@ class BlockArray(AbstractQuantizedArray):
     def _decode(self, codes: Any, scale: BlockScales, order: Any) -> Float[Array, "*lead columns"]:
         """Rows of codes to values, whose columns are in order."""
         count = self._matrix[1]
-        planes: list[Array] = Rows(self.codec, count, self.block)((codes, *scale.parts()))
-        dense = join(planes, count)
+        dense = _decoded((codes, *scale.parts()), Rows(self.codec, count, self.block))
         if order is None:
             return dense
         back = jnp.broadcast_to(jnp.expand_dims(jnp.argsort(order), -2), dense.shape)
@@ -389,3 +389,9 @@ class BlockArray(AbstractQuantizedArray):
                 f"by {spec}: columns must be in order, and fill whole blocks and bytes. Shard another axis."
             )
         return [jax.P(*lead, *(inner if leaf.shape[-1] > 1 else [None])) for leaf in leaves]
+
+
+@functools.partial(jax.jit, static_argnames="rows", inline=True)
+def _decoded(parts: Any, rows: Rows) -> Float[Array, "*lead columns"]:
+    """Rows of codes to values, whose columns are in the order in which they are stored."""
+    return join(rows(parts), rows.count)

@@ -16,6 +16,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+# Powers of two: what is taken from a byte to have the exponent of a float32.
+_E8M0 = {"e8m0": 0, "e8m0_half": 1}
 _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
@@ -103,7 +105,9 @@ class Codec:
         inner = self._inner(scale)
         if outer is not None:
             outer = self._spread(outer, blocks)
-            inner = inner / outer if self.over else outer * inner
+            # Of one outer scale for all blocks XLA would take the reciprocal, and multiply with that.
+            each = lambda outer: lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
+            inner = inner / each(outer) if self.over else outer * inner
         if zero is None:
             return inner, None
         zero = zero.astype(jnp.float32)
@@ -118,6 +122,7 @@ class Codec:
         """
         packed, *scales = parts
         scale, zero = self.scales_and_zeros(*scales)
+        shrunk = self._shrunk(scales[0])
         codes = bitstream.planes(packed, self.bits)
         stride = len(codes)
         single = scale.shape[-1] == 1
@@ -130,6 +135,8 @@ class Codec:
                 x if single else jnp.repeat(x, block // stride, axis=-1)[..., :width]
             )
             values, s = self.values(plane[..., :width]), along(scale)
+            if shrunk is not None:
+                values = values * along(shrunk)
             if zero is None:
                 out.append(values * s)
             elif self.zeros == "points":
@@ -140,18 +147,23 @@ class Codec:
         return out
 
     def _inner(self, scale: Array) -> Array:
-        if self.scales == "e8m0":  # by its bits: powers of two are not exact on every device
-            tiny = jnp.where(scale == 0, np.uint32(1 << 22), np.uint32(0))
-            raw = scale.astype(jnp.uint32) << np.uint32(23) | tiny
-            raw = jnp.where(scale == 255, np.uint32(0x7FC00000), raw)
-            return lax.bitcast_convert_type(raw, jnp.float32)
-        if self.scales == "e8m0_half":  # as ggml has it, where no byte is NaN
-            wide = scale.astype(jnp.uint32)
-            raw = jnp.where(wide < 2, np.uint32(1 << 21) << wide, (wide - 1) << 23)
+        if self.scales in _E8M0:  # by its bits: powers of two are not exact on every device
+            wide = jnp.maximum(scale.astype(jnp.uint32), np.uint32(1 + _E8M0[self.scales]))
+            raw = (wide - np.uint32(_E8M0[self.scales])) << np.uint32(23)
+            if self.scales == "e8m0":
+                raw = jnp.where(scale == 255, np.uint32(0x7FC00000), raw)
             return lax.bitcast_convert_type(raw, jnp.float32)
         if self.scales == "e4m3":
             return lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
         return scale.astype(jnp.float32)
+
+    def _shrunk(self, scale: Array) -> Array | None:
+        """What is left of scales below the least normal number, 2**-126, which stands in for them: devices
+        take such numbers for zero, though their multiples are none."""
+        if self.scales not in _E8M0:
+            return None
+        below = np.int32(1 + _E8M0[self.scales]) - scale.astype(jnp.int32)
+        return jnp.where(below == 2, np.float32(0.25), jnp.where(below == 1, np.float32(0.5), np.float32(1)))
 
     def _spread(self, outer: Array, blocks: int) -> Array:
         outer = outer.astype(jnp.float32)

@@ -1,0 +1,195 @@
+"""`load` and `open_checkpoint`: checkpoints of every known format, which is found by itself."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ..arrays.quantized import BlockArray, Int8Array
+from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8, mlx, mxfp4, torchao
+from .blocks import Weight
+from .errors import complain
+from .gguf import is_gguf, open_gguf
+from .safetensors import open_values
+from .tensors import Tensors, as_jax, open_tensors, read_json
+
+_Reader = Callable[[Tensors, Mapping[str, Any]], dict[str, Weight]]
+
+# By the `quant_method` of a configuration.
+_READERS: dict[str, _Reader] = {
+    "gptq": gptq.weights,
+    "awq": awq.weights,
+    "compressed-tensors": compressed_tensors.weights,
+    "fp8": float8.weights,
+    "fbgemm_fp8": float8.weights,
+    "mxfp8": float8.weights,
+    "modelopt": float8.weights,
+    "mxfp4": mxfp4.weights,
+    "mlx": mlx.weights,
+    "hqq": hqq.weights,
+    "torchao": torchao.weights,
+}
+# What concerns activations and caches, and is of no use to weights alone.
+_SKIPPED = (
+    *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
+    *(".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
+)
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The weights of a checkpoint by the names that it has unquantised; each look-up reads one of them.
+
+    **Attributes:**
+
+    - `config`: what `config.json` says, if there is one.
+    - `metadata`: the free text entries of a safetensors header; the keys and values of a GGUF file.
+    - `format`: the format that was found: "gptq", "gguf", … or "safetensors".
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Callable[[], Any]],
+        *,
+        format: str,
+        config: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        dtype: DTypeLike | None,
+    ) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self.format = format
+        self.config = config
+        self.metadata = metadata
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._weights[name]()
+        if self._dtype is None or not isinstance(value, BlockArray | Int8Array):
+            return value
+        return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dict[str, Any]:
+    """Reads a checkpoint of any known format: GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes,
+    HQQ, torchao, MLX, GGUF, or plain safetensors.
+
+    **Arguments:**
+
+    - `path`: a folder with `config.json` and safetensors, or with a GGUF file; or a file.
+    - `dtype`: the dtype that block arrays stand for. Default: float32, in which their values are exact.
+        bitsandbytes says in the file what its 4-bit weights stand for.
+
+    **Returns:** arrays and quantised arrays by the names of the unquantised checkpoint
+    ("….q_proj.weight"), of shape (out, in). Codes and scales are those of the file.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged,
+    inconsistent, or of a format that cannot be read, with file, entry, expected and found.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike import interop
+
+        w = ql.BlockArray.quantize(jax.random.normal(jax.random.key(0), (32, 128)), codec="fp8")
+        interop.save("linear.safetensors", {"weight": w}, format="safetensors")
+        weights = interop.load("linear.safetensors")
+        ```
+    """
+    return dict(open_checkpoint(path, dtype=dtype))
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
+    """The same as `load`, but reads each weight when it is looked up.
+
+    **Arguments:** as of `load`.
+
+    **Returns:** a mapping from names, with `config`, `metadata` and `format`.
+
+    **Raises:** as `load`; what is wrong with a single weight, when that is looked up.
+    """
+    path = Path(path)
+    config, methods = _configs(path)
+    only_gguf = path.is_dir() and not list(path.glob("*.safetensors*")) and list(path.glob("*.gguf"))
+    if is_gguf(path) or only_gguf:
+        gguf = open_gguf(path)
+        thunks = {name: lambda name=name: gguf[name] for name in gguf}
+        return Checkpoint(thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype)
+    tensors = open_tensors(path)
+    method, settings = methods
+    if method is None and "quantization_config" in tensors.metadata:
+        text = tensors.metadata["quantization_config"].encode()
+        settings = read_json(tensors.path, text, "the quantisation config in the header")
+        method = settings.get("quant_method")
+    weights: dict[str, Callable[[], Any]] = {}
+    taken: set[str] = set()
+    if method in _READERS:
+        found = _READERS[method](tensors, settings)
+    elif method in (None, "bitsandbytes"):
+        found = llm_int8.weights(tensors)
+    else:
+        known = ", ".join([*_READERS, "bitsandbytes"])
+        raise complain(tensors.path, "quant_method", f"{known} can be read; found {method!r}")
+    for name, entry in found.items():
+        if name in tensors and name not in entry.tensors:
+            raise complain(tensors.path, name, f"is there twice: as it is, and as {', '.join(entry.tensors)}")
+        weights[name] = entry.read
+        taken.update(entry.tensors)
+    values, used = open_values(tensors)
+    weights |= values
+    taken |= used
+    rest: Mapping[str, Any] = tensors
+    if method in (None, "bitsandbytes"):
+        rest = bitsandbytes.Checkpoint(tensors)
+        method = method or ("safetensors" if not found and not rest.storage else "bitsandbytes")
+    for name in rest:
+        if name in taken or (method != "safetensors" and name.endswith(_SKIPPED)):
+            continue
+        if method in _READERS and name.endswith(_CODES):
+            raise complain(tensors.path, name, f"belongs to no weight of the format {method!r}")
+        weights[name] = lambda name=name: rest[name] if rest is not tensors else as_jax(tensors[name])
+    return Checkpoint(weights, format=str(method), config=config, metadata=tensors.metadata, dtype=dtype)
+
+
+# Of no use on its own: a file that has it beside no weight is damaged, or of another format.
+_CODES = (
+    *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_zero_point"),
+    *("_blocks", "_scales", ".W_q", ".SCB"),
+)
+
+
+def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, Any]]]:
+    """The configuration beside a checkpoint; the method of quantisation that it names, and its settings."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
+        return {}, (None, {})
+    read = lambda name: (
+        read_json(folder / name, (folder / name).read_bytes(), "the configuration")
+        if (folder / name).is_file()
+        else {}
+    )
+    config = read("config.json")
+    settings = config.get("quantization_config")
+    if isinstance(config.get("quantization"), dict) and "quant_method" not in (settings or {}):
+        return config, ("mlx", config["quantization"])
+    if settings is None and (other := read("quantize_config.json")):
+        settings = {"quant_method": "gptq", **other}
+    if settings is None and (other := read("hf_quant_config.json")):
+        settings = {"quant_method": "modelopt", **(other.get("quantization") or {})}
+    if settings is None:
+        return config, (None, {})
+    if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
+        raise complain(folder / "config.json", "quantization_config", "must name its quant_method")
+    return config, (settings["quant_method"], settings)
+
+
+_USUAL = ("model.safetensors", "model.safetensors.index.json")

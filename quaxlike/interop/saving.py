@@ -1,0 +1,94 @@
+"""`save`: weights by name as a checkpoint that other programs read."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._files import replacing
+from ..arrays.quantized import BlockArray
+from ..core.values import is_value
+from . import compressed_tensors_writer, gguf_writer, mxfp4, safetensors
+from .errors import complain
+from .tensors import write_tensors
+
+_FORMATS = ("gguf", "compressed-tensors", "mxfp4", "safetensors")
+
+
+def save(
+    path: str | os.PathLike[str],
+    mapping: Mapping[str, Any],
+    format: str = "safetensors",
+    *,
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes weights by name; [`quaxlike.interop.load`][] reads them again, bit for bit.
+
+    **Arguments:**
+
+    - `path`: the file to write. For compressed-tensors and mxfp4 also a folder, which then gets
+        `model.safetensors` and `config.json`.
+    - `mapping`: arrays and quantised arrays by the names that transformers has for them.
+    - `format`: `"gguf"` takes arrays of the codecs `q8_0` and `q4_0` (llama.cpp); `"compressed-tensors"`
+        those of integers with floating scales and of `fp8`, and `Int8Array` (vLLM); `"mxfp4"` those
+        of `mxfp4` (GPT-OSS); `"safetensors"` all types that ship with quaxlike. Other arrays are written as
+        they are.
+    - `config`: the `config.json` of the model, which a folder gets; for GGUF, what its metadata is made of.
+    - `metadata`: for GGUF, keys and values; those of a file that was read, say, with its tokenizer.
+
+    **Raises:** `ValueError` for an unknown format; `CheckpointError` for a value that the format cannot
+    hold; then nothing is written.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike import interop
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        mapping = {"lm_head.weight": ql.BlockArray.quantize(w, codec="q8_0")}
+        interop.save("head.gguf", mapping, format="gguf")
+        interop.load("head.gguf")["lm_head.weight"]
+        ```
+    """
+    path = Path(path)
+    if format not in _FORMATS:
+        raise ValueError(f"save writes the formats {', '.join(_FORMATS)}; found {format!r}.")
+    if format == "safetensors":
+        safetensors.save(path, dict(mapping))
+    elif format == "gguf":
+        keys = gguf_writer.metadata_of(config) if config is not None else {}
+        gguf_writer.write(path, mapping, {**keys, **(metadata or {})})
+    else:
+        write = _mxfp4 if format == "mxfp4" else compressed_tensors_writer.tensors_of
+        _write_folder(path, *write(path, mapping), config or {})
+
+
+def _mxfp4(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    tensors: dict[str, np.ndarray] = {}
+    for name, value in mapping.items():
+        if isinstance(value, BlockArray):
+            tensors |= mxfp4.tensors_of(path, name, value)
+        elif is_value(value):
+            kind = type(value).__name__
+            raise complain(path, name, f"a {kind} has no place in the file; quantise to 'mxfp4'")
+        else:
+            tensors[name] = np.asarray(value)
+    return tensors, {"quant_method": "mxfp4"}
+
+
+def _write_folder(
+    path: Path, tensors: dict[str, np.ndarray], settings: dict[str, Any], config: Mapping[str, Any]
+) -> None:
+    if path.suffix == ".safetensors":  # a file of its own says itself how it is to be read
+        write_tensors(path, tensors, {"format": "pt", "quantization_config": json.dumps(settings)})
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    write_tensors(path / "model.safetensors", tensors, {"format": "pt"})
+    text = json.dumps({**config, "quantization_config": settings}, indent=1)
+    with replacing(path / "config.json") as file:
+        file.write(text.encode())
