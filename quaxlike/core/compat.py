@@ -309,6 +309,13 @@ def named_primitives() -> dict[str, jexc.Primitive]:
     return found
 
 
+def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
+    """Names of parameters that a primitive takes by keyword, as far as its lowering tells."""
+    rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
+    known = inspect.signature(rule).parameters.values() if isinstance(rule, types.FunctionType) else ()
+    return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
+
+
 class SourceLine(NamedTuple):
     file: str
     line: int
@@ -385,7 +392,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Lowering
+# Lowering, and dead code
 # -------------------------------------------------------------------------------------------------
 
 
@@ -407,11 +414,6 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
     avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
     with config._check_vma(False):
         return rule(context.replace(avals_in=avals), *args, **params)
-
-
-# -------------------------------------------------------------------------------------------------
-# Dead code
-# -------------------------------------------------------------------------------------------------
 
 
 def register_dce(

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from . import compat, recording
 from .recording import describe, in_bytes, user_source
 from .rules import Rule, active_layers, signature_of
-from .values import Value, aval_of, is_value, materialise
+from .values import ArrayValue, Value, aval_of, is_value, materialise
 
 Mode = Literal["allow", "warn", "error"]
 _MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from the laxest
@@ -252,8 +252,14 @@ class _Loss:
         )
 
     def _nearest(self) -> Iterator[tuple[str, Rule]]:
-        """At most two rules of the primitive, those first that fit most of the operands."""
+        """At most two rules of the primitive: first those of the types of the operands, and of these those
+        that fit most operands."""
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
+        mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
+
+        def is_others(rule: Rule) -> bool:
+            hints = (*rule.signature.types, *([rule.signature.varargs] if rule.signature.has_varargs else []))
+            return mine.isdisjoint(t for hint in hints for t in (typing.get_args(hint) or (hint,)))
 
         def misfit(rule: Rule) -> int:
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
@@ -262,7 +268,7 @@ class _Loss:
             return sum(not signature_of([t]) <= signature_of([h]) for t, h in zip(types, hints, strict=False))
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
-        for rule in sorted(rules, key=misfit)[:2]:
+        for rule in sorted(rules, key=lambda rule: (bool(misfit(rule)), is_others(rule), misfit(rule)))[:2]:
             yield "nearest rule" if misfit(rule) else "this rule declined (NotImplemented)", rule
 
     def warn(self) -> None:

@@ -1,6 +1,8 @@
 """`quaxify`: runs a function with Values where arrays stood."""
 
+import collections
 import functools
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ from jaxtyping import PyTree
 
 from . import compat, recording
 from .policy import MaterialisationError
-from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
+from .rules import GLOBAL, Rule, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
 from .values import Value, is_value, kind_of
 
@@ -42,6 +44,14 @@ class _Quaxified(Generic[_P, _T]):
         except (MaterialisationError, RuleError) as error:
             compat.shorten_traceback(error)
             raise
+        except RecursionError as error:
+            rule = _calls_itself(error)
+            if rule is None:
+                raise
+            raise RuleError(
+                f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
+                "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
+            ) from None
 
     @functools.cached_property
     def _whole(self) -> Callable[..., Any] | None:
@@ -145,6 +155,14 @@ def quaxify(
     if rules is not None and not isinstance(rules, RuleSet):
         raise TypeError(f"quaxify takes a quaxlike.RuleSet as rules; found {rules!r}.")
     return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
+
+
+def _calls_itself(error: RecursionError) -> Rule | None:
+    """The rule that is called again and again, if there is one."""
+    codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    rules = (rule for layer in active_layers.get() for rule in layer)
+    found = max(rules, key=lambda rule: codes[rule.written.__code__], default=None)
+    return found if found is not None and codes[found.written.__code__] > 5 else None
 
 
 def _is_outermost() -> bool:

@@ -15,7 +15,7 @@ from . import compat, recording
 from .known_constants import follow
 from .policy import dense, dense_operands
 from .rules import Resolver
-from .values import KINDS, Value, aval_of, check_whole, is_value, kind_of, level_of
+from .values import KINDS, Value, aval_of, check_whole, is_value, kind_of, level_of, not_dispatched
 
 # -------------------------------------------------------------------------------------------------
 # The tracer
@@ -301,13 +301,7 @@ def _adopted(value: Value) -> Any:
     check_whole(value)
     level = level_of(value)
     if level is None:
-        left_out = level_of() is not None
-        raise RuntimeError(
-            f"A {type(value).__name__} was given to a JAX primitive "
-            + ("that no `filter_spec` selects it for. " if left_out else "outside `quaxlike.quaxify`. ")
-            + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the "
-            "parts), or use `quaxlike.materialise` to make it a dense array."
-        )
+        raise RuntimeError(not_dispatched(value, "a JAX primitive"))
     return level.adopt(value)
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import sys
 import typing
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -201,7 +202,18 @@ class ArrayValue(Value):
         # A property, so that it is None where no quaxify is under way and the usual lookups
         # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
         level = level_of(self)
-        return None if level is None else lambda: level.adopt(self)
+        if level is not None:
+            return lambda: level.adopt(self)
+        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if caller.f_code.co_name == "_arraylike":  # of jax.numpy, which would refuse it in words of its own
+            raise TypeError(not_dispatched(self, _asking_function(caller)))
+        return None
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        level = level_of(self)
+        if level is None:
+            raise TypeError(not_dispatched(self, "NumPy"))
+        return level.adopt(self).__array__(*args, **kwargs)
 
 
 def level_of(value: Value | None = None) -> Any:
@@ -214,6 +226,27 @@ def level_of(value: Value | None = None) -> Any:
             return trace
         trace = getattr(trace, "parent_trace", None)
     return None
+
+
+def not_dispatched(value: Value, what: str) -> str:
+    """The message for a Value that is used where no `quaxify` takes it."""
+    left_out = level_of() is not None
+    return (
+        f"A {type(value).__name__} was given to {what} "
+        + ("that no `filter_spec` selects it for. " if left_out else "outside `quaxlike.quaxify`. ")
+        + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
+        "`quaxlike.materialise` to make it a dense array."
+    )
+
+
+def _asking_function(frame: Any) -> str:
+    """The function of `jax.numpy` that asks, from the frames above its question."""
+    for _ in range(4):
+        name = frame.f_locals.get("fun_name")
+        if name is not None:
+            return f"`{name}`"
+        frame = frame.f_back
+    return "jax.numpy"
 
 
 def replace_fields(value: _V, **fields: Any) -> _V:
@@ -446,4 +479,20 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
             f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "
             f"found {aval!r}."
         )
+    if jax.config.jax_enable_checks and type(value).aval is not ArrayValue.aval:
+        _check_aval(value, aval)
     return compat.place_aval_like(aval, leaf_avals)
+
+
+def _check_aval(value: Value, aval: Any) -> None:
+    """Raises an error if `aval` contradicts `materialise`, where that does not refuse."""
+    try:
+        with jax.core.eval_context():
+            out = jax.eval_shape(type(value).materialise, as_shapes(value))
+    except Exception:  # whatever a type does that refuses
+        return
+    if isinstance(out, jax.ShapeDtypeStruct) and (out.shape, out.dtype) != (aval.shape, aval.dtype):
+        raise ValueError(
+            f"{type(value).__name__}.aval() says {aval.str_short()}, but materialise() makes an array of "
+            f"shape {out.shape} and dtype {out.dtype}. Correct either, or leave out `aval`, to infer it."
+        )

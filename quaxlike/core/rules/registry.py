@@ -173,7 +173,8 @@ def register(
 
     **Raises:**
 
-    `ValueError` for a name that no primitive has, with near misses.
+    `ValueError` for a name that no primitive has, with near misses. `TypeError` for an operand without an
+    annotation, and for a parameter of the primitive among the operands.
 
     !!! example
 
@@ -209,7 +210,9 @@ def register(
                 if inspected is None:
                     into.add_later(p, function, precedence)
                 else:
-                    into.add(Rule(p, function, *inspected))
+                    rule = Rule(p, function, *inspected)
+                    check_operands(rule)
+                    into.add(rule)
             _epoch += 1
             if _in_use:
                 _jit_epoch.set_global(_epoch)
@@ -294,6 +297,16 @@ def _inspect(
         ) from error
     takes_primitive = False
     for i, p in enumerate(inspect.signature(function).parameters.values()):
+        is_operand = p.kind is p.VAR_POSITIONAL or (
+            p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+        )
+        if is_operand and p.name not in hints:
+            raise TypeError(
+                f"The rule {_place(function)} has no annotation on `{p.name}`. Annotations select the rule: "
+                "write a type of Values, `jax.Array`, or `Any` for an operand that may be anything; "
+                "`jax.extend.core.Primitive` for the primitive itself, in front. If it is a parameter of the "
+                f"primitive and no operand, put a `*` before it: `def _(x: ..., *, {p.name}, **params)`."
+            )
         hint = _plain_hint(hints.get(p.name, Any))
         if p.kind is p.VAR_KEYWORD:
             keywords = None
@@ -310,6 +323,22 @@ def _inspect(
             keywords.add(p.name)
     signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
     return signature, takes_primitive, None if keywords is None else frozenset(keywords)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = inspect.unwrap(function).__code__
+    return f"`{function.__name__}` at {code.co_filename}:{code.co_firstlineno}"
+
+
+def check_operands(rule: Rule) -> None:
+    """Raises a `TypeError` if a rule takes a parameter of its primitive by position: it would never match."""
+    params = compat.parameters_of(rule.primitive)
+    for p in inspect.signature(rule.function).parameters.values():
+        if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name in params:
+            raise TypeError(
+                f"The rule {rule} can never match: `{p.name}` is a parameter of `{rule.primitive}`, and "
+                f"comes by keyword. Put a `*` before it: `def _(x: ..., *, {p.name}, **params)`."
+            )
 
 
 def signature_of(types: Iterable[Any]) -> "plum.Signature":

@@ -1,0 +1,130 @@
+"""What authors of types and rules are told about mistakes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+
+class Boxed(ql.ArrayValue):
+    array: Any
+
+    def materialise(self):
+        return self.array
+
+
+@pytest.fixture
+def rules():
+    return ql.RuleSet()
+
+
+class TestRegistration:
+    def test_every_operand_has_an_annotation(self, rules):
+        with pytest.raises(
+            TypeError, match=r"The rule `rule` at .*test_feedback.py:\d+ has no annotation on `x`"
+        ):
+
+            @ql.register("tanh", rules=rules)
+            def rule(x, **params): ...
+
+    def test_also_all_of_several(self, rules):
+        with pytest.raises(TypeError, match="has no annotation on `xs`"):
+
+            @ql.register("concatenate", rules=rules)
+            def rule(*xs, dimension): ...
+
+    def test_a_parameter_without_its_star(self, rules):
+        with pytest.raises(TypeError, match=r"`dimension_numbers`. .*put a `\*` before it"):
+
+            @ql.register("dot_general", rules=rules)
+            def rule(x: Boxed, y: jax.Array, dimension_numbers, **params): ...
+
+        with pytest.raises(
+            TypeError, match=r"dot_general\(Boxed, Array, Any\) .* can never match: `dimension_num"
+        ):
+
+            @ql.register("dot_general", rules=rules)
+            def annotated(x: Boxed, y: jax.Array, dimension_numbers: Any, **params): ...
+
+    def test_parameters_and_the_primitive_need_none(self, rules):
+        @ql.register("dot_general", rules=rules)
+        def rule(
+            primitive: jax.extend.core.Primitive,
+            x: Boxed,
+            y: Any,
+            *,
+            dimension_numbers,
+            precision=None,
+            **params,
+        ):
+            return jnp.zeros(())
+
+        out = ql.quaxify(lambda x: x @ jnp.ones(3), rules=rules)(Boxed(jnp.ones(3)))
+        assert out == 0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_rule_that_calls_itself(rules, wrap):
+    @ql.register("sin", rules=rules)
+    def rule(x: Boxed, **params):
+        return ql.quaxify(jnp.sin)(x)
+
+    with pytest.raises(ql.RuleError, match=r"The rule sin\(Boxed\) at .* calls `sin` on operands"):
+        wrap(ql.quaxify(lambda x: -jnp.sin(x), rules=rules))(Boxed(jnp.ones(3)))
+
+
+def test_other_recursion_is_what_it_was():
+    def endless(x: Any) -> Any:
+        return endless(x + 1)
+
+    with pytest.raises(RecursionError):
+        ql.quaxify(endless)(Boxed(jnp.ones(())))
+
+
+def test_the_nearest_rules_are_first_those_of_the_type():
+    @ql.register("mul")
+    def rule(x: Boxed, y: Boxed, z: Boxed, **params): ...
+
+    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError) as error:
+        ql.quaxify(lambda x: x * jnp.ones(3))(Boxed(jnp.ones(3)))
+    nearest = [line for line in str(error.value).splitlines() if "nearest rule" in line]
+    assert "mul(Boxed, Boxed, Boxed)" in nearest[0]
+
+
+class TestOutsideOfQuaxify:
+    def test_functions_of_jax_numpy(self):
+        message = "A Boxed was given to `dot` outside `quaxlike.quaxify`. Wrap the function"
+        with pytest.raises(TypeError, match=message):
+            jnp.dot(Boxed(jnp.ones(3)), jnp.ones(3))
+        with pytest.raises(TypeError, match="`sum` that no `filter_spec` selects it for"):
+            ql.quaxify(lambda x, y: jnp.sum(y), (False, (True, False), True))(
+                Boxed(jnp.ones(3)), Boxed(jnp.ones(3))
+            )
+
+    @pytest.mark.parametrize("call", [np.asarray, np.sum, lambda x: np.array([x]), jnp.asarray])
+    def test_numpy(self, call):
+        with pytest.raises(TypeError, match=r"A Boxed was given to NumPy outside `quaxlike.quaxify`"):
+            call(Boxed(jnp.ones(3)))
+
+    def test_inside_of_it_numpy_is_given_the_elements(self):
+        closed_over = Boxed(jnp.ones(3))
+        with ql.on_materialise("allow"):
+            ql.quaxify(lambda x: np.testing.assert_array_equal(np.asarray(closed_over), np.ones(3)))(
+                closed_over
+            )
+
+
+def test_aval_that_contradicts_materialise():
+    class Wrong(Boxed):
+        def aval(self):
+            return jax.core.ShapedArray((7,), jnp.float32)
+
+    with (
+        jax.enable_checks(True),
+        pytest.raises(ValueError, match=r"Wrong.aval\(\) says float32\[7\], but mater"),
+    ):
+        _ = Wrong(jnp.ones(3)).shape
