@@ -97,20 +97,23 @@ def register(
         # An operand or the primitive: which it is shows in the number of operands, unless any number will do.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         if is_primitive or (first and first not in hints and not variadic):
-            registering(_taking_primitive(handler, first))
-        return handler if is_primitive else registering(handler)
+            registering(_annotated(handler, {first: jexc.Primitive}))
+        if not is_primitive:
+            registering(_annotated(handler, {}))
+        return handler
 
     return decorator
 
 
-def _taking_primitive(handler: Callable[..., Any], first: str) -> Callable[..., Any]:
-    """`handler` with its first parameter annotated as the primitive."""
+def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
+    """`handler` with these annotations, and `Any` where it has none."""
 
     @functools.wraps(handler)
     def annotated(*args: Any, **kwargs: Any) -> Any:
         return handler(*args, **kwargs)
 
-    annotated.__annotations__ = {**handler.__annotations__, first: jexc.Primitive}
+    anything = dict.fromkeys(inspect.signature(handler).parameters, Any)
+    annotated.__annotations__ = {**anything, **handler.__annotations__, **hints}
     return annotated
 
 
