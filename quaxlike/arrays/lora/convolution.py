@@ -27,11 +27,14 @@ def _conv(
     batch_group_count: int,
     **params: Any,
 ):
-    """A convolution down to `rank` channels, by `a`, and a pointwise one back up, by `b`."""
+    """A convolution down to `rank` channels, by `a`, and a pointwise one back up, by `b`; or the other way
+    round, by the kernel of a gradient, whose inputs are the outputs of the forward pass."""
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
     _, a_labels, b_labels = labels(lora)
-    if batch_group_count > 1 or b_labels != [out, RANK] or set(a_labels) != {RANK, into, *window}:
+    backward = b_labels == [into, RANK] and groups == 1 and not drops(lora)
+    ends = {RANK, out if backward else into, *window}
+    if batch_group_count > 1 or not (backward or b_labels == [out, RANK]) or set(a_labels) != ends:
         return NotImplemented
 
     def conv(x: Any, kernel: Any, **params: Any) -> Any:
@@ -52,6 +55,12 @@ def _conv(
     def adapter(a: Any, b: Any, x: Any) -> Any:
         dtype = common_dtype(a, b, x)
         # Kernels in the order of the base's: the rank stands for `out` in the one, for `in` in the other.
+        if backward:
+            down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
+            up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
+            thin = conv(cast(x, dtype), down, **pointwise | {"preferred_element_type": None})
+            thin = thin if lora.scaling == 1 else thin * lora.scaling
+            return conv(thin, up, **widened(params, dtype))
         down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
         down = jnp.concatenate([down] * groups, axis=out)  # one `a` for all groups of channels
         up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
@@ -63,9 +72,11 @@ def _conv(
         if lora.magnitude is None:
             return add(conv(x, w, **params), adapter(a, b, dropped(lora, x)))
         scale, rows = row_scale(lora)
-        channels = arrange(scale, rows, rows).reshape(
-            [-1 if i == dimension_numbers.out_spec[1] else 1 for i in range(n)]
-        )
+        axis = (dimension_numbers.lhs_spec if backward else dimension_numbers.out_spec)[1]
+        channels = arrange(scale, rows, rows).reshape([-1 if i == axis else 1 for i in range(n)])
+        if backward:
+            x = multiply(x, channels)
+            return add(conv(x, w, **params), adapter(a, b, x))
         y, seen = conv(x, w, **params), dropped(lora, x)
         if not drops(lora):
             return multiply(add(y, adapter(a, b, x)), channels)

@@ -53,6 +53,13 @@ def _transpose(x: LoraArray, *, permutation: Sequence[int]):
     return each(x, transposed, permutation)
 
 
+@register("rev")
+def _rev(x: LoraArray, *, dimensions: Sequence[int]):
+    """Each part in the other direction along those of these axes that it has."""
+    own_axes = lambda own: [axis for axis, label in enumerate(own) if label in dimensions]
+    return each(x, lambda part, own: jax.lax.rev(part, own_axes(own)))
+
+
 @register("squeeze")
 def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
     left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}

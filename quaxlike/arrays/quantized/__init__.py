@@ -1,7 +1,7 @@
 """Arrays of codes with block scales: NF4, FP4, int4, int8, and every published block format."""
 
 # They register rules.
-from . import dot, elementwise, experts, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from . import convolution, dot, elementwise, experts, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import AbstractQuantizedArray, AbstractScaledArray
 from .block import BlockArray, BlockScales
 from .codebook import AbstractCodebookArray, FP4Array, Int4Array, NF4Array

@@ -1,0 +1,100 @@
+"""Convolutions with quantised and adapted kernels, in the layouts of PyTorch and Flax."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+KEY = jax.random.key(0)
+LAYOUTS = {"oihw": ("NCHW", "OIHW", "NCHW"), "hwio": ("NHWC", "HWIO", "NHWC")}
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def quantized(scheme, **options):
+    return lambda layer, layout: ql.quantize(layer, scheme, where=["kernel"], layout=layout, **options)
+
+
+def adapted(layer, layout, **options):
+    model = ql.loraify(layer, rank=2, where=["kernel"], key=KEY, init="gaussian", layout=layout, **options)
+    return eqx.tree_at(lambda m: m["kernel"].b, model, normal(*model["kernel"].b.shape, seed=1))
+
+
+KINDS = {
+    "int8": quantized("int8"),
+    "NF4": quantized("nf4", block_size=32),
+    "int4, nested scales": quantized("int4", block_size=32, double_quant=True),
+    "LoRA": adapted,
+    "DoRA": lambda layer, layout: adapted(layer, layout, dora=True),
+    "QLoRA": lambda layer, layout: adapted(quantized("nf4", block_size=32)(layer, layout), layout),
+}
+PROGRAMS = {
+    "forward": lambda f: f,
+    "gradient": lambda f: lambda x, w: jax.grad(lambda x: jnp.sum(f(x, w) ** 2))(x),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[:, None], w),
+    "checkpoint": lambda f: lambda x, w: jax.grad(lambda x: jnp.sum(jax.checkpoint(f)(x, w) ** 2))(x),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_type_is_kept_forward_and_backward(kind, layout, program):
+    if kind == "int4, nested scales" and program in ("gradient", "checkpoint"):
+        pytest.skip("Scales of scales tie the window to the channels: it cannot be reversed.")
+    sizes = {"o": 6, "i": 32, "h": 3, "w": 2}
+    kernel = KINDS[kind]({"kernel": normal(*(sizes[c] for c in layout))}, {"kernel": layout})["kernel"]
+    x = normal(2, 32, 5, 4) if layout == "oihw" else normal(2, 5, 4, 32)
+
+    def f(x, w):
+        return jax.lax.conv_general_dilated(x, w, (2, 1), "SAME", dimension_numbers=LAYOUTS[layout])
+
+    run = PROGRAMS[program](f)
+    dense = ql.materialise(kernel)
+    with ql.on_materialise("error"):
+        y = jax.jit(ql.quaxify(run))(x, kernel)
+    np.testing.assert_allclose(y, run(x, dense), rtol=2e-4, atol=2e-4 * float(jnp.abs(y).max()))
+
+
+def test_only_codes_are_kept_for_the_backward_pass():
+    kernel = ql.quantize(
+        {"kernel": normal(16, 32, 3, 3)}, "int8", where=["kernel"], layout={"kernel": "oihw"}
+    )
+    f = ql.quaxify(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))
+    _, pullback = jax.vjp(lambda x: f(x, kernel["kernel"]), normal(1, 32, 2, 2))
+    kept = [x for x in jax.tree.leaves(pullback) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert max(x.size for x in kept) < 16 * 32 * 9
+
+
+def test_scales_are_trained():
+    kernel = ql.quantize(
+        {"kernel": normal(4, 8, 3, 3)}, "int8", where=["kernel"], layout={"kernel": "oihw"}, train_scales=True
+    )["kernel"]
+    x = normal(1, 8, 4, 4)
+    f = lambda x, w: jnp.sum(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
+    scale = lambda f, w: jax.grad(lambda scale: f(x, eqx.tree_at(lambda w: w.scale, w, scale)))(w.scale)
+    with ql.on_materialise("error"):
+        ours = scale(ql.quaxify(f), kernel)
+    theirs = scale(lambda x, w: f(x, w.materialise()), kernel)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "NF4", "LoRA", "QLoRA"])
+def test_layers_of_equinox(kind):
+    layer = eqx.nn.Conv2d(32, 4, 3, key=KEY)
+    where = {"where": ["weight"]}
+    model = {
+        "int8": lambda: ql.quantize(layer, "int8", **where),
+        "NF4": lambda: ql.quantize(layer, "nf4", **where),
+        "LoRA": lambda: ql.loraify(layer, rank=2, key=KEY, init="gaussian", **where),
+        "QLoRA": lambda: ql.loraify(ql.quantize(layer, "nf4", **where), rank=2, key=KEY, **where),
+    }[kind]()
+    x = normal(32, 5, 5)
+    with ql.on_materialise("error"):
+        y = eqx.filter_jit(ql.quaxify(model))(x)
+    np.testing.assert_allclose(y, ql.materialise(model)(x), rtol=1e-4, atol=1e-4)
