@@ -35,6 +35,14 @@ def _read(layer: Layer) -> Any:
     return small_floats(raw, scale, codec="mxfp4", block=32, count=2 * raw.shape[-1])
 
 
+def as_transformers(name: str, w: Any) -> Any:
+    """Weights of experts with the axes that they have unquantised: (experts, in, out)."""
+    is_expert = isinstance(w, BlockArray) and w.codec == CODECS["mxfp4"] and len(w.shape) == 3
+    if not is_expert or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return w
+    return w.with_axes((0, 2, 1))
+
+
 def tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
     """The tensors of a weight, to be written."""
     if w.codec != CODECS["mxfp4"] or w.block != 32 or w.axes or len(w.inner_shape) != 1:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from ..core.quaxify import quaxify
 from ..core.values import is_value
-from ..interop import CheckpointError
-from ..interop.bitsandbytes import open_checkpoint
+from ..interop import CheckpointError, open_checkpoint
+from ..interop.mxfp4 import as_transformers
 from ..interop.tensors import read_json
 from ..sharding import fsdp, shard, tensor_parallel
 from ..surgery.layouts import known, layouts_of
@@ -37,8 +37,8 @@ def load(
 ) -> tuple[Any, dict[str, Any]]:
     """Reads a model from a checkpoint directory: `config.json` and `model.safetensors`, or its shards.
 
-    Weights are read one at a time, and keep their dtypes. Those stored in 4 bits by bitsandbytes become 4-bit
-    arrays.
+    Weights are read one at a time, and keep their dtypes. Those stored in one of the formats that
+    [`quaxlike.interop.load`][] knows become quantised arrays.
 
     **Arguments:**
 
@@ -124,7 +124,7 @@ def fill(
         )
     loaded: dict[str, Any] = {}
     for name, files in sources.items():
-        leaf = _joined([weights[renamed[file]] for file in files], wanted[name].shape)
+        leaf = _joined([as_transformers(file, weights[renamed[file]]) for file in files], wanted[name].shape)
         if tuple(leaf.shape) != tuple(wanted[name].shape):
             raise CheckpointError(
                 f"{source}: {name} must be of shape {tuple(wanted[name].shape)}; found {tuple(leaf.shape)}."

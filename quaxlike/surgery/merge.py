@@ -1,28 +1,34 @@
 """Adapters into the weights, and out of them again."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import ArrayLike, PyTree
 
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, arrange, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
+from .calibrate import fit
 from .trees import named_arrays, replace
 
 
-def merge(model: PyTree) -> PyTree:
+def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
     """The model with all adapters added into its weights.
 
     **Arguments:**
 
     - `model`: what [`quaxlike.loraify`][] made, trained or not.
+    - `exact`: for weights that are quantised the sum of `x xᵀ` over inputs of their layers, as
+        [`quaxlike.input_moments`][] gives it for the adapted model. Their codes and scales are then chosen by
+        GPTQ, so that the layers give what base and adapter gave, as nearly as codes can. Default: the
+        nearest codes.
 
     **Returns:**
 
     A model of the structure that it had before it was adapted. A weight that was quantised is quantised
-    anew, with a warning, since that rounds what the adapter has learned.
+    anew; with a warning where `exact` says nothing about it, since that rounds what the adapter has learned.
 
     **Raises:**
 
@@ -45,7 +51,7 @@ def merge(model: PyTree) -> PyTree:
     for name, leaf in named_arrays(model).items():
         if isinstance(leaf, LoraArray | LoraBias | TrainableArray):
             if id(leaf) not in done:
-                done[id(leaf)] = _merged(name, leaf, requantised)
+                done[id(leaf)] = _merged(name, leaf, requantised, exact or {})
             new[name] = done[id(leaf)]
     out = replace(model, new)
     if requantised:
@@ -81,7 +87,12 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     return replace(adapted, {name: _unmerged(weights[name], lora) for name, lora in adapters.items()})
 
 
-def _merged(name: str, leaf: LoraArray | LoraBias | TrainableArray, requantised: list[str]) -> Any:
+def _merged(
+    name: str,
+    leaf: LoraArray | LoraBias | TrainableArray,
+    requantised: list[str],
+    moments: Mapping[str, ArrayLike],
+) -> Any:
     if isinstance(leaf, LoraArray):
         if leaf.shape != leaf.w.shape:
             raise ValueError(
@@ -90,6 +101,8 @@ def _merged(name: str, leaf: LoraArray | LoraBias | TrainableArray, requantised:
                 "`quaxlike.combine_adapters`, and merge that."
             )
         if is_value(leaf.w):
+            if isinstance(leaf.w, AbstractQuantizedArray) and name in moments:
+                return fit(name, leaf.merged(), leaf.w, moments[name])
             if isinstance(leaf.w, AbstractQuantizedArray):
                 requantised.append(name)
             return _like(name, leaf.merged(), leaf.w)

@@ -1,11 +1,11 @@
 """`quantize`: weights of a model as codes with block scales."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import ArrayLike, PyTree
 
 from ..arrays.lora import LoraArray
 from ..arrays.quantized import (
@@ -20,6 +20,7 @@ from ..arrays.quantized import (
 from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
+from .calibrate import fit
 from .conventions import MATRIX
 from .layouts import Layouts, known, layouts_of
 from .notation import Layout
@@ -42,6 +43,7 @@ def quantize(
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
+    calibrate: Mapping[str, ArrayLike] | None = None,
     **scheme_options: Any,
 ) -> PyTree:
     """Quantises weights of a model; all else about the model stays as it is.
@@ -62,6 +64,9 @@ def quantize(
         their last components.
     - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
         neither their layers nor their names say it. Default: none.
+    - `calibrate`: for each weight the sum of `x xᵀ` over inputs of its layer, as
+        [`quaxlike.input_moments`][] gives it: codes are then chosen by GPTQ, so that what comes out of the
+        layer changes least. Default: the nearest codes.
     - `scheme_options`: for the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 
@@ -91,9 +96,19 @@ def quantize(
     layouts = layouts_of(model, layout)
     for name, w in select_matrices(model, where, exclude, layouts).items():
         if id(w) not in done:
-            done[id(w)] = quantize_array(name, w, scheme, known(name, w, layouts[name]), **scheme_options)
+            q = quantize_array(name, w, scheme, known(name, w, layouts[name]), **scheme_options)
+            done[id(w)] = q if calibrate is None else _calibrated(name, w, q, calibrate)
         quantized[name] = done[id(w)]
     return replace(model, quantized)
+
+
+def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
+    """`q` with codes that suit the inputs of the layer."""
+    if name not in moments:
+        raise ValueError(f"calibrate has no inputs of {name}; it has those of {', '.join(moments)}.")
+    if isinstance(q, LoraArray):
+        return q.replace(w=fit(name, w.w, q.w, moments[name]))
+    return fit(name, w, q, moments[name])
 
 
 def fake_quantize(

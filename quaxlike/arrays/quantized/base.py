@@ -27,6 +27,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
+from .grid import Grid, sorted_table
 from .scales import NestedScales, dense_scales
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
@@ -112,6 +113,14 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     @abc.abstractmethod
     def requantized(self: _Q, dense: Array) -> _Q:
         """A dense array of the same shape, quantised as this one is."""
+
+    @abc.abstractmethod
+    def grid(self) -> Grid | None:
+        """What the codes of the stored matrix may stand for; None where blocks cross its rows."""
+
+    @abc.abstractmethod
+    def with_codes(self: _Q, codes: np.ndarray) -> _Q:
+        """The same scales with other codes, one a byte, for the rows and columns of `grid`."""
 
     # The array that this stands for
 
@@ -271,6 +280,15 @@ class AbstractScaledArray(AbstractQuantizedArray):
         """The float32 scales, shut off from gradients unless `train_scales`."""
         scale = dense_scales(self.scale)
         return scale if self.train_scales else lax.stop_gradient(scale)
+
+    def _grid_of(self, values: np.ndarray) -> Grid | None:
+        """The grid for a table of the values of all codes."""
+        shape = self.stored_shape
+        if len(shape) != 2 or (shape[1] % self.block and self.codes_per_entry > 1):
+            return None
+        scale = np.asarray(dense_scales(self.scale), np.float64).reshape(shape[0], -1)
+        scale = np.repeat(scale, self.block, axis=1)[:, : shape[1]]
+        return Grid(*sorted_table(values), scale, np.zeros_like(scale))
 
     def joined(self: _S) -> _S:
         # Nested scales belong to one matrix, not to the larger one that is formed.

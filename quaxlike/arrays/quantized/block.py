@@ -19,6 +19,7 @@ from ...kernels.block_matmul.reference import join
 from .base import AbstractQuantizedArray, as_floating, quantize_stack
 from .codecs import CODECS, Codec, Rows
 from .encode import encode
+from .grid import Grid, sorted_table
 
 _B = TypeVar("_B", bound="BlockArray")
 
@@ -375,6 +376,23 @@ class BlockArray(AbstractQuantizedArray):
             train_scales=self.train_scales,
         )
         return dataclasses.replace(new, inner=self.inner, axes=self.axes)
+
+    def grid(self) -> Grid | None:
+        codes, scales, _ = self._rows(self.parts)
+        if codes.ndim != 2 or len(self.stored_shape) != 2:
+            return None
+        count = self._matrix[1]
+        scale, zero = self.codec.scales_and_zeros(*scales.parts())
+        spread = lambda x: np.repeat(np.asarray(x, np.float64), self.block, axis=1)[:, :count]
+        each = spread(scale)
+        shift = np.zeros_like(each) if zero is None else spread(zero)
+        signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
+        values = np.asarray(self.codec.values(jnp.arange(2**self.codec.bits, dtype=jnp.uint8)))
+        return Grid(*sorted_table(values), each, shift * signs[self.codec.zeros])
+
+    def with_codes(self: _B, codes: np.ndarray) -> _B:
+        packed = bitstream.pack(codes.astype(np.uint8), self.codec.bits)
+        return dataclasses.replace(self, codes=jnp.asarray(packed.reshape(self.codes.shape)))
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
         per_axis = [*spec, *[None] * (len(self.stored_shape) - len(spec))]

@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 from ...kernels import blockwise
 from ...kernels.nf4_matmul import nf4_matmul
 from .base import AbstractScaledArray, as_floating, quantize_stack
+from .grid import Grid
 from .scales import NestedScales, dense_scales
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
@@ -176,6 +177,14 @@ class AbstractCodebookArray(AbstractScaledArray):
         pair = codes[index // 2]
         code = jnp.where(index % 2 == 0, pair >> 4, pair & 15)
         return jnp.asarray(cls.codebook)[code] * scale[index // block_size]
+
+    def grid(self) -> Grid | None:
+        return self._grid_of(self.codebook)
+
+    def with_codes(self: _C, codes: np.ndarray) -> _C:
+        pairs = np.pad(codes.reshape(-1), (0, codes.size % 2)).reshape(-1, 2)
+        packed = pairs[:, 0] << 4 | pairs[:, 1]
+        return dataclasses.replace(self, codes=jnp.asarray(packed.reshape(self.codes.shape)))
 
     def matmul(
         self,

@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int
 
 from ...kernels import blockwise, int8_matmul
 from .base import AbstractScaledArray, as_floating, quantize_stack
+from .grid import Grid
 from .scales import NestedScales, dense_scales
 
 _I = TypeVar("_I", bound="Int8Array")
@@ -88,6 +89,13 @@ class Int8Array(AbstractScaledArray):
         cls, codes: Array, scale: Array, index: Int[Array, "*shape"], block_size: int
     ) -> Float32[Array, "*shape"]:
         return codes[index].astype(jnp.float32) * scale[index // block_size]
+
+    def grid(self) -> Grid | None:
+        return self._grid_of(np.arange(-127.0, 128.0))
+
+    def with_codes(self: _I, codes: np.ndarray) -> _I:
+        integers = (codes.astype(np.int16) - 127).astype(np.int8)
+        return dataclasses.replace(self, codes=jnp.asarray(integers.reshape(self.codes.shape)))
 
     def matmul(
         self,

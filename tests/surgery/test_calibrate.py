@@ -1,0 +1,75 @@
+"""Codes chosen by what goes into a layer come closer than the nearest ones, for each kind of codes."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from tests.samples import normal
+
+SCHEMES = {
+    **{"nf4": {}, "int4": {}, "int8": {}},
+    **{"uint4_block": {"block_size": 32}, "int3_block": {"block_size": 32}, "q4_k": {}, "mxfp4": {}},
+}
+
+
+def _inputs():
+    """Correlated, as activations are."""
+    return jnp.asarray(normal(256, 8) @ normal(8, 64, seed=1) + 0.1 * normal(256, 64, seed=2))
+
+
+def _model():
+    return eqx.nn.Linear(64, 16, use_bias=False, key=jax.random.key(0))
+
+
+def _outputs(model, x):
+    return np.asarray(x @ ql.materialise(model.weight).T)
+
+
+def _moments(model, x):
+    return ql.input_moments(lambda model, x: jax.vmap(model)(x))(model, x)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantize_with_moments(scheme):
+    model, x, options = _model(), _inputs(), SCHEMES[scheme]
+    plain = ql.quantize(model, scheme, **options)
+    fitted = ql.quantize(model, scheme, calibrate=_moments(model, x), **options)
+    assert jax.tree.structure(fitted) == jax.tree.structure(plain)
+    wanted = _outputs(model, x)
+    error = lambda q: np.square(_outputs(q, x) - wanted).sum()
+    assert error(fitted) < 0.5 * error(plain)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "uint4_block"])
+def test_merging_meets_base_and_adapter(scheme):
+    x = _inputs()
+    model = ql.loraify(ql.quantize(_model(), scheme, **SCHEMES[scheme]), rank=2, key=jax.random.key(1))
+    model = eqx.tree_at(lambda m: m.weight.b, model, 0.1 * jnp.asarray(normal(16, 2)))
+    wanted = _outputs(model, x)
+    moments = _moments(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact = ql.merge(model, exact=moments)
+    with pytest.warns(UserWarning, match="which rounds them: weight"):
+        rounded = ql.merge(model)
+    assert type(exact.weight) is type(model.weight.w)
+    assert jax.tree.map(jnp.shape, exact) == jax.tree.map(jnp.shape, rounded)
+    error = lambda q: np.square(_outputs(q, x) - wanted).sum()
+    assert error(exact) < 0.25 * error(rounded)
+
+
+@pytest.mark.parametrize(
+    ("moments", "message"),
+    [
+        ({}, "calibrate has no inputs of weight"),
+        ({"weight": jnp.eye(3)}, r"must have shape \(64, 64\); found"),
+    ],
+)
+def test_moments_must_fit(moments, message):
+    with pytest.raises(ValueError, match=message):
+        ql.quantize(_model(), calibrate=moments)
