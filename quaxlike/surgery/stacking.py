@@ -87,7 +87,7 @@ def unstack_layers(stacked: PyTree) -> list[Any]:
     if len(set(sizes.values())) != 1 or None in sizes.values():
         found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no arrays"
         raise ValueError(f"unstack_layers takes arrays with a leading axis of one size; found {found}.")
-    n: int = next(iter(sizes.values()))
+    n: Any = next(iter(sizes.values()))
     columns = [_rows(path_of(path), leaf, n) if _is_array(leaf) else [leaf] * n for path, leaf in leaves]
     return [jtu.tree_unflatten(structure, row) for row in zip(*columns, strict=True)]
 

@@ -14,7 +14,7 @@ PREFIX = "base_model.model."
 
 # Entries that say nothing about what the adapter computes once it is trained.
 _INFORMATIVE = {
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "inference_mode",
+    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode",
     "lora_ga_config", "loftq_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
     "revision", "runtime_config", "task_type", "corda_config",
 }  # fmt: skip
@@ -42,6 +42,9 @@ class AdapterConfig(NamedTuple):
     init_lora_weights: Any = True
     layers_to_transform: int | Sequence[int] | None = None
     layers_pattern: str | Sequence[str] | None = None
+    target_parameters: Sequence[str] = ()
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = ()
+    ensure_weight_tying: bool = False
 
     def rank(self, name: str) -> int:
         return value_for(self.rank_pattern, name, self.r)
@@ -107,6 +110,12 @@ def _is_flag(x: Any) -> bool:
     return type(x) is bool
 
 
+def _is_tokens(x: Any) -> bool:
+    if isinstance(x, dict):
+        return all(map(_is_tokens, x.values()))
+    return isinstance(x, list) and all(_is_int(token) and token >= 0 for token in x)
+
+
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("a positive integer", lambda x: _is_int(x) and x > 0),
     "lora_alpha": ("a number", _is_number),
@@ -136,6 +145,9 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "layer numbers",
         lambda x: _is_int(x) or (isinstance(x, list) and all(map(_is_int, x))),
     ),
+    "target_parameters": ("a list of names", _is_names),
+    "trainable_token_indices": ("tokens, or tokens by the name of an embedding", _is_tokens),
+    "ensure_weight_tying": ("true or false", _is_flag),
     "layers_pattern": ("a name or a list of names", lambda x: _is_expression(x) or _are_expressions(x)),
 }
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray
+from ...core.values import is_value
 from ...surgery.conventions import MATRIX
 from ...surgery.inits import initialise
 from ...surgery.layouts import Layouts, layouts_of
@@ -24,6 +25,7 @@ from ..tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, read_config
 from .folder import TENSORS_FILE, config_path
+from .parameters import is_stack, is_targeted, renamed_stacks, stored_shapes, unpacked
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -36,6 +38,9 @@ SUFFIXES = {
     ".lora_embedding_B": "b",
     ".lora_magnitude_vector": "magnitude",
 }
+
+
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 def load_adapter(
@@ -86,18 +91,28 @@ def load_adapter(
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
     config, tensors = read_config(config_path(folder)), open_tensors(folder / TENSORS_FILE)
     file = _File(tensors)
+    model = _tied_as(config, file, model)
     arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
+    layouts = layouts_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
+    stacks = [
+        new
+        for new, (name, leaf) in arrays.items()
+        if leaf is not None and is_stack(new, leaf.shape, layouts.get(name))
+    ]
+    file.adapters = renamed_stacks(file.adapters, stacks, config.target_parameters)
     layers = {
         layer_of(new): (name, leaf)
         for new, (name, leaf) in arrays.items()
         if leaf is not None and len(leaf.shape) >= 2
     }
-    _check_layers(config, file, model, layers)
-    layouts = layouts_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
+    _check_layers(config, file, model, layers, stacks)
     loaded: dict[str, Any] = dict(arrays.values())
     for layer, keys in file.adapters.items():
         name, leaf = layers[layer]
         bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
+        if layer in stacks:
+            loaded[name] = _stack_adapter(config, file, layer, keys, leaf, layouts[name])
+            continue
         lora, lora_bias = _adapter(config, file, layer, keys, (name, leaf), layouts, bias)
         loaded[name] = lora
         if lora_bias is not None:
@@ -107,7 +122,59 @@ def load_adapter(
         array = TrainableArray(file.read_as(key, stored_as(name, leaf.shape, layouts), leaf.shape))
         held = loaded.get(name)
         loaded[name] = LoraBias(array, held.b, held.scaling) if isinstance(held, LoraBias) else array
+    for layer, key in file.tokens.items():
+        name, leaf = layers[layer]
+        loaded[name] = _with_tokens(config, file, layer, key, leaf)
     return replace(model, loaded)
+
+
+def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
+    """The model with an output layer of its own if the adapter is for the embedding alone.
+
+    A model says that it can be so by a method `untied`. With `ensure_weight_tying` the file has the change of
+    the one array twice.
+    """
+    untied = getattr(model, "untied", None)
+    if untied is None or any(name.startswith("lm_head") for name in named_arrays(model)):
+        return model
+    if config.ensure_weight_tying:
+        for held in (file.adapters, file.bases, file.beside):
+            for name in [name for name in held if name.partition(".")[0] == "lm_head"]:
+                del held[name]
+        return model
+    changed = [*file.adapters, *map(layer_of, file.beside)]
+    embedding = any(name.rpartition(".")[2] in ("embed_tokens", "wte") for name in changed)
+    return untied() if embedding else model
+
+
+def _stack_adapter(
+    config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str], leaf: Any, layout: Any
+) -> LoraArray:
+    """The adapter of a stack of experts."""
+    if keys.keys() != {"a", "b"}:
+        raise file.complain(next(iter(keys.values())), f"expected lora_A and lora_B for {layer}")
+    if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
+        raise file.complain(
+            keys["a"], "adapters of target_parameters have no DoRA, no biases and no init of their own"
+        )
+    lora = blank(
+        leaf, layout, config.rank(layer), dtype=None, alpha=config.alpha(layer), rslora=config.use_rslora,
+        dropout=config.lora_dropout,
+    )  # fmt: skip
+    shapes = stored_shapes(lora)
+    return unpacked(lora, file.read(keys["a"], shapes["a"]), file.read(keys["b"], shapes["b"]))
+
+
+def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, leaf: Any) -> Any:
+    """The embedding with the rows that were trained in place of its own. From here on all are trained."""
+    tokens = config.trainable_token_indices
+    if isinstance(tokens, Mapping):
+        found = (own for name, own in tokens.items() if layer == name or layer.endswith(f".{name}"))
+        tokens = next(found, ())
+    rows = file.read(key, (len(tokens), leaf.shape[1]))
+    if is_value(leaf) or any(token >= leaf.shape[0] for token in tokens):
+        raise file.complain(key, f"the model's {layer} must be dense and have rows {list(tokens)}")
+    return TrainableArray(leaf.at[jnp.asarray(tokens)].set(rows.astype(leaf.dtype)))
 
 
 class _File:
@@ -118,6 +185,7 @@ class _File:
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
         self.beside: dict[str, str] = {}  # name in the model -> key
         self.bases: dict[str, str] = {}  # layer -> key: embeddings that are saved along
+        self.tokens: dict[str, str] = {}  # layer -> key: rows of embeddings that are trained
         for key in tensors:
             if not key.startswith(PREFIX):
                 raise self.complain(key, f"expected a name that starts with {PREFIX!r}")
@@ -125,6 +193,8 @@ class _File:
             suffix = next((s for s in SUFFIXES if name.endswith(s)), None)
             if suffix is not None:
                 self.adapters[name.removesuffix(suffix)][SUFFIXES[suffix]] = key
+            elif name.endswith(_TOKENS):
+                self.tokens[name.removesuffix(_TOKENS)] = key
             elif name.endswith(".base_layer.weight"):
                 self.bases[name.removesuffix(".base_layer.weight")] = key
             elif ".original_module." not in name and ".modules_to_save." not in name:
@@ -153,7 +223,9 @@ class _File:
         return stored.take(self.read(key, stored.shape), shape)
 
 
-def _check_layers(config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any]) -> None:
+def _check_layers(
+    config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any], stacks: Sequence[str]
+) -> None:
     """The file has adapters for exactly those layers that the configuration is for."""
     for layer, keys in file.adapters.items():
         if layer not in layers:
@@ -161,13 +233,17 @@ def _check_layers(config: AdapterConfig, file: _File, model: PyTree, layers: Map
             raise file.complain(
                 next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, shapes)}"
             )
-    if config.target_modules is None:
+    if config.target_modules is None and not config.target_parameters:
         return
     if config.target_modules == "all-linear":
         chosen = select(model, "all-linear")
         targets = [layer for layer, (name, _) in layers.items() if name in chosen and not config.saves(layer)]
     else:
         targets = [layer for layer in layers if config.targets(layer)]
+    for layer in layers:
+        parameter = layer if layer in stacks else f"{layer}.weight"
+        if layer not in targets and is_targeted(parameter, config.target_parameters):
+            targets.append(layer)
     for layer in targets:
         if layer not in file.adapters:
             raise file.complain(

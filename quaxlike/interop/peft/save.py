@@ -20,6 +20,7 @@ from .axes import part_shapes, stored_as, why_not
 from .config import PREFIX
 from .folder import write_folder
 from .load import Rename, names_in_file
+from .parameters import is_stack, packed, wrapped_names
 
 
 def save_adapter(
@@ -76,9 +77,14 @@ def save_adapter(
     }
     if not adapters:
         raise ValueError("The model has no adapter to save: it holds no LoraArray.")
+    stacks = [layer for layer, each in adapters.items() if is_stack(layer, each.lora.shape, each.layout)]
+    wrapped = wrapped_names(stacks)
     tensors: dict[str, Any] = {}
     for layer, adapter in adapters.items():
-        tensors |= _adapter_tensors(layer, adapter)
+        if layer in wrapped:
+            tensors |= _stack_tensors(wrapped[layer], adapter)
+        else:
+            tensors |= _adapter_tensors(layer, adapter)
     names = {new: leaf for new, _, leaf in arrays}
     lora_bias, trained = _biases(names, adapters)
     for new, leaf in names.items():
@@ -91,12 +97,16 @@ def save_adapter(
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
+    tied = _of_tied_head(model, tensors, trained)
+    tensors |= tied
     config = {
         "base_model_name_or_path": base_model,
         "task_type": task_type,
         **_layers(names, adapters, {new: layouts[name] for new, name, _ in arrays}),
         **_beside(names, adapters, trained),
         **({"lora_bias": True} if lora_bias else {}),
+        **({"ensure_weight_tying": True} if tied else {}),
+        **({"target_parameters": sorted(stacks)} if stacks else {}),
     }
 
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
@@ -165,6 +175,35 @@ def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
     return tensors
 
 
+def _of_tied_head(model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
+    """What PEFT has for an output layer that is the embedding: its change once more."""
+    if getattr(model, "untied", None) is None or any(name.startswith("lm_head") for name in tensors):
+        return {}
+    if getattr(model, "lm_head", None) is not None:
+        return {}
+    out: dict[str, Any] = {}
+    for new, array in trained.items():
+        if new.endswith(("embed_tokens.weight", "wte.weight")):
+            out["lm_head.weight"] = array
+    for key, array in tensors.items():
+        if key.endswith("lora_embedding_A"):
+            out["lm_head.lora_B.weight"] = array.T
+        elif key.endswith("lora_embedding_B"):
+            out["lm_head.lora_A.weight"] = array.T
+    return out
+
+
+def _stack_tensors(module: str, adapter: _Adapter) -> dict[str, Any]:
+    name, lora, _ = adapter
+    if lora.a.ndim != 3 or lora.b.ndim != 3 or lora.magnitude is not None:
+        raise ValueError(
+            f"PEFT's files have one low-rank adapter for each expert; that of {name} has factors of shapes "
+            f"{lora.a.shape} and {lora.b.shape}{'' if lora.magnitude is None else ', and a magnitude'}."
+        )
+    parts = packed(lora)
+    return {f"{module}.lora_A.weight": parts["a"], f"{module}.lora_B.weight": parts["b"]}
+
+
 def _is_fan_in_fan_out(adapter: _Adapter) -> bool:
     """Whether the checkpoint has the weight as `(in, out)`, as those of GPT-2. Kernels of other frameworks,
     which are so too, are `(out, in)` there."""
@@ -226,7 +265,11 @@ def _layers(
         "use_rslora": shared("use_rslora", {layer: lora.rslora for layer, lora in loras.items()}),
         "use_dora": shared("use_dora", {layer: lora.magnitude is not None for layer, lora in loras.items()}),
         "fan_in_fan_out": any(map(_is_fan_in_fan_out, adapters.values())),
-        "target_modules": _targets(names, adapters, layouts),
+        "target_modules": _targets(
+            names,
+            {layer: x for layer, x in adapters.items() if not is_stack(layer, x.lora.shape, x.layout)},
+            layouts,
+        ),
     }
 
 
@@ -236,8 +279,10 @@ def _as_int(x: float) -> float | int:
 
 def _targets(
     names: Mapping[str, Any], adapters: Mapping[str, Any], layouts: Mapping[str, Layout | None]
-) -> list[str]:
+) -> list[str] | None:
     """The last components of the adapted layers' names if they say it all, else whole names."""
+    if not adapters:
+        return None
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
     meant = {
         layer_of(new)
