@@ -17,7 +17,7 @@ from . import precedence
 from .lora.array import LoraArray, frozen
 from .lora.dot import drops
 from .quantized.codebook import AbstractCodebookArray
-from .quantized.dot import product_dtype
+from .quantized.dot import placed, product_dtype
 from .quantized.scales import NestedScales
 
 
@@ -29,7 +29,7 @@ def _dot_general_adapted_codes(
     """A 4-bit weight and its adapter: the low-rank term is added where the product is summed up."""
     on_left = isinstance(lhs, LoraArray)
     (lora, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)
-    if isinstance(x, LoraArray) or params.get("out_sharding") is not None:
+    if isinstance(x, LoraArray):
         return NotImplemented
     contracted, batch = dimension_numbers
     x = jnp.asarray(x)
@@ -53,7 +53,7 @@ def _dot_general_adapted_codes(
         scaling=lora.scaling,
         out_dtype=product_dtype(x, w, params),
     )
-    return jnp.moveaxis(y, -1, 0) if on_left else y
+    return placed(jnp.moveaxis(y, -1, 0) if on_left else y, params)
 
 
 def _fused(lora: LoraArray, contracted: tuple[int, ...], x: Any) -> bool:

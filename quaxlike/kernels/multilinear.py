@@ -10,7 +10,8 @@ from jax import lax
 from jaxtyping import Array
 
 from ..core import compat
-from ..primitives import DefinedPrimitive
+from ..primitives import DefinedPrimitive, Partitioning
+from ..primitives.partitioning import is_spread
 
 _Tree = TypeVar("_Tree")
 
@@ -32,6 +33,23 @@ def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
     loop that adds up products of them begins with."""
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
+
+
+def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
+    """`lax.dot_general`, also where the axes of a mesh are explicit and both operands are spread over the
+    same ones: what is summed over is summed over devices; else `x` stays as it is, and `y` follows."""
+    if not is_spread((x, y)):
+        return lax.dot_general(x, y, dimension_numbers, **params)
+    (summed, y_summed), (batch, y_batch) = dimension_numbers
+    x_names, y_names = [f"x{i}" for i in range(x.ndim)], [f"y{i}" for i in range(y.ndim)]
+    for i, j in zip((*summed, *batch), (*y_summed, *y_batch), strict=True):
+        y_names[j] = x_names[i]
+    sums = tuple(x_names[i] for i in summed)
+    kept = [x_names[i] for i in batch]
+    kept += [name for name in (*x_names, *y_names) if name not in sums and name not in kept]
+    rule = Partitioning(f"{' '.join(x_names)}, {' '.join(y_names)} -> {' '.join(kept)}", sums)
+    product = lambda x, y: [lax.dot_general(x, y, dimension_numbers, **params)]
+    return rule.apply_to_types(product)(x, y)[0]
 
 
 def nonzero(tangent: Any) -> bool:

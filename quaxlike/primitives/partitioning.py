@@ -182,6 +182,11 @@ def is_spread(operands: Iterable[Any]) -> bool:
     return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
+def spread_like(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x`, spread over the explicit axes of a mesh as `y` of the same shape is."""
+    return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
+
+
 def _names(side: list[list[str]]) -> set[str]:
     return {name for names in side for name in names}
 

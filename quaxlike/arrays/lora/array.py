@@ -16,6 +16,7 @@ from ...core.jaxprs.slots import leading_axes
 from ...core.jaxprs.unify import widened, widened_part
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
+from ...primitives.partitioning import spread_like
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
 # The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
@@ -315,7 +316,9 @@ def _misfit(lora: LoraArray) -> str | None:
 def dense(lora: LoraArray, base: Any) -> jax.Array:
     w, delta = materialise(base), lora.delta()
     dtype = common_dtype(w, delta)
-    total = arrange(cast(w, dtype), labels(lora)[0], range(lora.ndim)) + cast(delta, dtype)
+    w_arranged = arrange(cast(w, dtype), labels(lora)[0], range(lora.ndim))
+    same = w_arranged.shape == delta.shape
+    total = w_arranged + cast(spread_like(delta, w_arranged) if same else delta, dtype)
     if lora.magnitude is not None:
         scale, scale_labels = row_scale(lora)
         total = cast(arrange(scale, scale_labels, range(lora.ndim)), dtype) * total

@@ -10,6 +10,8 @@ from jax.extend.core import Primitive
 from ...core.jaxprs.cached import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register_on_either_side
+from ...core.values import is_value
+from ...primitives.partitioning import is_spread, spread_like
 from .. import precedence
 from .array import LoraArray, labels, row_scale
 from .einsum import Labels, arrange, cast, common_dtype, contract
@@ -47,7 +49,8 @@ def _dot_general(lora: LoraArray, x: Any, lora_first: bool, *, dimension_numbers
         return contract(x, x_labels, part, part_labels, keep, **params)
 
     def base_product(w: Any, x: Any, x_labels: Labels) -> Any:
-        if len(w_labels) < n or len(x_labels) > x_ndim:
+        spread = params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
+        if len(w_labels) < n or len(x_labels) > x_ndim or spread:
             return arrange(*times(w, w_labels, x, x_labels, out, **params), out)
         operands = (w, x) if lora_first else (x, w)
         return jax.lax.dot_general(*operands, dimension_numbers, **params)
@@ -98,7 +101,7 @@ def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
     preferred = params["preferred_element_type"]
     if preferred is not None:
         preferred = common_dtype(jax.ShapeDtypeStruct((), preferred), jax.ShapeDtypeStruct((), dtype))
-    return params | {"preferred_element_type": preferred}
+    return params | {"preferred_element_type": preferred, "out_sharding": None}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -107,7 +110,9 @@ def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def add(y: Any, z: Any) -> Any:
+    """`y + z`, spread over the explicit axes of a mesh as `y` is."""
     dtype = common_dtype(y, z)
+    z = z if is_value(y) or is_value(z) or y.shape != z.shape else spread_like(z, y)
     return cast(cast(y, dtype) + cast(z, dtype), y.dtype)
 
 

@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...core.values import is_value
+from ...kernels.multilinear import dot_general
+
 Labels = list[int]
 
 
@@ -27,7 +30,9 @@ def contract(
         (at(x_labels, batch), at(y_labels, batch)),
     )
     out = [*batch, *[i for i in x_labels if i not in shared], *[i for i in y_labels if i not in shared]]
-    return jax.lax.dot_general(x, y, dimension_numbers, **params), out
+    plain = not is_value(x) and not is_value(y)
+    product = dot_general if plain and params.get("out_sharding") is None else jax.lax.dot_general
+    return product(x, y, dimension_numbers, **params), out
 
 
 def _sum_out(x: Any, labels: Sequence[int], wanted: Collection[int]) -> tuple[Any, Labels]:

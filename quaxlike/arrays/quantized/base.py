@@ -27,6 +27,8 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
+from ...primitives import Partitioning
+from ...primitives.partitioning import is_spread
 from .grid import Grid, sorted_table
 from .scales import NestedScales, dense_scales
 
@@ -259,6 +261,21 @@ class AbstractScaledArray(AbstractQuantizedArray):
         """The elements at flat positions `index`, for codes and scales without leading axes."""
 
     def materialise(self) -> Array:
+        leaves, treedef = jax.tree.flatten(self)
+        if not is_spread(leaves):
+            return self._decoded().transpose(self.permutation)
+        # Each device decodes its rows, and its part of them if blocks fill these.
+        lead = [f"lead{i}" for i in range(self.num_lead)]
+        cut = self.inner is None and self.inner_shape[-1] % max(self.block, 1) == 0
+        last = lambda j, leaf: "k" if cut and leaf.shape[-1] > 1 else f"own{j}"
+        names = [lead if leaf.ndim == len(lead) else [*lead, last(j, leaf)] for j, leaf in enumerate(leaves)]
+        inner = ["k"] if cut else [f"inner{i}" for i in range(len(self.inner_shape))]
+        rule = Partitioning(f"{', '.join(map(' '.join, names))} -> {' '.join([*lead, *inner])}")
+        decode = lambda *leaves: [treedef.unflatten(leaves)._decoded()]
+        return rule.apply_to_types(decode)(*leaves)[0].transpose(self.permutation)
+
+    def _decoded(self) -> Array:
+        """The stored array."""
         inner, block_size = self.inner_shape, self.block
         codes, scale = self.codes, self.dense_scale()
         decode: Callable[..., Array] = lambda codes, scale: self.decode(
@@ -266,7 +283,7 @@ class AbstractScaledArray(AbstractQuantizedArray):
         )
         for _ in range(self.num_lead):
             decode = jax.vmap(decode)
-        return decode(codes, scale).transpose(self.permutation)
+        return decode(codes, scale)
 
     def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
         shape = self.stored_shape[1:]

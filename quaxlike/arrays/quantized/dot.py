@@ -30,7 +30,7 @@ _Names = tuple[int, ...]
 def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     (contract_axes, batch_axes), on_left = dimension_numbers, isinstance(lhs, AbstractQuantizedArray)
     (w, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)
-    if isinstance(x, AbstractQuantizedArray) or params.get("out_sharding") is not None:
+    if isinstance(x, AbstractQuantizedArray):
         return NotImplemented
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -41,7 +41,13 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
     x_free = [name for name in x_names if name < 0]
     w_free = [name for name in w.permutation if name not in x_names]
     out_names = (*w_batch, *w_free, *x_free) if on_left else (*w_batch, *x_free, *w_free)
-    return contract(x, x_names, w, out_names, product_dtype(x, w, params))
+    return placed(contract(x, x_names, w, out_names, product_dtype(x, w, params)), params)
+
+
+def placed(y: Array, params: Mapping[str, Any]) -> Array:
+    """A product, spread over a mesh as its `out_sharding` says."""
+    sharding = params.get("out_sharding")
+    return y if sharding is None else jax.sharding.reshard(y, sharding)
 
 
 def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from ...primitives import Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
-from ..multilinear import accumulator_dtype, map_rows, nonzero
+from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero
 from ..nf4_matmul import gpu, tpu
 from ..nf4_matmul.api import check_weight, check_x, dimensions, local_shape, nf4_matmul_p
 from ..nf4_matmul.scales import NestedScales
@@ -100,7 +100,7 @@ def lora_matmul(
 
 def _to_ranks(x: Array, a: Array, index: Array | None) -> Array:
     """`x @ a.T` for each adapter, zero for adapters that a row does not take: (..., adapters, rank)."""
-    t = lax.dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), preferred_element_type=x.dtype)
+    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), preferred_element_type=x.dtype)
     if index is None:
         return t
     return t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]

@@ -1,0 +1,117 @@
+"""Values on meshes whose axes are explicit: the types of arrays say how they are spread."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.sharding import fsdp, shard, tensor_parallel
+from tests.samples import normal
+from tests.sharding.test_communication import exchanged
+
+KEY = jax.random.key(0)
+MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+X = normal(8, 64)
+
+
+def _mlp() -> Any:
+    return eqx.nn.MLP(64, 64, 256, depth=1, use_bias=False, use_final_bias=False, key=KEY)
+
+
+def _adapted(model: Any) -> Any:
+    raised = lambda w: w.replace(b=w.b + 0.1) if isinstance(w, ql.LoraArray) else w
+    model = ql.loraify(model, rank=4, key=KEY)
+    return jax.tree.map(raised, model, is_leaf=lambda w: isinstance(w, ql.LoraArray))
+
+
+MODELS = {
+    "NF4": lambda: ql.quantize(_mlp(), "nf4"),
+    "NF4, doubly quantised": lambda: ql.quantize(_mlp(), "nf4", double_quant=True),
+    "int8": lambda: ql.quantize(_mlp(), "int8"),
+    "int8 in blocks": lambda: ql.quantize(_mlp(), "int8", block_size=32),
+    "LoRA": lambda: _adapted(_mlp()),
+    "LoRA over NF4": lambda: _adapted(ql.quantize(_mlp(), "nf4")),
+}
+QUICK = ("NF4", "LoRA over NF4")
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+
+
+def _run(model: Any, x: Any, **out: Any) -> Any:
+    first, second = (layer.weight for layer in model.layers)
+    return jnp.matmul(jax.nn.relu(x @ first.T), second.T, **out)
+
+
+def _gradients(model: Any, x: Any, **out: Any) -> Any:
+    """By the inputs, and by the adapters."""
+    trained, rest = eqx.partition(model, ql.trainable(model))
+
+    def loss(trained: Any, x: Any) -> Any:
+        return jnp.sum(ql.quaxify(lambda m, x: _run(m, x, **out))(eqx.combine(trained, rest), x) ** 2)
+
+    with ql.on_materialise("error"):
+        return eqx.filter_jit(lambda: jax.grad(loss, (0, 1))(trained, x))()
+
+
+def _agree(found: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_tensor_parallel(name: str):
+    model = MODELS[name]()
+    with jax.set_mesh(MESH):
+        placed = shard(model, MESH, tensor_parallel(model, MESH))
+        x = jax.device_put(X, jax.P("data"))
+        out = {"out_sharding": jax.P("data", None)}
+        fn = ql.quaxify(lambda m, x: _run(m, x, **out))
+        with ql.on_materialise("error"):
+            y = eqx.filter_jit(fn)(placed, x)
+            gradients = _gradients(placed, x, **out)
+    assert jax.typeof(y).sharding.spec == jax.P("data", None)
+    _agree(y, ql.quaxify(_run)(model, X))
+    _agree(gradients, _gradients(model, X))
+
+
+# A dense weight that is spread over the devices of the batch has to be gathered first: JAX refuses the product.
+@pytest.mark.parametrize("name", [p for p in EACH if p.values != ("LoRA",)])
+def test_fully_sharded(name: str):
+    model = MODELS[name]()
+    with jax.set_mesh(MESH):
+        placed = shard(model, MESH, fsdp(MESH))
+        x = jax.device_put(X, jax.P(("data", "model")))
+        gradients = _gradients(placed, x)
+        arrays, rest = eqx.partition(placed, eqx.is_array)
+        fn = jax.jit(lambda arrays, x: ql.quaxify(_run)(eqx.combine(arrays, rest), x))
+        compiled = fn.lower(arrays, x).compile()
+        y = compiled(arrays, x)
+    assert jax.typeof(y).sharding.spec == jax.P(("data", "model"), None)
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    assert sum(n for (kind, _), n in exchanged(compiled).items() if kind == "all-gather") <= stored
+    _agree(y, ql.quaxify(_run)(model, X))
+    _agree(gradients, _gradients(model, X))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_materialised(name: str):
+    w = {"down_proj": {"weight": MODELS[name]().layers[1].weight}}
+    with jax.set_mesh(MESH):
+        for rule in (tensor_parallel(w, MESH), fsdp(MESH)):
+            placed = shard(w, MESH, rule)["down_proj"]["weight"]
+            _agree(jax.jit(lambda w: ql.materialise(w))(placed), ql.materialise(w["down_proj"]["weight"]))
+
+
+def test_eagerly_and_on_another_mesh():
+    model = MODELS["LoRA over NF4"]()
+    expected = ql.quaxify(_run)(model, X)
+    for sizes in ((1, 4), (4, 1)):
+        mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+        with jax.set_mesh(mesh):
+            model = shard(model, mesh, tensor_parallel(model, mesh))
+            x = jax.device_put(X, jax.P("data"))
+            y = ql.quaxify(lambda m, x: _run(m, x, out_sharding=jax.P("data", None)))(model, x)
+        _agree(y, expected)
