@@ -77,7 +77,7 @@ def test_tensor_parallel(name: str):
     _agree(gradients, _gradients(model, X))
 
 
-# A dense weight that is spread over the devices of the batch has to be gathered first: JAX refuses the product.
+# A dense weight that is spread over the devices of the batch has to be gathered first: JAX refuses it.
 @pytest.mark.parametrize("name", [p for p in EACH if p.values != ("LoRA",)])
 def test_fully_sharded(name: str):
     model = MODELS[name]()

@@ -114,7 +114,7 @@ def test_fully_sharded_and_tensor_parallel():
     model = _llama()
     rule = fsdp(MESH, over=tensor_parallel(model, MESH))
     w = shard(model, MESH, rule).model.layers[0].mlp.up_proj.weight
-    assert w.w.codes.sharding.spec == jax.P("model", "data")
+    assert w.w.codes.sharding.spec == jax.P(("model", "data"), None)
     assert w.a.sharding.spec == jax.P(None, ("data", "model"))
     assert fsdp(MESH, axis="data")("norm.weight", jnp.ones(64)) == jax.P()
 
