@@ -102,6 +102,7 @@ def test_fully_sharded_weights_are_gathered_as_codes(name: str):
     )
 
 
+@pytest.mark.slow
 def test_what_is_divided_and_fully_sharded_is_gathered_over_the_rest_alone():
     model = _mlp("nf4", adapted=False)
     by_layer = tensor_parallel(model, MESH)

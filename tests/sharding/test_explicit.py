@@ -36,7 +36,7 @@ MODELS = {
     "LoRA": lambda: _adapted(_mlp()),
     "LoRA over NF4": lambda: _adapted(ql.quantize(_mlp(), "nf4")),
 }
-QUICK = ("NF4", "LoRA over NF4")
+QUICK = ("LoRA over NF4",)
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
@@ -105,6 +105,7 @@ def test_materialised(name: str):
             _agree(jax.jit(lambda w: ql.materialise(w))(placed), ql.materialise(w["down_proj"]["weight"]))
 
 
+@pytest.mark.slow
 def test_eagerly_and_on_another_mesh():
     model = MODELS["LoRA over NF4"]()
     expected = ql.quaxify(_run)(model, X)

@@ -98,6 +98,7 @@ def test_partitioned_models_and_optimiser_states_go_with_the_model(kind: str):
     assert a_and_b(found.mu) == a_and_b(found.nu) == a_and_b(specs) == a_and_b(specs_for(params, rule))
 
 
+@pytest.mark.slow
 def test_doubly_quantised_weights_get_float32_scales_where_they_are_divided():
     model = _llama(double_quant=True)
     placed = shard(model, MESH, tensor_parallel(model, MESH))
@@ -110,6 +111,7 @@ def test_doubly_quantised_weights_get_float32_scales_where_they_are_divided():
     assert kept.codes.addressable_shards[0].data.nbytes * 4 == before.codes.nbytes
 
 
+@pytest.mark.slow
 def test_fully_sharded_and_tensor_parallel():
     model = _llama()
     rule = fsdp(MESH, over=tensor_parallel(model, MESH))
