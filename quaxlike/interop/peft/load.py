@@ -233,6 +233,14 @@ def _check_layers(
             raise file.complain(
                 next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, shapes)}"
             )
+    for layer, key in file.tokens.items():
+        if layer not in layers or not config.trainable_token_indices:
+            problem = "is not expected" if layer in layers else f"the model has no layer {layer!r}"
+            raise file.complain(key, f"{problem}: trainable_token_indices does not name it")
+    if config.trainable_token_indices and not file.tokens:
+        raise file.complain(
+            f"{PREFIX}….{_TOKENS.strip('.')}", "is missing: 'trainable_token_indices' names tokens"
+        )
     if config.target_modules is None and not config.target_parameters:
         return
     if config.target_modules == "all-linear":

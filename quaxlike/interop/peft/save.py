@@ -77,7 +77,7 @@ def save_adapter(
     }
     if not adapters:
         raise ValueError("The model has no adapter to save: it holds no LoraArray.")
-    stacks = [layer for layer, each in adapters.items() if is_stack(layer, each.lora.shape, each.layout)]
+    stacks = [layer for layer, each in adapters.items() if is_stack(each.name, each.lora.shape, each.layout)]
     wrapped = wrapped_names(stacks)
     tensors: dict[str, Any] = {}
     for layer, adapter in adapters.items():
@@ -267,7 +267,7 @@ def _layers(
         "fan_in_fan_out": any(map(_is_fan_in_fan_out, adapters.values())),
         "target_modules": _targets(
             names,
-            {layer: x for layer, x in adapters.items() if not is_stack(layer, x.lora.shape, x.layout)},
+            {layer: x for layer, x in adapters.items() if not is_stack(x.name, x.lora.shape, x.layout)},
             layouts,
         ),
     }
