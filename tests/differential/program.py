@@ -17,7 +17,7 @@ import quaxlike as ql
 from quaxlike.core.values import aval_of
 from tests.conformance.weights import TYPES, WEIGHTS
 
-from .operations import HOLES, OPERANDS, VALUE, filled, function_of, holes_of, operands_of, operations
+from .operations import HOLES, LISTED, OPERANDS, VALUE, filled, function_of, holes_of, operands_of, operations
 from .transforms import INNER, OUTER, ROWS
 
 Shape = tuple[int, ...]
@@ -263,14 +263,21 @@ def programs(
     return (Program(name, tuple(chain), inner, outer, draw(st.sampled_from([True, True, False])), x64),)
 
 
+def _listed(texts: tuple[str, ...], with_value: bool) -> tuple[str, ...]:
+    """Those that are listed, or if there are any those with another Value; else all."""
+    listed = tuple(text for text in texts if text in LISTED.splitlines())
+    of_two = tuple(text for text in listed if VALUE in operands_of(text))
+    return (of_two if with_value else ()) or listed or texts
+
+
 @st.composite
 def of_each_rule(
     draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), common: int = 2, share: int = 1
 ) -> tuple[Program, ...]:
     """Operations that bind the primitives that a type has rules for, and its transforms, one by one.
 
-    There are so many of each of the `common` primitives; of the other ones, and of the transforms, one in
-    `share` is taken.
+    There are so many of each of the `common` primitives, listed ones, about half of them with another
+    Value; of the other primitives, and of the transforms, one in `share` is taken.
     """
     name = draw(st.sampled_from(names))
     x64 = draw(st.sampled_from([True, True, True, False]))
@@ -280,14 +287,14 @@ def of_each_rule(
         table = _by_primitive(name) or {"any": tuple(sorted(operations()))}
         usual = [primitive for primitive in COMMON if primitive in table] or sorted(table)
         taken = lambda: draw(st.integers(0, share - 1)) == 0
-        wanted = [(primitive, ()) for primitive in usual * common]
-        wanted += [(primitive, ()) for primitive in table if primitive not in usual and taken()]
-        wanted += [(draw(st.sampled_from(usual)), (each,)) for each in sorted(INNER) if taken()]
-        for primitive, inner in wanted:
+        wanted = [(_listed(table[p], draw(st.booleans())), ()) for p in usual * common]
+        wanted += [(texts, ()) for p, texts in table.items() if p not in usual and taken()]
+        wanted += [(table[draw(st.sampled_from(usual))], (each,)) for each in sorted(INNER) if taken()]
+        for texts, inner in wanted:
             if sum(t in ROWS for t in inner) > len(shape):
                 continue
             for _ in range(3):  # some operations are not for this shape or dtype
-                text = draw(st.sampled_from(table[primitive]))
+                text = draw(st.sampled_from(texts))
                 aval = jax.ShapeDtypeStruct(_seen(inner, shape), dtype)
                 step = draw(calls(text, name, aval, x64))
                 if result(step, aval) is not None and _has_gradient(
