@@ -31,6 +31,7 @@ from .surgery.quantize import fake_quantize, quantize
 from .surgery.select import select
 from .surgery.stacking import stack_layers, unstack_layers
 from .surgery.summary import summary
+from .surgery.traced import traced_layouts
 from .surgery.trainable import trainable
 from .surgery.trees import path_of
 
@@ -97,6 +98,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "select",
     "Layout",
     "layouts",
+    "traced_layouts",
     "summary",
     "trainable",
     "loraify",

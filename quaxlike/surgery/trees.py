@@ -63,7 +63,7 @@ def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
     for key in key_path:
         steps.append((node, key))
         if _is_box(node):
-            node = node.raw_value if hasattr(node, "raw_value") else node.value
+            node = node.get_raw_value() if hasattr(node, "get_raw_value") else node.value
             continue
         match key:
             case jtu.GetAttrKey(name):
