@@ -59,8 +59,17 @@ def _check_statics(value: Any) -> None:
             try:
                 hash(static)
             except TypeError:
-                if any(isinstance(x, jax.Array | np.ndarray) for x in jtu.tree_leaves(static)):
+                if any(isinstance(x, jax.Array | np.ndarray) for x in leaves_of(static)):
                     raise TypeError(
                         f"{type(value).__name__}.{field.name} is a static field, so it cannot hold an array; "
                         f"found {static!r}. Leave out `static=True`."
                     ) from None
+
+
+def leaves_of(static: Any) -> list[Any]:
+    """What a static field holds. Dictionaries may have keys that are not sorted, which JAX asks of pytrees."""
+    if isinstance(static, dict):
+        return [leaf for part in (*static.keys(), *static.values()) for leaf in leaves_of(part)]
+    if isinstance(static, list | tuple | set | frozenset):
+        return [leaf for part in static for leaf in leaves_of(part)]
+    return jtu.tree_leaves(static)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from ..core.construction import leaves_of
 from ..core.jaxprs.linearity import is_linear
 from ..core.jaxprs.slots import Slot, has_placeholders, leaf_specs
 from ..core.jaxprs.unify import OperandMismatch
@@ -109,7 +110,7 @@ def _statics(s: Subject) -> bool:
 def _parts(static: Any, depth: int = 3) -> list[Any]:
     """What a static field holds, inside of objects too."""
     found: list[Any] = []
-    for leaf in jtu.tree_leaves(static):
+    for leaf in leaves_of(static):
         inside = vars(leaf) if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type) else {}
         plain_object = not callable(leaf) and not isinstance(leaf, jax.Array)
         found += [leaf] + (

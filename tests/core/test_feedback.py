@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ def rules():
 
 
 class TestRegistration:
-    def test_every_operand_has_an_annotation(self, rules):
+    def test_a_rule_is_for_some_type(self, rules):
         with pytest.raises(
             TypeError, match=r"The rule `rule` at .*test_feedback.py:\d+ has no annotation on `x`"
         ):
@@ -38,7 +39,7 @@ class TestRegistration:
             def rule(*xs, dimension): ...
 
     def test_a_parameter_without_its_star(self, rules):
-        with pytest.raises(TypeError, match=r"`dimension_numbers`. .*put a `\*` before it"):
+        with pytest.raises(TypeError, match=r"can never match: `dimension_numbers` .*Put a `\*` before it"):
 
             @ql.register("dot_general", rules=rules)
             def rule(x: Boxed, y: jax.Array, dimension_numbers, **params): ...
@@ -49,6 +50,14 @@ class TestRegistration:
 
             @ql.register("dot_general", rules=rules)
             def annotated(x: Boxed, y: jax.Array, dimension_numbers: Any, **params): ...
+
+    def test_beside_a_type_of_values_an_operand_may_be_anything(self, rules):
+        @ql.register("select_n", rules=rules)
+        def rule(which, *cases: Boxed):
+            return cases[0]
+
+        out = ql.quaxify(lambda x: jax.lax.select_n(jnp.array(True), x, x), rules=rules)(Boxed(jnp.ones(3)))
+        assert isinstance(out, Boxed)
 
     def test_parameters_and_the_primitive_need_none(self, rules):
         @ql.register("dot_general", rules=rules)
@@ -128,3 +137,22 @@ def test_aval_that_contradicts_materialise():
         pytest.raises(ValueError, match=r"Wrong.aval\(\) says float32\[7\], but mater"),
     ):
         _ = Wrong(jnp.ones(3)).shape
+
+
+class _Unordered:
+    """A key of dictionaries that cannot be sorted."""
+
+
+def test_static_fields_hold_what_can_be_compared():
+    class Tagged(Boxed):
+        tags: Any = eqx.field(static=True)
+
+    metre = _Unordered()
+    out = jax.jit(ql.quaxify(lambda x: x))(Tagged(jnp.ones(3), {metre: 1, _Unordered(): 2}))
+    assert out.tags[metre] == 1
+
+    class Hidden(Boxed):
+        tags: Any = eqx.field(static=True)
+
+    with pytest.raises(TypeError, match=r"Hidden.tags is a static field, so it cannot hold an array"):
+        Hidden(jnp.ones(3), {metre: np.ones(3), _Unordered(): 2})

@@ -15,7 +15,7 @@ import jax.extend.core as jexc
 from jaxtyping import AbstractArray, ArrayLike
 
 from .. import compat
-from ..values import ArrayValue
+from ..values import ArrayValue, Value
 from .checks import RuleError
 
 if TYPE_CHECKING:
@@ -173,8 +173,8 @@ def register(
 
     **Raises:**
 
-    `ValueError` for a name that no primitive has, with near misses. `TypeError` for an operand without an
-    annotation, and for a parameter of the primitive among the operands.
+    `ValueError` for a name that no primitive has, with near misses. `TypeError` for operands without
+    annotations, where none is of a type of Values, and for a parameter of the primitive among the operands.
 
     !!! example
 
@@ -295,18 +295,10 @@ def _inspect(
             f"The annotations of the rule {function} cannot be evaluated: {error}. They select the "
             "rule, so their names must be importable at run time."
         ) from error
+    parameters = inspect.signature(function).parameters
+    _check_annotations(function, parameters.values(), hints)
     takes_primitive = False
-    for i, p in enumerate(inspect.signature(function).parameters.values()):
-        is_operand = p.kind is p.VAR_POSITIONAL or (
-            p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
-        )
-        if is_operand and p.name not in hints:
-            raise TypeError(
-                f"The rule {_place(function)} has no annotation on `{p.name}`. Annotations select the rule: "
-                "write a type of Values, `jax.Array`, or `Any` for an operand that may be anything; "
-                "`jax.extend.core.Primitive` for the primitive itself, in front. If it is a parameter of the "
-                f"primitive and no operand, put a `*` before it: `def _(x: ..., *, {p.name}, **params)`."
-            )
+    for i, p in enumerate(parameters.values()):
         hint = _plain_hint(hints.get(p.name, Any))
         if p.kind is p.VAR_KEYWORD:
             keywords = None
@@ -325,6 +317,31 @@ def _inspect(
     return signature, takes_primitive, None if keywords is None else frozenset(keywords)
 
 
+def _check_annotations(
+    function: Callable[..., Any], parameters: Iterable[inspect.Parameter], hints: dict[str, Any]
+) -> None:
+    """Raises a `TypeError` for operands without annotations, unless another one is of a type of Values."""
+    operands = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL or _is_required(p)]
+    bare = [name for name in operands if name not in hints]
+    members = [
+        t for name in operands if name in hints for t in (typing.get_args(hints[name]) or (hints[name],))
+    ]
+    if bare and not any(isinstance(t, type | TypeVar) and _may_be_value(t) for t in members):
+        raise TypeError(
+            f"The rule {_place(function)} has no annotation on `{bare[0]}`, so it would take the primitive "
+            "over for every type. Annotations select the rule: write a type of Values, `jax.Array`, or `Any` for "
+            "an operand that may be anything; `jax.extend.core.Primitive` for the primitive itself, in front."
+        )
+
+
+def _is_required(p: inspect.Parameter) -> bool:
+    return p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+
+
+def _may_be_value(hint: Any) -> bool:
+    return isinstance(hint, TypeVar) or issubclass(typing.get_origin(hint) or hint, Value)
+
+
 def _place(function: Callable[..., Any]) -> str:
     code = inspect.unwrap(function).__code__
     return f"`{function.__name__}` at {code.co_filename}:{code.co_firstlineno}"
@@ -334,7 +351,7 @@ def check_operands(rule: Rule) -> None:
     """Raises a `TypeError` if a rule takes a parameter of its primitive by position: it would never match."""
     params = compat.parameters_of(rule.primitive)
     for p in inspect.signature(rule.function).parameters.values():
-        if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty and p.name in params:
+        if _is_required(p) and p.name in params:
             raise TypeError(
                 f"The rule {rule} can never match: `{p.name}` is a parameter of `{rule.primitive}`, and "
                 f"comes by keyword. Put a `*` before it: `def _(x: ..., *, {p.name}, **params)`."
