@@ -20,7 +20,14 @@ class ValueMeta(type(eqx.Module)):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         names = _plain_fields.get(cls)
         if names is None or len(args) != len(names) or kwargs:
-            instance = super().__call__(*args, **kwargs)
+            try:
+                instance = super().__call__(*args, **kwargs)
+            except ValueError as error:
+                # Equinox looks at all arguments as pytrees, and JAX refuses dictionaries whose keys cannot
+                # be sorted, also where these are static.
+                if "sorting pytree dictionary keys" not in str(error) or not _sets_fields(cls):
+                    raise
+                instance = _made(cls, args, kwargs)
             _check_statics(instance)
             if names is None:
                 _plain_fields[cls] = _fields_if_plain(cls)
@@ -39,17 +46,41 @@ _plain_fields: dict[type, tuple[str, ...]] = {}
 def _fields_if_plain(cls: type) -> tuple[str, ...]:
     fields = dataclasses.fields(cls)
     sets_fields_only = (
-        # Dataclasses compile the `__init__` that they write from a string.
-        getattr(cls.__init__, "__code__", None) is not None
-        and cls.__init__.__code__.co_filename == "<string>"
-        and cls.__new__ is eqx.Module.__new__
-        and not hasattr(cls, "__post_init__")
+        _sets_fields(cls)
         and not any("__check_init__" in vars(base) for base in cls.__mro__)
         and all(f.init and f.default_factory is dataclasses.MISSING for f in fields)
         and not any("converter" in f.metadata for f in fields)
     )
     # A name too many for any call, where it does more: then every call takes the long way.
     return tuple(f.name for f in fields) if sets_fields_only else ("",) * 256
+
+
+def _sets_fields(cls: type) -> bool:
+    """Whether a dataclass wrote the `__init__`, and nothing else is done to make an instance."""
+    return (
+        # Dataclasses compile the `__init__` that they write from a string.
+        getattr(cls.__init__, "__code__", None) is not None
+        and cls.__init__.__code__.co_filename == "<string>"
+        and cls.__new__ is eqx.Module.__new__
+        and not hasattr(cls, "__post_init__")
+    )
+
+
+def _made(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An instance as Equinox makes it."""
+    instance = object.__new__(cls)
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    given = dict(zip([f.name for f in fields if not f.kw_only], args, strict=False)) | kwargs
+    for f in fields:
+        part = given.get(f.name, f.default)
+        if part is dataclasses.MISSING:
+            part = f.default_factory()  # pyright: ignore[reportCallIssue]
+        converter = f.metadata.get("converter")
+        object.__setattr__(instance, f.name, part if converter is None else converter(part))
+    for base in cls.__mro__:
+        if "__check_init__" in vars(base):
+            vars(base)["__check_init__"](instance)
+    return instance
 
 
 def _check_statics(value: Any) -> None:
@@ -67,7 +98,7 @@ def _check_statics(value: Any) -> None:
 
 
 def leaves_of(static: Any) -> list[Any]:
-    """What a static field holds. Dictionaries may have keys that are not sorted, which JAX asks of pytrees."""
+    """What a static field holds. Its dictionaries may have keys that cannot be sorted."""
     if isinstance(static, dict):
         return [leaf for part in (*static.keys(), *static.values()) for leaf in leaves_of(part)]
     if isinstance(static, list | tuple | set | frozenset):

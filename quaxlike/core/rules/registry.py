@@ -329,8 +329,8 @@ def _check_annotations(
     if bare and not any(isinstance(t, type | TypeVar) and _may_be_value(t) for t in members):
         raise TypeError(
             f"The rule {_place(function)} has no annotation on `{bare[0]}`, so it would take the primitive "
-            "over for every type. Annotations select the rule: write a type of Values, `jax.Array`, or `Any` for "
-            "an operand that may be anything; `jax.extend.core.Primitive` for the primitive itself, in front."
+            "over for every type. Annotations select the rule: a type of Values, `jax.Array`, or `Any`; "
+            "for the primitive itself, in front, `jax.extend.core.Primitive`."
         )
 
 
