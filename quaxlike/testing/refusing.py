@@ -52,9 +52,9 @@ def refuses(cls: type[_V]) -> type[_V]:
             with revealing():  # it may be inferred from `materialise`
                 return super().aval()
 
-        def __reduce__(self) -> Any:
-            if found_by_name(type(self)) is type(self):
-                return super().__reduce_ex__(2)
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            if found_by_name(type(self)) is type(self):  # a decorated class
+                return super().__reduce_ex__(protocol)
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 

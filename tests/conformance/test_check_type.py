@@ -12,6 +12,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.testing import check_type, refuses
+from tests.strict import strict
 
 
 class Pair(ql.ArrayValue):
@@ -223,6 +224,9 @@ class TestRefuses:
         ):
             ql.quaxify(jnp.tanh)(w)
         assert type(pickle.loads(pickle.dumps(w))) is cls
+
+    def test_as_a_decorator(self):
+        assert not check_type(strict(jnp.ones(3)), programs=MINUS).failures
 
     def test_of_an_inferred_aval(self):
         class Half(ql.ArrayValue):
