@@ -74,7 +74,7 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rul
         from quaxlike.sharding import shard, tensor_parallel
 
         mesh = jax.make_mesh((len(jax.devices()),), ("model",))
-        model = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=1, key=jax.random.key(0)), "nf4")
+        model = ql.quantize(eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4")
         model = ql.loraify(model, rank=4, key=jax.random.key(1))
         params, _ = eqx.partition(model, ql.trainable(model))
         rule = tensor_parallel(model, mesh)

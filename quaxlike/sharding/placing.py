@@ -45,7 +45,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         from quaxlike.sharding import shard, tensor_parallel
 
         mesh = jax.make_mesh((len(jax.devices()),), ("model",))
-        mlp = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)), "nf4")
+        mlp = ql.quantize(eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4")
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
