@@ -1,0 +1,148 @@
+"""Block arrays of every codec keep their type and give what the dense array gives, under every transform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from quaxlike.arrays.quantized import CODECS, BlockArray, Codec
+from quaxlike.kernels import bits as bitstream
+from tests.samples import normal
+
+#: One for each way in which codes, scales and zeros are stored; the others differ in numbers.
+_QUICK = ("uint4_block", "int3_block", "q2_k", "nvfp4")
+
+
+def _ordered(k=0):
+    """Columns out of order, as GPTQ leaves them."""
+    codes = (np.arange(4 * 32).reshape(4, 32) * 7 + k) % 16
+    w = BlockArray.quantize(jnp.asarray(normal(4, 32, seed=k)), codec="uint4_block", block_size=8)
+    order = np.random.default_rng(0).permutation(32).astype(np.int32)
+    return BlockArray.from_codes(
+        codes.astype(np.uint8), w.scale, codec=w.codec, block_size=8, order=order, dtype=w.dtype
+    )
+
+
+def _of(codec):
+    return lambda k=0: BlockArray.quantize(jnp.asarray(normal(4, 32, seed=k)), codec=codec)
+
+
+MAKE = {**{name: _of(name) for name in CODECS}, "columns out of order": _ordered}
+
+X, Y = jnp.asarray(normal(3, 32, seed=5)), jnp.asarray(normal(3, 4, seed=6))
+INDEX = jnp.array([2, 0, 3])
+
+#: Of a matrix and another one, (4, 32) each.
+PROGRAMS = {
+    "forward": lambda w, v: X @ w.T,
+    "transposed": lambda w, v: Y @ w,
+    "on the left": lambda w, v: w @ X.T,
+    "vmap": lambda w, v: jax.vmap(lambda x: w @ x)(X),
+    "vmap over weights": lambda w, v: jax.vmap(lambda w: w @ X.T)(jnp.stack([w, v])),
+    "stack, scan": lambda w, v: lax.scan(lambda x, w: (x @ w.T @ w, None), X, jnp.stack([w, v]))[0],
+    "cond": lambda w, v: lax.cond(X[0, 0] > 0, lambda w, v: w, lambda w, v: v, w, v) @ X.T,
+    "rows": lambda w, v: w[INDEX],
+    "row": lambda w, v: w[1],
+    "scaled": lambda w, v: (-w * 2.0) @ X.T,
+    "bfloat16": lambda w, v: (w.astype(jnp.bfloat16) @ X.T.astype(jnp.bfloat16)).astype(jnp.float32),
+    "jit": lambda w, v: jax.jit(lambda w: X @ w.T)(w),
+    "grad by x": lambda w, v: jax.grad(lambda x: jnp.sum((x @ w.T) ** 2))(X),
+    "hessian by x": lambda w, v: jax.hessian(lambda x: jnp.sum((w @ x) ** 2))(X[0]),
+    "remat": lambda w, v: jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ w.T))(x)))(X),
+    "experts": lambda w, v: lax.ragged_dot(X, jnp.stack([w, v]).swapaxes(1, 2), jnp.array([1, 2])),
+}
+
+
+@pytest.mark.parametrize(
+    "codec", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in MAKE]
+)
+def test_every_program(codec):
+    w, v = MAKE[codec](), MAKE[codec](1)
+    dense = [ql.materialise(w), ql.materialise(v)]
+
+    def run(w, v):
+        return {name: program(w, v) for name, program in PROGRAMS.items()}
+
+    with ql.on_materialise("error"):
+        found = jax.jit(ql.quaxify(run))(w, v)
+    for name, expected in jax.jit(run)(*dense).items():
+        tolerance = 5e-2 if name == "bfloat16" else 1e-4
+        scale = float(jnp.max(jnp.abs(expected))) + 1
+        np.testing.assert_allclose(
+            np.asarray(ql.materialise(found[name])),
+            expected,
+            atol=tolerance * scale,
+            err_msg=f"{codec}: {name}",
+        )
+
+
+@pytest.mark.parametrize("codec", ["uint4_block", "nvfp4", "q6_k"])
+def test_parts_keep_their_type(codec):
+    w = MAKE[codec]()
+    cut = lambda w: [w[1:3], w.T, jnp.concatenate([w, w]), w.reshape(2, 2, 32), jnp.stack([w, w], 1)]
+    with ql.on_materialise("error"):
+        parts = ql.quaxify(cut)(w)
+    for part, value in zip(parts, cut(ql.materialise(w)), strict=True):
+        assert isinstance(part, BlockArray)
+        np.testing.assert_array_equal(ql.materialise(part), value)
+
+
+@pytest.mark.parametrize("codec", ["q4_1", "nvfp4"])
+def test_a_factor_gets_its_gradient(codec):
+    w = MAKE[codec]()
+    with ql.on_materialise("error"):
+        found = jax.grad(lambda s: jnp.sum(ql.quaxify(lambda w: X @ (s * w).T)(w) ** 2))(2.0)
+    expected = jax.grad(lambda s: jnp.sum((X @ (s * ql.materialise(w)).T) ** 2))(2.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["q4_k", "mxfp4"])
+def test_an_adapter_over_codes_learns(codec):
+    w = ql.LoraArray(MAKE[codec](), jnp.asarray(normal(2, 32)), jnp.zeros((4, 2)))
+    loss = lambda ab, w: jnp.mean((X @ ql.materialise(w.replace(a=ab[0], b=ab[1])).T - Y) ** 2)
+    fast = lambda ab: jnp.mean((ql.quaxify(lambda w, x: x @ w.T)(w.replace(a=ab[0], b=ab[1]), X) - Y) ** 2)
+    ab = (w.a, w.b)
+    with ql.on_materialise("error"):
+        grads = jax.grad(fast)(ab)
+    expected = jax.grad(loss)(ab, w)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, atol=1e-4), grads, expected)
+    assert fast((ab[0] - 0.01 * grads[0], ab[1] - 0.01 * grads[1])) < fast(ab)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_streams_of_bits(bits):
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 21)).astype(np.uint8)
+    packed = bitstream.pack(codes, bits)
+    assert packed.shape == (3, bitstream.num_bytes(21, bits))
+    np.testing.assert_array_equal(bitstream.unpack(packed, bits, 21), codes)
+    np.testing.assert_array_equal(bitstream.unpack(jnp.asarray(packed), bits, 21), codes)
+    whole = sum(int(code) << (bits * i) for i, code in enumerate(codes[0]))
+    assert bytes(packed[0]) == whole.to_bytes(packed.shape[1], "little")
+
+
+def test_rows_that_are_not_there_are_nan():
+    for codec in ("nvfp4", "mxfp4", "q4_0", "q2_k"):
+        row = ql.quaxify(lambda w: w.at[jnp.array([9])].get(mode="fill"))(MAKE[codec]())
+        assert jnp.isnan(ql.materialise(row)).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: BlockArray.quantize(w, codec="q7"), "There is no codec 'q7'; there are int2_block, "),
+        (lambda w: BlockArray.quantize(w, block_size=0), "must be positive or None, got 0"),
+        (lambda w: BlockArray.quantize(w, double_quant=True), "A codec says how its scales are stored"),
+        (lambda w: BlockArray.quantize(w[0, 0]), "at least one axis; found a scalar"),
+        (
+            lambda w: BlockArray.from_codes(
+                np.zeros((4, 32), np.uint8), MAKE["q4_0"](0).scale, codec=Codec(4, bias=8), block_size=16
+            ),
+            r"takes scale of shape \(4, 2\); found \(4, 1\)",
+        ),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.asarray(normal(4, 32)))
