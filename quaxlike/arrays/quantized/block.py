@@ -268,7 +268,8 @@ class BlockArray(AbstractQuantizedArray):
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
         codes, scale, order = self._rows(parts)
-        leaves = codes, *scale.parts()
+        present = tuple(part is not None for part in (codes, *scale.parts()))
+        leaves = jax.tree.leaves((codes, *scale.parts()))
         rows = math.prod(codes.shape[:-1])
         count = self._matrix[1]
         if order is None and rows and shape[0] and rows % shape[0] == 0 and count * rows == math.prod(shape):
@@ -283,7 +284,7 @@ class BlockArray(AbstractQuantizedArray):
             return y.astype(out_dtype)
         if order is not None and not transpose:
             x = jnp.take(x, order, axis=-1)
-        decode = Rows(self.codec, count, self.block)
+        decode = Rows(self.codec, count, self.block, present)
         y = block_matmul(x, flat, decode, shape=shape, transpose=transpose, out_dtype=out_dtype)
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 

@@ -172,14 +172,16 @@ class Codec:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Decodes rows of parts, as `block_matmul` asks for it."""
+    """Decodes rows of parts, as `block_matmul` asks for it: of those that are `present`."""
 
     codec: Codec
     count: int
     block: int
+    present: tuple[bool, ...] = (True,) * 5
 
     def __call__(self, parts: Any) -> list[Array]:
-        return self.codec.planes(self.count, self.block, parts)
+        rest = iter(parts)
+        return self.codec.planes(self.count, self.block, [next(rest) if p else None for p in self.present])
 
 
 _integer = lambda bits, **options: Codec(bits, bias=2 ** (bits - 1), **options)
