@@ -119,6 +119,8 @@ CORNERS: dict[str, Make] = {
     "LoraArray, empty": lambda k=0: ql.LoraArray(_dense(k, 0, 4), _dense(k, 2, 4), _dense(k, 0, 2)),
     "LoraArray, bfloat16": lambda k=0: jtu.tree_map(lambda x: x.astype(jnp.bfloat16), _lora(_dense(k), k)),
     "LoraArray, bfloat16 base": lambda k=0: _lora(_dense(k, dtype=jnp.bfloat16), k),
+    "BlockArray": lambda k=0: ql.BlockArray.quantize(_dense(k), codec="q4_1"),
+    "BlockArray, two levels": lambda k=0: ql.BlockArray.quantize(_dense(k, 2, 4, 4), codec="q3_k"),
     "NF4Array, trained scales": lambda k=0: ql.NF4Array.quantize(_dense(k), block_size=32, train_scales=True),
     "NF4Array, stacked": lambda k=0: ql.NF4Array.quantize(_dense(k, 2, 4, 4), block_size=32, stacked=1),
     "Int8Array, stacked": lambda k=0: ql.Int8Array.quantize(_dense(k, 2, 4, 4), stacked=1),
