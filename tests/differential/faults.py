@@ -41,19 +41,19 @@ class Fault:
 FAULTS = (
     Fault(
         "a gradient has the wrong sign",
-        "quantized/contract.py",
-        "y = matmul(x, codes, scale)",
-        "y = matmul(2 * lax.stop_gradient(x) - x, codes, scale)",
+        "quantized/dot.py",
+        "y = matmul(x, parts)",
+        "y = matmul(2 * lax.stop_gradient(x) - x, parts)",
     ),
     Fault(
         "axes of a product are swapped",
-        "quantized/contract.py",
+        "quantized/dot.py",
         "(*w_batch, *w_free, *x_free) if on_left else",
         "(*w_batch, *x_free, *w_free) if on_left else",
     ),
     Fault(
         "a scale is dropped",
-        "lora/slicing.py",
+        "lora/indexing.py",
         "arrange(*contract(b, own_b, a, own_a, out), out) * x.scaling)",
         "arrange(*contract(b, own_b, a, own_a, out), out))",
     ),
@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "elements at different places are added",
-        "sparse/elements.py",
+        "sparse/elementwise.py",
         "    if same_pattern(x, y):\n        return x.replace(data=x.data + y.data)",
         "    if x.data.shape == y.data.shape:\n        return x.replace(data=x.data + y.data)",
     ),
@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "a stop_gradient is missing",
-        "lora/contraction.py",
+        "lora/dot.py",
         "quaxify(product)(lora.base, lora.a, lora.b, x)",
         "quaxify(product)(lora.w, lora.a, lora.b, x)",
     ),
