@@ -9,7 +9,7 @@ def check_rank(function: str, option: str, value: Any) -> None:
     """Raises unless the value is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{function} takes a whole number as {option}; found {value!r}.")
-    if value < 1:
+    if int(value) < 1:
         raise ValueError(f"{function} takes a {option} of at least 1; found {value}.")
 
 
@@ -17,7 +17,7 @@ def check_scale(function: str, option: str, value: Any) -> None:
     """Raises unless the value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{function} takes a number as {option}; found {value!r}.")
-    if not (math.isfinite(value) and value > 0):
+    if not (math.isfinite(value) and float(value) > 0):
         raise ValueError(f"{function} takes a finite {option} above 0; found {value}.")
 
 

@@ -12,8 +12,7 @@ import time
 import tests.conftest  # noqa: F401  (the settings of JAX under test)
 from tests.conformance.weights import TYPES
 
-from .hunt import Tally, hunt
-from .program import of_each_rule, programs
+from .hunt import Tally, hunt_for
 
 
 def main() -> int:
@@ -43,8 +42,8 @@ def main() -> int:
             while len(running) < args.jobs and time.monotonic() < until:
                 known = frozenset(total.findings)
                 future = pool.submit(
-                    hunt,
-                    programs(names) | of_each_rule(names, 1, 4),
+                    hunt_for,
+                    names,
                     seed_=seed,
                     examples=args.examples,
                     known=known,

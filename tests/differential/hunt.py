@@ -5,12 +5,13 @@ import dataclasses
 import itertools
 import time
 import warnings
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from .compare import Finding, outcomes
-from .program import Program
+from .program import Program, of_each_rule, programs
 
 Key = tuple[str, ...]
 
@@ -45,6 +46,11 @@ def _table(counts: collections.Counter[tuple[str, str]]) -> str:
     lines += [f"{row:60}" + "".join(f"{counts[row, column]:10}" for column in columns) for row in rows]
     total = [sum(counts[row, column] for row in rows) for column in columns]
     return "\n".join([*lines, f"{'':60}" + "".join(f"{n:10}" for n in total)])
+
+
+def hunt_for(names: tuple[str, ...], **options: Any) -> Tally:
+    """A round of programs of both kinds, on values of these types."""
+    return hunt(programs(names) | of_each_rule(names, 1, 4), **options)
 
 
 def hunt(
