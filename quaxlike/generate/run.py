@@ -4,7 +4,7 @@ import argparse
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ class Count(NamedTuple):
     seconds_after_first: float
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> Count:
+def run(arguments: argparse.Namespace, out: Any) -> Count:
     """Writes what the model goes on with to `out`.
 
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` for a
@@ -82,7 +82,7 @@ def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
 class _Writer:
     """Turns tokens into text: of one prompt as they come."""
 
-    def __init__(self, tokenizer: Any, ends: list[int], rows: int, out: TextIO) -> None:
+    def __init__(self, tokenizer: Any, ends: list[int], rows: int, out: Any) -> None:
         self._tokenizer, self._ends, self._out = tokenizer, ends, out
         self._rows: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows

@@ -25,7 +25,7 @@ class Family:
     """The norms before and after attention, and before and after the feed-forward layer."""
     layer_norm: bool = False
     """Whether norms are LayerNorms with biases."""
-    norm_offset: float = 0.0
+    norm_offset: float | int = 0.0
     """The number that is added to the weights of norms."""
     scaled_embedding: bool = False
     learned_positions: bool = False

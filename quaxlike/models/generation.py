@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from ..arrays.lora import LoraArray
 from ..core.quaxify import quaxify
@@ -35,7 +35,7 @@ def generate(
     ids: Int[Array | np.ndarray, "batch tokens"],
     *,
     max_new_tokens: int,
-    mask: Bool[Array | np.ndarray, "batch tokens"] | None = None,
+    mask: Shaped[Array | np.ndarray, "batch tokens"] | None = None,
     eos: int | Sequence[int] | None = None,
     temperature: float | int = 0.0,
     top_k: int | None = None,

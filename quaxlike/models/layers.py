@@ -34,8 +34,8 @@ def attend(
     value: Float[Array, "seen kv_heads size"],
     mask: Bool[Array, "tokens seen"],
     *,
-    scale: float | None = None,
-    softcap: float = 0.0,
+    scale: float | int | None = None,
+    softcap: float | int = 0.0,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "tokens hidden"]:
     """Softmax attention (Vaswani et al., 2017); several query heads may share a key head.

@@ -24,9 +24,9 @@ class Rope(NamedTuple):
     `long` holds the frequencies for texts of more than `switch` tokens, if there are others for these.
     """
 
-    frequencies: tuple[float, ...]
-    scale: float = 1.0
-    long: tuple[float, ...] | None = None
+    frequencies: tuple[float | int, ...]
+    scale: float | int = 1.0
+    long: tuple[float | int, ...] | None = None
     switch: int = 0
 
     def rotation(self, positions: Int[Array, " tokens"], length: Any, dtype: Any) -> tuple[Array, Array]:
@@ -84,14 +84,14 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
     return Rope(tuple(inverse.tolist()), scale)
 
 
-def _yarn_scale(rope: Mapping[str, Any]) -> float:
+def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
     grown = lambda m: 1.0 if rope["factor"] <= 1 else 0.1 * m * math.log(rope["factor"]) + 1
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
     return grown(1.0)
 
 
-def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float, original: int) -> np.ndarray:
+def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
     """How far each wave is stretched: from 0 for the fast ones to 1 for the slow ones."""
     at = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
     low, high = at(rope.get("beta_fast") or 32), at(rope.get("beta_slow") or 1)

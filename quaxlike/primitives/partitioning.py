@@ -89,7 +89,7 @@ class Partitioning:
         """The names of dimensions that can be split."""
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
-    def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Sequence[Any]]], mesh: Any) -> Any:
+    def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
         """The mesh axes that each name is split over, as far as its dimensions can be shared evenly.
 
         **Arguments:**

@@ -11,7 +11,7 @@ import numpy as np
 _TOLERANCE = {2: 2e-2, 4: 3e-4, 8: 1e-6}
 
 
-def disagreement(found: Any, expected: Any, *, dtypes: bool = True, scale: float = 0.0) -> str:
+def disagreement(found: Any, expected: Any, *, dtypes: bool = True, scale: float | int = 0.0) -> str:
     """In what two trees of arrays differ, in words; empty if they are the same.
 
     **Arguments:**
@@ -29,7 +29,7 @@ def disagreement(found: Any, expected: Any, *, dtypes: bool = True, scale: float
     return ""
 
 
-def _difference(a: Any, b: Any, dtypes: bool, scale: float) -> str:
+def _difference(a: Any, b: Any, dtypes: bool, scale: float | int) -> str:
     a, b = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b))
     if a.shape != b.shape:
         return f"shape {a.shape} in place of {b.shape}"
@@ -53,7 +53,7 @@ def _difference(a: Any, b: Any, dtypes: bool, scale: float) -> str:
     return f"{int(wrong.sum())} of {wrong.size} elements differ, {x[at]:.6g} in place of {y[at]:.6g}{where}"
 
 
-def _tolerance(dtype: Any) -> float:
+def _tolerance(dtype: Any) -> float | int:
     """By how much elements of a dtype may differ, as a part of the largest; 0 for what is exact."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
@@ -76,7 +76,7 @@ def weighted_sum(tree: Any) -> Any:
     return total
 
 
-def size_of(tree: Any) -> float:
+def size_of(tree: Any) -> float | int:
     """The largest finite element of the arrays in a tree, by its absolute value; at least 1e-30."""
     arrays = [np.abs(np.asarray(x)).ravel() for x in jtu.tree_leaves(tree) if is_inexact(x)]
     finite = [x[np.isfinite(x)].max(initial=0.0) for x in arrays]

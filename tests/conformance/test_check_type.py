@@ -13,6 +13,7 @@ from jax import lax
 import quaxlike as ql
 from quaxlike.testing import check_type, refuses
 from quaxlike.testing.programs import LINEAR
+from tests.samples import wrong_types
 from tests.strict import strict
 
 
@@ -204,6 +205,7 @@ def test_programs_by_name_or_in_a_sequence():
     assert names([lambda x: x, lambda x: -x]) == ["<lambda> (0)", "<lambda> (1)"]
 
 
+@wrong_types
 def test_what_is_no_value_is_refused():
     with pytest.raises(TypeError, match=r"check_type takes a quaxlike.Value; found ArrayImpl"):
         check_type(jnp.ones(3))  # pyright: ignore[reportArgumentType]

@@ -12,6 +12,7 @@ from jaxtyping import ArrayLike
 import quaxlike as ql
 import quaxlike.arrays
 from quaxlike.core.rules import GLOBAL
+from tests.samples import wrong_types
 
 
 class A(ql.ArrayValue):
@@ -235,6 +236,7 @@ class TestShipped:
         assert [rule for rule in ours if rule not in covered] == []
 
 
+@wrong_types
 @pytest.mark.parametrize("call", [ql.rules_for, ql.check_ambiguities, lambda x: ql.compare_rules(x, x)])
 @pytest.mark.parametrize("x", ["LoraArray", 5, int])
 def test_what_is_no_class_of_values(call, x):

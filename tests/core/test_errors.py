@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from tests.samples import wrong_types
 
 
 class Box(ql.ArrayValue):
@@ -364,12 +365,14 @@ class TestTracebacks:
         assert any(text.startswith(f"quaxlike.RuleError: The rule {name} must") for text in shown)
 
 
+@wrong_types
 @pytest.mark.parametrize("primitive", [5, lambda x: x, ["sin", None]])
 def test_registering_for_what_is_no_primitive(primitive):
     with pytest.raises(TypeError, match="register takes a JAX primitive, its name, or a sequence"):
         ql.register(primitive)
 
 
+@wrong_types
 def test_rules_that_are_no_rule_set():
     with pytest.raises(TypeError, match=r"quaxify takes a quaxlike\.RuleSet as rules; found 5"):
         ql.quaxify(lambda x: x, rules=5)

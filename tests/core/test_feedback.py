@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from tests.samples import wrong_types
 
 
 class Boxed(ql.ArrayValue):
@@ -105,6 +106,7 @@ def test_the_nearest_rules_are_first_those_of_the_type():
 
 
 class TestOutsideOfQuaxify:
+    @wrong_types
     def test_functions_of_jax_numpy(self):
         message = "A Boxed was given to `dot` outside `quaxlike.quaxify`. Wrap the function"
         with pytest.raises(TypeError, match=message):

@@ -34,7 +34,7 @@ def test_writes_what_the_model_goes_on_with(checkpoint, capsys):
     status, out, told = run(capsys, "--model", checkpoint, "--prompt", "w5 w6 w7", "--max-new-tokens", 6)
     assert status == 0
     model, _ = load(checkpoint)
-    tokens = np.asarray(generate(model, [[5, 6, 7]], max_new_tokens=6, eos=2))[0]
+    tokens = np.asarray(generate(model, np.array([[5, 6, 7]]), max_new_tokens=6, eos=2))[0]
     assert out.split() == [f"w{i}" for i in tokens.tolist()]
     assert "6 tokens in" in told
     assert "tokens a second after the first" in told

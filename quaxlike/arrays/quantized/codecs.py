@@ -49,7 +49,7 @@ class Codec:
     bits: int
     codes: str = "integer"
     bias: int = 0
-    table: tuple[float, ...] | None = None
+    table: tuple[float | int, ...] | None = None
     block: int | None = None
     scales: str = "float"
     group: int | None = None
@@ -67,7 +67,7 @@ class Codec:
             return jnp.asarray(self.table, jnp.float32)[codes]
         return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
 
-    def range(self) -> tuple[float, float]:
+    def range(self) -> tuple[float | int, float | int]:
         """The smallest and the largest value of a code."""
         if self.codes == "integer":
             return -self.bias, 2**self.bits - 1 - self.bias

@@ -108,7 +108,7 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
     if level is None:
         params = primitive.get_bind_params(step.params) if step.takes_functions else step.params
         out = primitive.bind(*inputs, **params)
-        return out if primitive.multiple_results else [out]
+        return list(out) if primitive.multiple_results else [out]
     if step.takes_functions:
         with jexc.set_current_trace(level):
             params = primitive.get_bind_params(step.params)
@@ -119,7 +119,7 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
         return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
     out = primitive.bind(*inputs, **step.params)
     follow(primitive, inputs, step.params, out)
-    return out if primitive.multiple_results else [out]
+    return list(out) if primitive.multiple_results else [out]
 
 
 def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:

@@ -27,8 +27,8 @@ class NestedScales(NamedTuple):
     quant_map: Float32[Array, "256"]
 
 
-def dense_scales(scales: Array | NestedScales) -> Float32[Array, " blocks"]:
-    """The float32 scales, whichever way they are stored."""
+def dense_scales(scales: Array | NestedScales) -> Float32[Array, "*blocks"]:
+    """The float32 scales, whichever way they are stored; one axis, or those of the rows and their blocks."""
     if not isinstance(scales, NestedScales):
         return scales
     codes, absmax, offset, quant_map = scales
