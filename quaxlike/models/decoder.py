@@ -252,7 +252,9 @@ class Body(Part):
         """
         c = self.config
         count = jnp.cumsum(seen)
-        positions = lax.dynamic_slice_in_dim(jnp.maximum(count - 1, 0), start, len(ids))
+        # Padding behind a text counts on, as in transformers.
+        places = jnp.where(seen, count - 1, jnp.arange(len(seen)) - jnp.argmax(seen))
+        positions = lax.dynamic_slice_in_dim(jnp.maximum(places, 0), start, len(ids))
         x = each(self.part("embed_tokens"), ids)
         if c.family.scaled_embedding:
             x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)

@@ -37,7 +37,7 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], default
     assert float(qlora[4]) <= 0.30
     rules = re.findall(r"│ ([^│]+?) +│ dot_general │ (\w+) +│ (\S+):\d+ +│ +(\d+) │", shown)
     assert rules == [
-        ("LoRA", "LoraArray", "lora/contraction.py", "18"),  # six weights in each of three blocks
+        ("LoRA", "LoraArray", "lora/dot.py", "18"),  # six weights in each of three blocks
         ("QLoRA (NF4)", "LoraArray", "arrays/pairs.py", "18"),
     ]
     assert "materialised: nothing" in shown
