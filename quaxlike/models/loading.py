@@ -1,7 +1,7 @@
 """Reads a checkpoint directory of transformers into a model."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,24 +136,6 @@ def fill(
             )
         loaded[name] = place(name, leaf)
     return replace(skeleton, loaded)
-
-
-def split_experts(name: str, leaf: Any, config: DecoderConfig) -> Iterator[tuple[str, Any]]:
-    """The names and arrays that files have for an array of the model: the inverse of how it was read."""
-    family = config.family
-    head, _, field = name.rpartition(".")
-    for theirs, ours in family.files.items():
-        head = head.replace(f".{theirs}.", f".{ours}.") if f".{theirs}." in f"{head}." else head
-        head = f"{head}.".replace(f".{theirs}.", f".{ours}.").removesuffix(".")
-    if family.experts == "out_in" and head.endswith(".experts"):
-        gate, up, down = family.expert_files
-        for i in range(leaf.shape[0]):
-            parts = jnp.split(leaf[i], 2) if field == "gate_up_proj" else [leaf[i]]
-            names = (gate, up) if field == "gate_up_proj" else (down,)
-            for part, matrix in zip(parts, names, strict=True):
-                yield f"{head}.{i}.{matrix}.weight", part
-    else:
-        yield f"{head}.{field}", leaf
 
 
 def _in_model(name: str, family: Family | None) -> str:
