@@ -127,9 +127,9 @@ x[..., ::-1]
 x[-1]
 x[..., 0]
 x[{n}]
-x[jnp.array([0, {i}, -1])]
-x[..., jnp.array([{i}])]
-x[jnp.array([0, 0]), jnp.array([0, 1])]
+x[jnp.array([0, {i}, -1]) % x.shape[0]]
+x[..., jnp.array([{i}]) % x.shape[-1]]
+x[jnp.array([0, 0]), jnp.array([0, -1])]
 x.at[jnp.array([0, {i}])].get(mode="fill", fill_value={fill})
 x.at[..., jnp.array([{i}, 1])].get(mode="{mode}")
 jnp.take(x, {i}, {a}, mode="{mode}")
