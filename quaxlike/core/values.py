@@ -39,7 +39,9 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then.
 
     A value is taken to be linear if it says so and the Values that it holds do, so a type need not look at
-    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them.
+    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them. Where a leaf
+    stands for several elements, or for a part of one, its cotangent is none of them: what the backward
+    function of a `jax.custom_vjp` sees is dense then.
     """
 
     own_dtypes: ClassVar[bool] = False

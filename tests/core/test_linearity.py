@@ -14,7 +14,7 @@ from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.structured import KroneckerMatrix
 from quaxlike.arrays.unitful import Unitful, dimensionless
-from quaxlike.arrays.zero import Identity
+from quaxlike.arrays.zero import Full, Identity
 from quaxlike.core.jaxprs.linearity import is_derivative, is_linear, same_pattern
 
 
@@ -194,6 +194,79 @@ class TestCustomDerivatives:
             return ql.quaxify(f)(x).array.array.sum()
 
         np.testing.assert_allclose(jax.grad(loss)(jnp.arange(3.0)), 2.0 * jnp.arange(3.0))
+
+
+class Doubled(ql.ArrayValue):
+    array: jax.Array
+    linear = True
+
+    def materialise(self):
+        return 2 * self.array
+
+
+class Pair(ql.ArrayValue):
+    a: jax.Array
+    b: jax.Array
+    linear = True
+
+    def materialise(self):
+        return self.a + self.b
+
+
+MATRIX = jnp.arange(9.0).reshape(3, 3)
+BY_ELEMENTS = {
+    "Full": Full(jnp.array(1.5), (3, 3)),
+    "Doubled": Doubled(MATRIX),
+    "Pair": Pair(MATRIX, MATRIX.T),
+    "of names": NamedArray(Doubled(MATRIX), ("a", "b")),
+}
+
+
+class TestLeavesThatAreNotElements:
+    """A leaf that is repeated, scaled or added gathers what its elements do: its cotangent is none of them."""
+
+    @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
+    def test_a_backward_function_sees_the_cotangent(self, x):
+        @jax.custom_vjp
+        def f(x):
+            return x * 1.0
+
+        f.defvjp(lambda x: (f(x), x), lambda x, ct: (jnp.sin(ct) * x,))  # not the derivative, but known
+        for g in (f, jax.jit(f)):
+            loss = lambda x, g=g: jnp.sum(g(x) * MATRIX.T)
+            expected = eqx.filter_grad(lambda x, loss=loss: loss(ql.materialise(x)))(x)
+            for run in _kinds(eqx.filter_grad(lambda x, loss=loss: ql.quaxify(loss)(x))):
+                assert eqx.tree_equal(run(x), expected, rtol=1e-5)
+            inside = ql.quaxify(jax.grad(loss))(x)
+            np.testing.assert_allclose(ql.materialise(inside), jax.grad(loss)(ql.materialise(x)), rtol=1e-5)
+
+    @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
+    def test_a_linear_solve(self, x):
+        a = jnp.eye(3) + 0.1 * MATRIX
+        solve = lambda b: lax.custom_linear_solve(
+            lambda x: a @ x, b, lambda _, b: jnp.linalg.solve(a, b), lambda _, b: jnp.linalg.solve(a.T, b)
+        )
+        loss = lambda b: jnp.sum(jnp.asarray(solve(b)) * MATRIX)
+        expected = eqx.filter_grad(lambda b: loss(ql.materialise(b)))(x)
+        assert eqx.tree_equal(eqx.filter_grad(lambda b: ql.quaxify(loss)(b))(x), expected, rtol=1e-4)
+
+    def test_elements_in_other_places_keep_their_type(self):
+        class Transposed(ql.ArrayValue):
+            array: jax.Array
+            linear = True
+
+            def materialise(self):
+                return self.array.T
+
+        seen = []
+
+        @jax.custom_vjp
+        def f(x):
+            return x
+
+        f.defvjp(lambda x: (x, None), lambda _, ct: (seen.append(type(ct.quax_value)), (ct,))[1])
+        jax.grad(lambda array: ql.quaxify(f)(Transposed(array)).array.sum())(MATRIX)
+        assert seen == [Transposed]
 
 
 def test_a_linear_solve_for_a_sparse_right_hand_side():

@@ -1,7 +1,7 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the user's functions run with Values in place.
 
 The primitive is bound again on the leaves. A tangent (or cotangent) of a Value that is linear in its leaves
-is a Value of the same class and pattern; any other is dense: tangents come through the jvp of `materialise`,
+is a Value of the same class and pattern (cotangents only where the leaves are elements); any other is dense: tangents come through the jvp of `materialise`,
 and cotangents are pulled back through its vjp.
 """
 
@@ -103,7 +103,10 @@ def _custom_vjp(
     results, residuals = _Results(), _Residuals()
 
     def flat_fun(*leaves: Any) -> list[Any]:
-        return results.flatten(_call(trace, fun, unflatten(slots, leaves)))
+        outs = _call(trace, fun, unflatten(slots, leaves))
+        # Of a type that is linear it is known now already whether `fwd` can return it.
+        known = [not (is_value(x) and is_linear(x)) or _has_cotangents(x) for x in outs]
+        return results.flatten_differentiated(outs, known)
 
     def flat_fwd(*pairs: Any) -> list[Any]:
         primals = unflatten(slots, pairs[::2])
@@ -114,9 +117,7 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
-        flat = results.flatten_differentiated(
-            primals_out, [is_value(x) and is_linear(x) for x in primals_out]
-        )
+        flat = results.flatten_differentiated(primals_out, [_has_cotangents(x) for x in primals_out])
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
 
@@ -147,9 +148,13 @@ def _custom_vjp(
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
+def _has_cotangents(x: Any) -> bool:
+    return is_value(x) and flatten([x])[1][0].has_cotangents
+
+
 _WHAT = "a custom derivative"
 _PLAIN = "It is the derivative of a plain array."
-_HINT = "It is not linear in its leaves, or its tangent has another pattern."
+_HINT = "Its derivative is not one of its type: by its leaves, with its pattern."
 _OTHER = "It is the derivative of a Value of another type or pattern."
 
 
@@ -167,8 +172,8 @@ class _Results:
         return leaves
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
-        """The same for a function that computes derivatives: a Value that does not have tangents of its form
-        is dense."""
+        """The same for a function that is differentiated: a Value that does not have tangents of its form is
+        dense."""
         if not self.decided:
             outs = [
                 dense(x, _WHAT, hint=_HINT) if is_value(x) and not has else x
@@ -351,7 +356,7 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
         inexact = [has_tangent(a) for a in slot.avals]
         if _is_zero(ct):
             moving: Any = iter([None] * sum(inexact))
-        elif is_value(ct) and is_derivative(ct, slot.unflatten(primals)):
+        elif _has_cotangents(ct) and is_derivative(ct, slot.unflatten(primals)):
             moving = (x for x, has in zip(flatten([ct])[0], inexact, strict=True) if has)
         else:
             fun, at = _materialise_of_inexact(slot, primals, inexact)

@@ -7,6 +7,7 @@ or no structure and one aval for a plain array. Slots are hashable, and say noth
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Iterable, Sequence
 from types import NotImplementedType
 from typing import Any
@@ -15,10 +16,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from ..known_constants import OPEN, is_tracking, is_zero, may_be_placeholder, note_constant
-from ..values import Value, as_shapes, aval_of, is_value, not_an_array
-from .linearity import held, is_linear
+from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
+from .linearity import has_tangent, held, is_linear
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +69,11 @@ class Slot:
     def linear(self) -> bool:
         """Whether it holds a Value that is linear in its leaves."""
         return self.treedef is not None and is_linear(self.like)
+
+    @property
+    def has_cotangents(self) -> bool:
+        """Whether it holds a Value whose cotangents are of its type."""
+        return self.linear and _has_cotangents(Slot(self.treedef, self.avals))
 
     @functools.cached_property
     def aval(self) -> Any:
@@ -120,6 +127,25 @@ class Slot:
         if self.treedef is None:
             return f"a plain array {self.avals[0].str_short()}"
         return eqx.tree_pformat(self.like, struct_as_array=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_cotangents(slot: Slot) -> bool:
+    """Whether `materialise` followed by its transpose gives the leaves back. Else the cotangents of the leaves
+    are not the elements of a cotangent: that of a leaf that is repeated, say, is the sum of several.
+
+    A type with a pattern, or that refuses to materialise, is taken at its word.
+    """
+    if not all(map(has_tangent, slot.avals)):
+        return True
+    numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]  # exact in any dtype
+    with jax.core.eval_context():
+        leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
+        try:
+            dense, transpose = jax.vjp(lambda leaves: materialise(slot.unflatten(leaves)), leaves)
+        except Exception:  # whatever a type does that refuses
+            return True
+        return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
 
 def strong(aval: Any) -> Any:
