@@ -3,6 +3,7 @@
 from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -249,6 +250,17 @@ class TestLeavesThatAreNotElements:
         loss = lambda b: jnp.sum(jnp.asarray(solve(b)) * MATRIX)
         expected = eqx.filter_grad(lambda b: loss(ql.materialise(b)))(x)
         assert eqx.tree_equal(eqx.filter_grad(lambda b: ql.quaxify(loss)(b))(x), expected, rtol=1e-4)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
+    def test_a_checkpointed_loop(self, x):
+        def loss(x):
+            step = lambda carry: (carry[0] + 1, 2 * carry[1])
+            last = eqxi.while_loop(lambda carry: carry[0] < 3, step, (0, x), kind="checkpointed", max_steps=4)
+            return jnp.sum(last[1] * MATRIX)
+
+        expected = eqx.filter_grad(lambda x: loss(ql.materialise(x)))(x)
+        assert eqx.tree_equal(eqx.filter_grad(lambda x: ql.quaxify(loss)(x))(x), expected, rtol=1e-5)
 
     def test_elements_in_other_places_keep_their_type(self):
         class Transposed(ql.ArrayValue):
