@@ -14,6 +14,7 @@ from ..core.rules import register_on_either_side
 from ..core.values import is_value
 from ..kernels import lora_matmul
 from . import precedence
+from .dot_axes import seen_from
 from .lora.array import LoraArray, frozen
 from .lora.dot import drops
 from .quantized.codebook import AbstractCodebookArray
@@ -28,12 +29,12 @@ def _dot_general_adapted_codes(
 ) -> Any:
     """A 4-bit weight and its adapter: the low-rank term is added where the product is summed up."""
     on_left = isinstance(lhs, LoraArray)
-    (lora, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)
+    lora, x = (lhs, rhs) if on_left else (rhs, lhs)
     if isinstance(x, LoraArray):
         return NotImplemented
-    contracted, batch = dimension_numbers
+    (summed, x_summed), (batch, _) = seen_from(on_left, dimension_numbers)
     x = jnp.asarray(x)
-    if batch[0] or not _fused(lora, contracted[side], x):
+    if batch or not _fused(lora, summed, x):
         return NotImplemented
     w = lora.w if lora.train_base and lora.w.train_scales else frozen(lora.w)
     flat = w.with_axes(range(2))
@@ -42,7 +43,7 @@ def _dot_general_adapted_codes(
     if flat is None:
         return NotImplemented
     y = lora_matmul(
-        jnp.moveaxis(x, contracted[1 - side][0], -1),
+        jnp.moveaxis(x, x_summed[0], -1),
         flat.codes,
         flat.scale.for_kernels() if isinstance(flat.scale, NestedScales) else flat.scale,
         w.codebook,
@@ -56,14 +57,14 @@ def _dot_general_adapted_codes(
     return placed(jnp.moveaxis(y, -1, 0) if on_left else y, params)
 
 
-def _fused(lora: LoraArray, contracted: tuple[int, ...], x: Any) -> bool:
+def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
     """Whether the kernel computes this: `x @ W.T` of one matrix, all activations of one dtype."""
     if not isinstance(lora.w, AbstractCodebookArray) or is_value(lora.a) or is_value(lora.b):
         return False
-    one_matrix = lora.ndim == lora.a.ndim == lora.b.ndim == 2 and len(contracted) == 1
+    one_matrix = lora.ndim == lora.a.ndim == lora.b.ndim == 2 and len(summed) == 1
     plain = lora.rank > 0 and lora.magnitude is None and not drops(lora)
     if not (one_matrix and plain and lora.a.dtype == lora.b.dtype == x.dtype):
         return False
     # Rows are contiguous in what is stored: the summed axis is the one that `a` has, and it comes last.
-    (axis,) = contracted
+    (axis,) = summed
     return lora.in_axes == (axis - 2,) and lora.w.permutation[axis] == 1

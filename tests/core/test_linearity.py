@@ -224,7 +224,7 @@ BY_ELEMENTS = {
 
 
 class TestLeavesThatAreNotElements:
-    """A leaf that is repeated, scaled or added gathers what its elements do: its cotangent is none of them."""
+    """A leaf that is repeated, scaled or added to another: its cotangent is not that of an element."""
 
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_backward_function_sees_the_cotangent(self, x):

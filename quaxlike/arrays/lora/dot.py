@@ -13,6 +13,7 @@ from ...core.rules import register_on_either_side
 from ...core.values import is_value
 from ...primitives.partitioning import is_spread, spread_like
 from .. import precedence
+from ..dot_axes import free_axes, in_order, seen_from
 from .array import LoraArray, labels, row_scale
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
@@ -28,23 +29,21 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
     return _dot_general(y, x, False, **params)
 
 
-def _dot_general(lora: LoraArray, x: Any, lora_first: bool, *, dimension_numbers: Any, **params: Any):
+def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     n = lora.ndim
-    (lora_summed, x_summed), (lora_batch, x_batch) = (
-        pair if lora_first else pair[::-1] for pair in dimension_numbers
-    )
+    (lora_summed, x_summed), (lora_batch, x_batch) = seen_from(on_left, dimension_numbers)
     # Every axis of x has the label of the axis of the array that it goes with, or one of its own.
     x_labels = list(range(n, n + x.ndim))
     for label, axis in zip((*lora_summed, *lora_batch), (*x_summed, *x_batch), strict=True):
         x_labels[axis] = label
-    free = [i for i in range(n) if i not in lora_summed and i not in lora_batch]
+    free = free_axes(n, lora_summed, lora_batch)
     x_free = [i for i in x_labels if i >= n]
-    out = [*lora_batch, *free, *x_free] if lora_first else [*lora_batch, *x_free, *free]
+    out = [*lora_batch, *in_order(on_left, free, x_free)]
 
     w_labels, a_labels, b_labels = labels(lora)
 
     def times(part: Any, part_labels: Labels, x: Any, x_labels: Labels, keep: Any, **params: Any):
-        if lora_first:
+        if on_left:
             return contract(part, part_labels, x, x_labels, keep, **params)
         return contract(x, x_labels, part, part_labels, keep, **params)
 
@@ -52,7 +51,7 @@ def _dot_general(lora: LoraArray, x: Any, lora_first: bool, *, dimension_numbers
         spread = params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
         if len(w_labels) < n or len(x_labels) > x_ndim or spread:
             return arrange(*times(w, w_labels, x, x_labels, out, **params), out)
-        operands = (w, x) if lora_first else (x, w)
+        operands = (w, x) if on_left else (x, w)
         return jax.lax.dot_general(*operands, dimension_numbers, **params)
 
     def adapter_product(a: Any, b: Any, x: Any, x_labels: Labels) -> Any:

@@ -20,6 +20,7 @@ from jaxtyping import Array
 from ...core.jaxprs.cached import cached_trace
 from ...core.rules import register_on_either_side
 from ...kernels.multilinear import vary_alike
+from ..dot_axes import in_order, seen_from
 from .base import AbstractQuantizedArray
 
 _Names = tuple[int, ...]
@@ -28,19 +29,21 @@ _Names = tuple[int, ...]
 @register_on_either_side("dot_general", AbstractQuantizedArray, other=ArrayLike)
 @cached_trace
 def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
-    (contract_axes, batch_axes), on_left = dimension_numbers, isinstance(lhs, AbstractQuantizedArray)
-    (w, x), side = ((lhs, rhs), 0) if on_left else ((rhs, lhs), 1)
+    on_left = isinstance(lhs, AbstractQuantizedArray)
+    w, x = (lhs, rhs) if on_left else (rhs, lhs)
     if isinstance(x, AbstractQuantizedArray):
         return NotImplemented
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return NotImplemented
-    w_batch = [w.permutation[axis] for axis in batch_axes[side]]
-    w_contract = [w.permutation[axis] for axis in contract_axes[side]]
-    x_names = name_axes(x, (*contract_axes[1 - side], *batch_axes[1 - side]), (*w_contract, *w_batch))
+    (w_summed, x_summed), (w_batch, x_batch) = (
+        ([w.permutation[axis] for axis in own], others)
+        for own, others in seen_from(on_left, dimension_numbers)
+    )
+    x_names = name_axes(x, (*x_summed, *x_batch), (*w_summed, *w_batch))
     x_free = [name for name in x_names if name < 0]
     w_free = [name for name in w.permutation if name not in x_names]
-    out_names = (*w_batch, *w_free, *x_free) if on_left else (*w_batch, *x_free, *w_free)
+    out_names = (*w_batch, *in_order(on_left, w_free, x_free))
     return placed(contract(x, x_names, w, out_names, product_dtype(x, w, params)), params)
 
 

@@ -34,8 +34,8 @@ def _dot_general(
     out_sharding: Any = None,
     **params: Any,
 ) -> Any:
-    w_first = isinstance(x, BlockSparseArray)
-    w, x = (x, y) if w_first else (y, x)
+    on_left = isinstance(x, BlockSparseArray)
+    w, x = (x, y) if on_left else (y, x)
     if isinstance(x, BlockSparseArray) or out_sharding is not None or not leaves_are_stacked(w):
         return NotImplemented
     x = jnp.asarray(x)
@@ -43,7 +43,7 @@ def _dot_general(
     if not jnp.issubdtype(dtype, jnp.floating):
         return NotImplemented  # kernels sum in floating point
     product = functools.partial(_matmul, out_dtype=dtype)
-    return dot_stack(w, x, product, dimension_numbers, w_first=w_first)
+    return dot_stack(w, x, product, dimension_numbers, on_left=on_left)
 
 
 def _matmul(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:

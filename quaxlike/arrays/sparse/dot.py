@@ -16,6 +16,7 @@ from ...core.values import ArrayValue
 from ...kernels import csr_matmul
 from ...kernels.csr_matmul import coo_matmul, sum_dtype
 from .. import precedence
+from ..dot_axes import free_axes, in_order, seen_from
 from .block import BlockSparseArray
 from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
 from .stacks import dot_stack, product_dtype
@@ -38,14 +39,14 @@ def _dot_general(
     dtype = product_dtype(x, y, preferred_element_type)
     if isinstance(x, SparseArray) and isinstance(y, SparseArray):
         return _sparse_sparse(x, y, dimension_numbers, dtype)
-    w_first = isinstance(x, SparseArray)
-    w, x = (x, jnp.asarray(y)) if w_first else (y, jnp.asarray(x))
+    on_left = isinstance(x, SparseArray)
+    w, x = (x, jnp.asarray(y)) if on_left else (y, jnp.asarray(x))
     if w.order is not None:
         product = functools.partial(_matmul, out_dtype=dtype)
-        y = dot_stack(w, x, product, dimension_numbers, w_first=w_first)
+        y = dot_stack(w, x, product, dimension_numbers, on_left=on_left)
         if y is not NotImplemented:
             return y
-    return _sparse_dense(w, x, dimension_numbers, w_first, dtype)
+    return _sparse_dense(w, x, dimension_numbers, on_left, dtype)
 
 
 def _matmul(w: SparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
@@ -53,12 +54,11 @@ def _matmul(w: SparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Arra
     return csr_matmul(x, w.data, w.csr, transpose=axis == w.major, out_dtype=out_dtype)
 
 
-def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, w_first: bool, dtype: np.dtype) -> Any:
+def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: bool, dtype: np.dtype) -> Any:
     """Elements in any order, any axes contracted: each element scales a row of `x` and is added up."""
-    (w_summed, x_summed), (w_batch, x_batch) = (pair if w_first else pair[::-1] for pair in dimension_numbers)
+    (w_summed, x_summed), (w_batch, x_batch) = seen_from(on_left, dimension_numbers)
     shape, w = w.shape, unstacked(w)
-    w_free = [axis for axis in range(len(shape)) if axis not in (*w_summed, *w_batch)]
-    x_free = [axis for axis in range(x.ndim) if axis not in (*x_summed, *x_batch)]
+    w_free, x_free = free_axes(len(shape), w_summed, w_batch), free_axes(x.ndim, x_summed, x_batch)
     into, out_of = [*w_batch, *w_free], [*w_batch, *w_summed]
     sizes = lambda axes: [shape[axis] for axis in axes]
     if not fits_int32(sizes(into)) or not fits_int32(sizes(out_of)):
@@ -70,10 +70,8 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, w_first: boo
     sums = sum_dtype(dtype)
     y = coo_matmul(x.astype(sums), w.data.astype(sums), place(into), place(out_of), math.prod(sizes(into)))
     y = y.astype(dtype).reshape(*sizes(into), *kept)
-    if w_first:
-        return y
     first, last = len(w_batch), len(into)
-    return y.transpose(*range(first), *range(last, y.ndim), *range(first, last))
+    return y.transpose(*range(first), *in_order(on_left, range(first, last), range(last, y.ndim)))
 
 
 def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:

@@ -13,6 +13,7 @@ from ...core.operators import ArrayOperators
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
+from ..dot_axes import free_axes, seen_from
 from .stacks import add_at, is_covered
 
 
@@ -74,20 +75,19 @@ def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
     return y.at[..., x.index].get(mode="fill", fill_value=0) * _if_held(x, x.value).astype(y.dtype)
 
 
-def _contract(x: OneHotVector, y: jax.Array, dims: Any, x_first: bool) -> Any:
-    """dot_general of a vector with an array; `dims` is ((x, y contracting), (x, y batch))."""
-    (x_contract, y_contract), (x_batch, y_batch) = dims
+def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
+    """`dot_general` of a vector with an array."""
+    (x_contract, y_contract), (x_batch, y_batch) = seen_from(on_left, dimension_numbers)
     if list(x_contract) != [x.value.ndim]:
         return NotImplemented  # nothing, or an axis that stacks vectors, is contracted
-    y_free = [i for i in range(y.ndim) if i not in (*y_contract, *y_batch)]
-    x_free = [i for i in range(x.value.ndim) if i not in x_batch]
+    y_free, x_free = free_axes(y.ndim, y_contract, y_batch), free_axes(x.value.ndim, x_batch)
     # y: (*batch, *y_free, length); x: (*batch, *x_free)
     y = jnp.transpose(y, (*y_batch, *y_free, *y_contract))
     order = (*x_batch, *x_free)
     x = OneHotVector(jnp.transpose(x.value, order), jnp.transpose(x.index, order), x.length)
     fn = _look_up
     for _ in x_free:
-        fn = jax.vmap(fn, in_axes=(0, None), out_axes=0 if x_first else y.ndim - len(y_batch) - 1)
+        fn = jax.vmap(fn, in_axes=(0, None), out_axes=0 if on_left else y.ndim - len(y_batch) - 1)
     for _ in x_batch:
         fn = jax.vmap(fn)
     return fn(x, y)
@@ -97,10 +97,9 @@ def _contract(x: OneHotVector, y: jax.Array, dims: Any, x_first: bool) -> Any:
 def _dot_general_array_one_hot(
     x: ArrayLike, y: OneHotVector, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
 ) -> Any:
-    contract, batch = dimension_numbers
     x = jnp.asarray(x)
     dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
-    return _contract(y, x.astype(dtype), (contract[::-1], batch[::-1]), x_first=False)
+    return _contract(y, x.astype(dtype), dimension_numbers, on_left=False)
 
 
 @register("dot_general")
@@ -109,7 +108,7 @@ def _dot_general_one_hot_array(
 ) -> Any:
     y = jnp.asarray(y)
     dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
-    return _contract(x, y.astype(dtype), dimension_numbers, x_first=True)
+    return _contract(x, y.astype(dtype), dimension_numbers, on_left=True)
 
 
 @register(ZERO_PRESERVING)

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ...core.values import ArrayValue
+from ..dot_axes import free_axes, in_order, seen_from
 
 
 def dot_stack(
@@ -19,7 +20,7 @@ def dot_stack(
     matmul: Callable[[Any, Array, int], Array],
     dimension_numbers: Any,
     *,
-    w_first: bool,
+    on_left: bool,
 ) -> Any:
     """The product of `w`, all of whose leaves start with its batch axes, and an array.
 
@@ -28,16 +29,15 @@ def dot_stack(
     - `w`: `(*batch, n0, n1)`.
     - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of one matrix with the last of `x`, and
         puts the other in its place.
-    - `dimension_numbers`: of `dot_general(w, x)`; of `dot_general(x, w)` unless `w_first`.
+    - `dimension_numbers`: of `dot_general(w, x)`; of `dot_general(x, w)` unless `on_left`.
 
     **Returns:** the product, or `NotImplemented` where anything but one axis of a matrix is contracted.
     """
-    (w_summed, x_summed), (w_batch, x_batch) = (pair if w_first else pair[::-1] for pair in dimension_numbers)
+    (w_summed, x_summed), (w_batch, x_batch) = seen_from(on_left, dimension_numbers)
     num_batch = w.ndim - 2
     if len(w_summed) != 1 or w_summed[0] < num_batch or any(axis >= num_batch for axis in w_batch):
         return NotImplemented
-    mapped = [axis for axis in range(num_batch) if axis not in w_batch]
-    x_free = [axis for axis in range(x.ndim) if axis not in (*x_summed, *x_batch)]
+    mapped, x_free = free_axes(num_batch, w_batch), free_axes(x.ndim, x_summed, x_batch)
     x = x.transpose(*x_batch, *x_free, *x_summed)
     w = map_batch(w, lambda leaf, rest: leaf.transpose(*w_batch, *mapped, *rest))
 
@@ -48,9 +48,8 @@ def dot_stack(
         product = jax.vmap(product)
     y = product(w, x)  # (*w_batch, *mapped, *x_free, the other axis of the matrix)
 
-    batch, of_w = range(len(w_batch)), range(len(w_batch), num_batch)
-    of_x, last = range(num_batch, y.ndim - 1), y.ndim - 1
-    return y.transpose(*batch, *of_w, last, *of_x) if w_first else y.transpose(*batch, *of_x, *of_w, last)
+    batch, of_w = range(len(w_batch)), [*range(len(w_batch), num_batch), y.ndim - 1]
+    return y.transpose(*batch, *in_order(on_left, of_w, range(num_batch, y.ndim - 1)))
 
 
 def map_batch(w: Any, fn: Callable[[Array, range], Array]) -> Any:

@@ -12,6 +12,7 @@ from ...core.policy import dense
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue, replace_fields
+from ..dot_axes import free_axes, in_order, seen_from
 from .base import StructuredMatrix, inside, lead
 from .diagonal import DiagonalMatrix
 from .kronecker import KroneckerMatrix
@@ -33,16 +34,14 @@ def _product(
     primitive: Primitive,
     matrix: StructuredMatrix,
     x: Any,
-    matrix_first: bool,
+    on_left: bool,
     *,
     dimension_numbers: Any,
     precision: Any,
     preferred_element_type: Any,
     **params: Any,
 ):
-    (summed, x_summed), (batch, x_batch) = (
-        pair if matrix_first else pair[::-1] for pair in dimension_numbers
-    )
+    (summed, x_summed), (batch, x_batch) = seen_from(on_left, dimension_numbers)
     n_batch = len(matrix.batch)
     rows, columns = n_batch, n_batch + 1
     if tuple(summed) not in {(rows,), (columns,)} or any(axis >= n_batch for axis in batch):
@@ -52,7 +51,7 @@ def _product(
     if tuple(summed) == (rows,):
         matrix = matrix.transposed()
     dtype = jnp.promote_types(matrix.dtype, jnp.result_type(x))
-    x_free = [i for i in range(jnp.ndim(x)) if i not in x_summed and i not in x_batch]
+    x_free = free_axes(jnp.ndim(x), x_summed, x_batch)
 
     def product(matrix: StructuredMatrix, x: Any) -> Any:
         # x: (*batch, n, k) in the order of the matrix's batch axes, of size 1 where it has none.
@@ -67,8 +66,7 @@ def _product(
         # y: (*batch, m, *free), to (*batch of the product, free axes of the first, of the second).
         of_matrix = [*(i for i in range(n_batch) if i not in own), n_batch]
         of_x = [n_batch + 1 + i for i in range(len(sizes))]
-        free = [*of_matrix, *of_x] if matrix_first else [*of_x, *of_matrix]
-        y = jnp.transpose(y, [*batch, *free])
+        y = jnp.transpose(y, [*batch, *in_order(on_left, of_matrix, of_x)])
         return y if preferred_element_type is None else _cast(y, preferred_element_type)
 
     return inside(product, matrix, x)

@@ -23,6 +23,7 @@ from ...core.values import ArrayValue, Value, is_value
 from ...primitives.classes import ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REARRANGEMENTS
 from .. import precedence
 from ..bounds import fill_value_of
+from ..dot_axes import free_axes, seen_from
 
 # After the types that describe an array, before those that say how it is stored.
 
@@ -337,8 +338,9 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
     if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):
         return NotImplemented
     out = result(primitive, (x, y), params)
-    contracted, batched = params["dimension_numbers"]
-    n = math.prod(np.shape(x)[i] for i in contracted[0])
+    on_left = isinstance(x, Full)
+    (summed, y_summed), (_, batch) = seen_from(on_left, params["dimension_numbers"])
+    n = math.prod(np.shape(x if on_left else y)[i] for i in summed)
     if n == 0:
         return Zero(out.shape, out.dtype)
     if isinstance(x, Full) and isinstance(y, Full):
@@ -348,14 +350,11 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
             return a * b * np.asarray(n).astype(out.dtype)
 
         return apply(product, x, y, shape=out.shape)
-    side = int(isinstance(x, Full))
-    array: Any = y if side else x
-    number = _scalar(x if side else y)
-    free = [i for i in range(np.ndim(array)) if i not in (*contracted[side], *batched[side])]
-    # The axes of the result: first the batch axes, then the free ones of x, then those of y.
-    moved = jnp.transpose(array, (*batched[side], *free, *contracted[side])).astype(out.dtype)
-    kept = moved.ndim - len(contracted[side])
+    array: Any = y if on_left else x
+    number = _scalar(x if on_left else y)
+    free = free_axes(np.ndim(array), y_summed, batch)
+    moved = jnp.transpose(array, (*batch, *free, *y_summed)).astype(out.dtype)
+    n_batch, kept = len(batch), len(batch) + len(free)
     sums = jnp.astype(jnp.sum(moved, range(kept, moved.ndim)), out.dtype) * jnp.astype(number, out.dtype)
-    n_batch = len(batched[side])
-    first = len(out.shape) - len(free) if side else n_batch
+    first = len(out.shape) - len(free) if on_left else n_batch
     return jax.lax.broadcast_in_dim(sums, out.shape, (*range(n_batch), *range(first, first + len(free))))

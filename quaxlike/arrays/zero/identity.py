@@ -19,6 +19,7 @@ from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
 from .. import precedence
+from ..dot_axes import seen_from
 from .constants import Full, apply, as_dtype, conform, known, result
 
 # After `Zero`: zero times the identity is zero.
@@ -62,11 +63,10 @@ class Identity(ArrayOperators, ArrayValue):
 
 @register_on_either_side("dot_general", Identity, precedence=precedence.IDENTITY)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    (x_contract, y_contract), (x_batch, _) = params["dimension_numbers"]
     on_left = isinstance(x, Identity)
-    axes = y_contract if on_left else x_contract
+    (_, axes), (batch, _) = seen_from(on_left, params["dimension_numbers"])
     other: Any = y if on_left else x
-    if not axes or x_batch:
+    if not axes or batch:
         return NotImplemented
     if type(x) is type(y) and len(axes) == 2:
         out = jnp.asarray(x.n)

@@ -1,8 +1,8 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the user's functions run with Values in place.
 
 The primitive is bound again on the leaves. A tangent (or cotangent) of a Value that is linear in its leaves
-is a Value of the same class and pattern (cotangents only where the leaves are elements); any other is dense: tangents come through the jvp of `materialise`,
-and cotangents are pulled back through its vjp.
+is a Value of the same class and pattern, a cotangent only where each leaf is an element. Any other is dense:
+tangents come through the jvp of `materialise`, and cotangents are pulled back through its vjp.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -131,8 +131,8 @@ class Slot:
 
 @functools.lru_cache(maxsize=4096)
 def _has_cotangents(slot: Slot) -> bool:
-    """Whether `materialise` followed by its transpose gives the leaves back. Else the cotangents of the leaves
-    are not the elements of a cotangent: that of a leaf that is repeated, say, is the sum of several.
+    """Whether `materialise` followed by its transpose gives the leaves back. Else the cotangents of the
+    leaves are not the elements of a cotangent: that of a leaf that is repeated, say, is the sum of several.
 
     A type with a pattern, or that refuses to materialise, is taken at its word.
     """
