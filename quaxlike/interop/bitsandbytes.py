@@ -15,6 +15,7 @@ import numpy as np
 
 from ..arrays.quantized import FP4Array, NF4Array
 from ..core.values import is_value
+from ..sharding.reading import Rows
 from .errors import complain
 from .quant_state import (
     COMPANIONS,
@@ -22,10 +23,12 @@ from .quant_state import (
     check_no_orphans,
     find_states,
     read_weight,
+    rows_of,
     storage_for,
     weight_tensors,
 )
 from .tensors import Tensors, as_jax, open_tensors, write_tensors
+from .windows import dense_rows
 
 __all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
 
@@ -58,6 +61,12 @@ class Checkpoint(Mapping[str, Any]):
         if name not in self._names:
             raise KeyError(name)
         return as_jax(self._tensors[name])
+
+    def rows(self, name: str) -> Rows:
+        """The weight of this name, to be read in part where its blocks allow it."""
+        if name in self._states:
+            return rows_of(self._tensors, name, *self._states[name])
+        return dense_rows(self._tensors, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

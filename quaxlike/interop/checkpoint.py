@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..arrays.quantized import BlockArray, Int8Array
+from ..sharding.reading import Rows, read_onto, usual_rule
+from ..sharding.specs import Rule as SpecRule
+from ..sharding.specs import by_name
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8, mlx, mxfp4, torchao
 from .blocks import Weight
 from .errors import complain
 from .gguf import is_gguf, open_gguf
 from .safetensors import open_values
 from .tensors import Tensors, as_jax, open_tensors, read_json
+from .windows import BY_ROWS, dense_rows, rows_of_weight
 
 _Reader = Callable[[Tensors, Mapping[str, Any]], dict[str, Weight]]
 
@@ -58,15 +63,26 @@ class Checkpoint(Mapping[str, Any]):
         config: Mapping[str, Any],
         metadata: Mapping[str, Any],
         dtype: DTypeLike | None,
+        rows: Mapping[str, Callable[[], Rows]] | None = None,
     ) -> None:
         self._weights = weights
         self._dtype = dtype
+        self._rows = rows or {}
         self.format = format
         self.config = config
         self.metadata = metadata
 
     def __getitem__(self, name: str) -> Any:
-        value = self._weights[name]()
+        return self._as_asked(self._weights[name]())
+
+    def rows(self, name: str) -> Rows:
+        """The weight of this name, to be read in part where its format allows it."""
+        if name not in self._rows:
+            return Rows(None, lambda: self[name])
+        rows = self._rows[name]()
+        return dataclasses.replace(rows, read=lambda *part: self._as_asked(rows.read(*part)))
+
+    def _as_asked(self, value: Any) -> Any:
         if self._dtype is None or not isinstance(value, BlockArray | Int8Array):
             return value
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
@@ -78,7 +94,13 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._weights)
 
 
-def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: SpecRule | None = None,
+) -> dict[str, Any]:
     """Reads a checkpoint of any known format: GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes,
     HQQ, torchao, MLX, GGUF, or plain safetensors.
 
@@ -87,12 +109,20 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
     - `path`: a folder with `config.json` and safetensors, or with a GGUF file; or a file.
     - `dtype`: the dtype that block arrays stand for. Default: float32, in which their values are exact.
         bitsandbytes says in the file what its 4-bit weights stand for.
+    - `mesh`: of devices, of one process or of many. Weights are read onto it one by one, and a process keeps
+        what its own devices store. Of plain tensors, and of formats that go by rows (bitsandbytes without
+        nested scales, int8, FP8, MXFP4, MLX), it reads those rows alone. Default: the default device.
+    - `sharding`: how weights are spread over the mesh, as `rule` of [`quaxlike.sharding.specs_for`][]: specs
+        by regular expressions, or a rule such as those of [`quaxlike.sharding.fsdp`][] and
+        [`quaxlike.sharding.tensor_parallel`][]. Default: along an axis of the mesh that is called `"model"`,
+        `"tensor"` or `"tp"` as `tensor_parallel` says of the names, along others as `fsdp`.
 
     **Returns:** arrays and quantised arrays by the names of the unquantised checkpoint
     ("….q_proj.weight"), of shape (out, in). Codes and scales are those of the file.
 
     **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged,
-    inconsistent, or of a format that cannot be read, with file, entry, expected and found.
+    inconsistent, or of a format that cannot be read, with file, entry, expected and found; `ValueError` for a
+    `sharding` that a weight cannot follow, or without a mesh.
 
     !!! example
 
@@ -105,7 +135,13 @@ def load(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> dic
         weights = interop.load("linear.safetensors")
         ```
     """
-    return dict(open_checkpoint(path, dtype=dtype))
+    if mesh is None:
+        if sharding is not None:
+            raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
+        return dict(open_checkpoint(path, dtype=dtype))
+    checkpoint = open_checkpoint(path, dtype=dtype)
+    rule = usual_rule(mesh) if sharding is None else by_name(sharding, checkpoint)
+    return {name: read_onto(name, checkpoint.rows(name), mesh, rule) for name in checkpoint}
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
@@ -131,11 +167,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         settings = read_json(tensors.path, text, "the quantisation config in the header")
         method = settings.get("quant_method")
     weights: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, Callable[[], Rows]] = {}
     taken: set[str] = set()
-    if method in _READERS:
-        found = _READERS[method](tensors, settings)
-    elif method in (None, "bitsandbytes"):
-        found = llm_int8.weights(tensors)
+    reader = _READERS.get(method or "", lambda tensors, _: llm_int8.weights(tensors))
+    if method in (None, "bitsandbytes", *_READERS):
+        found = reader(tensors, settings)
     else:
         known = ", ".join([*_READERS, "bitsandbytes"])
         raise complain(tensors.path, "quant_method", f"{known} can be read; found {method!r}")
@@ -144,6 +180,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
             raise complain(tensors.path, name, f"is there twice: as it is, and as {', '.join(entry.tensors)}")
         weights[name] = entry.read
         taken.update(entry.tensors)
+        if (method if method in _READERS else "int8") in BY_ROWS:
+            rows[name] = lambda name=name, entry=entry: rows_of_weight(
+                tensors, name, entry.tensors, entry.read, reader, settings
+            )
     values, used = open_values(tensors)
     weights |= values
     taken |= used
@@ -157,7 +197,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         if method in _READERS and name.endswith(_CODES):
             raise complain(tensors.path, name, f"belongs to no weight of the format {method!r}")
         weights[name] = lambda name=name: rest[name] if rest is not tensors else as_jax(tensors[name])
-    return Checkpoint(weights, format=str(method), config=config, metadata=tensors.metadata, dtype=dtype)
+        rows[name] = lambda name=name: (
+            rest.rows(name) if isinstance(rest, bitsandbytes.Checkpoint) else dense_rows(tensors, name)
+        )
+    return Checkpoint(
+        weights, format=str(method), config=config, metadata=tensors.metadata, dtype=dtype, rows=rows
+    )
 
 
 # Of no use on its own: a file that has it beside no weight is damaged, or of another format.

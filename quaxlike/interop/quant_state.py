@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays.quantized import AbstractCodebookArray, FP4Array, NestedScales, NF4Array
 from ..kernels import blockwise
+from ..sharding.reading import Rows
 from .errors import CheckpointError, complain
 from .tensors import Tensors, are_sizes, read_json
 
@@ -132,7 +133,19 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
     return _State(block_size, _DTYPES[fields["dtype"]], tuple(shape), offset)
 
 
-def read_weight(tensors: Tensors, name: str, key: str, kind: str) -> AbstractCodebookArray:
+def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> Rows:
+    """A weight that can be read by rows, where these are whole blocks and scales are not nested."""
+    state = _read_state(tensors, key, kind)
+    read = lambda *rows: read_weight(tensors, name, key, kind, rows or None)
+    count, *rest = state.shape
+    free = state.nested_offset is None and rest and math.prod(rest) % state.block_size == 0
+    return Rows(count if free else None, read)
+
+
+def read_weight(
+    tensors: Tensors, name: str, key: str, kind: str, rows: tuple[int, int] | None = None
+) -> AbstractCodebookArray:
+    """The weight, or those of its rows that are asked for, as `rows_of` allows."""
     state = _read_state(tensors, key, kind)
     cls = TYPES[kind]
     size = math.prod(state.shape)
@@ -149,7 +162,7 @@ def read_weight(tensors: Tensors, name: str, key: str, kind: str) -> AbstractCod
                 f"expected {np.dtype(dtype)} of shape {shape} for a weight of shape {state.shape} in blocks "
                 f"of {state.block_size}, found {info.dtype} of shape {info.shape}",
             )
-        return tensors[name + suffix]
+        return tensors.mapped(name + suffix) if rows else tensors[name + suffix]
 
     info = tensors.info[name]
     if info.nbytes != (size + 1) // 2 or math.prod(info.shape) != max(info.shape, default=1):
@@ -165,7 +178,20 @@ def read_weight(tensors: Tensors, name: str, key: str, kind: str) -> AbstractCod
         for suffix in (".nested_absmax", ".nested_quant_map"):
             if name + suffix in tensors:
                 raise complain(tensors.path, name + suffix, f"has no counterpart in {key!r}")
-        scale = jnp.asarray(companion(".absmax", np.float32, (blocks,)))
+        scale = companion(".absmax", np.float32, (blocks,))
+        if rows:
+            row = size // state.shape[0]
+            codes = tensors.mapped(name).reshape(-1).view(np.uint8)[rows[0] * row // 2 : rows[1] * row // 2]
+            scale = scale[rows[0] * row // state.block_size : rows[1] * row // state.block_size]
+            shape = (rows[1] - rows[0], *state.shape[1:])
+            return cls.from_flat(
+                jnp.asarray(codes),
+                jnp.asarray(scale),
+                shape=shape,
+                block_size=state.block_size,
+                dtype=state.dtype,
+            )
+        scale = jnp.asarray(scale)
     else:
         nested_blocks = -(-blocks // blockwise.NESTED_BLOCK)
         quant_map = companion(".nested_quant_map", np.float32, (256,))

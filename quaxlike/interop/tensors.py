@@ -93,6 +93,17 @@ class Tensors(Mapping[str, np.ndarray]):
             raise complain(info.file, name, "the file has been cut short since its header was read")
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
+    def mapped(self, name: str) -> np.ndarray:
+        """A tensor as a view of its file: what is not looked at is not read."""
+        info = self.info[name]
+        if info.nbytes == 0 or not info.shape:
+            return self[name]
+        try:
+            return np.memmap(info.file, info.dtype, "r", info.offset, info.shape)
+        except ValueError:
+            problem = "the file has been cut short since its header was read"
+            raise complain(info.file, name, problem) from None
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.info)
 

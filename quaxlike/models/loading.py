@@ -1,5 +1,6 @@
 """Reads a checkpoint directory of transformers into a model."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 
 from ..core.quaxify import quaxify
 from ..core.values import is_value
-from ..interop import CheckpointError, open_checkpoint
+from ..interop import Checkpoint, CheckpointError, open_checkpoint
 from ..interop.mxfp4 import as_transformers
 from ..interop.tensors import read_json
-from ..sharding import fsdp, shard, tensor_parallel
+from ..sharding.reading import Rows, read_onto, usual_rule
+from ..sharding.specs import Rule as SpecRule
+from ..sharding.specs import by_name
 from ..surgery.layouts import known, layouts_of
 from ..surgery.quantize import quantize_array
 from ..surgery.select import select_matrices
@@ -33,7 +36,11 @@ ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
 
 
 def load(
-    directory: str | os.PathLike[str], *, quantize: str | Mapping[str, Any] | None = None, mesh: Any = None
+    directory: str | os.PathLike[str],
+    *,
+    quantize: str | Mapping[str, Any] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Reads a model from a checkpoint directory: `config.json` and `model.safetensors`, or its shards.
 
@@ -46,9 +53,13 @@ def load(
     - `quantize`: how the weights of linear layers and experts are stored: a scheme of
         [`quaxlike.quantize`][], or its options with the entry `"scheme"`. Each is quantised as it is read, so
         that no more than one of them is dense at a time. Default: as in the file.
-    - `mesh`: of devices. Each gets its part of every weight as it is read: along an axis of the mesh that is
-        called `"model"`, `"tensor"` or `"tp"` as [`quaxlike.sharding.tensor_parallel`][] says, along others
-        as [`quaxlike.sharding.fsdp`][]. Default: all on one device.
+    - `mesh`: of devices, of one process or of many. Each gets its part of every weight as it is read, and
+        quantised; a process reads the rows alone that its own devices store, where no blocks cross them, and
+        at most one weight is whole in its memory. Default: all on one device.
+    - `sharding`: how weights are spread over the mesh, as `rule` of [`quaxlike.sharding.specs_for`][]: specs
+        by regular expressions, or a rule such as that of [`quaxlike.sharding.fsdp`][]. Default: along an axis
+        of the mesh that is called `"model"`, `"tensor"` or `"tp"` as [`quaxlike.sharding.tensor_parallel`][]
+        says, along others as [`quaxlike.sharding.fsdp`][].
 
     **Returns:**
 
@@ -58,7 +69,7 @@ def load(
 
     `FileNotFoundError`; `UnsupportedConfigError` for another architecture or an option that the models do
     not have; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a dtype that no
-    model computes with.
+    model computes with; `ValueError` for a `sharding` that a weight cannot follow, or without a mesh.
 
     !!! example
 
@@ -84,7 +95,9 @@ def load(
     read, make = ARCHITECTURES[known[0]]
     skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
     family = FAMILIES.get(known[0])
-    place = _placed(skeleton, quantize, mesh)
+    if sharding is not None and mesh is None:
+        raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
+    place = _placed(skeleton, quantize, mesh, sharding)
     return fill(skeleton, open_checkpoint(directory), directory, family=family, place=place), config
 
 
@@ -94,7 +107,7 @@ def fill(
     source: Any,
     *,
     family: Family | None = None,
-    place: Callable[[str, Any], Any] = lambda name, leaf: leaf,
+    place: Callable[[str, Rows], Any] = lambda name, rows: rows.read(),
 ) -> Any:
     """The model of this structure with the weights of the same names.
 
@@ -104,7 +117,7 @@ def fill(
     - `weights`: by their names in the file; each is looked up once.
     - `source`: what errors call the file.
     - `family`: says how names in files differ. Default: they do not.
-    - `place`: what is done to each weight of the model as it is read: name and array to array.
+    - `place`: reads a weight of the model: its name and its rows to the array. Default: the whole.
     """
     wanted = named_arrays(skeleton)
     renamed = {_in_model(name, family): name for name in weights}
@@ -124,18 +137,50 @@ def fill(
         )
     loaded: dict[str, Any] = {}
     for name, files in sources.items():
-        leaf = _joined([as_transformers(file, weights[renamed[file]]) for file in files], wanted[name].shape)
-        if tuple(leaf.shape) != tuple(wanted[name].shape):
-            raise CheckpointError(
-                f"{source}: {name} must be of shape {tuple(wanted[name].shape)}; found {tuple(leaf.shape)}."
-            )
+        stored = {file: renamed[file] for file in files}
+        loaded[name] = place(name, _rows(name, stored, tuple(wanted[name].shape), weights, source))
+    return replace(skeleton, loaded)
+
+
+def _rows(
+    name: str, files: Mapping[str, str], shape: tuple[int, ...], weights: Mapping[str, Any], source: Any
+) -> Rows:
+    """The rows of a weight of the model, checked as they are read.
+
+    **Arguments:** `files` has the names that its tensors have, and those in the checkpoint.
+    """
+
+    def checked(leaf: Any, count: int | None) -> Any:
+        expected = shape if count is None else (count, *shape[1:])
+        if tuple(leaf.shape) != expected:
+            raise CheckpointError(f"{source}: {name} must be of shape {expected}; found {tuple(leaf.shape)}.")
         if not _computes(leaf.dtype):
             raise CheckpointError(
                 f"{source}: {name} must be of float32, bfloat16 or float16 (or float64 with jax_enable_x64); "
                 f"found {leaf.dtype}."
             )
-        loaded[name] = place(name, leaf)
-    return replace(skeleton, loaded)
+        return leaf
+
+    if len(files) > 1:  # experts, one by one
+        each, stored = len(files) // shape[0], list(files.items())
+
+        def read(start: int = 0, stop: int = shape[0]) -> Any:
+            parts = [as_transformers(file, weights[own]) for file, own in stored[start * each : stop * each]]
+            return checked(_joined(parts, stop - start), stop - start)
+
+        return Rows(shape[0], read)
+    ((file, stored_as),) = files.items()
+    whole = lambda: checked(as_transformers(file, weights[stored_as]), None)
+    rows = weights.rows(stored_as) if isinstance(weights, Checkpoint) else Rows(None, whole)
+    if rows.count is None or rows.count != shape[0]:
+        return Rows(None, whole)
+
+    def part(*span: int) -> Any:
+        if not span:
+            return whole()
+        return checked(as_transformers(file, rows.read(*span)), min(span[1], shape[0]) - span[0])
+
+    return Rows(rows.count, part, rows.step)
 
 
 def _in_model(name: str, family: Family | None) -> str:
@@ -155,37 +200,48 @@ def _sources(name: str, leaf: Any, files: Mapping[str, str], family: Family | No
     return [f"{head}.{i}.{matrix}.weight" for i in range(leaf.shape[0]) for matrix in matrices]
 
 
-def _joined(parts: list[Any], shape: tuple[int, ...]) -> Any:
-    """An array, or the stack of matrices whose rows these parts are in turn."""
-    if len(parts) == 1:
-        return parts[0]
-    each = len(parts) // shape[0]
+def _joined(parts: list[Any], count: int) -> Any:
+    """The stack of `count` matrices whose rows these parts are in turn."""
+    each = len(parts) // count
     concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
     rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
     return stack(rows)
 
 
-def _placed(skeleton: Any, quantize: Any, mesh: Any) -> Callable[[str, Any], Any]:
-    """The steps for each weight as it is read."""
+def _placed(skeleton: Any, quantize: Any, mesh: Any, sharding: Any) -> Callable[[str, Rows], Any]:
+    """How each weight is read: quantised, and onto the mesh."""
     options = {"scheme": quantize} if isinstance(quantize, str) else dict(quantize or {})
     layouts = layouts_of(skeleton, options.pop("layout", None)) if options else {}
     where, exclude = options.pop("where", "all-linear"), options.pop("exclude", ())
     chosen = select_matrices(skeleton, where, exclude, layouts) if options else {}
 
-    def place(name: str, leaf: Any) -> Any:
-        if name in chosen and not is_value(leaf):
-            leaf = quantize_array(name, leaf, layout=known(name, leaf, layouts[name]), **options)
-        if mesh is not None:
-            leaf = _on_mesh(name, leaf, mesh)
-        return leaf
+    def quantized(name: str, leaf: Any) -> Any:
+        if name not in chosen or is_value(leaf):
+            return leaf
+        return quantize_array(name, leaf, layout=known(name, leaf, layouts[name]), **options)
+
+    if mesh is None:
+        return lambda name, rows: quantized(name, rows.read())
+    rule = _rule(skeleton, quantized, mesh) if sharding is None else by_name(sharding, named_arrays(skeleton))
+
+    def place(name: str, rows: Rows) -> Any:
+        own = dataclasses.replace(rows, then=lambda leaf: quantized(name, leaf))
+        return read_onto(name, own, mesh, rule)
 
     return place
 
 
-def _on_mesh(name: str, leaf: Any, mesh: jax.sharding.Mesh) -> Any:
-    part = {name: leaf}
-    by_layers = tensor_parallel(part, mesh) if {"model", "tensor", "tp"} & set(mesh.shape) else None
-    return shard(part, mesh, fsdp(mesh, over=by_layers))[name]
+def _rule(skeleton: Any, quantized: Callable[[str, Any], Any], mesh: Any) -> Any:
+    """The rule of a model, whose weights are told by their layers; those of files that are quantised already
+    by their names."""
+    usual = usual_rule(mesh)
+    like = {
+        name: eqx.filter_eval_shape(lambda leaf, name=name: quantized(name, leaf), leaf)
+        for name, leaf in named_arrays(skeleton).items()
+    }
+    by_layers = usual_rule(mesh, replace(skeleton, like))
+    same = lambda name, leaf: jax.tree.structure(leaf) == jax.tree.structure(like[name])
+    return lambda name, leaf: (by_layers if same(name, leaf) else usual)(name, leaf)
 
 
 def _computes(dtype: Any) -> bool:

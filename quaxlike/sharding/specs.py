@@ -1,6 +1,6 @@
 """Partition specs for the arrays of a model, parts of Values included."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -55,23 +55,25 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
     Partition rules by the names of parameters are those of T5X and EasyLM.
     """
     arrays = named_arrays(model)
-    if isinstance(rule, Mapping):
-        for pattern in rule:
-            if not any(matches(pattern, name, regex=True) for name in arrays):
-                hint = near(pattern, arrays)
-                raise ValueError(f"{pattern!r} matches none of the arrays of the model. {hint}")
-        specs = {
-            name: next((spec for p, spec in rule.items() if matches(p, name, regex=True)), None)
-            for name in arrays
-        }
-    else:
-        specs = {name: rule(name, leaf) for name, leaf in arrays.items()}
+    spec_by_name = by_name(rule, arrays)
+    specs = {name: spec_by_name(name, leaf) for name, leaf in arrays.items()}
 
     def spec_of(path: Sequence[Any], leaf: Any) -> Any:
         name = path_of(path, model)
         return leaf_specs_of(name, leaf, specs[name]) if name in specs else None
 
     return jtu.tree_map_with_path(spec_of, model, is_leaf=is_value)
+
+
+def by_name(rule: Rule, names: Iterable[str]) -> Callable[[str, Any], Any]:
+    """A rule as a callable: of regular expressions each has to match one of the names."""
+    if not isinstance(rule, Mapping):
+        return rule
+    names = dict.fromkeys(names)
+    for pattern in rule:
+        if not any(matches(pattern, name, regex=True) for name in names):
+            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {near(pattern, names)}")
+    return lambda name, _: next((spec for p, spec in rule.items() if matches(p, name, regex=True)), None)
 
 
 def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:

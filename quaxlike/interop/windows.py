@@ -1,0 +1,74 @@
+"""Weights of checkpoints by rows, so that a process reads those alone that its devices store."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..sharding.reading import Rows
+from .tensors import TensorInfo, Tensors
+
+# The formats whose tensors have the rows of the weight, tiles of them, or nothing of them on their first
+# axis, and whose readers decide nothing by what other rows hold.
+BY_ROWS = frozenset({"fp8", "fbgemm_fp8", "mxfp8", "modelopt", "mxfp4", "mlx", "int8"})
+
+
+def dense_rows(tensors: Tensors, name: str) -> Rows:
+    """A plain tensor."""
+    shape = tensors.info[name].shape
+
+    def read(start: int = 0, stop: int | None = None) -> np.ndarray:
+        return tensors.mapped(name)[start:stop]
+
+    return Rows(shape[0], read) if shape else Rows(None, lambda: tensors[name])
+
+
+def rows_of_weight(
+    tensors: Tensors,
+    name: str,
+    names: tuple[str, ...],
+    read: Callable[[], Any],
+    reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> Rows:
+    """A weight of a format in `BY_ROWS`: its reader reads windows as it reads files.
+
+    **Arguments:**
+
+    - `tensors`: the checkpoint.
+    - `name`, `names`: of the weight, and of its tensors.
+    - `read`: reads the whole.
+    - `reader`: of the format, and `settings`, its configuration.
+    """
+    count = max((tensors.info[part].shape or (1,))[0] for part in names)
+    tile = settings.get("weight_block_size")
+    each = {part: _rows_an_entry(tensors.info[part], count, tile[0] if tile else 1) for part in names}
+    if None in each.values():
+        return Rows(None, read)
+
+    def part(start: int = 0, stop: int | None = None) -> Any:
+        if stop is None or (start, stop) == (0, count):
+            return read()
+        info = {part: _cut(tensors.info[part], each[part] or 0, start, stop) for part in names}
+        window = Tensors(tensors.path, info, tensors.metadata)
+        return reader(window, settings)[name].read()
+
+    return Rows(count, part, math.lcm(*(n for n in each.values() if n)))
+
+
+def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
+    """For how many rows an entry of a tensor is, 0 if it is for all; None where that cannot be told."""
+    if math.prod(info.shape) == 1 < count:
+        return 0
+    entries = info.shape[0] if info.shape else 1
+    return next((rows for rows in (1, tile) if -(-count // rows) == entries), None)
+
+
+def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
+    """A tensor that holds the entries for rows `start` to `stop` alone."""
+    if each == 0:
+        return info
+    first, last = start // each, -(-stop // each)
+    size = info.nbytes // info.shape[0]
+    return info._replace(shape=(last - first, *info.shape[1:]), offset=info.offset + first * size)
