@@ -80,6 +80,23 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--clip", "largest norm of a gradient, 0 for any", type=number(float, 0))
     add("--seed", "of adapters, batches, dropout and what is held out", type=number(int, 0, 2**32 - 1))
     add("--checkpoint-every", "steps between checkpoints", type=size)
+    add("--eval-every", "steps between evaluations (default: before and after only)", type=size, metavar="N")
+    add(
+        "--compute-dtype",
+        "of activations, and of weights that stay as they are; adapters are in float32 (default: as stored)",
+        choices=["bfloat16", "float16", "float32"],
+    )
+    add(
+        "--remat",
+        "computes layers again for the gradient, and keeps of them: nothing (the default if given alone), or "
+        "the results of matrix products",
+        nargs="?",
+        const="nothing",
+        choices=["nothing", "dots"],
+    )
+    add("--loss-chunk", "tokens of a batch that have logits at a time", type=size, metavar="N")
+    add("--pack", "puts several texts into a row, which do not see each other", action="store_true")
+    add("--tensorboard", "writes figures for TensorBoard to --output, too", action="store_true")
     return parser
 
 

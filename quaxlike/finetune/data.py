@@ -1,5 +1,6 @@
 """Lines of JSON to batches of tokens."""
 
+import bisect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -65,21 +66,28 @@ class Example(NamedTuple):
     """A line of data as tokens."""
 
     texts: tuple[list[int], ...]
-    learned_from: int = 1
-    """Of a text that is to be written: the first token that is learned."""
+    learned: list[bool] = []  # noqa: RUF012 (never changed)
+    """Of a text that is to be written: which tokens are learned. Of other texts: empty."""
     label: int = 0
     was_cut: bool = False
+    segments: list[int] = []  # noqa: RUF012
+    """Where a row holds several texts: for each token the number of its text, from 1 on."""
 
 
 class Batch(NamedTuple):
     """Examples side by side, padded to one length."""
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
-    seen: Bool[Array | np.ndarray, "examples texts tokens"]
-    """The tokens that are not padding."""
+    segments: Int[Array | np.ndarray, "examples texts tokens"]
+    """The number of the text that a token belongs to, from 1 on; 0 for padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
     """Which tokens are to be written by the model."""
     labels: Int[Array | np.ndarray, " examples"]
+
+    @property
+    def seen(self) -> Bool[Array | np.ndarray, "examples texts tokens"]:
+        """The tokens that are not padding."""
+        return self.segments > 0
 
 
 class Examples(NamedTuple):
@@ -137,18 +145,49 @@ def text_of(fields: Mapping[str, Any], name: str) -> str:
     return text
 
 
-def collate(examples: Sequence[Example], max_length: int) -> Batch:
-    """A batch. Lengths are rounded up to powers of two, so that few programs are compiled."""
+def length_for(examples: Sequence[Example], max_length: int) -> int:
+    """The length to which these are padded: a power of two, so that few programs are compiled."""
     longest = max(len(ids) for example in examples for ids in example.texts)
-    tokens = min(max_length, max(16, 1 << (longest - 1).bit_length()))
-    shape = (len(examples), len(examples[0].texts), tokens)
-    ids, seen, learned = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    return min(max_length, max(16, 1 << (longest - 1).bit_length()))
+
+
+def collate(examples: Sequence[Example], max_length: int) -> Batch:
+    """A batch, padded to [`length_for`]."""
+    shape = (len(examples), len(examples[0].texts), length_for(examples, max_length))
+    ids, segments, learned = (np.zeros(shape, dtype) for dtype in (np.int32, np.int32, bool))
     for i, example in enumerate(examples):
         for j, text in enumerate(example.texts):
             ids[i, j, : len(text)] = text
-            seen[i, j, : len(text)] = True
-            learned[i, j, example.learned_from : len(text)] = True
-    return Batch(ids, seen, learned, np.array([example.label for example in examples], np.int32))
+            segments[i, j, : len(text)] = example.segments or 1
+            learned[i, j, : len(example.learned)] = example.learned
+    return Batch(ids, segments, learned, np.array([example.label for example in examples], np.int32))
+
+
+def pack(examples: Sequence[Example], length: int) -> list[Example]:
+    """Rows of at most so many tokens, each with several texts in it.
+
+    The longest texts are placed first, each where it leaves the least room (best fit, decreasing).
+    """
+    rows: list[list[Example]] = []
+    free: list[tuple[int, int]] = []  # room and number of each row, in order
+    for example in sorted(examples, key=lambda example: -len(example.texts[0])):
+        needed = len(example.texts[0])
+        at = bisect.bisect_left(free, (needed, -1))
+        room, row = free.pop(at) if at < len(free) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(example)
+        bisect.insort(free, (room - needed, row))
+    return [_packed(row) for row in rows]
+
+
+def _packed(texts: Sequence[Example]) -> Example:
+    return Example(
+        ([token for text in texts for token in text.texts[0]],),
+        [token for text in texts for token in text.learned],
+        was_cut=any(text.was_cut for text in texts),
+        segments=[i for i, text in enumerate(texts, start=1) for _ in text.texts[0]],
+    )
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:

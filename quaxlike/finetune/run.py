@@ -1,25 +1,25 @@
 """A run from the checkpoint to the adapter."""
 
 import dataclasses
-import time
 from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import quaxlike as ql
 
 from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import peft
 from ..models import load
-from .data import Example, Tokens, read_examples, split
+from .data import Example, Tokens, pack, read_examples, split
+from .report import Metrics, shown
 from .settings import FinetuneError, Settings
 from .state import RunDirectory
+from .step import State, stored_for
 from .tasks import AbstractTask, task_for
-from .train import State, measure, optimiser_for, steps_of, train
+from .train import Training, steps_of
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
@@ -40,15 +40,16 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     written, for all that the run cannot start with.
     """
     base, config = load(settings.model)
-    task = task_for(base)
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = settings.max_length or min(256, limit)
     if max_length > limit:
         raise FinetuneError(f"--max-length {max_length} is more than the model's {limit} positions.")
-    training, held_out = _data(settings, task, Tokens(settings.model, config, max_length), console)
+    tokens = Tokens(settings.model, config, max_length)
+    training, held_out = _data(settings, task_for(base, settings), tokens, console)
     if len(training) < settings.batch_size:
         console.print(f"{settings.data}: batches are of all {len(training)} examples to train on.")
         settings = dataclasses.replace(settings, batch_size=len(training))
+    task = task_for(base, settings)
     model = _adapted(base, task, settings)
     table = ql.summary(model)
     console.print(
@@ -57,33 +58,38 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     )
 
     directory = RunDirectory(settings)
+    metrics = Metrics(directory.path, settings.tensorboard)
     steps = steps_of(settings, len(training))
     params, frozen = eqx.partition(model, ql.trainable(model))
-    optimiser, _ = optimiser_for(settings, steps)
-    first, state = directory.restore(State(params, optimiser.init(params)))
+    del base, model
+    run = Training(task, frozen, training, settings, steps=steps, max_length=max_length)
+    first, state = directory.restore(State(params, run.optimiser.init(params)))
     if first:
         console.print(f"Goes on after step {first} of {steps}.")
-
-    def measured(params: PyTree) -> dict[str, float]:
-        adapted = eqx.combine(params, frozen)
-        return measure(task, adapted, held_out, settings.batch_size, max_length)
 
     with ql.on_materialise("error"):
         before = next((entry["held_out"] for entry in directory.entries() if "held_out" in entry), None)
         if before is None:
-            before = measured(params)
+            before = run.measure(params, held_out)
             directory.note(step=0, held_out=before)
-        for step in _shown(
-            train(
-                task, frozen, state, training, settings, first=first, steps=steps, max_length=max_length
-            ),
-            console, first, steps,
-        ):  # fmt: skip
+        if first < steps:
+            memory = run.memory(state)
+            console.print(f"A step takes {memory}; compiled in {run.program.seconds:.1f} s")
+            metrics.note(first, memory=memory._asdict(), held_out=before if first == 0 else {})
+        del params
+        for step in shown(run.run(state, first), console, first, steps):
             state = step.state
-            directory.note(step=step.number, loss=step.loss, learning_rate=step.learning_rate)
+            entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
+            if settings.eval_every and step.number % settings.eval_every == 0 and step.number < steps:
+                entry["held_out"] = run.measure(state.params, held_out)
+            directory.note(step=step.number, **entry)
+            metrics.note(
+                step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds
+            )
             if step.number % settings.checkpoint_every == 0 or step.number == steps:
                 directory.save(step.number, state)
-        after = measured(state.params)
+        after = run.measure(state.params, held_out)
+        metrics.note(steps, held_out=after)
     peft.save_adapter(
         settings.output,
         eqx.combine(state.params, frozen),
@@ -108,6 +114,12 @@ def _data(
             )
         parts.append(examples)
     training, held_out = parts if len(parts) == 2 else split(parts[0], settings.held_out, settings.seed)
+    if settings.pack:
+        if not task.packs:
+            raise FinetuneError("--pack is for decoders: only they go on with a text after another.")
+        count = len(training)
+        training, held_out = pack(training, tokens.max_length), pack(held_out, tokens.max_length)
+        console.print(f"{count} texts to train on are packed into {len(training)} rows.")
     if min(len(training), settings.batch_size) < task.least_batch:
         raise FinetuneError(
             f"{settings.data} has {len(training)} examples to train on, and --batch-size is "
@@ -127,7 +139,7 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
         options: dict[str, Any] = {} if settings.quantize == "int8" else {"double_quant": True}
         model = ql.quantize(model, settings.quantize, exclude=task.trained_in_full, **options)
     try:
-        return ql.loraify(
+        adapted = ql.loraify(
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
             exclude=() if settings.target else task.unused, dropout=settings.dropout,
             rslora=settings.rslora, dora=settings.dora, modules_to_save=task.trained_in_full,
@@ -135,20 +147,4 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
         )  # fmt: skip
     except ValueError as error:  # of names that match nothing
         raise FinetuneError(str(error)) from error
-
-
-def _shown(run: Any, console: Console, first: int, steps: int) -> Any:
-    """The steps of a run, with a bar that moves along."""
-    progress = Progress(
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(), console=console,
-    )  # fmt: skip
-    with progress:
-        bar = progress.add_task("", total=steps, completed=first, loss=float("nan"), speed=0.0)
-        start = time.perf_counter()
-        for step in run:
-            yield step
-            now = time.perf_counter()
-            progress.update(bar, completed=step.number, loss=step.loss, speed=step.tokens / (now - start))
-            start = now
+    return stored_for(adapted, settings.compute_dtype)

@@ -38,10 +38,16 @@ class Settings:
     clip: float | int = 1.0
     seed: int = 0
     checkpoint_every: int = 50
+    eval_every: int | None = None
+    compute_dtype: str | None = None
+    remat: str | None = None
+    loss_chunk: int = 1024
+    pack: bool = False
+    tensorboard: bool = False
 
     def fingerprint(self) -> dict[str, Any]:
         """All that the result depends on, as JSON: two runs with the same are the same run."""
-        free = ("output", "checkpoint_every")
+        free = ("output", "checkpoint_every", "eval_every", "tensorboard")
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}

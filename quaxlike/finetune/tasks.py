@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ..models import Bert, BertForSequenceClassification, Decoder, mean_pooled
 from .data import Batch, Example, Tokens, text_of
-from .settings import FinetuneError
+from .settings import FinetuneError, Settings
 
 
 class AbstractTask(eqx.Module):
@@ -26,10 +26,16 @@ class AbstractTask(eqx.Module):
     unused: ClassVar[tuple[str, ...]] = ()
     """Parts of the model that do nothing here, and so get no adapter."""
     least_batch: ClassVar[int] = 1
+    packs: ClassVar[bool] = False
+    """Whether a row may hold several texts."""
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         """A line of data as an example; None if the limit on tokens leaves nothing to learn."""
+
+    @abc.abstractmethod
+    def layers(self, model: PyTree) -> Any:
+        """The layers of the model that follow each other: a list, or several as one."""
 
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
@@ -52,7 +58,13 @@ class NextToken(AbstractTask):
     """Causal language modelling: `{"text": ...}`, or `{"prompt": ..., "completion": ...}`, of which the
     completion alone is learned."""
 
+    chunk: int = 0
+    """How many tokens of a row have their logits at a time; 0 for all."""
+    packed: bool = False
+    """Whether rows hold several texts."""
+
     peft_type: ClassVar[str] = "CAUSAL_LM"
+    packs: ClassVar[bool] = True
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         if "prompt" in fields:
@@ -63,16 +75,15 @@ class NextToken(AbstractTask):
             ids, learned_from = tokens.whole(text_of(fields, "text")), 1
         if ids[-1:] != tokens.eos:
             ids = ids + tokens.eos
-        kept = ids[: tokens.max_length]
-        if learned_from >= len(kept):
-            return None
-        return Example((kept,), learned_from, was_cut=len(kept) < len(ids))
+        return learned_part(ids, [i >= learned_from for i in range(len(ids))], tokens.max_length)
+
+    def layers(self, model: PyTree) -> Any:
+        return model.part("model").part("layers")
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, ""]:
-        (ids,), (seen,), (learned,) = example.ids, example.seen, example.learned
-        logits = model(ids, seen)[:-1].astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids[1:])
-        return jnp.sum(jnp.where(learned[1:], losses, 0))
+        (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
+        hidden = model.hidden(ids, segments > 0, segments if self.packed else None)
+        return _cross_entropy(model, hidden[:-1], ids[1:], learned[1:], self.chunk)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         return jnp.sum(outputs)
@@ -102,6 +113,9 @@ class Pairs(AbstractTask):
             raise ValueError(f"expected two texts that belong together; found {', '.join(fields) or 'none'}")
         anchor, positive = (tokens.cut(text_of(fields, name)) for name in fields)
         return Example((anchor[0], positive[0]), was_cut=anchor[1] or positive[1])
+
+    def layers(self, model: PyTree) -> Any:
+        return model.encoder.layer
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, "texts hidden"]:
         embed = lambda ids, seen: mean_pooled(model(ids, seen).astype(jnp.float32), seen)
@@ -138,6 +152,9 @@ class Classes(AbstractTask):
         ids, was_cut = tokens.cut(text_of(fields, "text"))
         return Example((ids,), label=label, was_cut=was_cut)
 
+    def layers(self, model: PyTree) -> Any:
+        return model.bert.encoder.layer
+
     def output(self, model: PyTree, example: Batch) -> Float[Array, " classes"]:
         return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 
@@ -152,11 +169,42 @@ class Classes(AbstractTask):
         return {"accuracy": float(np.mean(np.argmax(outputs, axis=-1) == batch.labels)), "loss": loss}
 
 
-def task_for(model: PyTree) -> AbstractTask:
-    """The task of a model of `load_model`."""
+def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
+    """A text that is to be written, cut; None if nothing is left to learn. Its first token never is."""
+    kept, learned = ids[:max_length], [False, *learned[1:max_length]]
+    return Example((kept,), learned, was_cut=len(kept) < len(ids)) if any(learned) else None
+
+
+def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk: int) -> Float[Array, ""]:
+    """The sum over the tokens that are learned.
+
+    Logits exist for `chunk` tokens at a time, and are computed again for the gradient: a large vocabulary
+    does not decide how much memory a step takes.
+    """
+
+    def part(model: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:
+        logits = model.logits(hidden).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.sum(jnp.where(learned, losses, 0))
+
+    if not 0 < chunk < len(targets):
+        return part(model, hidden, targets, learned)
+    n = -(-len(targets) // chunk)
+    split = lambda x: jnp.pad(x, [(0, n * chunk - len(x))] + [(0, 0)] * (x.ndim - 1)).reshape(
+        n, chunk, *x.shape[1:]
+    )
+
+    def add(total: Any, one: Any) -> Any:
+        return total + jax.checkpoint(part)(model, *one), None
+
+    return jax.lax.scan(add, jnp.zeros(()), tuple(map(split, (hidden, targets, learned))))[0]
+
+
+def task_for(model: PyTree, settings: Settings) -> AbstractTask:
+    """The task of a model of [`quaxlike.models.load`][]."""
     match model:
         case Decoder():
-            return NextToken()
+            return NextToken(max(1, settings.loss_chunk // settings.batch_size), settings.pack)
         case Bert():
             return Pairs()
         case BertForSequenceClassification():

@@ -1,5 +1,6 @@
-"""The steps of training, and the outputs for held-out data."""
+"""The loop of training, and the metrics of what it gives."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,18 +11,10 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-import quaxlike as ql
-
 from .data import Batch, Example, chosen_for, collate
 from .settings import FinetuneError, Settings
+from .step import Memory, Program, State, outputs_of, prepared
 from .tasks import AbstractTask
-
-
-class State(NamedTuple):
-    """The state that changes from step to step."""
-
-    params: PyTree
-    optimiser: PyTree
 
 
 class Step(NamedTuple):
@@ -31,6 +24,7 @@ class Step(NamedTuple):
     loss: float
     learning_rate: float
     tokens: int
+    seconds: float
     state: State
 
 
@@ -60,67 +54,77 @@ def steps_of(settings: Settings, n: int) -> int:
     return max(1, round(settings.epochs * (n // settings.batch_size) / settings.accumulate))
 
 
-def train(
-    task: AbstractTask,
-    frozen: PyTree,
-    state: State,
-    examples: Sequence[Example],
-    settings: Settings,
-    *,
-    first: int,
-    steps: int,
-    max_length: int,
-) -> Iterator[Step]:
-    """Trains from step `first` to step `steps`; the same from anywhere, given the state of that step."""
-    optimiser, schedule = optimiser_for(settings, steps)
-    key = jax.random.key(settings.seed)
+class Training:
+    """A run of `steps` steps on examples.
 
-    @eqx.filter_jit
-    def update(frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any) -> tuple[State, Any]:
-        def loss(params: PyTree) -> Any:
-            outputs = _outputs(task, eqx.combine(params, frozen), batch, keys)
-            return task.total(outputs, batch) / terms
+    **Arguments:**
 
-        value, grads = jax.value_and_grad(loss)(state.params)
-        updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
-        return State(optax.apply_updates(state.params, updates), optimiser_state), value
+    - `task`, `settings`: of the run.
+    - `frozen`: the part of the model that is not trained.
+    - `examples`: what batches are drawn from.
+    - `steps`: of the whole run.
+    - `max_length`: of a text, in tokens.
+    """
 
-    size, count = settings.batch_size, settings.accumulate
-    for number in range(first + 1, steps + 1):
-        of_step = range((number - 1) * count, number * count)
-        chosen = [chosen_for(i, len(examples), size, settings.seed) for i in of_step]
-        batches = [collate([examples[i] for i in indices], max_length) for indices in chosen]
-        # The mean over all that is accumulated, however many tokens each part of it has.
-        terms = sum(map(task.weight, batches)) / count
-        values = []
-        for i, batch in zip(of_step, batches, strict=True):
-            keys = jax.random.split(jax.random.fold_in(key, i), size) if settings.dropout else None
-            state, value = update(frozen, state, batch, jnp.float32(terms), keys)
-            values.append(value)
-        value = float(np.mean(values))
-        if not np.isfinite(value):
-            raise FinetuneError(f"The loss of step {number} is {value}. Try a lower --learning-rate.")
-        tokens = sum(int(np.sum(batch.seen)) for batch in batches)
-        yield Step(number, value, float(schedule(number - 1)), tokens, state)
+    def __init__(
+        self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: Settings, *,
+        steps: int, max_length: int,
+    ) -> None:  # fmt: skip
+        self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
+        self.steps, self.max_length = steps, max_length
+        self.optimiser, self._schedule = optimiser_for(settings, steps)
+        self.program = Program(task, self.optimiser, settings)
+        self._evaluate = jax.jit(
+            lambda frozen, params, batch: outputs_of(
+                task, prepared(eqx.combine(params, frozen), task, settings), batch, None
+            )
+        )
 
+    def memory(self, state: State) -> Memory:
+        """What a step with the longest texts takes. Its program is compiled."""
+        longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
+        batch = collate([longest] * self.settings.batch_size, self.max_length)
+        return self.program.memory(self.frozen, state, batch, jnp.float32(1), self._keys(0))
 
-def measure(
-    task: AbstractTask, model: PyTree, examples: Sequence[Example], batch_size: int, max_length: int
-) -> dict[str, float]:
-    """The metrics of a model on examples, without dropout."""
-    run = eqx.filter_jit(_outputs)
-    whole = collate(examples, max_length)
-    outputs = []
-    for start in range(0, len(examples), batch_size):
-        rows = np.arange(start, start + batch_size) % len(examples)  # the last batch is filled up
-        outputs.append(run(task, model, Batch(*(part[rows] for part in whole)), None))
-    joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *outputs)
-    return task.metrics(joined, whole)
+    def run(self, state: State, first: int) -> Iterator[Step]:
+        """Trains from step `first` on; the same from anywhere, given the state of that step.
 
+        The state that goes in is gone when the next one comes out.
+        """
+        settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
+        for number in range(first + 1, self.steps + 1):
+            start, compiling = time.perf_counter(), self.program.seconds
+            of_step = range((number - 1) * count, number * count)
+            chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
+            batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
+            # The mean over all that is accumulated, however many tokens each part of it has.
+            terms = jnp.float32(sum(map(self.task.weight, batches)) / count)
+            values = []
+            for i, batch in zip(of_step, batches, strict=True):
+                state, value = self.program(self.frozen, state, batch, terms, self._keys(i))
+                values.append(value)
+            value = float(np.mean(values))
+            if not np.isfinite(value):
+                raise FinetuneError(f"The loss of step {number} is {value}. Try a lower --learning-rate.")
+            seconds = time.perf_counter() - start - (self.program.seconds - compiling)
+            tokens = sum(int(np.sum(batch.seen)) for batch in batches)
+            yield Step(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
-def _outputs(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> PyTree:
-    def one(example: Batch, key: Any) -> Any:
-        return ql.quaxify(task.output)(ql.with_dropout_key(model, key), example)
+    def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
+        """The metrics on examples, without dropout."""
+        whole, size = collate(examples, self.max_length), self.settings.batch_size
+        outputs = []
+        for start in range(0, len(examples), size):
+            rows = np.arange(start, start + size) % len(examples)  # the last batch is filled up
+            batch = Batch(*(part[rows] for part in whole))
+            outputs.append(self._evaluate(self.frozen, params, batch))
+        joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *outputs)
+        return self.task.metrics(joined, whole)
 
-    batch = jax.tree.map(jnp.asarray, batch)
-    return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)
+    def _keys(self, i: int) -> Any:
+        """The keys of a batch, where there is dropout."""
+        if not self.settings.dropout:
+            return None
+        return jax.random.split(
+            jax.random.fold_in(jax.random.key(self.settings.seed), i), self.settings.batch_size
+        )

@@ -239,6 +239,7 @@ class Body(Part):
         memory: Any = None,
         start: Any = 0,
         length: Any = None,
+        segments: Int[Array, " tokens"] | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
         """The hidden states of the tokens from place `start` on, and the memory with theirs in it.
 
@@ -249,11 +250,10 @@ class Body(Part):
         - `memory`: what `Decoder.memory` made, as long as `seen`. Default: none is kept; `ids` are all.
         - `start`: where the tokens belong.
         - `length`: of the text, where its frequencies depend on it. Default: as many as are `seen`.
+        - `segments`: as of `Decoder.hidden`, where no memory is kept.
         """
         c = self.config
-        count = jnp.cumsum(seen)
-        # Padding behind a text counts on, as in transformers.
-        places = jnp.where(seen, count - 1, jnp.arange(len(seen)) - jnp.argmax(seen))
+        places, last = _places(seen, segments)
         positions = lax.dynamic_slice_in_dim(jnp.maximum(places, 0), start, len(ids))
         x = each(self.part("embed_tokens"), ids)
         if c.family.scaled_embedding:
@@ -261,8 +261,8 @@ class Body(Part):
         if c.family.learned_positions:
             x = x + each(self.wpe, positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
-            length = of_batch(count[-1])
-        contexts = self._contexts(seen, positions, start, length, x.dtype)
+            length = of_batch(last + 1)
+        contexts = self._contexts(seen, positions, start, length, x.dtype, segments)
         layers = self.part("layers")
         kinds = [int(window) for window in c.windows]
         if isinstance(layers, list):
@@ -280,11 +280,15 @@ class Body(Part):
             x, memory = lax.scan(step, x, (layers, jnp.asarray(kinds), memory))
         return self.normed("norm", x), memory
 
-    def _contexts(self, seen: Any, positions: Any, start: Any, length: Any, dtype: Any) -> list[Context]:
+    def _contexts(
+        self, seen: Any, positions: Any, start: Any, length: Any, dtype: Any, segments: Any
+    ) -> list[Context]:
         c, tokens = self.config, len(positions)
         rotations = [rope.rotation(positions, length, dtype) for rope in c.ropes] or [None]
         own, other = start + jnp.arange(tokens)[:, None], jnp.arange(len(seen))[None, :]
         mask = (other <= own) & seen[None, :]
+        if segments is not None:
+            mask = mask & (segments[:, None] == segments[None, :])
         contexts = [Context(rotations[0], mask)]
         if any(c.windows):
             contexts.append(Context(rotations[-1], mask & (other > own - c.sliding_window)))
@@ -332,8 +336,23 @@ class Decoder(Part):
         - `ids`: the tokens.
         - `seen`: which of them are no padding. That may be on either side; positions count tokens only.
         """
-        hidden, _ = self.part("model")(ids, seen)
-        return self.logits(hidden)
+        return self.logits(self.hidden(ids, seen))
+
+    def hidden(
+        self,
+        ids: Int[Array, " tokens"],
+        seen: Bool[Array, " tokens"],
+        segments: Int[Array, " tokens"] | None = None,
+    ) -> Float[Array, "tokens hidden"]:
+        """The hidden states that the output layer sees, of one sequence or of several in a row.
+
+        **Arguments:**
+
+        - `ids`, `seen`: as for the logits.
+        - `segments`: for each token the number of its text. Texts do not see each other, and the positions of
+            each begin at 0. Default: all are one text.
+        """
+        return self.part("model")(ids, seen, segments=segments)[0]
 
     def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens vocab"]:
         """The output layer."""
@@ -377,6 +396,18 @@ class Decoder(Part):
         )
         linear = eqx.tree_at(lambda linear: linear.weight, linear, weight)
         return eqx.tree_at(lambda model: model.lm_head, self, linear, is_leaf=lambda x: x is None)
+
+
+def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
+    """The place of each token in its text, and the last place of all."""
+    order = jnp.arange(len(seen))
+    if segments is None:
+        count = jnp.cumsum(seen)
+        # Padding behind a text counts on, as in transformers.
+        return jnp.where(seen, count - 1, order - jnp.argmax(seen)), count[-1] - 1
+    first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
+    places = order - lax.cummax(jnp.where(first, order, 0))
+    return places, jnp.max(jnp.where(seen, places, 0))
 
 
 def _linear(config: DecoderConfig, n_in: int, n_out: int, bias: bool, key: Any) -> Any:

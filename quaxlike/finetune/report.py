@@ -1,0 +1,103 @@
+"""What a run tells along the way: a bar, and figures for programs that draw them."""
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .train import Step
+
+
+def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iterator[Step]:
+    """The steps of a run, with a bar that moves along."""
+    progress = Progress(
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(), console=console,
+    )  # fmt: skip
+    with progress:
+        bar = progress.add_task("", total=steps, completed=first, loss=float("nan"), speed=0.0)
+        for step in run:
+            yield step
+            speed = step.tokens / step.seconds
+            progress.update(bar, completed=step.number, loss=step.loss, speed=speed)
+
+
+class Metrics:
+    """The figures of a run as lines of JSON, and as TensorBoard reads them.
+
+    **Arguments:**
+
+    - `directory`: where `metrics.jsonl` and the files of TensorBoard go. A run that goes on adds to them.
+    - `tensorboard`: whether to write the latter.
+    """
+
+    def __init__(self, directory: Path, tensorboard: bool) -> None:
+        self._lines = directory / "metrics.jsonl"
+        self._events = TensorBoard(directory) if tensorboard else None
+
+    def note(self, step: int, **entry: Any) -> None:
+        """Adds a line. Groups of figures are scalars of names like `held_out/loss`."""
+        with open(self._lines, "a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **entry}) + "\n")
+        if self._events is not None:
+            flat: dict[str, float] = {}
+            for name, value in entry.items():
+                parts = value.items() if isinstance(value, dict) else [("", value)]
+                flat |= {f"{name}/{part}".rstrip("/"): x for part, x in parts if x is not None}
+            self._events.write(step, flat)
+
+
+class TensorBoard:
+    """Writes scalars into a new event file: `TFRecord`s of `tensorflow.Event` messages.
+
+    Source: TensorFlow's `core/util/event.proto`, `core/framework/summary.proto` and `lib/io/record_writer.h`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / f"events.out.tfevents.{time.time_ns() // 10**6:013d}.quaxlike"
+        self._append(_field(3, b"brain.Event:2"))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        values = [_field(1, _field(1, tag.encode()) + _field(2, float(x))) for tag, x in scalars.items()]
+        self._append(_field(2, step) + _field(5, b"".join(values)))
+
+    def _append(self, event: bytes) -> None:
+        # The time is a double; all other numbers of events with a fraction are floats.
+        data = b"\x09" + struct.pack("<d", time.time()) + event
+        length = struct.pack("<Q", len(data))
+        with open(self._path, "ab") as file:
+            file.write(length + _masked_crc(length) + data + _masked_crc(data))
+
+
+def _field(number: int, value: int | float | bytes) -> bytes:
+    """A field of a protocol buffer: a whole number, a float, or bytes."""
+    if isinstance(value, float):
+        return bytes([number << 3 | 5]) + struct.pack("<f", value)
+    if isinstance(value, int):
+        return bytes([number << 3]) + _varint(value)
+    return bytes([number << 3 | 2]) + _varint(len(value)) + value
+
+
+def _varint(n: int) -> bytes:
+    out = bytearray()
+    while n > 127:
+        out.append(n & 127 | 128)
+        n >>= 7
+    return bytes([*out, n])
+
+
+def _masked_crc(data: bytes) -> bytes:
+    """CRC-32C (Castagnoli), rotated and shifted as `TFRecord`s have it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
