@@ -14,7 +14,8 @@ QLoRA on a checkpoint directory of transformers (decoders of many families, or B
 by bitsandbytes). Writes an adapter that PEFT loads. The same command goes on with a run that was stopped.
 
 data, one JSON object a line:
-  decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}
+  decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
+                      {"messages": [{"role": "user", "content": ...}, ...]}: by the checkpoint's chat template
   BertModel           {"anchor": ..., "positive": ...}: two texts that belong together
   ...Classification   {"text": ..., "label": 0}
 """

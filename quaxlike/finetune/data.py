@@ -1,6 +1,7 @@
 """Lines of JSON to batches of tokens."""
 
 import bisect
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ class Tokens:
         # Files carry settings for inference, padding among them.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.max_length = max_length
+        self.max_length, self._directory = max_length, directory
         eos = config.get("eos_token_id")
         self.eos: list[int] = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
         if any(token >= config["vocab_size"] for token in self.eos):
@@ -49,6 +50,28 @@ class Tokens:
     def whole(self, text: str, *, special: bool = True) -> list[int]:
         """All tokens of a text, with those that mark its ends unless `special` is False."""
         return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """The tokens of a text, without more at its ends, and which of them these characters are in."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        learned = [False] * len(encoding.ids)
+        for start, end in written:
+            inside = (encoding.char_to_token(i) for i in range(start, end))
+            first = next((token for token in inside if token is not None), None)
+            backwards = (encoding.char_to_token(i) for i in range(end - 1, start - 1, -1))
+            last = next((token for token in backwards if token is not None), None)
+            if first is not None and last is not None:
+                learned[first : last + 1] = [True] * (last + 1 - first)
+        return encoding.ids, learned
+
+    @functools.cached_property
+    def chat(self) -> Any:
+        """The chat template of the checkpoint."""
+        try:
+            from .chat import ChatTemplate
+        except ModuleNotFoundError as error:
+            raise FinetuneError(f"Rows of messages need {error.name}: pip install 'quaxlike[demo]'") from None
+        return ChatTemplate(self._directory)
 
     def cut(self, text: str) -> tuple[list[int], bool]:
         """The tokens of a text, and whether some had to be cut; the tokens that mark its end are kept."""
@@ -143,6 +166,18 @@ def text_of(fields: Mapping[str, Any], name: str) -> str:
         found = f"found {text!r}" if name in fields else f"there are {', '.join(fields) or 'no entries'}"
         raise ValueError(f"{name!r} must be a text; {found}")
     return text
+
+
+def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entry `"messages"`, which must be a conversation."""
+    found = fields["messages"]
+    if (
+        not isinstance(found, list)
+        or not all(isinstance(x, dict) and "role" in x for x in found)
+        or not found
+    ):
+        raise ValueError(f"'messages' must be a list of objects with a role; found {found!r}")
+    return found
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from ..models import Bert, BertForSequenceClassification, Decoder, mean_pooled
-from .data import Batch, Example, Tokens, text_of
+from .data import Batch, Example, Tokens, messages_of, text_of
 from .settings import FinetuneError, Settings
 
 
@@ -55,8 +55,9 @@ class AbstractTask(eqx.Module):
 
 
 class NextToken(AbstractTask):
-    """Causal language modelling: `{"text": ...}`, or `{"prompt": ..., "completion": ...}`, of which the
-    completion alone is learned."""
+    """Causal language modelling: `{"text": ...}`; `{"prompt": ..., "completion": ...}`, of which the
+    completion alone is learned; or `{"messages": [...]}`, perhaps with `"tools"` and
+    `"chat_template_kwargs"`, of which the turns of the assistant are learned."""
 
     chunk: int = 0
     """How many tokens of a row have their logits at a time; 0 for all."""
@@ -67,6 +68,10 @@ class NextToken(AbstractTask):
     packs: ClassVar[bool] = True
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
+        if "messages" in fields:
+            options = {"tools": fields.get("tools"), **fields.get("chat_template_kwargs", {})}
+            ids, learned = tokens.spans(*tokens.chat.learned(messages_of(fields), **options))
+            return learned_part(ids, learned, tokens.max_length)
         if "prompt" in fields:
             ids = tokens.whole(text_of(fields, "prompt"))
             learned_from = max(1, len(ids))

@@ -1,0 +1,170 @@
+"""Conversations as texts, by the chat template of a checkpoint.
+
+Templates are rendered as transformers does (`utils/chat_template_utils.py`): jinja2 in a sandbox, with
+`raise_exception`, `strftime_now`, loop controls, and `{% generation %}` around what the model is to write.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..interop.tensors import read_json
+from .settings import FinetuneError
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    written: list[tuple[int, int]]
+    """The characters, from and to, that the assistant writes."""
+
+
+class ChatTemplate:
+    """The template of a checkpoint.
+
+    **Arguments:**
+
+    - `directory`: with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. Others by name
+        (`additional_chat_templates/`, or a list in `tokenizer_config.json`) may be there: `tool_use` is for
+        conversations with tools.
+
+    **Raises:** `FinetuneError` if there is no template, or it is not one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        sources, self._special = _read(directory)
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise FinetuneError(f"The chat template in {directory} is damaged: {error}") from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> Rendered:
+        """The text of a conversation.
+
+        **Arguments:**
+
+        - `messages`: with `"role"` and `"content"`, and whatever else the template knows.
+        - `tools`: what the assistant may call, as JSON schemas.
+        - `add_generation_prompt`: whether the text ends where the assistant begins to write.
+        - `variables`: for the template.
+
+        **Raises:** `ValueError` with the words of the template, where it refuses the conversation.
+        """
+        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
+        spans: list[tuple[int, int]] = []
+        blocks: list[str] = []
+
+        def generation(text: str) -> str:
+            start = sum(map(len, blocks))
+            spans.append((start, start + len(text)))
+            return text
+
+        kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            for block in template.generate(
+                **{**self._special, **variables}, messages=kept, tools=tools, documents=None,
+                add_generation_prompt=add_generation_prompt, _generation=generation,
+            ):  # fmt: skip
+                blocks.append(block)
+        except Exception as error:  # the template is a program
+            raise ValueError(f"the chat template refuses this conversation: {error}") from None
+        return Rendered("".join(blocks), spans)
+
+    def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
+        """The text of a conversation, and what of it the assistant writes.
+
+        Where the template does not mark that, it is what each turn of the assistant adds to the text that
+        ends where it begins to write.
+        """
+        whole = self.render(messages, **options)
+        if whole.written:
+            return whole
+        spans = []
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self.render(messages[:i], add_generation_prompt=True, **options).text
+            after = self.render(messages[: i + 1], **options).text
+            if not (whole.text.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    f"the chat template writes message {i} in another way when more follow; it has to mark "
+                    "what the assistant writes by {% generation %}, or the conversation has to end there"
+                )
+            spans.append((len(before), len(after)))
+        return Rendered(whole.text, spans)
+
+
+def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The templates by name, and the special tokens."""
+    path, settings = directory / "tokenizer_config.json", {}
+    if path.is_file():
+        settings = read_json(path, path.read_bytes(), "the settings of the tokeniser")
+    found = settings.get("chat_template") or {}
+    sources = {"default": found} if isinstance(found, str) else {}
+    if isinstance(found, list):
+        sources = {entry["name"]: entry["template"] for entry in found}
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    sources |= {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if "default" not in sources:
+        raise FinetuneError(
+            f"Rows of messages become text by a chat template; {directory} has none, neither "
+            "chat_template.jinja nor chat_template in tokenizer_config.json. "
+            "Give rows of prompt and completion."
+        )
+    named = {name: settings[name] for name in _TOKENS if settings.get(name)}
+    special = {name: token if isinstance(token, str) else token["content"] for name, token in named.items()}
+    return sources, special
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}`: tells the render that runs where the text in between is."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 has it)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        own = nodes.ContextReference()
+        call = self.call_method("_tell", [own])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _tell(self, context: Any, caller: Any) -> str:
+        return context["_generation"](caller())
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # jinja2's own escapes what is special in HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
