@@ -212,7 +212,9 @@ def user_source() -> tuple[compat.SourceLine, compat.SourceLine | None]:
 
 
 def in_bytes(size: int) -> str:
-    """`size` as bytes, and as a number one can read."""
+    """`size` as bytes, and as a number one can read, unless `jax.export` leaves it open."""
+    if not isinstance(size, int):
+        return f"{size} bytes"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size:,} bytes ({size / scale:.1f} {unit})"

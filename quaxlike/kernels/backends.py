@@ -227,6 +227,9 @@ def first_choice(
         the reason why it does not take the operation.
     """
     asked = _asked(platform, forced)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]
+    if not all(isinstance(size, int) for shape in shapes for size in shape):
+        return Choice("reference", "a kernel is made for shapes that are known; one is left open", reference)
     if asked in kernels:
         choice = kernels[asked](platform, *operands, partitioned=partitioned, **params)
         return choice if isinstance(choice, Choice) else Choice("reference", choice, reference)

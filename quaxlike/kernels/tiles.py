@@ -75,6 +75,7 @@ def _tiling(m: int, n: int, k: int) -> tuple[int, int]:
     """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
     # Never a weight of any size at once: XLA would keep it, decoded, from the forward to the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
-    weights = _TILE_FEW if m <= _FEW_ROWS_OF_X else many
+    few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # not a dimension that `jax.export` leaves open
+    weights = _TILE_FEW if few else many
     tiles = -(-n // max(2, weights // max(k, 1)))
     return (tiles, n) if tiles < 2 else (tiles, n // tiles // 2 * 2)

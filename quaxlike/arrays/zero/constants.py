@@ -308,6 +308,8 @@ def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **para
     if any(i < np.ndim(_scalar(x)) for i in axes):
         return NotImplemented
     n = math.prod(x.shape[i] for i in axes)
+    if not isinstance(n, int):  # of a dimension that `jax.export` leaves open
+        return NotImplemented
     shape = [d for i, d in enumerate(x.shape) if i not in axes]
     if n == 0:
         of_nothing = functools.partial(primitive.bind, axes=(0,), **params)

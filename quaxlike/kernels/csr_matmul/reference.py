@@ -13,6 +13,8 @@ from ..multilinear import accumulator_dtype, varying_zeros
 
 # How many numbers are gathered at a time.
 _PIECE = 2**18
+# For how many columns pieces are cut where the number is open.
+_OPEN_WIDTH = 64
 
 
 def matmul_reference(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
@@ -83,6 +85,8 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
 def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
     """Arrays of elements, padded and cut into pieces for which `width` numbers each are gathered."""
     size = arrays[0][0].shape[0]
+    if not isinstance(width, int):  # a dimension that `jax.export` leaves open
+        width = _OPEN_WIDTH
     length = max(1, min(size, _PIECE // max(1, width)))
     count = -(-size // length)
     pad = lambda array, fill: jnp.pad(array, (0, count * length - size), constant_values=fill)
