@@ -9,15 +9,21 @@ from typing import Any
 from .._arguments import importing_extra, number
 
 _ABOUT = """\
-Goes on with texts by a checkpoint directory of transformers. One text is written as it comes; several, which
---prompt takes at once, when they are complete.
+Goes on with texts by a checkpoint directory of transformers, or a GGUF file. One text is written as it
+comes; several, which --prompt takes at once, when they are complete.
 """
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m quaxlike.generate", description=_ABOUT)
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="config.json, weights and tokenizer.json")
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a directory with config.json, weights and tokenizer.json, or a GGUF file",
+    )
     add("--adapter", type=Path, metavar="DIR", help="an adapter that PEFT or quaxlike.finetune wrote")
     add("--quantize", choices=["nf4", "fp4", "int8", "int4"], help="how weights are stored")
     add("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to go on with")

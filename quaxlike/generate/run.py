@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import Tokenizer
 
-from ..interop import peft
+from ..interop import peft, read_tokenizer
 from ..interop.tensors import read_json
 from ..models import Decoder, generate, load
 
@@ -34,13 +34,11 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` for a
     model that is no decoder, a damaged tokeniser or an empty prompt.
     """
-    path = arguments.model / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no {path}: text becomes tokens as that file says.")
+    described = read_tokenizer(arguments.model)
     try:
-        tokenizer: Any = Tokenizer.from_file(str(path))
+        tokenizer: Any = Tokenizer.from_str(described)
     except Exception as error:  # the library raises this very class
-        raise GenerateError(f"{path} is not a tokeniser: {error}") from None
+        raise GenerateError(f"{arguments.model} has no tokeniser: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     model, config = load(arguments.model, quantize=arguments.quantize)

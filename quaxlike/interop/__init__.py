@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .._lazy import lazily
-from .checkpoint import Checkpoint, load, open_checkpoint
+from .checkpoint import Checkpoint, load, open_checkpoint, read_tokenizer
 from .errors import CheckpointError
 from .saving import save
 
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
     from . import peft as peft
     from . import safetensors as safetensors
 
-__all__ = ["Checkpoint", "CheckpointError", "load", "open_checkpoint", "save"]
+__all__ = ["Checkpoint", "CheckpointError", "load", "open_checkpoint", "read_tokenizer", "save"]
 
 __getattr__, __dir__ = lazily(__name__, ("bitsandbytes", "peft", "safetensors"), globals())

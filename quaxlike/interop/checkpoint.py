@@ -1,6 +1,7 @@
 """`load` and `open_checkpoint`: checkpoints of every known format, which is found by itself."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ from ..sharding.specs import by_name
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8, mlx, mxfp4, torchao
 from .blocks import Weight
 from .errors import complain
-from .gguf import is_gguf, open_gguf
+from .gguf import holds_gguf, open_gguf
+from .gguf_tokenizer import tokenizer_of
 from .safetensors import open_values
 from .tensors import Tensors, as_jax, open_tensors, read_json
 from .windows import BY_ROWS, dense_rows, rows_of_weight
@@ -50,7 +52,7 @@ class Checkpoint(Mapping[str, Any]):
 
     **Attributes:**
 
-    - `config`: what `config.json` says, if there is one.
+    - `config`: what `config.json` says, if there is one; the metadata of a GGUF file says the same.
     - `metadata`: the free text entries of a safetensors header; the keys and values of a GGUF file.
     - `format`: the format that was found: "gptq", "gguf", … or "safetensors".
     """
@@ -155,10 +157,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     """
     path = Path(path)
     config, methods = _configs(path)
-    only_gguf = path.is_dir() and not list(path.glob("*.safetensors*")) and list(path.glob("*.gguf"))
-    if is_gguf(path) or only_gguf:
+    if holds_gguf(path):
         gguf = open_gguf(path)
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
+        config = config or gguf.config
         return Checkpoint(thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype)
     tensors = open_tensors(path)
     method, settings = methods
@@ -203,6 +205,31 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     return Checkpoint(
         weights, format=str(method), config=config, metadata=tensors.metadata, dtype=dtype, rows=rows
     )
+
+
+def read_tokenizer(path: str | os.PathLike[str]) -> str:
+    """The tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
+
+    **Arguments:**
+
+    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is written in this form.
+
+    **Returns:** the text of `tokenizer.json`.
+
+    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is no text, or a
+    vocabulary of GGUF that cannot be read.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json"
+    if file.is_file():
+        try:
+            return file.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise complain(file, None, f"is no text in UTF-8: {error}") from None
+    if not holds_gguf(path):
+        raise FileNotFoundError(f"There is no {file}: text becomes tokens as that file says.")
+    gguf = open_gguf(path)
+    return json.dumps(tokenizer_of(gguf.path, gguf.metadata))
 
 
 # Of no use on its own: a file that has it beside no weight is damaged, or of another format.

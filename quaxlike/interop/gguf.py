@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from ..core.quaxify import quaxify
 from .errors import complain
 from .gguf_blocks import BLOCK_TYPES, read_blocks
 from .gguf_metadata import MAGIC, Cursor, read_value
+from .gguf_models import architecture_of, config_of, joined, name_of, row_order
 from .tensors import as_jax
 
 _PLAIN: dict[int, np.dtype] = {
@@ -28,27 +31,11 @@ _PLAIN: dict[int, np.dtype] = {
     30: np.dtype(ml_dtypes.bfloat16),
 }
 
-# Names of transformers for those of llama.cpp.
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+#: Types that cannot be read, by their numbers.
+_UNREAD = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
 }
-_IN_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-# Architectures whose rows of q and k stand in the order of llama.cpp's rotary embedding.
-_PERMUTED = ("llama", "mistral")
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -67,6 +54,7 @@ class Gguf(Mapping[str, Any]):
     **Attributes:**
 
     - `metadata`: the keys and values of the file, among them the tokenizer.
+    - `config`: what `config.json` of transformers says, for an architecture that has an entry in the table.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,75 +72,47 @@ class Gguf(Mapping[str, Any]):
         total = self.metadata.get("split.tensors.count", len(found))
         if total != len(found):
             raise complain(path, "split.tensors.count", f"is {total}; the parts hold {len(found)} tensors")
-        self._tensors = {name_of(name): (name, tensor) for name, tensor in found.items()}
-        if len(self._tensors) < len(found):
+        self._tensors = found
+        self._architecture = architecture_of(self.metadata)
+        stacks = joined(found) if self._architecture else {}
+        parts = {part for stack in stacks.values() for part in stack}
+        self._sources = {
+            name_of(name, self._architecture): (name,) for name in found if name not in parts
+        } | stacks
+        if len(self._sources) < len(found) - len(parts) + len(stacks):
             raise complain(path, None, "two tensors have the same name")
+        shapes = {name: tensor.shape for name, tensor in found.items()}
+        self.config = config_of(path, self.metadata, shapes, lambda name: np.asarray(self._read(name)))
 
     def __iter__(self) -> Any:
-        return iter(self._tensors)
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._sources)
 
     def __getitem__(self, key: str) -> Any:
-        name, tensor = self._tensors[key]
+        parts = [self._read(name) for name in self._sources[key]]
+        if len(parts) == 1:
+            return parts[0]
+        shapes = [part.shape for part in parts]
+        if len(shapes[0]) != 3 or shapes[0] != shapes[1]:
+            raise complain(self.path, key, f"is made of two stacks of one shape; found {shapes}")
+        return quaxify(lambda parts: jnp.concatenate(parts, axis=1))(parts)
+
+    def _read(self, name: str) -> Any:
+        tensor = self._tensors[name]
         with open(tensor.file, "rb") as file:
             file.seek(tensor.start)
             data = np.frombuffer(file.read(tensor.nbytes), np.uint8)
         if data.nbytes != tensor.nbytes:
             raise complain(tensor.file, name, "the file has been cut short since its header was read")
         rows = row_order(tensor.file, name, tensor.shape, self.metadata)
-        if tensor.kind in _PLAIN:
-            plain = data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
-            return as_jax(plain if rows is None else plain[rows])
-        return read_blocks(BLOCK_TYPES[tensor.kind][1], data, tensor.shape, rows)
-
-
-def row_order(
-    path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
-) -> np.ndarray | None:
-    """For each row of q and k as transformers has them, the row of the file; None where they agree."""
-    found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
-    architecture = metadata.get("general.architecture")
-    if found is None or architecture not in _PERMUTED:
-        return None
-    heads = metadata.get(f"{architecture}.attention.head_count")
-    if found[1] == "k":
-        heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)
-    n = math.prod(shape[-2:-1] if found[2] == "weight" else shape[-1:])
-    if type(heads) is not int or heads < 1 or n % heads or n // heads % 2:
-        raise complain(path, name, f"{heads!r} heads do not divide its {n} rows into pairs")
-    return np.arange(n).reshape(heads, n // heads // 2, 2).swapaxes(1, 2).reshape(-1)
-
-
-def stored_row_order(
-    path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
-) -> np.ndarray | None:
-    """The inverse of `row_order`: for each row of the file, the row of transformers."""
-    order = row_order(path, name, shape, metadata)
-    return None if order is None else np.argsort(order)
-
-
-def name_of(name: str) -> str:
-    """The name that transformers has for a tensor of llama.cpp; the same name where it has none."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if found and found[2] in _IN_BLOCK:
-        return f"model.layers.{found[1]}.{_IN_BLOCK[found[2]]}.{kind}"
-    return name
-
-
-def original_name(name: str) -> str:
-    """The inverse of `name_of`."""
-    stem, _, kind = name.rpartition(".")
-    top = {hf: gguf for gguf, hf in _TOP.items()}
-    if stem in top:
-        return f"{top[stem]}.{kind}"
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    inner = {hf: gguf for gguf, hf in _IN_BLOCK.items()}
-    return f"blk.{found[1]}.{inner[found[2]]}.{kind}" if found and found[2] in inner else name
+        if tensor.kind not in _PLAIN:
+            return read_blocks(BLOCK_TYPES[tensor.kind][1], data, tensor.shape, rows)
+        plain = data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
+        if self._architecture and self._architecture.norm_offset and name.endswith("norm.weight"):
+            plain = plain - plain.dtype.type(self._architecture.norm_offset)
+        return as_jax(plain if rows is None else plain[rows])
 
 
 def is_gguf(path: Path) -> bool:
@@ -161,6 +121,13 @@ def is_gguf(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return path.suffix == ".gguf" or file.read(4) == MAGIC
+
+
+def holds_gguf(path: Path) -> bool:
+    """Whether `path` is a GGUF file, or a folder that has one and no safetensors."""
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors*"))
+    return is_gguf(path)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -223,7 +190,13 @@ def _place(
             raise complain(path, name, "stands there twice")
         if kind not in _PLAIN and kind not in BLOCK_TYPES:
             known = ", ".join(label for label, _ in BLOCK_TYPES.values())
-            raise complain(path, name, f"is of type {kind}; F32, F16, BF16, {known} can be read")
+            label = _UNREAD.get(kind, f"number {kind}, which is not known")
+            raise complain(
+                path,
+                name,
+                f"is of type {label}; F32, F16, BF16, {known} can be read. `llama-quantize "
+                "--allow-requantize` of llama.cpp converts it, to Q4_K say",
+            )
         if kind in BLOCK_TYPES:
             block = BLOCK_TYPES[kind][1]
             if shape[-1] % block.elements:

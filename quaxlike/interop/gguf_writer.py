@@ -12,9 +12,9 @@ from .._files import replacing
 from ..arrays.quantized import CODECS, BlockArray
 from ..core.values import is_value
 from .errors import complain
-from .gguf import original_name, stored_row_order
 from .gguf_blocks import write_blocks
 from .gguf_metadata import MAGIC, encode_text, encode_value
+from .gguf_models import architecture_of, original_name, row_order
 
 _ALIGNMENT = 32
 _FLOATS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 30}
@@ -26,7 +26,7 @@ def write(path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any]) -
     metadata = {"general.architecture": "llama", **metadata}
     tensors: dict[str, tuple[int, tuple[int, ...], np.ndarray]] = {}
     for name, value in mapping.items():
-        out = original_name(name)
+        out = original_name(name, architecture_of(metadata))
         if out in tensors:
             raise complain(path, name, f"two entries would be called {out!r}")
         tensors[out] = _tensor(path, name, out, value, metadata)
@@ -60,7 +60,8 @@ def _tensor(
     shape = tuple(value.shape)
     if not 1 <= len(shape) <= 4:
         raise complain(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
-    rows = stored_row_order(path, out, shape, metadata)
+    order = row_order(path, out, shape, metadata)
+    rows = None if order is None else np.argsort(order)  # for each row of the file, that of transformers
     if isinstance(value, BlockArray) and value.codec in _CODECS and value.order is None and not value.axes:
         kind, label = _CODECS[value.codec]
         whole = len(value.inner_shape) == 1 and value.inner_shape[0] % 32 == 0 and value.block == 32
@@ -79,29 +80,7 @@ def _tensor(
         raise complain(path, name, f"float32, float16 and bfloat16 can be written; found {array.dtype}")
     if len(shape) == 1:  # llama.cpp computes with norms and biases in float32
         array = array.astype(np.float32)
+    architecture = architecture_of(metadata)
+    if architecture and architecture.norm_offset and out.endswith("norm.weight"):
+        array = array + array.dtype.type(architecture.norm_offset)
     return _FLOATS[array.dtype], shape, array if rows is None else array[rows]
-
-
-def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata that llama.cpp needs of a model, from its `config.json`; without the tokenizer.
-
-    **Arguments:**
-
-    - `config`: of an architecture of Llama or Qwen2.
-    """
-    kind = str(config["model_type"])
-    rope = config.get("rope_parameters") or {}
-    heads = config["num_attention_heads"]
-    values = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config.get("max_position_embeddings", 2048),
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": config.get("num_key_value_heads", heads),
-        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
-        "rope.freq_base": float(config.get("rope_theta", rope.get("rope_theta", 10000.0))),
-        "rope.dimension_count": config.get("head_dim") or config["hidden_size"] // heads,
-        "vocab_size": config["vocab_size"],
-    }
-    return {"general.architecture": kind, **{f"{kind}.{key}": value for key, value in values.items()}}

@@ -11,7 +11,7 @@ import numpy as np
 from .._files import replacing
 from ..arrays.quantized import BlockArray
 from ..core.values import is_value
-from . import compressed_tensors_writer, gguf_writer, mxfp4, safetensors
+from . import compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
 from .errors import complain
 from .tensors import write_tensors
 
@@ -61,8 +61,9 @@ def save(
     if format == "safetensors":
         safetensors.save(path, dict(mapping))
     elif format == "gguf":
-        keys = gguf_writer.metadata_of(config) if config is not None else {}
-        gguf_writer.write(path, mapping, {**keys, **(metadata or {})})
+        keys = gguf_models.metadata_of(config) if config is not None else {}
+        factors = gguf_models.rope_tensors(config) if config is not None else {}
+        gguf_writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
     else:
         write = _mxfp4 if format == "mxfp4" else compressed_tensors_writer.tensors_of
         _write_folder(path, *write(path, mapping), config or {})

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from ..core.quaxify import quaxify
 from ..core.values import is_value
-from ..interop import Checkpoint, CheckpointError, open_checkpoint
+from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
+from ..interop.gguf import holds_gguf
 from ..interop.mxfp4 import as_transformers
 from ..interop.tensors import read_json
 from ..sharding.reading import Rows, read_onto, usual_rule
@@ -42,14 +43,17 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Reads a model from a checkpoint directory: `config.json` and `model.safetensors`, or its shards.
+    """Reads a model from a checkpoint directory (`config.json` and `model.safetensors`, or its shards) or a
+    GGUF file, whose metadata is the configuration.
 
     Weights are read one at a time, and keep their dtypes. Those stored in one of the formats that
-    [`quaxlike.interop.load`][] knows become quantised arrays.
+    [`quaxlike.interop.load`][] knows become quantised arrays, which stand for the `dtype` of the
+    configuration. Models of GGUF compute in float32, as llama.cpp does.
 
     **Arguments:**
 
-    - `directory`: as `save_pretrained` of transformers writes it.
+    - `directory`: as `save_pretrained` of transformers writes it; or the GGUF file, a folder with one, or the
+        first of several parts.
     - `quantize`: how the weights of linear layers and experts are stored: a scheme of
         [`quaxlike.quantize`][], or its options with the entry `"scheme"`. Each is quantised as it is read, so
         that no more than one of them is dense at a time. Default: as in the file.
@@ -63,7 +67,7 @@ def load(
 
     **Returns:**
 
-    The model, and its `config.json`.
+    The model, and its `config.json`; of a GGUF file, what that would say.
 
     **Raises:**
 
@@ -82,11 +86,24 @@ def load(
         ```
     """
     path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no {path}: a checkpoint directory has config.json in it.")
-    config = read_json(path, path.read_bytes(), "the configuration")
+    if path.is_file():
+        config = read_json(path, path.read_bytes(), "the configuration")
+        weights = open_checkpoint(directory, dtype=_dtype(config))
+    else:
+        if not holds_gguf(Path(directory)):
+            raise FileNotFoundError(
+                f"There is no {path}: a checkpoint directory has config.json in it, or a GGUF file."
+            )
+        weights = open_checkpoint(directory)
+        path, config = Path(directory), dict(weights.config)
     names = config.get("architectures") or []
     known = [name for name in names if name in ARCHITECTURES]
+    if not known and weights.format == "gguf" and not config:
+        name = weights.metadata.get("general.architecture")
+        raise UnsupportedConfigError(
+            f"{path} is of the architecture {name!r}; of GGUF, {', '.join(gguf_models.ARCHITECTURES)} are "
+            "supported. `quaxlike.interop.load` reads its weights."
+        )
     if not known:
         raise UnsupportedConfigError(
             f"{path} names the architecture {', '.join(names) or 'of no model'}; supported are "
@@ -98,7 +115,9 @@ def load(
     if sharding is not None and mesh is None:
         raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
     place = _placed(skeleton, quantize, mesh, sharding)
-    return fill(skeleton, open_checkpoint(directory), directory, family=family, place=place), config
+    if weights.format == "gguf":
+        place = lambda name, rows, place=place: place(name, _in_float32(rows))
+    return fill(skeleton, weights, directory, family=family, place=place), config
 
 
 def fill(
@@ -244,11 +263,24 @@ def _rule(skeleton: Any, quantized: Callable[[str, Any], Any], mesh: Any) -> Any
     return lambda name, leaf: (by_layers if same(name, leaf) else usual)(name, leaf)
 
 
+def _in_float32(rows: Rows) -> Rows:
+    return dataclasses.replace(rows, read=lambda *part: rows.read(*part).astype(jnp.float32))
+
+
 def _computes(dtype: Any) -> bool:
     """Whether models compute with weights of this dtype, as JAX is set up."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype of 16 bits that a configuration names, for quantised weights to stand for."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    return name if name in ("bfloat16", "float16") else None
+
+
 # Constants that some versions of transformers save along.
-_BUFFERS = ("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+_BUFFERS = (
+    *("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"),
+    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),  # GGUF's; in the config
+)

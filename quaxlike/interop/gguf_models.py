@@ -1,0 +1,372 @@
+"""The table of architectures of GGUF: names of tensors, and keys of the metadata, as transformers has them.
+
+Source: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-py/gguf/constants.py` and
+`conversion`.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import complain
+
+# Names of transformers for those of llama.cpp.
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+#: Experts have gate and up in one stack.
+_JOINED = ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.gate_up_proj"
+
+# Entries of `config.json` by keys of the metadata, after the name of the architecture.
+_KEYS = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_GEMMA_KEYS = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_EXPERT_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id", "unknown": "unk_token_id"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp, and how its files differ from those of transformers."""
+
+    model: str
+    """The class of transformers."""
+    model_type: str
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names within a block that differ from Llama's."""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Keys of the metadata beside the usual ones."""
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of `config.json` that no key says."""
+    permuted: bool = False
+    """Whether the rows of q and k stand in the order of llama.cpp's rotary embedding."""
+    norm_offset: float | int = 0
+    """The number that files have added to the weights of norms."""
+    large: int = 0
+    """The number of layers of that Gemma whose scores are divided by another size of heads."""
+
+
+_GEMMA = Architecture(
+    "Gemma2ForCausalLM", "gemma2", parts={**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+    keys=_GEMMA_KEYS, norm_offset=1, large=46,
+)  # fmt: skip
+#: By `general.architecture`.
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", "llama", permuted=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", keys=_EXPERT_KEYS),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}
+    ),
+    "gemma2": _GEMMA,
+    "gemma3": dataclasses.replace(_GEMMA, model="Gemma3ForCausalLM", model_type="gemma3_text", large=62),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", parts=_AFTER),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", "phi3",
+        parts={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        keys={"rope.scaling.original_context_length": "original_max_position_embeddings"},
+    ),
+}  # fmt: skip
+#: Files of Mixtral say that they are of Llama, and have experts.
+_MIXTRAL = dataclasses.replace(
+    ARCHITECTURES["llama"], model="MixtralForCausalLM", model_type="mixtral", keys=_EXPERT_KEYS
+)
+_SAME = {"mistral": "llama", "mixtral": "llama"}
+
+
+def architecture_of(metadata: Mapping[str, Any]) -> Architecture | None:
+    """The entry of the table for a file; None for one that is not in it."""
+    name = metadata.get("general.architecture")
+    if name == "llama" and metadata.get("llama.expert_count"):
+        return _MIXTRAL
+    return ARCHITECTURES.get(str(name))
+
+
+def name_of(name: str, architecture: Architecture | None) -> str:
+    """The name that transformers has for a tensor of llama.cpp; the same name where it has none."""
+    if architecture is None:
+        return name
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    parts = {**_IN_BLOCK, **architecture.parts}
+    if found is None or found[2] not in parts:
+        return name
+    inner = parts[found[2]]
+    ending = "" if ".experts." in inner else f".{kind}"
+    return f"model.layers.{found[1]}.{inner}{ending}"
+
+
+def original_name(name: str, architecture: Architecture | None) -> str:
+    """The inverse of `name_of`."""
+    stem, _, kind = name.rpartition(".")
+    top = {hf: gguf for gguf, hf in _TOP.items()}
+    if stem in top:
+        return f"{top[stem]}.{kind}"
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if architecture is None or found is None:
+        return name
+    inner = {hf: gguf for gguf, hf in {**_IN_BLOCK, **architecture.parts}.items()}
+    layer, (stem, _, kind) = found[1], found[2].rpartition(".")
+    if found[2] in inner:  # a stack of experts
+        return f"blk.{layer}.{inner[found[2]]}.weight"
+    return f"blk.{layer}.{inner[stem]}.{kind}" if stem in inner else name
+
+
+def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The stacks of experts that two tensors of llama.cpp make up: the name, and theirs."""
+    (gate, up), whole = _JOINED
+    return {
+        f"model.layers.{found[1]}.{whole}": (name, name.replace(gate, up))
+        for name in names
+        if (found := re.fullmatch(rf"blk\.(\d+)\.{gate}\.weight", name)) and name.replace(gate, up) in names
+    }
+
+
+def row_order(
+    path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
+) -> np.ndarray | None:
+    """For each row of q and k as transformers has them, the row of the file; None where they agree."""
+    found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
+    architecture = architecture_of(metadata)
+    if found is None or architecture is None or not architecture.permuted:
+        return None
+    heads = metadata.get("llama.attention.head_count")
+    if found[1] == "k":
+        heads = metadata.get("llama.attention.head_count_kv", heads)
+    n = math.prod(shape[-2:-1] if found[2] == "weight" else shape[-1:])
+    if type(heads) is not int or heads < 1 or n % heads or n // heads % 2:
+        raise complain(path, name, f"{heads!r} heads do not divide its {n} rows into pairs")
+    return np.arange(n).reshape(heads, n // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def config_of(
+    path: Path,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> dict[str, Any]:
+    """What `config.json` of transformers says about a model; nothing if its architecture is not in the table.
+
+    **Arguments:**
+
+    - `path`: what errors call the file.
+    - `metadata`: its keys and values.
+    - `shapes`: of its tensors, by the names of llama.cpp.
+    - `read`: reads a tensor by such a name: factors of rotary frequencies.
+
+    **Raises:** `CheckpointError` for a value of another type than the key has.
+    """
+    architecture, prefix = architecture_of(metadata), f"{metadata.get('general.architecture')}."
+    if architecture is None:
+        return {}
+    config: dict[str, Any] = {
+        "architectures": [architecture.model], "model_type": architecture.model_type, "dtype": "float32",
+        **architecture.config,
+    }  # fmt: skip
+    for key, entry in {**_KEYS, **architecture.keys}.items():
+        value = metadata.get(prefix + key)
+        if isinstance(value, list) and value and all(x == value[0] for x in value):
+            value = value[0]  # the same for all layers
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise complain(path, prefix + key, f"expected one number; found {_short(value)}")
+        config[entry] = float(str(np.float32(value))) if isinstance(value, float) else value
+    if "token_embd.weight" in shapes:
+        config["vocab_size"] = shapes["token_embd.weight"][0]
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    config["attention_bias"] = "blk.0.attn_output.bias" in shapes
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
+    if architecture.large and config.get("num_attention_heads") and "hidden_size" in config:
+        config["query_pre_attn_scalar"] = _scalar(architecture, config)
+    config |= _rope(path, metadata, prefix, config, shapes, read)
+    tokens = {entry: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, entry in _TOKENS.items()}
+    end_of_turn = metadata.get("tokenizer.ggml.eot_token_id")
+    if end_of_turn is not None and tokens["eos_token_id"] not in (None, end_of_turn):
+        tokens["eos_token_id"] = [tokens["eos_token_id"], end_of_turn]
+    return config | {entry: token for entry, token in tokens.items() if token is not None}
+
+
+def _rope(
+    path: Path,
+    metadata: Mapping[str, Any],
+    prefix: str,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> dict[str, Any]:
+    """How rotary frequencies are stretched: `rope_scaling`, and the part of heads that is turned."""
+    get = lambda key: metadata.get(f"{prefix}rope.{key}")
+    out: dict[str, Any] = {}
+    heads = config.get("num_attention_heads")
+    size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
+    if isinstance(turned := get("dimension_count"), int) and size and turned != size:
+        out["partial_rotary_factor"] = turned / size
+    original = get("scaling.original_context_length") or config.get("max_position_embeddings")
+    if "rope_freqs.weight" in shapes:  # the frequencies of Llama 3, say, are divided by these factors
+        factors = read("rope_freqs.weight").astype(np.float64).reshape(-1).tolist()
+        out["rope_scaling"] = {
+            "rope_type": "longrope", "short_factor": factors, "long_factor": factors,
+            "attention_factor": 1.0, "original_max_position_embeddings": original,
+        }  # fmt: skip
+    elif "rope_factors_long.weight" in shapes and "rope_factors_short.weight" in shapes:
+        short, long = (
+            read(f"rope_factors_{kind}.weight").astype(np.float64).reshape(-1).tolist()
+            for kind in ("short", "long")
+        )
+        out["rope_scaling"] = {
+            "rope_type": "longrope", "short_factor": short, "long_factor": long,
+            "original_max_position_embeddings": original,
+        }  # fmt: skip
+        if factor := get("scaling.attn_factor"):
+            out["rope_scaling"]["attention_factor"] = factor
+    elif (kind := get("scaling.type")) not in (None, "none"):
+        out["rope_scaling"] = {"rope_type": kind, "original_max_position_embeddings": original}
+        if type(factor := get("scaling.factor")) not in (int, float):
+            raise complain(path, f"{prefix}rope.scaling.factor", f"expected a number; found {_short(factor)}")
+        out["rope_scaling"]["factor"] = factor
+    return out
+
+
+def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata that llama.cpp needs of a model, from its `config.json`; without the tokenizer.
+
+    **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or one that the
+    format has no key for.
+    """
+    kind = str(config.get("model_type"))
+    names = {a.model_type: name for name, a in ARCHITECTURES.items()} | _SAME
+    if kind not in names:
+        raise ValueError(
+            f"config.json has model_type={kind!r}; GGUF can be written for {', '.join(names)}. Pass "
+            "`metadata` of your own instead of `config`."
+        )
+    name, rope = names[kind], _rope_parameters(config)
+    architecture = _MIXTRAL if kind == "mixtral" else ARCHITECTURES[name]
+    heads = config.get("num_attention_heads")
+    defaults = {
+        "max_position_embeddings": 2048, "num_key_value_heads": heads, "rms_norm_eps": 1e-6,
+        "rope_theta": rope["rope_theta"], "num_experts": config.get("num_local_experts"),
+    }  # fmt: skip
+    values: dict[str, Any] = {}
+    for key, entry in {**_KEYS, **architecture.keys}.items():
+        value = defaults.get(entry) if config.get(entry) is None else config[entry]
+        if value is None and entry in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+            raise ValueError(f"config.json has no {entry}, which GGUF needs.")
+        if value is not None:
+            values[key] = float(value) if entry in ("rms_norm_eps", "rope_theta") else value
+    scalar = config.get("query_pre_attn_scalar")
+    if architecture.large and scalar != (derived := _scalar(architecture, config)):
+        raise ValueError(
+            f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
+            f"{derived}."
+        )
+    values["rope.dimension_count"] = int(_head_size(config) * rope.get("partial_rotary_factor", 1.0))
+    kind = _rope_kind(rope)
+    if kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    elif kind == "longrope" and rope.get("attention_factor"):
+        values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
+    if original := rope.get("original_max_position_embeddings"):
+        values["rope.scaling.original_context_length"] = original
+    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in values.items()}}
+
+
+def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The factors of rotary frequencies that llama.cpp has as tensors, by name: of Llama 3 and LongRoPE."""
+    rope = _rope_parameters(config)
+    if _rope_kind(rope) == "longrope":
+        return {
+            f"rope_factors_{kind}.weight": np.asarray(rope[f"{kind}_factor"], np.float32)
+            for kind in ("short", "long")
+        }
+    if _rope_kind(rope) != "llama3":
+        return {}
+    size = _head_size(config)
+    inverse = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
+    turns = rope["original_max_position_embeddings"] * inverse / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / (kept + (1 - kept) / rope["factor"])).astype(np.float32)}
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers 4 or 5 writes them."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = given.get("full_attention") or given  # Gemma's other layers are as llama.cpp knows them
+    theta = config.get("rope_theta") or 10000.0
+    part = config.get("partial_rotary_factor") or 1.0
+    return {"rope_theta": theta, "partial_rotary_factor": part, **given}
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "yarn", "llama3", "longrope"):
+        raise ValueError(
+            f"config.json has rope_type={kind!r}; GGUF is written for linear, yarn, llama3 and longrope."
+        )
+    return kind
+
+
+def _scalar(architecture: Architecture, config: Mapping[str, Any]) -> int:
+    """The size by whose root Gemma's scores are divided."""
+    if config.get("num_hidden_layers") == architecture.large:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return _head_size(config)
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}…"

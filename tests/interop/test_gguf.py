@@ -1,0 +1,163 @@
+"""Whole models of GGUF: logits, configurations, tokenisers and texts as llama.cpp has them."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike import interop
+from quaxlike.interop import CheckpointError
+from quaxlike.models import DecoderConfig, UnsupportedConfigError
+from quaxlike.surgery.trees import named_arrays
+from tests.fixtures import fixture
+from tests.models.fixtures import agree, folder
+from tests.samples import normal
+
+_MODELS = json.loads(fixture("formats/gguf_whole/index.json").read_text())["models"]
+_IO = fixture("formats/gguf_whole/io.npz")
+
+
+def _file(name):
+    return fixture(f"formats/gguf_whole/{_MODELS[name]['files'][0]}")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen2_f32" else pytest.param(name, marks=pytest.mark.slow) for name in _MODELS]
+)
+def test_logits(name):
+    """K-quants, two parts, factors of frequencies, tied embeddings; padding behind the second text."""
+    z = np.load(_IO)
+    ids, seen = z[f"{name}/input_ids"], z[f"{name}/attention_mask"].astype(bool)
+    model, config = ql.models.load(_file(name))
+    assert config["num_hidden_layers"] == _MODELS[name]["dims"].get("layers", len(model.model.layers))
+    with ql.on_materialise("error"):
+        logits = jax.jit(jax.vmap(ql.quaxify(model)))(ids, seen)
+    agree(logits[seen], z[f"{name}/logits_f32"][seen])
+
+
+def test_texts_go_on_as_the_logits_say():
+    z, name = np.load(_IO), "qwen2_f32"
+    ids = z[f"{name}/input_ids"][:1]
+    model, config = ql.models.load(_file(name))
+    first = ql.models.generate(model, ids, max_new_tokens=3, eos=config["eos_token_id"])[0, 0]
+    assert first == np.argmax(z[f"{name}/logits_f32"][0, -1])
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_tokens(name):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_str(interop.read_tokenizer(_file(name)))
+    for text, ids in _MODELS[name]["tokenize_llamacpp"].items():
+        assert tokenizer.encode(text).ids == ids
+        assert tokenizer.decode(ids) == text
+
+
+_EXPRESSIBLE = {
+    "llama_llama3": {},
+    "llama_yarn": {},
+    "mistral": {"architectures": ["LlamaForCausalLM"], "sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
+    "olmo2": {},
+    "phi3": {"sliding_window": None},
+    "phi3_longrope": {},
+}
+
+
+@pytest.mark.parametrize("name", _EXPRESSIBLE)
+def test_architectures_are_written_and_read(name, tmp_path):
+    if not fixture(f"models/{name}").exists():
+        pytest.skip("the full collection of models is not here")
+    config = json.loads((folder(name) / "config.json").read_text()) | _EXPRESSIBLE[name]
+    weights = dict(interop.open_checkpoint(folder(name)))
+    interop.save(tmp_path / "m.gguf", weights, format="gguf", config=config)
+    model, found = ql.models.load(tmp_path / "m.gguf")
+    wanted = DecoderConfig.from_json(config)
+    own = DecoderConfig.from_json(found)
+    ropes = [list(map(np.asarray, (r.frequencies, r.scale))) for c in (own, wanted) for r in c.ropes]
+    for a, b in zip(ropes[: len(own.ropes)], ropes[len(own.ropes) :], strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), a, b)
+    skip = ("ropes", "architecture", "pad_token_id", "original_max_position_embeddings", "sliding_window")
+    assert {k: v for k, v in vars(own).items() if k not in skip} == {
+        k: v for k, v in vars(wanted).items() if k not in skip
+    }
+    for key, leaf in named_arrays(model).items():
+        np.testing.assert_allclose(leaf, weights[key], atol=2e-7, err_msg=key)
+
+
+def test_stacks_of_experts(tmp_path):
+    """Two tensors of the file are one of the model, and stay quantised."""
+    quantised = lambda *shape: ql.BlockArray.quantize(jnp.asarray(normal(*shape)), codec="q8_0")
+    parts = {f"blk.0.ffn_{part}_exps.weight": quantised(3, 64, 32) for part in ("gate", "up")}
+    metadata = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 3}
+    interop.save(tmp_path / "m.gguf", parts, format="gguf", metadata=metadata)
+    found = interop.load(tmp_path / "m.gguf")
+    (both,) = found.values()
+    assert isinstance(both, ql.BlockArray)
+    assert list(found) == ["model.layers.0.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(
+        ql.materialise(both), np.concatenate([ql.materialise(part) for part in parts.values()], axis=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba'; of GGUF, llama, qwen2, .* supported"),
+        ({"llama.block_count": "two"}, "'llama.block_count': expected one number; found 'two'"),
+        ({}, "config.json has no hidden_size"),
+    ],
+)
+def test_metadata_that_makes_no_model_is_refused(settings, message, tmp_path):
+    weights = {"blk.0.ffn_up.weight": normal(8, 32).astype(np.float32)}
+    interop.save(tmp_path / "m.gguf", weights, format="gguf", metadata=settings)
+    with pytest.raises((CheckpointError, UnsupportedConfigError), match=message):
+        ql.models.load(tmp_path / "m.gguf")
+
+
+def test_types_that_cannot_be_read_are_named():
+    with pytest.raises(CheckpointError, match=r"is of type (IQ|TQ).*can be read\. `llama-quantize "):
+        interop.load(fixture("formats/gguf_tensors/extra.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "bert"}, "'tokenizer.ggml.model': 'gpt2' and 'llama' can be read; found 'bert'"),
+        ({"pre": "viking"}, "'tokenizer.ggml.pre': gpt-2, .* can be read; found 'viking'"),
+        ({"merges": ["a b c"]}, "'tokenizer.ggml.merges': expected pairs of tokens"),
+        ({"merges": ["t q"]}, "are no tokens that together are a token"),
+        ({"add_bos_token": True, "bos_token_id": 9999}, "expected one of 265 tokens; found 9999"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "two of them have the same text"),
+    ],
+)
+def test_vocabularies_that_are_not_consistent_are_refused(settings, message, tmp_path):
+    metadata = dict(interop.open_checkpoint(_file("qwen2_f32")).metadata)
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
+    interop.save(tmp_path / "m.gguf", {}, format="gguf", metadata=metadata)
+    with pytest.raises(CheckpointError, match=message):
+        interop.read_tokenizer(tmp_path / "m.gguf")
+
+
+def test_there_is_no_tokeniser(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"There is no .*tokenizer\.json"):
+        interop.read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert interop.read_tokenizer(tmp_path) == "{}"
+
+
+@pytest.mark.slow
+def test_the_command_reads_gguf(tmp_path, capsys):
+    from quaxlike.generate.__main__ import main
+
+    shutil.copy(_file("qwen2_f32"), tmp_path / "model.gguf")
+    options = ["--prompt", "the in", "--max-new-tokens", "2"]
+    assert main(["--model", str(tmp_path / "model.gguf"), *options]) == 0
+    assert main(["--model", str(tmp_path), *options]) == 0
+    assert capsys.readouterr().out
