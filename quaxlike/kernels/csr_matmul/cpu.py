@@ -22,7 +22,7 @@ _ELEMENTS = 2**14
 def matmul(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
     rows, columns, row_ptr, by_column, column_ptr = index
     dtype = sum_dtype(out_dtype)
-    is_open = not all(isinstance(size, int) for size in x.shape)  # for `jax.export`, which takes no such calls
+    is_open = not all(isinstance(size, int) for size in x.shape)  # `jax.export` takes no such calls
     empty = 0 in (x.size, data.size, row_ptr.size - 1, column_ptr.size - 1)
     if dtype.name not in _EIGEN_DTYPES or is_open or empty:
         return matmul_reference(x, data, *index, transpose=transpose, out_dtype=out_dtype)
