@@ -255,23 +255,36 @@ PARTITIONED = (
 
 
 @functools.cache
-def mosaic_gpu_refusal(platform: str, *, newer: bool) -> str | None:
-    """Why kernels for Hopper GPUs, and perhaps `newer` ones, cannot be compiled; None if they can."""
+def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | None = None) -> str | None:
+    """Why a kernel of Mosaic GPU cannot be compiled; None if it can.
+
+    **Arguments:**
+
+    - `lowest`: the lowest compute capability that the kernel is for.
+    - `newest`: the largest major number of one, or None.
+    """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
     try:
+        import jax.experimental.mosaic.gpu.utils as mosaic_utils
         import jax.experimental.pallas.mosaic_gpu as plgpu
     except ImportError as error:
         return f"this JAX has no Mosaic GPU: {error}"
     missing = [n for n in ("kernel", "inline_mgpu", "LoweringSemantics") if not hasattr(plgpu, n)]
     if missing:
         return f"Mosaic GPU of JAX {jax.__version__} lacks {', '.join(missing)}"
-    # Where no GPU is at hand the program is lowered for another machine.
-    if jax.default_backend() == "gpu":
-        capability = jax.devices()[0].compute_capability
-        major = int(capability.split(".")[0])
-        if major < 9 or (major > 9 and not newer):
-            return f"the kernel is not for devices of compute capability {capability}"
+    # Where no GPU is at hand the program is lowered for another machine, perhaps for one that is described.
+    device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is None and jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", "9.0")
+    major, minor = map(int, capability.split("."))
+    # Earlier releases (0.10) elect a thread in every kernel by an instruction of Hopper's, where they do not
+    # look at what they compile for; without it LLVM aborts the process.
+    if not hasattr(mosaic_utils, "_infer_arch"):
+        lowest = max(lowest, (9, 0))
+    if (major, minor) < lowest or (newest is not None and major > newest):
+        return f"the kernel is not for devices of compute capability {capability}"
     return None
 
 

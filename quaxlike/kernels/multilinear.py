@@ -21,6 +21,13 @@ def accumulator_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
+def precision_for(dtype: Any) -> lax.Precision | None:
+    """The precision of a product of operands of a dtype: float32 is not rounded to TensorFloat32 or bfloat16,
+    as GPUs and TPUs do by default, unless `jax.default_matmul_precision` asks for it."""
+    wide = jnp.finfo(dtype).bits >= 32 and jax.config.jax_default_matmul_precision is None
+    return lax.Precision.HIGHEST if wide else None
+
+
 def vary_alike(operands: _Tree) -> _Tree:
     """A tree of arrays that within `shard_map` all vary over the same mesh axes: sums that begin with one of
     them go on with the others."""

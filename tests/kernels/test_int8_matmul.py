@@ -66,3 +66,20 @@ def test_shapes_are_checked():
         int8_matmul(x, codes, scale, block_size=16)
     with pytest.raises(ValueError, match=r"last axis of x must be N .* got x of shape \(3, 32\)"):
         int8_matmul(x, codes, scale, transpose=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_one_expression_in_half_precision(monkeypatch, block_size, transpose, dtype):
+    monkeypatch.setattr(reference, "_FUSED_ROWS", 2)
+    monkeypatch.setattr(reference, "_CHUNK_WEIGHTS", 1024)
+    x, codes, scale, _ = _operands(3, (67, 40), block_size, transpose)
+    x = x.astype(dtype) * jnp.asarray(1e-3, dtype)  # in float16 a product with scales would be subnormal
+    params = {"block_size": block_size or 40, "transpose": transpose, "out_dtype": np.dtype("float32")}
+    dense = np.asarray(blockwise.dequantize_int(codes, scale, block_size=params["block_size"]), np.float64)
+    expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
+    y = reference.whole(x, codes, scale, **params)
+    # With scales of rows outside of the product nothing is rounded but the sum.
+    exact = block_size is None and not transpose
+    assert _relative_error(y, expected) < (1e-6 if exact else {"bfloat16": 4e-3, "float16": 5e-4}[dtype])

@@ -55,12 +55,11 @@ def _execute(p: Problem, tiling: Tiling, seed=0):
         b = rng.standard_normal((p.adapters, p.n, p.rank)).astype(dtype)
         low_rank = [t, b]
         expected += np.einsum("mar,anr->mn", t.astype(np.float64), b.astype(np.float64))
-    tables, sums = mosaic.shared_words(p, tiling)
     y, stats = simt.run(
         functools.partial(mosaic.emit, p=p, tiling=tiling),
         [x, packed, *scales, blockwise.NF4, *low_rank],
         ((p.m, p.n), DTYPES[p.out_dtype]),
-        [((tables,), np.uint32), ((sums,), np.float32)],
+        [((mosaic.shared_words(p, tiling),), np.uint32)],
         blocks=mosaic.blocks(p, tiling),
         threads=tiling.threads,
     )
@@ -124,12 +123,11 @@ def test_every_byte_is_decoded_bit_for_bit(dtype):
     p, tiling = _problem(64, 256, 64, dtype=dtype), Tiling(2, 2, 2, 1)
     packed = (np.arange(256)[:, None] + 37 * np.arange(32)).astype(np.uint8)
     absmax = np.random.default_rng(0).uniform(0.5, 2, 256).astype(np.float32)
-    tables, sums = mosaic.shared_words(p, tiling)
     y, _ = simt.run(
         functools.partial(mosaic.emit, p=p, tiling=tiling),
         [np.eye(64).astype(DTYPES[dtype]), packed, absmax, blockwise.NF4],
         ((64, 256), np.float32),
-        [((tables,), np.uint32), ((sums,), np.float32)],
+        [((mosaic.shared_words(p, tiling),), np.uint32)],
         blocks=mosaic.blocks(p, tiling),
         threads=tiling.threads,
     )

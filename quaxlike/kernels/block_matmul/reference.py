@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from ..multilinear import accumulator_dtype
+from ..multilinear import accumulator_dtype, precision_for
 from ..tiles import as_weights, contract_columns, contract_rows
 
 
@@ -49,7 +49,8 @@ def whole(
     """Decodes `W` to the dtype of `x` in one expression, for compilers that fuse it into the dot."""
     w = join(decode(leaves), shape[1]).astype(x.dtype)
     contract = ((x.ndim - 1,), (0 if transpose else 1,))
-    y = lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=accumulator_dtype(x.dtype))
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": accumulator_dtype(x.dtype)}
+    y = lax.dot_general(x, w, (contract, ((), ())), **params)
     return y.astype(out_dtype)
 
 

@@ -35,7 +35,7 @@ def choose(platform: str, x: Any, blocks: Any, **params: Any) -> Choice | str:
         return f"the GPU kernel's result is of the dtype of x, not {params['out_dtype']}"
     if x.size == 0 or blocks.size == 0:
         return "the GPU kernel takes at least one row of x and one slot"
-    refusal = mosaic_gpu_refusal(platform, newer=False)
+    refusal = mosaic_gpu_refusal(platform, lowest=(9, 0), newest=9)
     return Choice("gpu", "a Mosaic GPU kernel", matmul) if refusal is None else refusal
 
 

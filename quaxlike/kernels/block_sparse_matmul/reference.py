@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ..multilinear import accumulator_dtype
+from ..multilinear import accumulator_dtype, precision_for
 
 
 def matmul_reference(
@@ -113,5 +113,6 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
         x.astype(dtype),
         w.astype(dtype),
         (contract, ((), ())),
+        precision=precision_for(dtype),
         preferred_element_type=accumulator_dtype(x.dtype),
     )

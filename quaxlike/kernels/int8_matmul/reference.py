@@ -2,13 +2,18 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int8
 
 from ..blockwise import dequantize_int
-from ..multilinear import accumulator_dtype
+from ..multilinear import accumulator_dtype, precision_for
 from ..tiles import as_weights, contract_columns, contract_rows
+
+# The cast is fused into products that contract the rows of `W` with few rows of `x`; of more, the part of `W`
+# that is multiplied is cast to memory first. Weights cast at a time: 32 MiB of bfloat16.
+_FUSED_ROWS, _CHUNK_WEIGHTS = 64, 1 << 24
 
 
 def tiled(
@@ -42,8 +47,32 @@ def whole(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """Decodes `W` to the dtype of `x` in one expression, for compilers that fuse it into the dot."""
-    w = dequantize_int(codes, scale, block_size=block_size, dtype=x.dtype)
-    contract = ((x.ndim - 1,), (0 if transpose else 1,))
-    y = lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=accumulator_dtype(x.dtype))
-    return y.astype(out_dtype)
+    """One expression, for compilers that fuse the cast of the codes into the dot.
+
+    One scale a row stays outside of the dot: integers of 8 bits are exact in every dtype of `x`, and only a
+    cast is fused; a product with scales would be written to memory as a dense weight. Scales of blocks within
+    rows differ along the contraction, and meet the weight, which is rounded to the dtype of `x`. So do scales
+    of rows that float16 is contracted over, whose exponents do not hold the products of small cotangents and
+    scales.
+    """
+    dtype = accumulator_dtype(x.dtype)
+    contract = (((x.ndim - 1,), (0 if transpose else 1,)), ((), ()))
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": dtype}
+    dot = lambda x, w: lax.dot_general(x, w, contract, **params)
+    if scale.shape[1] != 1 or (transpose and x.dtype == np.float16):
+        return dot(x, dequantize_int(codes, scale, block_size=block_size, dtype=x.dtype)).astype(out_dtype)
+    scale = scale.reshape(*[1] * (x.ndim - 1), codes.shape[0]).astype(dtype)
+    if transpose:
+        x = (x.astype(dtype) * scale).astype(x.dtype)
+        chunks = [dot(x, part.astype(x.dtype)).astype(out_dtype) for part in _columns(codes, x)]
+        return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=-1)
+    return (dot(x, codes.astype(x.dtype)) * scale).astype(out_dtype)
+
+
+def _columns(codes: Array, x: Array) -> list[Array]:
+    """The columns of `W`, as many at a time as are multiplied by `x` at once."""
+    n, k = codes.shape
+    if math.prod(x.shape[:-1]) <= _FUSED_ROWS or n * k <= _CHUNK_WEIGHTS:
+        return [codes]
+    width = -(-k // -(-n * k // _CHUNK_WEIGHTS))
+    return [codes[:, start : start + width] for start in range(0, k, width)]

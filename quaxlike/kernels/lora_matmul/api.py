@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from ...primitives import Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
-from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero
+from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero, precision_for
 from ..nf4_matmul import gpu, tpu
 from ..nf4_matmul.api import check_weight, check_x, dimensions, local_shape, nf4_matmul_p
 from ..nf4_matmul.scales import NestedScales
@@ -100,7 +100,8 @@ def lora_matmul(
 
 def _to_ranks(x: Array, a: Array, index: Array | None) -> Array:
     """`x @ a.T` for each adapter, zero for adapters that a row does not take: (..., adapters, rank)."""
-    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), preferred_element_type=x.dtype)
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
+    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
     if index is None:
         return t
     return t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
@@ -166,7 +167,10 @@ def _transpose(
     if any(map(ad.is_undefined_primal, (absmax, codebook, b))) or not ad.is_undefined_primal(x):
         return NotImplemented
     to_t = (((ct.ndim - 1,), (1,)), ((), ()))
-    ct_t = lax.dot_general(ct.astype(b.dtype), b, to_t, preferred_element_type=t.aval.dtype)
+    precision = precision_for(b.dtype)
+    ct_t = lax.dot_general(
+        ct.astype(b.dtype), b, to_t, precision=precision, preferred_element_type=t.aval.dtype
+    )
     params["out_dtype"] = np.dtype(x.aval.dtype)
     ct_x = nf4_matmul_p(ct, packed, absmax, codebook, transpose=True, **params)
     return ct_x, None, None, None, ct_t, None

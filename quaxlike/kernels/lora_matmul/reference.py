@@ -4,7 +4,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8
 
-from ..multilinear import accumulator_dtype
+from ..multilinear import accumulator_dtype, precision_for
 from ..nf4_matmul.reference import matmul_reference
 from ..nf4_matmul.scales import NestedScales, dense_scales
 
@@ -38,4 +38,5 @@ def lora_matmul_reference(
 def low_rank(t: Array, b: Array, dtype: np.dtype) -> Array:
     """`t @ b.T`, summed over adapters, accumulated in `dtype`."""
     contract = ((t.ndim - 2, t.ndim - 1), (0, 2))
-    return lax.dot_general(t, b, (contract, ((), ())), preferred_element_type=dtype)
+    params = {"precision": precision_for(t.dtype), "preferred_element_type": dtype}
+    return lax.dot_general(t, b, (contract, ((), ())), **params)

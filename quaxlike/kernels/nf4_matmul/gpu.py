@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from ..blockwise import dequantize_codebook
-from ..multilinear import accumulator_dtype
+from ..multilinear import accumulator_dtype, precision_for
 from .scales import NestedScales, dense_scales
 
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
@@ -58,7 +58,7 @@ def fused_refusal(
         return f"the fused kernel takes blocks of a multiple of 64 codes within rows, not {block_size}"
     if n == 0 or n * k // 2 >= 2**31:
         return "the fused kernel addresses up to 2 GiB of codes"
-    return mosaic_gpu_refusal(platform, newer=True)
+    return mosaic_gpu_refusal(platform, lowest=(8, 0))
 
 
 def fused(
@@ -109,11 +109,10 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
         program(*refs)
 
-    tables, sums = mosaic.shared_words(problem, tiling)
     return plgpu.kernel(
         nf4_matmul,
         out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
-        scratch_types=[plgpu.SMEM((tables,), jnp.uint32), plgpu.SMEM((sums,), jnp.float32)],
+        scratch_types=[plgpu.SMEM((mosaic.shared_words(problem, tiling),), jnp.uint32)],
         grid=(mosaic.blocks(problem, tiling),),
         grid_names=("block",),
         num_threads=tiling.threads // 128,
@@ -163,7 +162,8 @@ def chunked(
             w = jnp.concatenate([w, b[start:stop]], axis=1)
         operand = x[..., start:stop] if transpose else x
         contract = ((x.ndim - 1,), (0 if transpose else 1,))
-        parts.append(lax.dot_general(operand, w, (contract, ((), ())), preferred_element_type=part_dtype))
+        params = {"precision": precision_for(x.dtype), "preferred_element_type": part_dtype}
+        parts.append(lax.dot_general(operand, w, (contract, ((), ())), **params))
     y = functools.reduce(operator.add, parts) if transpose else jnp.concatenate(parts, axis=-1)
     return y.astype(out_dtype)
 

@@ -112,14 +112,14 @@ def blocks(p: Problem, tiling: Tiling) -> int:
     return -(-p.n // tiling.rows) * p.groups
 
 
-def shared_words(p: Problem, tiling: Tiling) -> tuple[int, int]:
-    """Words of shared memory: for the tables, and for the partial sums.
+def shared_words(p: Problem, tiling: Tiling) -> int:
+    """Words of shared memory: for the tables, and when these have been read, for the partial sums.
 
     Sums are ordered by warp, token and row, padded so that the threads that store them meet
     different banks.
     """
     tables = _CODE_TABLE + (256 * 4 if p.nested else 0)
-    return tables // 4, tiling.k_warps * 8 * p.token_tiles * _stride(tiling)
+    return max(tables // 4, tiling.k_warps * 8 * p.token_tiles * _stride(tiling))
 
 
 def _stride(tiling: Tiling) -> int:
@@ -147,10 +147,10 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
     - `refs`: in global memory `x`, `packed`, the scales (`absmax`, or if nested its codes, their
         absmax, the offset and the map), `codebook`, if there are adapters `t` and `b`, and `out`; in
-        shared memory the tables and the partial sums.
+        shared memory `shared_words` words.
     """
-    *operands, out, table, sums = map(Memory, refs)
-    warp = _Warp(_Operands(operands, p), table, p, tiling)
+    *operands, out, shared = map(Memory, refs)
+    warp = _Warp(_Operands(operands, p), shared, p, tiling)
     acc = [lanes.number(0.0, "float32")] * (tiling.row_tiles * p.token_tiles * 4)
 
     if p.nested:
@@ -169,7 +169,8 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     acc = lanes.loop(steps, first + acc, step)[len(first) :]
     if p.adapters:
         acc = warp.add_low_rank(acc)
-    _reduce(acc, warp, sums, out)
+    lanes.barrier()
+    _reduce(acc, warp, shared, out)
 
 
 class _Warp:
