@@ -1,0 +1,138 @@
+"""The machines that the compile check compiles for, none of which need be at hand."""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine, and its limits as its vendor gives them.
+
+    **Attributes:**
+
+    - `name`: as on the command line and in the table.
+    - `platform`: `"cuda"` or `"tpu"`.
+    - `packages`: modules that hold the compiler.
+    - `bytes_per_second`, `flops_per_second`: of its memory, and in bfloat16.
+    - `clock`: cycles a second.
+    - `topology`: by libtpu's name of it, and the kind of its devices; of a GPU "".
+    - `gpu`: its properties, as XLA describes GPUs, and its compute capability.
+    """
+
+    name: str
+    platform: str
+    packages: tuple[str, ...]
+    bytes_per_second: float
+    flops_per_second: float
+    clock: float
+    topology: str = ""
+    kind: str = ""
+    gpu: tuple[tuple[str, int], ...] = ()
+    capability: tuple[int, int] = (0, 0)
+
+    def missing(self) -> list[str]:
+        """The modules that are not installed here."""
+        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+
+    def device(self) -> Any:
+        """A device to compile for."""
+        if self.platform == "tpu":
+            return topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices[0]
+        major, minor = self.capability
+        fields = "".join(f"{name}: {value} " for name, value in (*_ANY_GPU, *self.gpu))
+        capability = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
+        config = f'gpu_device_info {{ {fields} {capability} }} platform_name: "CUDA" '
+        config += f'dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{self.kind}"'
+        described = topologies.get_topology_desc(
+            self.name, platform="cuda", target_config=config, topology="1x1x1"
+        )
+        return described.devices[0]
+
+    @contextlib.contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Within it, programs are lowered for this machine."""
+        device = _abstract_device(self)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+            yield
+
+
+def _abstract_device(target: Target) -> Any:
+    class Device(jax.sharding.AbstractDevice):
+        compute_capability = ".".join(map(str, target.capability))
+
+    cls: Any = Device if target.platform == "cuda" else jax.sharding.AbstractDevice
+    kind = {"device_kind": target.kind, "num_cores": 1}
+    try:
+        return cls(**kind, platform="gpu" if target.platform == "cuda" else "tpu")
+    except TypeError:  # JAX before it took a platform
+        return cls(**kind)
+
+
+_ANY_GPU = (
+    ("threads_per_block_limit", 1024),
+    ("threads_per_warp", 32),
+    ("threads_per_core_limit", 2048),
+    ("shared_memory_per_block", 49152),
+    ("block_dim_limit_x", 2**31 - 1),
+    ("block_dim_limit_y", 65535),
+    ("block_dim_limit_z", 65535),
+    ("registers_per_core_limit", 65536),
+    ("registers_per_block_limit", 65536),
+)
+_CUDA = "jax_plugins.xla_cuda13", "nvidia.cu13", "absl"
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "h100",
+            "cuda",
+            _CUDA,
+            bytes_per_second=3.35e12,
+            flops_per_second=989e12,
+            clock=1.755e9,
+            kind="NVIDIA H100 80GB HBM3",
+            capability=(9, 0),
+            gpu=(
+                ("core_count", 132),
+                ("fpus_per_core", 128),
+                ("shared_memory_per_core", 233472),
+                ("shared_memory_per_block_optin", 232448),
+                ("l2_cache_size", 52428800),
+                ("memory_bandwidth", 3352320000000),
+                ("device_memory_size", 84942979072),
+                ("clock_rate_ghz", 2),
+            ),
+        ),
+        Target(
+            "a100",
+            "cuda",
+            _CUDA,
+            bytes_per_second=1.555e12,
+            flops_per_second=312e12,
+            clock=1.41e9,
+            kind="NVIDIA A100-SXM4-40GB",
+            capability=(8, 0),
+            gpu=(
+                ("core_count", 108),
+                ("fpus_per_core", 64),
+                ("shared_memory_per_core", 167936),
+                ("shared_memory_per_block_optin", 166912),
+                ("l2_cache_size", 41943040),
+                ("memory_bandwidth", 1555200000000),
+                ("device_memory_size", 42297786368),
+                ("clock_rate_ghz", 1),
+            ),
+        ),
+        Target("v5e", "tpu", ("libtpu",), 819e9, 197e12, clock=1.5e9, topology="v5e:2x2", kind="TPU v5 lite"),
+        Target(
+            "v6e", "tpu", ("libtpu",), 1640e9, 918e12, clock=1.75e9, topology="v6e:2x2", kind="TPU v6 lite"
+        ),
+    )
+}
