@@ -1,12 +1,22 @@
 """Files that appear under their name once they are complete."""
 
 import contextlib
+import importlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+try:
+    fcntl: Any = importlib.import_module("fcntl")
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
 @contextlib.contextmanager
@@ -14,24 +24,87 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write; it takes the place of `path` when the block ends, and is gone after an error.
 
     It has the permissions of the file that it replaces, else those that any new file gets. Where `path` is a
-    symbolic link, the file that it points to is replaced.
+    symbolic link, the file that it points to is replaced. Files that killed processes left half written in
+    the folder are removed.
     """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-
-    def create(name: str, flags: int) -> int:
-        # Never wider than it will be in the end: until then others could open it.
-        return os.open(name, flags, 0o666 if mode is None else mode)
-
-    with open(temporary, "xb", opener=create) as file:
+    _remove_abandoned(target.parent)
+    with _temporary(target, mode) as file:
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
             if mode is not None:
-                os.chmod(temporary, mode)
-            os.replace(temporary, target)
+                os.chmod(file.name, mode)
+            os.replace(file.name, target)
         except BaseException:
-            os.unlink(temporary)
+            os.unlink(file.name)
             raise
+
+
+def _temporary(target: Path, mode: int | None) -> BinaryIO:
+    """A new file beside `target`, locked for as long as it is open."""
+
+    def create(name: str, flags: int) -> int:
+        # Never wider than it will be in the end: until then others could open it.
+        return os.open(name, flags, 0o666 if mode is None else mode)
+
+    while True:
+        name = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+        file = open(name, "xb", opener=create)  # noqa: SIM115 (the caller closes it)
+        lock(file)
+        if name.exists():  # another process may have taken it for abandoned before it was locked
+            return file
+        file.close()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the temporary files that no living process writes."""
+    if fcntl is None:  # without locks, nothing tells which these are
+        return
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError), open(entry.path, "rb") as file:
+                if lock(file):
+                    os.unlink(entry.path)
+
+
+def lock(file: Any) -> bool:
+    """Locks an open file or folder for this process, until it is closed; False if another one has locked it.
+
+    Where the system or the file system has no locks, every file counts as locked by whoever asks.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+class _Folder:
+    """An open folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = None if fcntl is None else os.open(path, os.O_RDONLY)
+
+    def fileno(self) -> int:
+        return -1 if self._descriptor is None else self._descriptor
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
+
+def lock_folder(path: Path) -> _Folder | None:
+    """Locks a folder until what is returned is closed; None if another process has locked it."""
+    folder = _Folder(path)
+    if lock(folder):
+        return folder
+    folder.close()
+    return None

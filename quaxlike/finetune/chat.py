@@ -15,7 +15,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..interop.tensors import read_json
+from ..interop.json_text import read_json_file
 from .settings import FinetuneError
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -116,7 +116,7 @@ def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The templates by name, and the special tokens."""
     path, settings = directory / "tokenizer_config.json", {}
     if path.is_file():
-        settings = read_json(path, path.read_bytes(), "the settings of the tokeniser")
+        settings = read_json_file(path, "the settings of the tokeniser")
     found = settings.get("chat_template") or {}
     sources = {"default": found} if isinstance(found, str) else {}
     if isinstance(found, list):

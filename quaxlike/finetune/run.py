@@ -1,5 +1,6 @@
 """A run from the checkpoint to the adapter."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -39,6 +40,13 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError`: before anything is
     written, for all that the run cannot start with.
     """
+    with contextlib.ExitStack() as held:
+        return _finetune(settings, console, held)
+
+
+def _finetune(
+    settings: Settings, console: Console, held: contextlib.ExitStack
+) -> dict[str, dict[str, float]]:
     base, config = load(settings.model)
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = settings.max_length or min(256, limit)
@@ -57,7 +65,7 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
         f"{table.trainable:,} trained ({table.trainable_share:.2%})"
     )
 
-    directory = RunDirectory(settings)
+    directory = held.enter_context(contextlib.closing(RunDirectory(settings)))
     metrics = Metrics(directory.path, settings.tensorboard)
     steps = steps_of(settings, len(training))
     params, frozen = eqx.partition(model, ql.trainable(model))
@@ -65,7 +73,9 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     run = Training(task, frozen, training, settings, steps=steps, max_length=max_length)
     first, state = directory.restore(State(params, run.optimiser.init(params)))
     if first:
-        console.print(f"Goes on after step {first} of {steps}.")
+        console.print(
+            f"Goes on after step {first} of {steps}." if first < steps else f"All {steps} steps are done."
+        )
 
     with ql.on_materialise("error"):
         before = next((entry["held_out"] for entry in directory.entries() if "held_out" in entry), None)
@@ -77,7 +87,7 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
             console.print(f"A step takes {memory}; compiled in {run.program.seconds:.1f} s")
             metrics.note(first, memory=memory._asdict(), held_out=before if first == 0 else {})
         del params
-        for step in shown(run.run(state, first), console, first, steps):
+        for step in shown(run.run(state, first), console, first, steps) if first < steps else ():
             state = step.state
             entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
             if settings.eval_every and step.number % settings.eval_every == 0 and step.number < steps:

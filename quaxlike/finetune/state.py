@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._files import replacing
+from .._files import lock_folder, replacing
 from ..interop import safetensors
-from ..interop.tensors import read_json
+from ..interop.json_text import read_json_file
 from ..surgery.select import path_of
 from .settings import FinetuneError, Settings
 
@@ -23,9 +23,12 @@ class RunDirectory:
 
     - `settings`: of this run.
 
+    A run has its directory to itself, until `close`.
+
     **Raises:**
 
-    `FinetuneError` if the directory holds a run with other settings, or an adapter of other origin.
+    `FinetuneError` if the directory holds a run with other settings, one that goes on in another process, or
+    an adapter of other origin.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,14 +36,26 @@ class RunDirectory:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.log = self.path / "log.jsonl"
         about, fingerprint = self.path / "run.json", settings.fingerprint()
-        if about.exists():
-            _compare(about, read_json(about, about.read_bytes(), "the settings of the run"), fingerprint)
-            return
-        if (adapter := self.path / "adapter_config.json").exists():
+        if not about.exists() and (adapter := self.path / "adapter_config.json").exists():
             raise FinetuneError(f"There is an adapter already, {adapter}. Choose another --output.")
         self.path.mkdir(parents=True, exist_ok=True)
-        with replacing(about) as file:
-            file.write(json.dumps(fingerprint, indent=2).encode())
+        self._lock = lock_folder(self.path)
+        if self._lock is None:
+            raise FinetuneError(f"Another run goes on in {self.path}. Choose another --output.")
+        try:
+            if about.exists():
+                _compare(about, read_json_file(about, "the settings of the run"), fingerprint)
+            else:
+                with replacing(about) as file:
+                    file.write(json.dumps(fingerprint, indent=2).encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets others have the directory."""
+        if self._lock is not None:
+            self._lock.close()
 
     def save(self, step: int, state: PyTree) -> None:
         """Replaces the checkpoint, once the new one is complete."""
@@ -72,7 +87,21 @@ class RunDirectory:
         if not self.log.exists():
             return []
         lines = self.log.read_bytes().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        entries: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+                raise FinetuneError(
+                    f"{self.log}:{number}: expected an object with the number of a step; "
+                    f"found {line[:60]!r}. Remove the line, or the file, to go on."
+                )
+            entries.append(entry)
+        return entries
 
 
 def _named(step: int, state: PyTree) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from tokenizers import Tokenizer
 
 from ..interop import peft, read_tokenizer
-from ..interop.tensors import read_json
+from ..interop.json_text import read_json_file
 from ..models import Decoder, generate, load
 
 
@@ -72,7 +72,7 @@ def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text, as `generation_config.json` says, or else `config.json`."""
     path, found = directory / "generation_config.json", None
     if path.is_file():
-        found = read_json(path, path.read_bytes(), "the settings of generation").get("eos_token_id")
+        found = read_json_file(path, "the settings of generation").get("eos_token_id")
     found = config.get("eos_token_id") if found is None else found
     return found if isinstance(found, list) else [] if found is None else [found]
 

@@ -20,8 +20,9 @@ from .blocks import Weight
 from .errors import complain
 from .gguf import holds_gguf, open_gguf
 from .gguf_tokenizer import tokenizer_of
+from .json_text import read_json, read_json_file
 from .safetensors import open_values
-from .tensors import Tensors, as_jax, open_tensors, read_json
+from .tensors import Tensors, as_jax, open_tensors
 from .windows import BY_ROWS, dense_rows, rows_of_weight
 
 _Reader = Callable[[Tensors, Mapping[str, Any]], dict[str, Weight]]
@@ -165,7 +166,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     tensors = open_tensors(path)
     method, settings = methods
     if method is None and "quantization_config" in tensors.metadata:
-        text = tensors.metadata["quantization_config"].encode()
+        text = tensors.metadata["quantization_config"]
         settings = read_json(tensors.path, text, "the quantisation config in the header")
         method = settings.get("quant_method")
     weights: dict[str, Callable[[], Any]] = {}
@@ -245,9 +246,7 @@ def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, An
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
         return {}, (None, {})
     read = lambda name: (
-        read_json(folder / name, (folder / name).read_bytes(), "the configuration")
-        if (folder / name).is_file()
-        else {}
+        read_json_file(folder / name, "the configuration") if (folder / name).is_file() else {}
     )
     config = read("config.json")
     settings = config.get("quantization_config")

@@ -170,7 +170,7 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
 def _read_manifest(tensors: Tensors) -> dict[str, Any]:
     if _MANIFEST not in tensors.metadata:
         return {}
-    manifest = read_json(tensors.path, tensors.metadata[_MANIFEST].encode(), "the manifest")
+    manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     if manifest.get("version") != _VERSION:
         raise complain(
             tensors.path,

@@ -17,6 +17,18 @@ import numpy as np
 
 from .._files import replacing
 from .errors import complain
+from .json_text import check_regular, read_header, read_json, read_json_file
+
+__all__ = [
+    "TensorInfo",
+    "Tensors",
+    "are_sizes",
+    "as_jax",
+    "open_tensors",
+    "read_json",
+    "write_tensors",
+    "write_to",
+]
 
 # In the order in which the reference implementation lays tensors out, smallest alignment first.
 _DTYPES: dict[str, np.dtype] = {
@@ -91,6 +103,8 @@ class Tensors(Mapping[str, np.ndarray]):
             data = file.read(info.nbytes)
         if len(data) != info.nbytes:
             raise complain(info.file, name, "the file has been cut short since its header was read")
+        if info.dtype == np.bool_ and data.strip(b"\0\1"):
+            raise complain(info.file, name, "has bytes other than 0 and 1, which are no BOOLs")
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
@@ -126,6 +140,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         path = _in_folder(path)
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint at {path}.")
+    check_regular(path)
     if path.suffix == ".json":
         return _open_index(path)
     info, metadata = _read_header(path)
@@ -165,7 +180,10 @@ def write_to(
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise complain(path, None, f"a name or a text of the metadata is not Unicode: {error}") from None
     text += b" " * (-len(text) % 8)
 
     file.write(len(text).to_bytes(8, "little"))
@@ -177,24 +195,6 @@ def write_to(
 def as_jax(array: np.ndarray) -> Any:
     """`array` on the default device; as it is if JAX would cut its 64 bits."""
     return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
-
-
-def read_json(path: Path, text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes."""
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            raise ValueError("a name appears twice")
-        return out
-
-    try:
-        out = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise complain(path, None, f"{what} is not JSON: {error}") from None
-    if not isinstance(out, dict):
-        raise complain(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
-    return out
 
 
 def _in_folder(folder: Path) -> Path:
@@ -212,7 +212,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _open_index(path: Path) -> Tensors:
-    index = read_json(path, path.read_bytes(), "the index")
+    index = read_json_file(path, "the index")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise complain(path, "weight_map", "must map the names of tensors to files")
@@ -247,10 +247,7 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             raise complain(
                 path, None, f"the header claims {length:,} bytes, the file has {max(size - 8, 0):,} for it"
             )
-        header = read_json(path, file.read(length), "the header")
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise complain(path, _METADATA, "must map names to text")
+        header, metadata = read_header(path, file.read(length), _METADATA)
     data = size - 8 - length
     info = {name: _read_entry(path, name, entry, 8 + length, data) for name, entry in header.items()}
     _check_coverage(path, info, 8 + length, size)

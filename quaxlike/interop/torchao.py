@@ -22,7 +22,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     for name, text in tensors.metadata.items():
         if not name.endswith(".weight") or not text.startswith("{"):
             continue
-        node = read_json(tensors.path, text.encode(), f"the metadata of {name!r}")
+        node = read_json(tensors.path, text, f"the metadata of {name!r}")
         kind, narrow = node.get("_type"), '"int4"' in text
         if kind not in _CLASSES:
             raise complain(tensors.path, name, f"{', '.join(_CLASSES)} can be read; found {kind!r}")

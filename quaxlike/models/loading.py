@@ -14,8 +14,8 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
 from ..interop.gguf import holds_gguf
+from ..interop.json_text import read_json_file
 from ..interop.mxfp4 import as_transformers
-from ..interop.tensors import read_json
 from ..sharding.reading import Rows, read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
@@ -87,7 +87,7 @@ def load(
     """
     path = Path(directory) / "config.json"
     if path.is_file():
-        config = read_json(path, path.read_bytes(), "the configuration")
+        config = read_json_file(path, "the configuration")
         weights = open_checkpoint(directory, dtype=_dtype(config))
     else:
         if not holds_gguf(Path(directory)):
@@ -97,6 +97,8 @@ def load(
         weights = open_checkpoint(directory)
         path, config = Path(directory), dict(weights.config)
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedConfigError(f"{path} has architectures={names!r}; it must be a list of names.")
     known = [name for name in names if name in ARCHITECTURES]
     if not known and weights.format == "gguf" and not config:
         name = weights.metadata.get("general.architecture")
@@ -110,6 +112,11 @@ def load(
             f"{', '.join(ARCHITECTURES)}."
         )
     read, make = ARCHITECTURES[known[0]]
+    for name in ("num_hidden_layers", "n_layer"):
+        if type(layers := config.get(name)) is int and layers > len(weights):  # before anything is made of it
+            raise CheckpointError(
+                f"{path} has {name}={layers:,}, and the checkpoint no more than {len(weights):,} arrays."
+            )
     skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
     family = FAMILIES.get(known[0])
     if sharding is not None and mesh is None:

@@ -14,7 +14,8 @@ from ..core.values import materialise
 from .inits import Init, as_matrix, initialise
 from .layouts import Layouts, known, layouts_of
 from .notation import Layout
-from .options import check_choice, check_flags, check_rank, check_scale
+from .options import check_choice, check_flags, check_names, check_rank, check_scale
+from .patterns import fullmatch
 from .select import Where, select_matrices
 from .trees import bias_of, layer_of, named_arrays, near, replace
 
@@ -97,6 +98,11 @@ def loraify(
     """
     _check_numbers(rank, alpha, rank_pattern, alpha_pattern)
     check_choice("loraify", "bias", bias, ("none", "all", "lora_only"))
+    check_names("loraify", "modules_to_save", modules_to_save)
+    if not isinstance(init, str) and not callable(init):
+        raise TypeError(
+            f"loraify takes the name of an init, or what loftq and eva make, as init; found {init!r}."
+        )
     check_flags("loraify", rslora=rslora, dora=dora, lora_bias=lora_bias, train_base=train_base)
     layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
     targets = select_matrices(model, where, exclude, layouts)
@@ -218,7 +224,7 @@ def _inside(model: PyTree, modules: Sequence[str]) -> dict[str, Any]:
 
 def pattern_matches(pattern: str, name: str) -> bool:
     """Whether a key of rank_pattern or alpha_pattern is meant for a weight, by PEFT's convention."""
-    return re.match(rf"(.*\.)?({pattern})$", layer_of(name)) is not None
+    return fullmatch(rf"(.*\.)?({pattern})$", layer_of(name))
 
 
 def value_for(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -33,3 +34,13 @@ def check_choice(function: str, option: str, value: Any, choices: tuple[str, ...
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{function} takes one of {listed} as {option}; found {value!r}.")
+
+
+def check_names(function: str, option: str, value: Any) -> None:
+    """Raises unless the value is a sequence of names; a string is one of letters."""
+    if isinstance(value, str):
+        raise TypeError(
+            f"{function} takes a sequence of names as {option}; found {value!r}. Write [{value!r}]."
+        )
+    if not isinstance(value, Iterable) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{function} takes a sequence of names as {option}; found {value!r}.")

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import quaxlike as ql
 from quaxlike.finetune import data
 from quaxlike.finetune.__main__ import main
+from quaxlike.finetune.settings import FinetuneError, Settings
 from quaxlike.finetune.state import RunDirectory
 from quaxlike.finetune.tasks import NextToken
 from quaxlike.interop import CheckpointError, peft, safetensors
@@ -383,3 +384,27 @@ def test_cut_texts_keep_their_ends(tmp_path):
 
 def matches(message, text):
     return re.search(message, text) or pytest.fail(text)
+
+
+def test_a_directory_is_for_one_run_at_a_time(tmp_path):
+    model = checkpoint(tmp_path / "llama", "llama")
+    data = write(tmp_path / "data.jsonl", LINES["text"])
+    settings = Settings(model=model, data=data, output=tmp_path / "out")
+    first = RunDirectory(settings)
+    with pytest.raises(FinetuneError, match="Another run goes on"):
+        RunDirectory(settings)
+    first.close()
+    RunDirectory(settings).close()
+
+
+@pytest.mark.parametrize("line", [b"{]", b"3", b"{}", b'{"step": "1"}', b"\xff", b"[" * 100_000])
+def test_a_damaged_log_is_told(line, tmp_path):
+    model = checkpoint(tmp_path / "llama", "llama")
+    data = write(tmp_path / "data.jsonl", LINES["text"])
+    directory = RunDirectory(Settings(model=model, data=data, output=tmp_path / "out"))
+    directory.note(step=1)
+    with open(directory.log, "ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(FinetuneError, match=r"log.jsonl:2: expected an object with the number of a step"):
+        directory.entries()
+    directory.close()

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...surgery.loraify import value_for
+from ...surgery.patterns import PatternError, compiled, fullmatch
 from ..errors import complain
-from ..tensors import read_json
+from ..json_text import read_json_file
 
 PREFIX = "base_model.model."
 
@@ -61,15 +62,29 @@ class AdapterConfig(NamedTuple):
         if self.layers_to_transform is None or isinstance(self.target_modules, str):
             return True
         wanted = self.layers_to_transform
-        patterns = self.layers_pattern or ()
-        found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer) if not patterns else None
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = found or re.match(rf"(?:^|.*?\.){pattern}\.(?P<number>\d+)\.", layer)
-        return found is not None and int(found["number"]) in ([wanted] if isinstance(wanted, int) else wanted)
+        number = _layer_number(self.layers_pattern or (), layer)
+        return number is not None and number in ([wanted] if isinstance(wanted, int) else wanted)
 
     def saves(self, name: str) -> bool:
         """Whether an array is part of `modules_to_save`."""
-        return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in self.modules_to_save or ())
+        return any(fullmatch(rf"(.*\.)?{module}(\..*)?", name) for module in self.modules_to_save or ())
+
+
+_NUMBER = re.compile(r"\.(?P<number>\d+)(?=\.)")
+
+
+def _layer_number(patterns: str | Sequence[str], layer: str) -> int | None:
+    """The number behind the part of the name that a pattern matches; without patterns, behind any part."""
+    if not patterns:
+        found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer)
+        return int(found["number"]) if found else None
+    starts = [0, *(i + 1 for i, c in enumerate(layer) if c == ".")]
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        for start in starts:
+            for found in _NUMBER.finditer(layer, start):
+                if fullmatch(pattern, layer[start : found.start()]):
+                    return int(found["number"])
+    return None
 
 
 def _is_int(x: Any) -> bool:
@@ -88,8 +103,8 @@ def _is_expression(x: Any) -> bool:
     if not isinstance(x, str):
         return False
     try:
-        re.compile(x)
-    except (re.error, OverflowError, RecursionError):
+        compiled(x)
+    except PatternError:
         return False
     return True
 
@@ -154,13 +169,13 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 def _named(patterns: str | Sequence[str], layer: str) -> bool:
     if isinstance(patterns, str):
-        return re.fullmatch(patterns, layer) is not None
+        return fullmatch(patterns, layer)
     return any(layer == p or layer.endswith(f".{p}") for p in patterns)
 
 
 def read_config(path: Path) -> AdapterConfig:
     """Reads and checks the configuration of an adapter."""
-    fields = read_json(path, path.read_bytes(), "the configuration")
+    fields = read_json_file(path, "the configuration")
     if fields.get("peft_type") != "LORA":
         raise complain(path, "peft_type", f"expected 'LORA', found {fields.get('peft_type')!r}")
     unknown = {

@@ -1,6 +1,7 @@
 """Arrays to codes and block scales, bit for bit as bitsandbytes does it, on any JAX backend."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -103,14 +104,15 @@ def quantize_int(
     x = jnp.asarray(x).astype(jnp.float32)
     n = x.shape[-1]
     block_size = max(n, 1) if block_size is None else block_size
-    rows = x.reshape(-1, n)
+    n_rows = math.prod(x.shape[:-1])
+    rows = x.reshape(n_rows, n)
     blocks = jax.vmap(lambda row: pad_to_blocks(row, block_size))(rows)
     absmax = _absmax(blocks)
     scale = absmax / np.float32(largest)
     integers = jnp.round(blocks * jnp.where(absmax > 0, largest / absmax, 0)[..., None])
     integers = jnp.clip(integers, -largest, largest).astype(jnp.int8)
-    integers = integers.reshape(rows.shape[0], -1)[:, :n].reshape(x.shape)
-    return integers, scale.reshape(*x.shape[:-1], -1)
+    integers = integers.reshape(n_rows, blocks.shape[1] * block_size)[:, :n].reshape(x.shape)
+    return integers, scale.reshape(*x.shape[:-1], blocks.shape[1])
 
 
 def _absmax(blocks: Float32[Array, "... n"]) -> Float32[Array, "..."]:

@@ -1,0 +1,160 @@
+"""JSON from files that nobody vouches for: what it may hold, and how much, is known before it is read."""
+
+import json
+import re
+from collections.abc import Iterator
+from json.decoder import scanstring  # pyright: ignore[reportAttributeAccessIssue]
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError, complain
+
+_MOST_BYTES = 64 << 20  # far more than any configuration or index
+_MOST_ENTRY = 8_192  # characters of what a header says about one tensor: 64 sizes have at most 1,300
+
+
+def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
+    """A JSON object from untrusted bytes.
+
+    **Arguments:**
+
+    - `path`: the file, for messages.
+    - `text`: the bytes.
+    - `what`: what messages call the text, such as "the index".
+
+    **Raises:** `CheckpointError` if it is none, has a name twice, or would take much more memory than text.
+    """
+
+    if len(text) > _MOST_BYTES:
+        raise complain(path, None, f"{what} has {len(text):,} bytes; at most {_MOST_BYTES:,} can be read")
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        text.encode()  # a text from within a file may have halves of pairs of surrogates
+        _check_nesting(text)
+        out = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise complain(path, None, f"{what} is not JSON: {error}") from None
+    if not isinstance(out, dict):
+        raise complain(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
+    return out
+
+
+def read_json_file(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file, as `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
+    check_regular(path)
+    with open(path, "rb") as file:
+        return read_json(path, file.read(_MOST_BYTES + 1), what)
+
+
+def check_regular(path: Path) -> None:
+    """Raises `FileNotFoundError` for a pipe, a device or a folder: to read them may take forever."""
+    if not path.is_file():
+        problem = "is no regular file" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {problem}.")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a name appears twice")
+    return out
+
+
+def _check_nesting(text: str) -> None:
+    # An empty list takes three characters of text, and 64 bytes of memory.
+    containers = text.count("[") + text.count("{")
+    if containers > 10_000 + len(text) // 8:
+        raise ValueError(f"{containers:,} lists and objects are too many for {len(text):,} characters")
+
+
+class _Scanner:
+    """A place in a text of JSON, from which it is read on."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def next(self) -> str:
+        """The next character that is no space; an empty text at the end."""
+        while self.text[self.at : self.at + 1] in (" ", "\t", "\n", "\r"):
+            self.at += 1
+        return self.text[self.at : self.at + 1]
+
+    def take(self, character: str) -> None:
+        if self.next() != character:
+            raise ValueError(f"expected {character!r} at character {self.at:,}")
+        self.at += 1
+
+    def string(self) -> str:
+        self.take('"')
+        value, self.at = scanstring(self.text, self.at, True)
+        value.encode()  # half of a pair of surrogates is no character
+        return value
+
+    def members(self) -> Iterator[str]:
+        """The names in an object; whoever asks for the next one has read the value."""
+        seen: set[str] = set()
+        self.take("{")
+        while self.next() != "}":
+            if seen:
+                self.take(",")
+            name = self.string()
+            if name in seen:
+                raise ValueError("a name appears twice")
+            seen.add(name)
+            self.take(":")
+            yield name
+        self.take("}")
+
+    def flat(self) -> Any:
+        """An object without objects in it; anything else as text."""
+        if self.next() != "{":
+            return re.compile(r"[^,}]{0,80}").match(self.text, self.at)[0]  # pyright: ignore[reportOptionalSubscript]
+        end = self.text.find("}", self.at, self.at + _MOST_ENTRY) + 1
+        if not end:
+            raise ValueError(
+                f"an entry at character {self.at:,} has no end within {_MOST_ENTRY:,} characters"
+            )
+        start, self.at = self.at, end
+        return json.loads(self.text[start:end], object_pairs_hook=_no_duplicates)
+
+
+def read_header(path: Path, raw: bytes, metadata: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The header of a safetensors file, entry by entry: none of them takes much more memory than its text.
+
+    **Arguments:**
+
+    - `path`: the file, for messages.
+    - `raw`: the header.
+    - `metadata`: the name of the entry that maps names to text. Others are about a tensor each.
+
+    **Returns:** what the header says about tensors, by name, and the metadata.
+
+    **Raises:** `CheckpointError` for anything else.
+    """
+    entries: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+    try:
+        if not raw.startswith(b"{"):
+            raise ValueError("it must begin with '{'")
+        scanner = _Scanner(raw.decode())
+        for name in scanner.members():
+            if name != metadata:
+                entries[name] = scanner.flat()
+                if isinstance(entries[name], str):
+                    problem = f"expected dtype, shape and data_offsets, found {entries[name]}"
+                    raise complain(path, name, problem)
+                continue
+            if scanner.next() != "{":
+                raise complain(path, metadata, "must map names to text")
+            for inner in scanner.members():
+                if scanner.next() != '"':
+                    raise complain(path, metadata, "must map names to text")
+                texts[inner] = scanner.string()
+        if scanner.next():
+            raise ValueError(f"there is more behind its end at character {scanner.at:,}")
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise complain(path, None, f"the header is not JSON: {error}") from None
+    return entries, texts

@@ -1,0 +1,56 @@
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quaxlike.surgery.patterns import PatternError, compiled, fullmatch
+
+_ATOMS = st.sampled_from(
+    ["a", "b", ".", r"\.", r"\d", r"\w", "[ab]", "[^a.]", "[a-c1]", "^", "$", r"\b", r"\B", "(?=a)", "(?!b)",
+     "(?<=a)", "(?<!b.)", "layers", r"\A", r"\Z", r"\s", r"\D", r"\W"]
+)  # fmt: skip
+_PATTERNS = st.recursive(
+    _ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "*?", "{2}", "{1,2}", "{0,}"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+        inner.map(lambda p: f"(?={p})"),
+        inner.map(lambda p: f"(?!{p})"),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_PATTERNS, st.text(alphabet="ab.1\n_", min_size=1, max_size=6))
+def test_same_as_re(pattern: str, text: str):
+    assert fullmatch(pattern, text) == (re.fullmatch(pattern, text) is not None)
+
+
+@pytest.mark.parametrize("pattern", ["(.*)*!", "((((a*)*)*)*)*b", r"(a|a)*b", r"(?=(a*)*b)a", "(.*.*.*)*,"])
+def test_time_is_linear(pattern: str):
+    start = time.perf_counter()
+    assert not fullmatch(pattern, "a" * 200)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(", "a{999999999999}", r"(a)\1", "(?i)a", "a" * 20_000, "(a{50}){50}", "(" * 5000]
+)
+def test_refused(pattern: str):
+    with pytest.raises(PatternError):
+        compiled(pattern)
+
+
+def test_patterns_that_users_have():
+    unsloth = r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)|"
+    unsloth += r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))"
+    assert fullmatch(unsloth, "model.layers.11.self_attn.q_proj")
+    assert not fullmatch(unsloth, "model.layers.11.self_attn.o_proj")
+    assert fullmatch(r"^(?!.*vision).*\.(q|v)_proj$", "model.layers.0.q_proj")
+    assert not fullmatch(r"^(?!.*vision).*\.(q|v)_proj$", "vision.layers.0.q_proj")
