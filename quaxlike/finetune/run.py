@@ -13,7 +13,7 @@ import quaxlike as ql
 
 from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import peft
-from ..models import load
+from ..models import Decoder, load, save
 from .data import Example, Tokens, pack, read_examples, split
 from .report import Metrics, shown
 from .settings import FinetuneError, Settings
@@ -21,6 +21,9 @@ from .state import RunDirectory
 from .step import State, stored_for
 from .tasks import AbstractTask, task_for
 from .train import Training, steps_of
+
+#: The folder of the output directory for the merged checkpoint.
+MERGED = "merged"
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
@@ -58,7 +61,7 @@ def _finetune(
         console.print(f"{settings.data}: batches are of all {len(training)} examples to train on.")
         settings = dataclasses.replace(settings, batch_size=len(training))
     task = task_for(base, settings)
-    model = _adapted(base, task, settings)
+    model = _scanned(_adapted(base, task, settings), settings)
     table = ql.summary(model)
     console.print(
         f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
@@ -106,6 +109,8 @@ def _finetune(
         base_model=str(settings.model),
         task_type=task.peft_type,
     )
+    if settings.merge:
+        _merge(eqx.combine(state.params, frozen), settings)
     return {"before": before, "after": after}
 
 
@@ -158,3 +163,25 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     except ValueError as error:  # of names that match nothing
         raise FinetuneError(str(error)) from error
     return stored_for(adapted, settings.compute_dtype)
+
+
+def _scanned(model: PyTree, settings: Settings) -> PyTree:
+    """The model with its layers as one, where they shall be scanned."""
+    if not settings.scan_layers:
+        return model
+    if not isinstance(model, Decoder):
+        raise FinetuneError(
+            f"--scan-layers is for decoders; {settings.model} holds a {type(model).__name__}."
+        )
+    try:
+        return model.stacked()
+    except ValueError as error:  # layers with experts and without
+        raise FinetuneError(f"--scan-layers: {error}") from error
+
+
+def _merge(model: PyTree, settings: Settings) -> None:
+    """Writes the checkpoint with the adapter in its weights."""
+    if settings.merge == "dense":
+        base, _ = load(settings.model)
+        model = peft.load_adapter(settings.output, ql.materialise(base))
+    save(settings.output / MERGED, ql.merge(model), settings.model)

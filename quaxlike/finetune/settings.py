@@ -44,10 +44,12 @@ class Settings:
     loss_chunk: int = 1024
     pack: bool = False
     tensorboard: bool = False
+    scan_layers: bool = False
+    merge: str | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """All that the result depends on, as JSON: two runs with the same are the same run."""
-        free = ("output", "checkpoint_every", "eval_every", "tensorboard")
+        free = ("output", "checkpoint_every", "eval_every", "tensorboard", "merge")
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}
