@@ -60,6 +60,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         choices=["nf4", "fp4", "int8", "int4", "none"],
     )
     add(
+        "--block-size",
+        "how many weights share a scale: smaller blocks can be divided between more devices (default: 64)",
+        type=size,
+        metavar="N",
+    )
+    add(
         "--target",
         "layers to adapt, by the ends of their names (default: all linear layers)",
         nargs="+",
@@ -97,20 +103,20 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add("--loss-chunk", "tokens of a batch that have logits at a time", type=size, metavar="N")
     add("--pack", "puts several texts into a row, which do not see each other", action="store_true")
+    add("--tensorboard", "writes figures for TensorBoard to --output, too", action="store_true")
     add(
-        "--scan-layers",
-        "trains equal layers as one, so that compiling does not take longer for more of them",
+        "--mesh",
+        "spreads the run over all devices: along an axis model, layers; along others, batches",
+        metavar="data=2,model=4",
+    )
+    add(
+        "--fsdp",
+        "stores a part of each weight on each device, which gather them for use",
         action="store_true",
     )
-    add(
-        "--merge",
-        "writes a checkpoint, too, to --output/merged: the weights as they were in the file, with what was "
-        "trained (dense, the default if given alone); or as they are stored, which rounds anew (quantized)",
-        nargs="?",
-        const="dense",
-        choices=["dense", "quantized"],
-    )
-    add("--tensorboard", "writes figures for TensorBoard to --output, too", action="store_true")
+    add("--coordinator", "of several processes: where the first one is reached", metavar="HOST:PORT")
+    add("--process-id", "which of them this is, from 0 on", type=number(int, 0), metavar="I")
+    add("--num-processes", "how many there are", type=size, metavar="N")
     return parser
 
 
@@ -121,14 +127,20 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     arguments = vars(parser.parse_args(argv))
     arguments["target"] = tuple(arguments.get("target", ()))
     settings = Settings(**arguments)
+    several = {settings.coordinator, settings.process_id, settings.num_processes}
+    if None in several and len(several) > 1:
+        parser.error("--coordinator, --process-id and --num-processes are given together")
     with importing_extra(parser):
         from rich.console import Console
 
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
-        from .run import MERGED, finetune
+        from .devices import join, leads
+        from .run import finetune
     console = Console(soft_wrap=True)
     try:
+        join(settings)
+        console.quiet = not leads()
         metrics = finetune(settings, console)
     except (OSError, CheckpointError, FinetuneError, UnsupportedConfigError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -139,8 +151,6 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")
     console.print(f"Adapter: {settings.output}")
-    if settings.merge:
-        console.print(f"Merged: {settings.output / MERGED}")
     return 0
 
 

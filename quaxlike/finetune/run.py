@@ -12,18 +12,18 @@ from rich.console import Console
 import quaxlike as ql
 
 from ..arrays.quantized import AbstractQuantizedArray
-from ..interop import peft
-from ..models import Decoder, load, save
+from ..interop import CheckpointError, peft
+from ..models import UnsupportedConfigError, load
+from ..models.loading import open_model
 from .data import Example, Tokens, pack, read_examples, split
+from .devices import Devices, Follower, leads
 from .report import Metrics, shown
 from .settings import FinetuneError, Settings
 from .state import RunDirectory
 from .step import State, stored_for
 from .tasks import AbstractTask, task_for
 from .train import Training, steps_of
-
-#: The folder of the output directory for the merged checkpoint.
-MERGED = "merged"
+from .watch import Watch
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
@@ -43,14 +43,16 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError`: before anything is
     written, for all that the run cannot start with.
     """
+    devices = Devices(settings)
     with contextlib.ExitStack() as held:
-        return _finetune(settings, console, held)
+        held.enter_context(Watch(settings.output / "processes", jax.process_index(), jax.process_count()))
+        return _finetune(settings, console, held, devices)
 
 
 def _finetune(
-    settings: Settings, console: Console, held: contextlib.ExitStack
+    settings: Settings, console: Console, held: contextlib.ExitStack, devices: Devices
 ) -> dict[str, dict[str, float]]:
-    base, config = load(settings.model)
+    base, config = _base(settings, devices)
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = settings.max_length or min(256, limit)
     if max_length > limit:
@@ -60,21 +62,24 @@ def _finetune(
     if len(training) < settings.batch_size:
         console.print(f"{settings.data}: batches are of all {len(training)} examples to train on.")
         settings = dataclasses.replace(settings, batch_size=len(training))
+    devices.check_batch(settings.batch_size)
     task = task_for(base, settings)
-    model = _scanned(_adapted(base, task, settings), settings)
+    model = devices.place(_adapted(base, task, settings))
     table = ql.summary(model)
     console.print(
         f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
         f"{table.trainable:,} trained ({table.trainable_share:.2%})"
     )
 
-    directory = held.enter_context(contextlib.closing(RunDirectory(settings)))
-    metrics = Metrics(directory.path, settings.tensorboard)
+    directory = held.enter_context(contextlib.closing(RunDirectory(settings) if leads() else Follower()))
+    metrics = Metrics(settings.output, settings.tensorboard) if leads() else Follower()
     steps = steps_of(settings, len(training))
     params, frozen = eqx.partition(model, ql.trainable(model))
     del base, model
-    run = Training(task, frozen, training, settings, steps=steps, max_length=max_length)
-    first, state = directory.restore(State(params, run.optimiser.init(params)))
+    run = Training(task, frozen, training, settings, steps=steps, max_length=max_length, devices=devices)
+    state = devices.on_host(State(params, run.optimiser.init(params)))
+    first, state = devices.from_the_leader(directory.restore(state))
+    state = devices.place_along(state)
     if first:
         console.print(
             f"Goes on after step {first} of {steps}." if first < steps else f"All {steps} steps are done."
@@ -82,7 +87,7 @@ def _finetune(
 
     with ql.on_materialise("error"):
         before = next((entry["held_out"] for entry in directory.entries() if "held_out" in entry), None)
-        if before is None:
+        if not devices.from_the_leader(before is not None):
             before = run.measure(params, held_out)
             directory.note(step=0, held_out=before)
         if first < steps:
@@ -100,18 +105,35 @@ def _finetune(
                 step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds
             )
             if step.number % settings.checkpoint_every == 0 or step.number == steps:
-                directory.save(step.number, state)
+                directory.save(step.number, devices.on_host(state))
         after = run.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
-    peft.save_adapter(
-        settings.output,
-        eqx.combine(state.params, frozen),
-        base_model=str(settings.model),
-        task_type=task.peft_type,
-    )
-    if settings.merge:
-        _merge(eqx.combine(state.params, frozen), settings)
-    return {"before": before, "after": after}
+    trained = eqx.combine(devices.on_host(state.params), frozen)
+    if leads():
+        peft.save_adapter(settings.output, trained, base_model=str(settings.model), task_type=task.peft_type)
+    return {"before": before or {}, "after": after}
+
+
+def _base(settings: Settings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
+    """The checkpoint as it is; on a mesh quantised on the way, so that no device has the whole of it."""
+    if devices.mesh is None:
+        return load(settings.model)
+    shapes, _, weights = open_model(settings.model)
+    quantise = weights.format == "safetensors" and settings.quantize != "none"
+    options = _quantisation(settings, task_for(shapes, settings)) if quantise else None
+    try:
+        return load(settings.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
+    except (CheckpointError, UnsupportedConfigError):
+        raise
+    except ValueError as error:  # of weights that the devices cannot share
+        raise FinetuneError(f"{error} Blocks are of --block-size weights.") from error
+
+
+def _quantisation(settings: Settings, task: AbstractTask) -> dict[str, Any]:
+    options: dict[str, Any] = {} if settings.quantize == "int8" else {"double_quant": True}
+    if settings.block_size is not None:
+        options["block_size"] = settings.block_size
+    return {"scheme": settings.quantize, "exclude": task.trained_in_full, **options}
 
 
 def _data(
@@ -151,8 +173,7 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     """The model quantised, unless its file was, with adapters."""
     arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
     if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
-        options: dict[str, Any] = {} if settings.quantize == "int8" else {"double_quant": True}
-        model = ql.quantize(model, settings.quantize, exclude=task.trained_in_full, **options)
+        model = ql.quantize(model, **_quantisation(settings, task))
     try:
         adapted = ql.loraify(
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
@@ -163,25 +184,3 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     except ValueError as error:  # of names that match nothing
         raise FinetuneError(str(error)) from error
     return stored_for(adapted, settings.compute_dtype)
-
-
-def _scanned(model: PyTree, settings: Settings) -> PyTree:
-    """The model with its layers as one, where they shall be scanned."""
-    if not settings.scan_layers:
-        return model
-    if not isinstance(model, Decoder):
-        raise FinetuneError(
-            f"--scan-layers is for decoders; {settings.model} holds a {type(model).__name__}."
-        )
-    try:
-        return model.stacked()
-    except ValueError as error:  # layers with experts and without
-        raise FinetuneError(f"--scan-layers: {error}") from error
-
-
-def _merge(model: PyTree, settings: Settings) -> None:
-    """Writes the checkpoint with the adapter in its weights."""
-    if settings.merge == "dense":
-        base, _ = load(settings.model)
-        model = peft.load_adapter(settings.output, ql.materialise(base))
-    save(settings.output / MERGED, ql.merge(model), settings.model)

@@ -21,6 +21,7 @@ class Settings:
     held_out: float | int = 0.1
     max_length: int | None = None
     quantize: str = "nf4"
+    block_size: int | None = None
     target: tuple[str, ...] = ()
     rank: int = 8
     alpha: float | int = 16
@@ -44,12 +45,16 @@ class Settings:
     loss_chunk: int = 1024
     pack: bool = False
     tensorboard: bool = False
-    scan_layers: bool = False
-    merge: str | None = None
+    mesh: str | None = None
+    fsdp: bool = False
+    coordinator: str | None = None
+    process_id: int | None = None
+    num_processes: int | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """All that the result depends on, as JSON: two runs with the same are the same run."""
-        free = ("output", "checkpoint_every", "eval_every", "tensorboard", "merge")
+        devices = ("mesh", "fsdp", "coordinator", "process_id", "num_processes")
+        free = ("output", "checkpoint_every", "eval_every", "tensorboard", *devices)
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}

@@ -1,5 +1,6 @@
 """One step of training as a program: dtypes, what is computed again, and the memory that it takes."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from jaxtyping import PyTree
 import quaxlike as ql
 
 from .data import Batch
+from .devices import Devices
 from .settings import Settings
 from .tasks import AbstractTask
 
@@ -31,7 +33,7 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes that a step needs at its peak, by their use."""
+    """Bytes that a step needs at its peak on each device, by their use."""
 
     weights: int
     adapters: int
@@ -54,17 +56,21 @@ class Program:
     - `task`: its loss.
     - `optimiser`: of `State`.
     - `settings`: of the run.
+    - `devices`: that it runs on.
     """
 
-    def __init__(self, task: AbstractTask, optimiser: optax.MultiSteps, settings: Settings) -> None:
+    def __init__(
+        self, task: AbstractTask, optimiser: optax.MultiSteps, settings: Settings, devices: Devices
+    ) -> None:
         def update(frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any) -> tuple[State, Any]:
             def loss(params: PyTree) -> Any:
-                model = prepared(eqx.combine(params, frozen), task, settings)
+                model = prepared(devices.used(eqx.combine(params, frozen)), task, settings)
                 return task.total(outputs_of(task, model, batch, keys), batch) / terms
 
             value, grads = jax.value_and_grad(loss)(state.params)
             updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
-            return State(optax.apply_updates(state.params, updates), optimiser_state), value
+            new = State(optax.apply_updates(state.params, updates), optimiser_state)
+            return devices.kept(new), devices.whole(value)
 
         self._jitted = jax.jit(update, donate_argnames="state")
         self._compiled: dict[Any, Any] = {}
@@ -141,4 +147,5 @@ def _converted(model: PyTree, dtype: str | None) -> PyTree:
 
 
 def _bytes(tree: PyTree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    part = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+    return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -12,6 +12,7 @@ import optax
 from jaxtyping import PyTree
 
 from .data import Batch, Example, chosen_for, collate
+from .devices import Devices
 from .settings import FinetuneError, Settings
 from .step import Memory, Program, State, outputs_of, prepared
 from .tasks import AbstractTask
@@ -64,27 +65,29 @@ class Training:
     - `examples`: what batches are drawn from.
     - `steps`: of the whole run.
     - `max_length`: of a text, in tokens.
+    - `devices`: that it runs on.
     """
 
     def __init__(
         self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: Settings, *,
-        steps: int, max_length: int,
+        steps: int, max_length: int, devices: Devices,
     ) -> None:  # fmt: skip
         self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
-        self.steps, self.max_length = steps, max_length
+        self.steps, self.max_length, self._devices = steps, max_length, devices
         self.optimiser, self._schedule = optimiser_for(settings, steps)
-        self.program = Program(task, self.optimiser, settings)
-        self._evaluate = jax.jit(
-            lambda frozen, params, batch: outputs_of(
-                task, prepared(eqx.combine(params, frozen), task, settings), batch, None
-            )
-        )
+        self.program = Program(task, self.optimiser, settings, devices)
+
+        def evaluate(frozen: PyTree, params: PyTree, batch: Batch) -> PyTree:
+            model = prepared(devices.used(eqx.combine(params, frozen)), task, settings)
+            return devices.whole(outputs_of(task, model, batch, None))
+
+        self._evaluate = jax.jit(evaluate)
 
     def memory(self, state: State) -> Memory:
         """What a step with the longest texts takes. Its program is compiled."""
         longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
         batch = collate([longest] * self.settings.batch_size, self.max_length)
-        return self.program.memory(self.frozen, state, batch, jnp.float32(1), self._keys(0))
+        return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
 
     def run(self, state: State, first: int) -> Iterator[Step]:
         """Trains from step `first` on; the same from anywhere, given the state of that step.
@@ -98,10 +101,10 @@ class Training:
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
             batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
             # The mean over all that is accumulated, however many tokens each part of it has.
-            terms = jnp.float32(sum(map(self.task.weight, batches)) / count)
+            terms = sum(map(self.task.weight, batches)) / count
             values = []
             for i, batch in zip(of_step, batches, strict=True):
-                state, value = self.program(self.frozen, state, batch, terms, self._keys(i))
+                state, value = self.program(self.frozen, state, *self._placed(batch, terms, i))
                 values.append(value)
             value = float(np.mean(values))
             if not np.isfinite(value):
@@ -117,9 +120,14 @@ class Training:
         for start in range(0, len(examples), size):
             rows = np.arange(start, start + size) % len(examples)  # the last batch is filled up
             batch = Batch(*(part[rows] for part in whole))
-            outputs.append(self._evaluate(self.frozen, params, batch))
+            outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch)))
         joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *outputs)
         return self.task.metrics(joined, whole)
+
+    def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:
+        """What step `i` takes beside model and state."""
+        devices, keys = self._devices, self._keys(i)
+        return devices.batch(batch), devices.everywhere(jnp.float32(terms)), devices.batch(keys)
 
     def _keys(self, i: int) -> Any:
         """The keys of a batch, where there is dropout."""

@@ -26,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--adapter", type=Path, metavar="DIR", help="an adapter that PEFT or quaxlike.finetune wrote")
     add("--quantize", choices=["nf4", "fp4", "int8", "int4"], help="how weights are stored")
+    add("--mesh", metavar="model=4", help="divides the layers between all devices, along an axis model")
     add("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to go on with")
     add("--max-new-tokens", type=number(int, 1), default=128, help="default: 128")
     add("--temperature", type=number(float, 0), default=0.0, help="0, the default, takes the likeliest token")

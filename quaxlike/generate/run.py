@@ -11,9 +11,11 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import Tokenizer
 
-from ..interop import peft, read_tokenizer
+from ..interop import CheckpointError, peft, read_tokenizer
 from ..interop.json_text import read_json_file
-from ..models import Decoder, generate, load
+from ..models import Decoder, UnsupportedConfigError, generate, load
+from ..sharding.meshes import mesh_from_text
+from ..sharding.reading import usual_rule
 
 
 class GenerateError(ValueError):
@@ -41,7 +43,14 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
         raise GenerateError(f"{arguments.model} has no tokeniser: {error}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    model, config = load(arguments.model, quantize=arguments.quantize)
+    try:
+        mesh = None if arguments.mesh is None else mesh_from_text(arguments.mesh)
+        sharding = None if mesh is None else usual_rule(mesh, fully=False)
+        model, config = load(arguments.model, quantize=arguments.quantize, mesh=mesh, sharding=sharding)
+    except (CheckpointError, UnsupportedConfigError):
+        raise
+    except ValueError as error:  # of weights that the devices cannot share
+        raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
         raise GenerateError(f"{arguments.model} holds a {type(model).__name__}, which writes no text.")
     if arguments.adapter is not None:

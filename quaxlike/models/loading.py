@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,21 @@ def load(
             return ql.quaxify(model)(jnp.arange(5), jnp.ones(5, bool))
         ```
     """
+    skeleton, config, weights = open_model(directory)
+    if sharding is not None and mesh is None:
+        raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
+    family = skeleton.config.family if isinstance(skeleton, Decoder) else None
+    place = _placed(skeleton, quantize, mesh, sharding)
+    if weights.format == "gguf":
+        place = lambda name, rows, place=place: place(name, _in_float32(rows))
+    return fill(skeleton, weights, directory, family=family, place=place), config
+
+
+def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
+    """The model of a checkpoint with shapes for arrays, its `config.json`, and its weights, not yet read.
+
+    **Raises:** as `load`, for what does not take reading weights.
+    """
     path = Path(directory) / "config.json"
     if path.is_file():
         config = read_json_file(path, "the configuration")
@@ -117,14 +132,7 @@ def load(
             raise CheckpointError(
                 f"{path} has {name}={layers:,}, and the checkpoint no more than {len(weights):,} arrays."
             )
-    skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
-    family = FAMILIES.get(known[0])
-    if sharding is not None and mesh is None:
-        raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
-    place = _placed(skeleton, quantize, mesh, sharding)
-    if weights.format == "gguf":
-        place = lambda name, rows, place=place: place(name, _in_float32(rows))
-    return fill(skeleton, weights, directory, family=family, place=place), config
+    return eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)), config, weights
 
 
 def fill(
@@ -146,16 +154,35 @@ def fill(
     - `place`: reads a weight of the model: its name and its rows to the array. Default: the whole.
     """
     wanted = named_arrays(skeleton)
+    renamed = {_in_model(name, family): name for name in weights}
+    sources = {name: _sources(name, leaf, renamed, family) for name, leaf in wanted.items()}
+    if not any(file in renamed for files in sources.values() for file in files):
+        # Saved with or without the task's head around it.
+        renamed = {name.partition(".")[2]: file for name, file in renamed.items()}
+    used = {file for files in sources.values() for file in files}
+    missing = [file for file in used if file not in renamed]
+    if isinstance(skeleton, Decoder) and skeleton.lm_head is None:
+        used.add("lm_head.weight")  # some files repeat the embedding
+    unknown = [name for name in renamed if name not in used and not name.endswith(_BUFFERS)]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{source} does not fit the model of its config.json. "
+            f"Missing: {', '.join(sorted(missing)) or 'none'}. Unknown: {', '.join(unknown) or 'none'}."
+        )
     loaded: dict[str, Any] = {}
-    for name, files in sources_of(skeleton, weights, source, family).items():
-        loaded[name] = place(name, _rows(name, files, tuple(wanted[name].shape), weights, source))
+    for name, files in sources.items():
+        stored = {file: renamed[file] for file in files}
+        loaded[name] = place(name, _rows(name, stored, tuple(wanted[name].shape), weights, source))
     return replace(skeleton, loaded)
 
 
 def _rows(
-    name: str, files: Sequence[str], shape: tuple[int, ...], weights: Mapping[str, Any], source: Any
+    name: str, files: Mapping[str, str], shape: tuple[int, ...], weights: Mapping[str, Any], source: Any
 ) -> Rows:
-    """The rows of a weight of the model, checked as they are read; `files` are its tensors."""
+    """The rows of a weight of the model, checked as they are read.
+
+    **Arguments:** `files` has the names that its tensors have, and those in the checkpoint.
+    """
 
     def checked(leaf: Any, count: int | None) -> Any:
         expected = shape if count is None else (count, *shape[1:])
@@ -169,48 +196,25 @@ def _rows(
         return leaf
 
     if len(files) > 1:  # experts, one by one
-        each = len(files) // shape[0]
+        each, stored = len(files) // shape[0], list(files.items())
 
         def read(start: int = 0, stop: int = shape[0]) -> Any:
-            parts = [weights[file] for file in files[start * each : stop * each]]
+            parts = [as_transformers(file, weights[own]) for file, own in stored[start * each : stop * each]]
             return checked(_joined(parts, stop - start), stop - start)
 
         return Rows(shape[0], read)
-    (file,) = files
-    whole = lambda: checked(as_transformers(name, weights[file]), None)
-    rows = weights.rows(file) if isinstance(weights, Checkpoint) else Rows(None, whole)
+    ((file, stored_as),) = files.items()
+    whole = lambda: checked(as_transformers(file, weights[stored_as]), None)
+    rows = weights.rows(stored_as) if isinstance(weights, Checkpoint) else Rows(None, whole)
     if rows.count is None or rows.count != shape[0]:
         return Rows(None, whole)
 
     def part(*span: int) -> Any:
         if not span:
             return whole()
-        return checked(as_transformers(name, rows.read(*span)), min(span[1], shape[0]) - span[0])
+        return checked(as_transformers(file, rows.read(*span)), min(span[1], shape[0]) - span[0])
 
     return Rows(rows.count, part, rows.step)
-
-
-def sources_of(model: Any, names: Iterable[str], source: Any, family: Family | None) -> dict[str, list[str]]:
-    """For each array of a model the tensors of a file that make it up.
-
-    **Raises:** `CheckpointError` for a missing or superfluous name.
-    """
-    renamed = {_in_model(name, family): name for name in names}
-    sources = {name: _sources(name, leaf, renamed, family) for name, leaf in named_arrays(model).items()}
-    if not any(file in renamed for files in sources.values() for file in files):
-        # Saved with or without the task's head around it.
-        renamed = {name.partition(".")[2]: file for name, file in renamed.items()}
-    used = {file for files in sources.values() for file in files}
-    missing = [file for file in used if file not in renamed]
-    if isinstance(model, Decoder) and model.lm_head is None:
-        used.add("lm_head.weight")  # some files repeat the embedding
-    unknown = [name for name in renamed if name not in used and not name.endswith(_BUFFERS)]
-    if missing or unknown:
-        raise CheckpointError(
-            f"{source} does not fit the model of its config.json. "
-            f"Missing: {', '.join(sorted(missing)) or 'none'}. Unknown: {', '.join(unknown) or 'none'}."
-        )
-    return {name: [renamed[file] for file in files] for name, files in sources.items()}
 
 
 def _in_model(name: str, family: Family | None) -> str:

@@ -16,7 +16,7 @@ from .layouts import Rule, fsdp, tensor_parallel
 from .placing import refusal
 from .specs import leaf_specs_of, unnested
 
-_MODEL_AXES = ("model", "tensor", "tp")
+MODEL_AXES = ("model", "tensor", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,20 +56,23 @@ class Rows:
         return made if goes_by_rows(made) else None
 
 
-def usual_rule(mesh: Any, model: PyTree = None) -> Rule:
+def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
     """Along an axis that is called "model", "tensor" or "tp" the rule is that of `tensor_parallel`, along the
     others that of `fsdp`.
 
-    **Arguments:** `model` tells layers by their classes. Default: by the names of weights alone.
+    **Arguments:**
+
+    - `model`: tells layers by their classes. Default: by the names of weights alone.
+    - `fully`: whether weights are spread along the others, too.
     """
     by_layers = None
-    if set(_MODEL_AXES) & set(mesh.shape):
+    if set(MODEL_AXES) & set(mesh.shape):
         by_layers = (
             (lambda name, leaf: tensor_parallel({name: leaf}, mesh)(name, leaf))
             if model is None
             else tensor_parallel(model, mesh)
         )
-    return fsdp(mesh, over=by_layers)
+    return fsdp(mesh, over=by_layers) if fully else by_layers or (lambda name, leaf: None)
 
 
 def read_onto(name: str, rows: Rows, mesh: Any, rule: Rule) -> Any:

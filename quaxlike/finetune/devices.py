@@ -1,0 +1,190 @@
+"""Where a run computes: on one device, or on a mesh of the devices of one process or of many."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+from ..sharding import constrain, fsdp, shard, tensor_parallel
+from ..sharding.meshes import mesh_from_text
+from ..sharding.reading import MODEL_AXES, usual_rule
+from .settings import FinetuneError, Settings
+
+_Tree = TypeVar("_Tree")
+
+
+def join(settings: Settings) -> None:
+    """Makes this process one of several, before anything else is asked of JAX.
+
+    **Raises:** `FinetuneError` where the coordinator cannot be reached.
+    """
+    if settings.coordinator is None:
+        return
+    try:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            settings.coordinator, settings.num_processes, settings.process_id, initialization_timeout=120
+        )
+    except (RuntimeError, ValueError) as error:
+        raise FinetuneError(
+            f"Process {settings.process_id} of {settings.num_processes} did not meet the others at "
+            f"{settings.coordinator} within two minutes: {error} Start all of them; the one with "
+            "--process-id 0 has to be reachable there."
+        ) from error
+
+
+def leads() -> bool:
+    """Whether this process tells and writes what all of them have come to."""
+    return jax.process_index() == 0
+
+
+class Follower:
+    """The directory, and the metrics, of a process that writes none."""
+
+    def restore(self, state: PyTree) -> tuple[int, PyTree]:
+        return 0, state
+
+    def entries(self) -> list[dict[str, Any]]:
+        return []
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Another process does."""
+
+    def note(self, step: int, **entry: Any) -> None:
+        """Another process does."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Devices:
+    """The devices of a run, and how its arrays are spread over them.
+
+    Along an axis of the mesh that is called model, tensor or tp, layers are divided as `tensor_parallel`
+    says; along all others, batches are.
+
+    **Arguments:**
+
+    - `settings`: of the run.
+
+    **Raises:** `FinetuneError` for a mesh that does not fit the devices.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        try:
+            self.mesh = None if settings.mesh is None else mesh_from_text(settings.mesh)
+        except ValueError as error:
+            raise FinetuneError(str(error)) from None
+        self._fsdp = settings.fsdp
+        self._by_layers: Callable[[str, Any], Any] | None = None
+        if self.mesh is None:
+            if settings.fsdp:
+                raise FinetuneError(
+                    "--fsdp stores parts of weights on the devices of a --mesh; give it, too."
+                )
+            if jax.process_count() > 1:
+                raise FinetuneError("Several processes train together on a --mesh of all their devices.")
+            return
+        self._axes = tuple(name for name in self.mesh.shape if name not in MODEL_AXES)
+
+    def check_batch(self, size: int) -> None:
+        """**Raises:** `FinetuneError` for a batch that the devices cannot share evenly."""
+        if self.mesh is None:
+            return
+        shares = math.prod(self.mesh.shape[name] for name in self._axes)
+        if size % shares:
+            raise FinetuneError(
+                f"A batch of {size} examples cannot be shared evenly along {', '.join(self._axes)} of the "
+                f"mesh: give a --batch-size that is a multiple of {shares}."
+            )
+
+    def rule(self, name: str, leaf: Any) -> Any:
+        """The spec of a weight, for reading it: by its name."""
+        assert self.mesh is not None
+        return usual_rule(self.mesh, fully=self._fsdp)(name, leaf)
+
+    def place(self, model: _Tree) -> _Tree:
+        """A model on the mesh; what is placed from now on goes with it."""
+        if self.mesh is None:
+            return model
+        if self._has_model_axis:
+            self._by_layers = tensor_parallel(model, self.mesh)
+        return self.place_along(model)
+
+    def place_along(self, tree: _Tree) -> _Tree:
+        """Anything that holds arrays under the names of the model: the state of its optimiser."""
+        return tree if self.mesh is None else shard(tree, self.mesh, self._made(self._by_layers))
+
+    def batch(self, batch: _Tree) -> _Tree:
+        """A batch, of which each process places the rows of its own devices."""
+        return self._put(batch, jax.P(self._axes)) if self.mesh is not None else batch
+
+    def everywhere(self, tree: _Tree) -> _Tree:
+        """Small arrays that every device has."""
+        return self._put(tree, jax.P()) if self.mesh is not None else tree
+
+    def used(self, model: _Tree) -> _Tree:
+        """Within a step: the model as it is computed with. Parts of weights are gathered, packed."""
+        if self.mesh is None or not self._fsdp:
+            return model
+        return constrain(model, self.mesh, self._by_layers)
+
+    def kept(self, state: _Tree) -> _Tree:
+        """Within a step: the state as it is stored."""
+        return state if self.mesh is None else constrain(state, self.mesh, self._made(self._by_layers))
+
+    def whole(self, outputs: _Tree) -> _Tree:
+        """Within a step: what every process may look at."""
+        return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
+
+    def on_host(self, tree: _Tree) -> _Tree:
+        """A tree with its arrays in the memory of every process; all of them call it at once."""
+        if self.mesh is None:
+            return tree
+        gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
+        return jax.tree.map(
+            lambda x: x if not isinstance(x, jax.Array) else jnp.asarray(np.asarray(gather(x))), tree
+        )
+
+    def from_the_leader(self, tree: _Tree) -> _Tree:
+        """What the first process has, bit for bit, in all; they call it at once."""
+        if jax.process_count() == 1:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        kinds = [type(leaf) for leaf in leaves]
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        raw = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
+        told = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
+        out = [
+            np.frombuffer(bytes_.tobytes(), x.dtype).reshape(x.shape)
+            for bytes_, x in zip(told, arrays, strict=True)
+        ]
+        out = [kind(x) if kind in (bool, int) else jnp.asarray(x) for kind, x in zip(kinds, out, strict=True)]
+        return jax.tree.unflatten(structure, out)
+
+    @property
+    def _has_model_axis(self) -> bool:
+        return self.mesh is not None and bool(set(MODEL_AXES) & set(self.mesh.shape))
+
+    def _made(self, by_layers: Callable[[str, Any], Any] | None) -> Callable[[str, Any], Any]:
+        over = by_layers if self._has_model_axis else None
+        if self._fsdp:
+            return fsdp(self.mesh, over=over)
+        return over or (lambda name, leaf: None)
+
+    def _put(self, tree: _Tree, spec: jax.P) -> _Tree:
+        assert self.mesh is not None
+        sharding = jax.NamedSharding(self.mesh, spec)
+
+        def put(x: Any) -> Any:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            local = np.asarray(x)
+            return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
+
+        return jax.tree.map(put, tree)

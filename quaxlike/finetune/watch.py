@@ -1,0 +1,105 @@
+"""Processes that look after each other: where one is gone, the others end instead of waiting for it."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+#: A process that gives no sign for so many seconds is gone.
+SILENCE = 20.0
+_BEAT = 1.0
+
+
+class Watch:
+    """Writes signs of life to a folder that all processes share, and reads those of the others.
+
+    Where one gives none for `SILENCE` seconds, or has failed, this process prints which one, and ends with
+    exit status 1: a program that runs on many devices cannot go on, and would wait for ever.
+
+    **Arguments:**
+
+    - `folder`: the folder; a file for each process.
+    - `process`: the number of this one, of `count`.
+    - `silence`: the limit, in seconds.
+    """
+
+    def __init__(self, folder: Path, process: int, count: int, *, silence: float = SILENCE) -> None:
+        self._folder, self._process, self._count, self._silence = folder, process, count, silence
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quaxlike watch", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if self._count > 1:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write(f"{time.time_ns()} {socket.gethostname()} {os.getpid()}")
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._count == 1:
+            return
+        if error is None:
+            self._stop("done")
+            return
+        if isinstance(error, RuntimeError):
+            # Likely because another one is gone, which this waits to be told.
+            self._thread.join(self._silence + 10 * _BEAT)
+        print(f"Process {self._process} of {self._count} failed: {error}", file=sys.stderr, flush=True)
+        self._stop("failed")
+        os._exit(1)  # what JAX would do at the end is wait for the others
+
+    def _stop(self, word: str) -> None:
+        self._over.set()
+        self._thread.join()
+        self._write(f"{word} {time.time_ns()}")
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        # Signs that are there already are of an earlier run.
+        seen = {other: (self._read(other), start) for other in range(self._count)}
+        old = {other: sign for other, (sign, _) in seen.items()}
+        names: dict[int, str] = {}
+        while not self._over.wait(_BEAT):
+            self._write(f"{time.time_ns()} {socket.gethostname()} {os.getpid()}")
+            now = time.monotonic()
+            for other in range(self._count):
+                if other == self._process:
+                    continue
+                sign = self._read(other)
+                fresh = sign != old[other]
+                if fresh and sign.startswith("done"):
+                    continue
+                before, since = seen[other]
+                if sign != before:
+                    since = now
+                seen[other] = sign, since
+                if fresh and len(parts := sign.split()) == 3:
+                    names[other] = f" (on {parts[1]}, process {parts[2]} there)"
+                failed = fresh and sign.startswith("failed")
+                if failed or now - since > self._silence:
+                    self._end(other, names.get(other, ""), failed)
+
+    def _end(self, other: int, name: str, failed: bool) -> None:
+        why = "has failed" if failed else f"has given no sign for {self._silence:.0f} s"
+        print(
+            f"Process {other} of {self._count}{name} {why}; process {self._process} ends. Start all of them "
+            "again with the same commands: they go on from the last checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    def _write(self, sign: str) -> None:
+        path = self._folder / f"{self._process}"
+        beside = path.with_suffix(".new")
+        beside.write_text(sign)
+        beside.replace(path)
+
+    def _read(self, other: int) -> str:
+        try:
+            return (self._folder / f"{other}").read_text()
+        except OSError:
+            return ""
