@@ -173,6 +173,14 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
     return value
 
 
+def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    """An object of a configuration; an empty one if it is absent."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise complain(path, key, f"the quantisation config must give an object; found {value!r}")
+    return value or {}
+
+
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
     """How many codes share a scale; None for all of a row."""
     size = integer(config, "group_size", path)

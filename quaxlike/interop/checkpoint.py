@@ -17,6 +17,7 @@ from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8, mlx, mxfp4, torchao
 from .blocks import Weight
+from .blocks import settings as subsettings
 from .errors import complain
 from .gguf import holds_gguf, open_gguf
 from .gguf_tokenizer import tokenizer_of
@@ -169,6 +170,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         text = tensors.metadata["quantization_config"]
         settings = read_json(tensors.path, text, "the quantisation config in the header")
         method = settings.get("quant_method")
+        method = method if method is None else str(method)
     weights: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Callable[[], Rows]] = {}
     taken: set[str] = set()
@@ -249,16 +251,19 @@ def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, An
         read_json_file(folder / name, "the configuration") if (folder / name).is_file() else {}
     )
     config = read("config.json")
-    settings = config.get("quantization_config")
+    settings: Any = config.get("quantization_config")
+    if not isinstance(settings, dict | None):
+        raise complain(folder / "config.json", "quantization_config", f"is no object: {settings!r}")
     if isinstance(config.get("quantization"), dict) and "quant_method" not in (settings or {}):
         return config, ("mlx", config["quantization"])
     if settings is None and (other := read("quantize_config.json")):
         settings = {"quant_method": "gptq", **other}
     if settings is None and (other := read("hf_quant_config.json")):
-        settings = {"quant_method": "modelopt", **(other.get("quantization") or {})}
+        own = subsettings(other, "quantization", folder / "hf_quant_config.json")
+        settings = {"quant_method": "modelopt", **own}
     if settings is None:
         return config, (None, {})
-    if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
+    if not isinstance(settings.get("quant_method"), str):
         raise complain(folder / "config.json", "quantization_config", "must name its quant_method")
     return config, (settings["quant_method"], settings)
 

@@ -21,6 +21,7 @@ from .blocks import (
     layers,
     num_words,
     per_row,
+    settings,
     small_floats,
     spread_tiles,
     stream,
@@ -48,10 +49,10 @@ _Scheme = Mapping[str, Any]
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised and the sparse weights of a checkpoint, by name."""
-    out = dense_weights(tensors, config.get("sparsity_config") or {})
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
-        raise complain(tensors.path, "config_groups", "must map names to groups of settings")
+    out = dense_weights(tensors, settings(config, "sparsity_config", tensors.path))
+    groups = settings(config, "config_groups", tensors.path)
+    if not all(isinstance(g, dict) and _are_targets(g.get("targets") or []) for g in groups.values()):
+        raise complain(tensors.path, "config_groups", "must map names to settings, `targets` a list of texts")
     taken = {name for entry in out.values() for name in entry.tensors}
     seen = {layer.name: layer for s in ("weight_packed", "weight_scale") for layer in layers(tensors, s)}
     for layer in seen.values():
@@ -59,7 +60,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
             continue
         group = _group_of(layer, groups)
         kind = group.get("format") or config.get("format")
-        if kind not in _READERS:
+        if not isinstance(kind, str) or kind not in _READERS:
             known = ", ".join(_READERS)
             raise layer.bad(None, f"its format must be one of {known}; found {kind!r}")
         scheme = group.get("weights")
@@ -68,6 +69,10 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         read = lambda layer=layer, kind=kind, scheme=scheme: _READERS[kind](layer, scheme)
         out |= weight(layer, _PARTS, read)
     return out
+
+
+def _are_targets(targets: Any) -> bool:
+    return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
 
 def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:

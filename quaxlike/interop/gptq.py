@@ -19,6 +19,7 @@ from .blocks import (
     layers,
     num_blocks,
     num_words,
+    settings,
     stream,
     unpack,
     weight,
@@ -48,10 +49,9 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
 
 def _own_config(config: Mapping[str, Any], layer: Layer) -> Mapping[str, Any]:
     """The settings of one layer: `dynamic` holds those that differ, by regular expressions."""
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, dict):
-        raise layer.bad(None, f"`dynamic` must map patterns to settings; found {type(dynamic).__name__}")
-    for pattern, settings in dynamic.items():
+    dynamic = settings(config, "dynamic", layer.tensors.path)
+    for pattern in dynamic:
+        own = settings(dynamic, pattern, layer.tensors.path)
         exclude, pattern = pattern.startswith("-:"), re.sub(r"^[-+]:", "", pattern)
         try:
             found = re.match(pattern, layer.name)
@@ -60,7 +60,7 @@ def _own_config(config: Mapping[str, Any], layer: Layer) -> Mapping[str, Any]:
         if found and exclude:
             raise layer.bad("qweight", f"is there, though `dynamic` leaves it out by -:{pattern}")
         if found:
-            return {**config, **settings}
+            return {**config, **own}
     return config
 
 

@@ -37,7 +37,7 @@ def _read(layer: Layer, config: Mapping[str, Any]) -> Any:
     bits = integer(config, "bits", path, among=(2, 3, 4, 5, 6, 8))
     group = integer(config, "group_size", path)
     mode = config.get("mode") or "affine"
-    if mode != "affine" and mode not in _MODES:
+    if mode not in ("affine", *_MODES):
         raise complain(path, "mode", f"affine, {', '.join(_MODES)} can be read; found {mode!r}")
     n, words = layer.shape("weight", 2)
     k = words * 32 // bits

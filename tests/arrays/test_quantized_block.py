@@ -29,10 +29,24 @@ def _of(codec):
     return lambda k=0: BlockArray.quantize(jnp.asarray(normal(4, 32, seed=k)), codec=codec)
 
 
-MAKE = {**{name: _of(name) for name in CODECS}, "columns out of order": _ordered}
+def _scaled(cls, **options):
+    return lambda k=0: cls.quantize(jnp.asarray(normal(4, 32, seed=k)), block_size=32, **options)
+
+
+MAKE = {
+    **{name: _of(name) for name in CODECS},
+    **{cls.__name__: _scaled(cls) for cls in (ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array)},
+    "columns out of order": _ordered,
+}
 
 X, Y = jnp.asarray(normal(3, 32, seed=5)), jnp.asarray(normal(3, 4, seed=6))
 INDEX = jnp.array([2, 0, 3])
+SIGNAL = jnp.asarray(normal(2, 32, 5, seed=7))  # of 32 channels
+
+
+def _conv(x, w, layout):
+    return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NCH", layout, "NCH"))
+
 
 #: Of a matrix and another one, (4, 32) each.
 PROGRAMS = {
@@ -51,6 +65,12 @@ PROGRAMS = {
     "grad by x": lambda w, v: jax.grad(lambda x: jnp.sum((x @ w.T) ** 2))(X),
     "hessian by x": lambda w, v: jax.hessian(lambda x: jnp.sum((w @ x) ** 2))(X[0]),
     "remat": lambda w, v: jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ w.T))(x)))(X),
+    "convolution": lambda w, v: _conv(SIGNAL, jnp.stack([w, v], axis=2), "OIH"),
+    "convolution, gradient": lambda w, v: jax.grad(
+        lambda x: jnp.sum(_conv(x, jnp.stack([w, v]).swapaxes(1, 2), "HIO") ** 2)
+    )(SIGNAL),
+    "embedding": lambda w, v: jax.vmap(lambda i: w[i])(INDEX) @ X.T,
+    "experts by einsum": lambda w, v: jnp.einsum("nk,eok->neo", X, jnp.stack([w, v])),
     "experts": lambda w, v: lax.ragged_dot(X, jnp.stack([w, v]).swapaxes(1, 2), jnp.array([1, 2])),
 }
 
@@ -63,7 +83,8 @@ def test_every_program(codec):
     dense = [ql.materialise(w), ql.materialise(v)]
 
     # Rows that share an order of columns stay together.
-    names = [name for name in PROGRAMS if name != "row" or w.order is None]
+    ordered = isinstance(w, BlockArray) and w.order is not None
+    names = [name for name in PROGRAMS if not (ordered and name in ("row", "embedding"))]
 
     def run(w, v):
         return {name: PROGRAMS[name](w, v) for name in names}
@@ -101,7 +122,28 @@ def test_a_factor_gets_its_gradient(codec):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("codec", ["q4_k", "mxfp4"])
+#: What is done element by element, and so materialises the weight.
+DENSE = {
+    "masked": lambda w, v: (w * (v > 0).astype(v.dtype)) @ X.T,
+    "normalised": lambda w, v: (w / jnp.linalg.norm(w, axis=1, keepdims=True)) @ X.T,
+    "penalty": lambda w, v: jnp.sum(w**2),
+}
+
+
+@pytest.mark.parametrize("codec", ["q4_k", "mxfp4", "Int8Array", "columns out of order"])
+def test_masks_and_norms(codec):
+    w, v = MAKE[codec](), jnp.asarray(normal(4, 32, seed=3))
+    run = lambda w, v: {name: program(w, v) for name, program in DENSE.items()}
+    with ql.on_materialise("allow"):
+        found = ql.quaxify(run)(w, v)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, run(ql.materialise(w), v)
+    )
+
+
+@pytest.mark.parametrize(
+    "codec", [pytest.param(n, marks=() if n in ("q4_k", "mxfp4") else pytest.mark.slow) for n in MAKE]
+)
 def test_an_adapter_over_codes_learns(codec):
     w = ql.LoraArray(MAKE[codec](), jnp.asarray(normal(2, 32)), jnp.zeros((4, 2)))
     loss = lambda ab, w: jnp.mean((X @ ql.materialise(w.replace(a=ab[0], b=ab[1])).T - Y) ** 2)

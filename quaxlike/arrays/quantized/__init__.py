@@ -3,11 +3,11 @@
 # They register rules.
 from . import convolution, dot, elementwise, experts, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import AbstractQuantizedArray, AbstractScaledArray
-from .block import BlockArray, BlockScales
+from .block import BlockArray
 from .codebook import AbstractCodebookArray, FP4Array, Int4Array, NF4Array
 from .codecs import CODECS, Codec
 from .int8 import Int8Array
-from .scales import NestedScales
+from .scales import BlockScales, NestedScales
 
 __all__ = [
     "CODECS",

@@ -227,20 +227,25 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         lead, inner = stored[: self.num_lead], stored[self.num_lead :]
         if all(axis is None for axis in inner):
             return [jax.P(*lead, *[None] * (leaf.ndim - self.num_lead)) for leaf in jax.tree.leaves(self)]
+        if reason := self.tied_by():
+            raise ValueError(
+                f"{type(self).__name__} of stored shape {self.stored_shape} cannot be sharded by {spec}: "
+                f"{reason}. Shard leading axes only, or quantise with `block_size` dividing the last axis "
+                "and without double quantisation."
+            )
+        return [
+            jax.P(*lead, *(inner if leaf.shape[-1] > 1 else [None] * len(inner)))
+            for leaf in jax.tree.leaves(self)
+        ]
+
+    def tied_by(self) -> str:
+        """The reason why inner axes cannot be divided among devices; none if they can."""
         if self.inner is not None or isinstance(self.scale, NestedScales):
-            raise ValueError(
-                f"{type(self).__name__} of stored shape {self.stored_shape} cannot be sharded by {spec}: "
-                f"the axes {self.inner_shape} share blocks. Shard leading axes only, or quantise with "
-                "`block_size` dividing the last axis and without double quantisation."
-            )
-        per_row = self.block_size is None
-        if not per_row and self.inner_shape[-1] % self.block:
-            raise ValueError(
-                f"{type(self).__name__} of stored shape {self.stored_shape} cannot be sharded by {spec}: "
-                f"blocks of {self.block} do not fill the axis of {self.inner_shape[-1]}, so that parts of it "
-                "would not have the same blocks. Shard another axis."
-            )
-        return [jax.P(*lead, *inner), jax.P(*lead, None) if per_row else jax.P(*lead, *inner)]
+            return f"the axes {self.inner_shape} share blocks"
+        if self.block_size is not None and self.inner_shape[-1] % self.block:
+            filled = f"blocks of {self.block} do not fill the axis of {self.inner_shape[-1]}"
+            return f"{filled}, so that parts of it would not have the same blocks"
+        return ""
 
 
 class AbstractScaledArray(AbstractQuantizedArray):

@@ -20,28 +20,9 @@ from .base import AbstractQuantizedArray, as_floating, quantize_stack
 from .codecs import CODECS, Codec, Rows
 from .encode import encode
 from .grid import Grid, sorted_table
+from .scales import BlockScales
 
 _B = TypeVar("_B", bound="BlockArray")
-
-
-class BlockScales(eqx.Module):
-    """Scales and zero points of blocks, as a [`Codec`][quaxlike.arrays.quantized.Codec] reads them.
-
-    **Arguments:**
-
-    - `scale`: `(*lead, blocks)`.
-    - `outer`: `(*lead, groups)`, what the scales of a group of blocks are multiplied with; or None.
-    - `zero`: `(*lead, blocks)`, zero points or minima; or None.
-    - `outer_zero`: `(*lead, groups)`, what minima are multiplied with; or None.
-    """
-
-    scale: Array | np.ndarray
-    outer: Array | np.ndarray | None = None
-    zero: Array | np.ndarray | None = None
-    outer_zero: Array | np.ndarray | None = None
-
-    def parts(self) -> tuple[Any, Any, Any, Any]:
-        return self.scale, self.outer, self.zero, self.outer_zero
 
 
 class BlockArray(AbstractQuantizedArray):
@@ -395,19 +376,8 @@ class BlockArray(AbstractQuantizedArray):
         packed = bitstream.pack(codes.astype(np.uint8), self.codec.bits)
         return dataclasses.replace(self, codes=jnp.asarray(packed.reshape(self.codes.shape)))
 
-    def shard_spec(self, spec: jax.P) -> Sequence[jax.P]:
-        per_axis = [*spec, *[None] * (len(self.stored_shape) - len(spec))]
-        stored = [per_axis[self.permutation.index(i)] for i in range(len(self.stored_shape))]
-        lead, inner = stored[: self.num_lead], stored[self.num_lead :]
-        leaves = jax.tree.leaves(self)
-        if all(axis is None for axis in inner):
-            return [jax.P(*lead, None) for _ in leaves]
-        if self.inner is not None or self.order is not None or self.inner_shape[0] % max(self.block, 1):
-            raise ValueError(
-                f"BlockArray of stored shape {self.stored_shape} in blocks of {self.block} cannot be sharded "
-                f"by {spec}: columns must be in order, and fill whole blocks and bytes. Shard another axis."
-            )
-        return [jax.P(*lead, *(inner if leaf.shape[-1] > 1 else [None])) for leaf in leaves]
+    def tied_by(self) -> str:
+        return "its columns are out of order" if self.order is not None else super().tied_by()
 
 
 @functools.partial(jax.jit, static_argnames="rows", inline=True)

@@ -1,4 +1,6 @@
-"""Block scales that are quantised in turn."""
+"""Scales of blocks: those that codecs read, and those that are quantised in turn."""
+
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,6 +10,26 @@ from jaxtyping import Array, Float32, UInt8
 
 from ... import kernels
 from ...kernels import blockwise
+
+
+class BlockScales(eqx.Module):
+    """Scales and zero points of blocks, as a [`Codec`][quaxlike.arrays.quantized.Codec] reads them.
+
+    **Arguments:**
+
+    - `scale`: `(*lead, blocks)`.
+    - `outer`: `(*lead, groups)`, what the scales of a group of blocks are multiplied with; or None.
+    - `zero`: `(*lead, blocks)`, zero points or minima; or None.
+    - `outer_zero`: `(*lead, groups)`, what minima are multiplied with; or None.
+    """
+
+    scale: Array | np.ndarray
+    outer: Array | np.ndarray | None = None
+    zero: Array | np.ndarray | None = None
+    outer_zero: Array | np.ndarray | None = None
+
+    def parts(self) -> tuple[Any, Any, Any, Any]:
+        return self.scale, self.outer, self.zero, self.outer_zero
 
 
 class NestedScales(eqx.Module):
