@@ -71,9 +71,7 @@ def test_shapes_are_checked():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_one_expression_in_half_precision(monkeypatch, block_size, transpose, dtype):
-    monkeypatch.setattr(reference, "_FUSED_ROWS", 2)
-    monkeypatch.setattr(reference, "_CHUNK_WEIGHTS", 1024)
+def test_one_expression_in_half_precision(block_size, transpose, dtype):
     x, codes, scale, _ = _operands(3, (67, 40), block_size, transpose)
     x = x.astype(dtype) * jnp.asarray(1e-3, dtype)  # in float16 a product with scales would be subnormal
     params = {"block_size": block_size or 40, "transpose": transpose, "out_dtype": np.dtype("float32")}

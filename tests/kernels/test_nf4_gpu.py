@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
-from quaxlike.kernels.nf4_matmul import mosaic
+from quaxlike.kernels.nf4_matmul import gpu, mosaic
 from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
 
 from . import simt
@@ -58,12 +58,12 @@ def _execute(p: Problem, tiling: Tiling, seed=0):
     y, stats = simt.run(
         functools.partial(mosaic.emit, p=p, tiling=tiling),
         [x, packed, *scales, blockwise.NF4, *low_rank],
-        ((p.m, p.n), DTYPES[p.out_dtype]),
+        ((tiling.splits, p.m, p.n), DTYPES[p.out_dtype]),
         [((mosaic.shared_words(p, tiling),), np.uint32)],
         blocks=mosaic.blocks(p, tiling),
         threads=tiling.threads,
     )
-    return y, expected, stats
+    return np.sum(y, axis=0), expected, stats
 
 
 @pytest.mark.parametrize("tiling", sorted(set(TABLE), key=str), ids=str)
@@ -89,7 +89,7 @@ def test_the_program_computes_the_product(tiling):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tiling", [Tiling(2, 1, 4, 1), Tiling(1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("tiling", [Tiling(2, 1, 4, 1), Tiling(1, 2, 2, 2), Tiling(1, 1, 2, 1, 3)], ids=str)
 def test_kinds_of_problems(p, tiling):
     y, expected, _ = _execute(p, tiling)
     assert relative_error(y, expected) < 1e-6
@@ -134,6 +134,32 @@ def test_every_byte_is_decoded_bit_for_bit(dtype):
     codes = np.stack([packed >> 4, packed & 15], -1).reshape(256, 64)
     weights = blockwise.NF4.astype(DTYPES[dtype]).astype(np.float32)[codes] * absmax[:, None]
     np.testing.assert_array_equal(y.T, weights)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_of_the_weight_are_reduced(nested):
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((96, 128)).astype(np.float32)
+    packed, absmax = blockwise.quantize_codebook(jnp.asarray(w), blockwise.NF4, block_size=64)
+    if nested:
+        absmax = NestedScales(*blockwise.quantize_scales(absmax), jnp.asarray(blockwise.dynamic_map()))
+    dense = blockwise.dequantize_codebook(
+        packed, gpu.dense_scales(absmax), blockwise.NF4, n=w.size, block_size=64
+    )
+    x = jnp.asarray(rng.standard_normal((2, 96)), jnp.float32)
+    params = {"shape": w.shape, "block_size": 64, "transpose": True, "out_dtype": np.dtype("float32")}
+    y = gpu.reduced(x, packed, absmax, jnp.asarray(blockwise.NF4), **params)
+    assert relative_error(y, np.float64(x) @ np.float64(dense).reshape(w.shape)) < 1e-6
+
+
+def test_adapters_that_the_kernel_cannot_address():
+    x, b = (
+        jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1200, 14336, 64), jnp.bfloat16),
+    )
+    params = {"shape": (14336, 4096), "block_size": 64, "platform": "cuda"}
+    choice = kernels.chosen_backend(kernels.lora_matmul_p, x, None, None, None, None, b, **params)
+    assert "up to 2 GiB of adapters, not those of shape (1200, 14336, 64)" in choice.reason
 
 
 def test_rounding_the_codebook_costs_less_than_rounding_the_weight():
@@ -220,6 +246,7 @@ def test_other_platforms_get_the_chunks():
     [
         ({}, "one fused kernel"),
         ({"transpose": True}, "contracts over the columns"),
+        ({"transpose": True, "m": 1}, "one fused reduction over the rows of W"),
         ({"m": 129}, "1 to 128 rows of x, not 129"),
         ({"m": 0}, "1 to 128 rows of x, not 0"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
@@ -232,7 +259,7 @@ def test_other_platforms_get_the_chunks():
 def test_what_the_fused_kernel_takes(change, reason):
     given = {"m": 4, "dtype": "bfloat16", "shape": (64, 128), "platform": "cuda"} | change
     given = {"block_size": 64, "transpose": False} | given
-    x = jax.ShapeDtypeStruct((given.pop("m"), given["shape"][1]), given.pop("dtype"))
+    x = jax.ShapeDtypeStruct((given.pop("m"), given["shape"][not given["transpose"]]), given.pop("dtype"))
     choice = kernels.chosen_backend(kernels.nf4_matmul_p, x, None, None, None, **given)
     assert choice.backend == "gpu"
     assert reason in choice.reason

@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int8
@@ -10,10 +9,6 @@ from jaxtyping import Array, Float, Float32, Int8
 from ..blockwise import dequantize_int
 from ..multilinear import accumulator_dtype, precision_for
 from ..tiles import as_weights, contract_columns, contract_rows
-
-# The cast is fused into products that contract the rows of `W` with few rows of `x`; of more, the part of `W`
-# that is multiplied is cast to memory first. Weights cast at a time: 32 MiB of bfloat16.
-_FUSED_ROWS, _CHUNK_WEIGHTS = 64, 1 << 24
 
 
 def tiled(
@@ -64,15 +59,5 @@ def whole(
     scale = scale.reshape(*[1] * (x.ndim - 1), codes.shape[0]).astype(dtype)
     if transpose:
         x = (x.astype(dtype) * scale).astype(x.dtype)
-        chunks = [dot(x, part.astype(x.dtype)).astype(out_dtype) for part in _columns(codes, x)]
-        return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=-1)
+        return dot(x, codes.astype(x.dtype)).astype(out_dtype)
     return (dot(x, codes.astype(x.dtype)) * scale).astype(out_dtype)
-
-
-def _columns(codes: Array, x: Array) -> list[Array]:
-    """The columns of `W`, as many at a time as are multiplied by `x` at once."""
-    n, k = codes.shape
-    if math.prod(x.shape[:-1]) <= _FUSED_ROWS or n * k <= _CHUNK_WEIGHTS:
-        return [codes]
-    width = -(-k // -(-n * k // _CHUNK_WEIGHTS))
-    return [codes[:, start : start + width] for start in range(0, k, width)]

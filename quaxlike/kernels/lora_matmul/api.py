@@ -137,7 +137,7 @@ def _choose(
     **params: Any,
 ) -> Choice:
     # The kernels of the weight alone take the low-rank term as two more operands.
-    kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
+    kernels = {"gpu": functools.partial(gpu.choose, low_rank=operands[-1]), "tpu": tpu.choose}
     return first_choice(
         platform, backend, lora_matmul_reference, kernels, x, partitioned=partitioned, **params
     )

@@ -20,6 +20,8 @@ from .scales import NestedScales, dense_scales
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's matmul.
 FUSED_ROWS = 128
+# Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
+REDUCED_ROWS = 2
 # Weights decoded at a time: 128 MiB of bfloat16. Joining the results of smaller chunks costs more
 # than the L2 cache gains.
 _CHUNK_WEIGHTS = 1 << 26
@@ -30,6 +32,8 @@ def choose(platform: str, x: Any, **params: Any) -> Choice:
     refusal = fused_refusal(platform, x, **params)
     if refusal is None:
         return Choice("gpu", "one fused kernel", fused)
+    if _is_reduced(x, **params):
+        return Choice("gpu", "one fused reduction over the rows of W", reduced)
     return Choice("gpu", f"decoded in chunks for the library's matmul: {refusal}", chunked)
 
 
@@ -41,9 +45,10 @@ def fused_refusal(
     block_size: int,
     transpose: bool = False,
     partitioned: bool,
+    low_rank: Any = None,
     **params: Any,
 ) -> str | None:
-    """Why the fused kernel does not take an operation; None if it does."""
+    """Why the fused kernel does not take an operation; None if it does. `low_rank`: `b` of all adapters."""
     n, k = shape
     rows = math.prod(x.shape[:-1])
     if partitioned:
@@ -58,6 +63,8 @@ def fused_refusal(
         return f"the fused kernel takes blocks of a multiple of 64 codes within rows, not {block_size}"
     if n == 0 or n * k // 2 >= 2**31:
         return "the fused kernel addresses up to 2 GiB of codes"
+    if low_rank is not None and math.prod(low_rank.shape) * 2 >= 2**31:
+        return f"the fused kernel addresses up to 2 GiB of adapters, not those of shape {low_rank.shape}"
     return mosaic_gpu_refusal(platform, lowest=(8, 0))
 
 
@@ -91,13 +98,18 @@ def fused(
         dtype=str(x.dtype),
         out_dtype=str(out_dtype),
     )
+    tiling = tiling_for(problem)
+    if tiling.splits > 1:
+        problem = problem._replace(out_dtype="float32")
     scales = absmax if isinstance(absmax, NestedScales) else (absmax.reshape(-1),)
-    kernel = pallas_kernel(problem, tiling_for(problem))
-    return kernel(x, packed.reshape(-1), *scales, codebook, *low_rank).reshape(*lead, n)
+    kernel = pallas_kernel(problem, tiling)
+    y = kernel(x, packed.reshape(-1), *scales, codebook, *low_rank)
+    return functools.reduce(operator.add, y).astype(out_dtype).reshape(*lead, n)
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
-    """The fused kernel for a problem: a function of the arrays in `mosaic.emit`'s order."""
+    """The fused kernel for a problem: a function of the arrays in `mosaic.emit`'s order to the terms of the
+    product, (splits, m, n)."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from . import mosaic
@@ -111,7 +123,7 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
     return plgpu.kernel(
         nf4_matmul,
-        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
+        out_type=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.n), problem.out_dtype),
         scratch_types=[plgpu.SMEM((mosaic.shared_words(problem, tiling),), jnp.uint32)],
         grid=(mosaic.blocks(problem, tiling),),
         grid_names=("block",),
@@ -119,6 +131,38 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
+
+
+def _is_reduced(
+    x: Any, *, shape: tuple[int, int], block_size: int, transpose: bool = False, **params: Any
+) -> bool:
+    few = 0 < math.prod(x.shape[:-1]) <= REDUCED_ROWS
+    return transpose and few and shape[1] % block_size == 0
+
+
+def reduced(
+    x: Array,
+    packed: Array,
+    absmax: Array | NestedScales,
+    codebook: Array,
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    out_dtype: np.dtype,
+    transpose: bool,
+) -> Array:
+    """`x @ W` for a row or two of `x`, as sums over the rows of `W` that XLA fuses the decoding into."""
+    n, k = shape
+    lead = x.shape[:-1]
+    dtype = accumulator_dtype(x.dtype)
+    packed = packed.reshape(n, k // 2)
+    scales = jnp.repeat(dense_scales(absmax).reshape(n, -1), block_size // 2, axis=1).astype(dtype)
+    # Even and odd columns.
+    halves = [codebook[codes].astype(dtype) * scales for codes in (packed >> 4, packed & 15)]
+    rows = x.reshape(-1, n).astype(dtype)
+    sums = [[jnp.sum(row[:, None] * half, axis=0) for half in halves] for row in rows]
+    y = jnp.stack([jnp.stack(of_row, axis=-1).reshape(k) for of_row in sums])
+    return y.astype(out_dtype).reshape(*lead, k)
 
 
 def chunked(

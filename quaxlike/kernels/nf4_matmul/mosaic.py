@@ -15,7 +15,9 @@ some of the blocks of 64 columns; `mma.sync` contracts 16 columns at a time.
   is rounded is the codebook alone, which costs less than rounding every weight.
 - *Bytes are in flight while others are multiplied.* Each step loads the codes of the next one.
 
-Warps that share rows of `W` add their sums through shared memory. Nothing is written but the result.
+Warps that share rows of `W` add their sums through shared memory. Where there are too few rows of `W` to keep
+all of a GPU busy, blocks of threads share their columns, too: each writes its sum in float32, and these are
+added afterwards, always in the same order.
 """
 
 import dataclasses
@@ -40,12 +42,14 @@ class Tiling:
     - `row_warps`: warps beside each other along the rows.
     - `k_warps`: warps that share the columns of the same rows.
     - `unroll`: blocks of 64 columns that a warp takes at a time.
+    - `splits`: blocks of threads that share the columns of the same rows, each with a sum of its own.
     """
 
     row_tiles: int
     row_warps: int
     k_warps: int
     unroll: int
+    splits: int = 1
 
     @property
     def rows(self) -> int:
@@ -96,9 +100,9 @@ _TILINGS = (
     (2, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
     (8, 8192, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1)),
     (1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
-    (2, 1, Tiling(row_tiles=2, row_warps=2, k_warps=8, unroll=1)),
-    (4, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
-    (8, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1)),
+    (2, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
+    (4, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1, splits=2)),
+    (8, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1, splits=2)),
 )
 
 
@@ -109,7 +113,7 @@ def tiling_for(p: Problem) -> Tiling:
 
 def blocks(p: Problem, tiling: Tiling) -> int:
     """How many blocks of threads the program is for."""
-    return -(-p.n // tiling.rows) * p.groups
+    return -(-p.n // tiling.rows) * p.groups * tiling.splits
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
@@ -141,7 +145,7 @@ class _Operands:
 
 
 def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
-    """Emits the program: `out = x @ W.T`, plus `t @ b.T` of each adapter.
+    """Emits the program: `out = x @ W.T`, plus `t @ b.T` of each adapter; in `tiling.splits` terms.
 
     **Arguments:**
 
@@ -165,7 +169,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
         following = warp.load(i + 1)
         return following + warp.multiply(i, held, acc)
 
-    steps = -(-p.k // (BLOCK * tiling.unroll * tiling.k_warps))
+    steps = -(-p.k // (BLOCK * tiling.unroll * tiling.k_warps * tiling.splits))
     acc = lanes.loop(steps, first + acc, step)[len(first) :]
     if p.adapters:
         acc = warp.add_low_rank(acc)
@@ -185,8 +189,10 @@ class _Warp:
         self.k_warp = warp // tiling.row_warps
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
         # Groups of tokens that share rows of `W` are neighbours, so that L2 serves all but one.
-        self.first_row = lanes.block_index() // p.groups * tiling.rows
-        self.first_token = lanes.block_index() % p.groups * (8 * p.token_tiles)
+        place = lanes.block_index()
+        self.split, place = place % tiling.splits, place // tiling.splits
+        self.first_row = place // p.groups * tiling.rows
+        self.first_token = place % p.groups * (8 * p.token_tiles)
         # Past the end the last row is read again; what comes of it is not stored.
         self.rows = [
             lanes.minimum(self.first_row + self.row_in_block + self.group + 8 * i, p.n - 1)
@@ -215,9 +221,13 @@ class _Warp:
 
     def _block(self, step: Reg, i: int) -> tuple[Reg, Reg]:
         """The `i`-th block of a step, and whether there is one; if not, the last one."""
-        block = (step * self.tiling.k_warps + self.k_warp) * self.tiling.unroll + i
+        block = self._share(step) * self.tiling.unroll + i
         blocks = self.p.k // BLOCK
         return lanes.minimum(block, blocks - 1), block < blocks
+
+    def _share(self, step: Reg) -> Reg:
+        """The number of a warp's step among those of all warps that share rows of `W`."""
+        return (step * self.tiling.splits + self.split) * self.tiling.k_warps + self.k_warp
 
     def load(self, step: Reg) -> list[Reg]:
         """Codes (two words) and scale of each of the thread's rows, for each block of a step."""
@@ -280,7 +290,7 @@ class _Warp:
         tiles, t, b = self.p.adapters * of_adapter, self.memory.t, self.memory.b
 
         def step(i: Reg, acc: list[Reg]) -> list[Reg]:
-            tile = i * self.tiling.k_warps + self.k_warp
+            tile = self._share(i)
             present, tile = tile < tiles, lanes.minimum(tile, tiles - 1)
             adapter, column = tile // of_adapter, tile % of_adapter * 16 + self.quad * 4
             t_at = lambda token: (token * (16 * tiles) + tile * 16 + self.quad * 4) * 2
@@ -295,7 +305,7 @@ class _Warp:
                     out += lanes.mma(acc[len(out) : len(out) + 4], a, of_token, self.p.dtype)
             return out
 
-        return lanes.loop(-(-tiles // self.tiling.k_warps), acc, step)
+        return lanes.loop(-(-tiles // (self.tiling.k_warps * self.tiling.splits)), acc, step)
 
 
 def _reduce(acc: list[Reg], warp: _Warp, sums: Memory, out: Memory) -> None:
@@ -320,5 +330,6 @@ def _reduce(acc: list[Reg], warp: _Warp, sums: Memory, out: Memory) -> None:
         global_token, global_row = warp.first_token + token, warp.first_row + row
         inside = (token < tokens) & (global_token < p.m) & (global_row < p.n)
         size = 4 if p.out_dtype == "float32" else 2
-        at, result = (global_token * p.n + global_row) * size, lanes.round_to(total, p.out_dtype)
+        at = ((warp.split * p.m + global_token) * p.n + global_row) * size
+        result = lanes.round_to(total, p.out_dtype)
         lanes.when(inside, functools.partial(out.store, at, result))
