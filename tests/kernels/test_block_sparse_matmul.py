@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from quaxlike import kernels
 from quaxlike.kernels import block_sparse_matmul, transposed_index
-from quaxlike.kernels.block_sparse_matmul import column_index, gpu
+from quaxlike.kernels.block_sparse_matmul import column_index, gpu, tpu
 from tests.primitives.jaxprs import equations, names
 from tests.samples import normal
 
@@ -272,3 +272,43 @@ def test_what_the_kernels_take(change, platform, reason):
         )
     assert choice.backend == "reference"
     assert reason in choice.reason
+
+
+@pytest.mark.parametrize(("b", "dtype"), [(128, "float32"), (128, "bfloat16")])
+def test_the_sampled_product_on_tpus(b, dtype):
+    y, x, w, expected = _sampled_case(b, 35, dtype)
+    params = {"block_size": b, "out_dtype": jnp.dtype(dtype)}
+    actual = tpu.sampled(y, x, *map(jnp.asarray, w[1:]), **params, interpret=True)
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this Mosaic GPU has no interpreter")
+@pytest.mark.parametrize("b", [64, 128])
+def test_the_sampled_product_on_gpus_interpreted(b):
+    y, x, w, expected = _sampled_case(b, 100, "bfloat16")
+    params = {"block_size": b, "out_dtype": jnp.dtype("bfloat16")}
+    interpret = plgpu.InterpretGPUParams()
+    actual = gpu.sampled(y, x, *map(jnp.asarray, w[1:]), **params, interpret=interpret)
+    assert relative_error(actual, expected) < TOLERANCE["bfloat16"]
+
+
+def _sampled_case(b, m, dtype):
+    w = block_sparse(MASKS["mixed"], b)
+    y, x = normal(m, 4 * b, dtype=dtype), normal(m, 3 * b, dtype=dtype, seed=1)
+    dense = (np.float64(y).T @ np.float64(x)).reshape(4, b, 3, b).transpose(0, 2, 1, 3)
+    padded = np.concatenate([dense, np.zeros((4, 1, b, b))], axis=1)
+    return y, x, w, padded[np.arange(4)[:, None], w.col_idx]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_gradient_of_blocks_is_a_kernel(platform):
+    of = jax.ShapeDtypeStruct
+    w = of((4, 2, 128, 128), jnp.bfloat16)
+    index = [of((4, n), jnp.int32) for n in (2, 3)]
+    loss = lambda w, x, *index: jnp.sum(block_sparse_matmul(x, w, *index))
+    with tpu_at_hand():
+        traced = jax.jit(jax.grad(loss)).trace(w, of((16, 512), jnp.bfloat16), *index)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}[platform] in text
+    assert "stablehlo.while" not in text

@@ -1,7 +1,9 @@
 """The block-sparse matmul as a primitive that knows its derivatives and picks its backend."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
@@ -127,18 +129,59 @@ def _transpose(
         ct_x = block_sparse_matmul_p(ct, blocks, col_idx, transposed_idx, transpose=not transpose, **params)
         return ct_x, None, None, None
     by_rows, by_columns = (x, ct) if transpose else (ct, x)
-    ct_blocks = sampled_reference(
+    ct_blocks = sampled_matmul_p(
         by_rows,
         by_columns,
         col_idx,
+        transposed_idx,
         block_size=blocks.aval.shape[-1],
         out_dtype=np.dtype(blocks.aval.dtype),
+        backend=params["backend"],
     )
     return None, ct_blocks, None, None
 
 
 def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
     return map_rows(block_sparse_matmul_p, size, operands, dims, params, rows=(0,))
+
+
+def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
+    del transposed_idx  # for derivatives
+    return sampled_reference(y, x, col_idx, **params)
+
+
+def _choose_sampled(
+    platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
+) -> Choice:
+    kernels = {"gpu": gpu.choose_sampled, "tpu": tpu.choose_sampled}
+    return first_choice(platform, backend, _sampled, kernels, *operands, partitioned=partitioned, **params)
+
+
+def _sampled_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    return sum_tangents(sampled_matmul_p, primals, tangents, params)
+
+
+def _sampled_transpose(
+    ct: Any, y: Any, x: Any, col_idx: Any, transposed_idx: Any, *, backend: Any, **params: Any
+) -> Any:
+    to_x = ad.is_undefined_primal(x)
+    known, wanted = (y, x) if to_x else (x, y)
+    out = block_sparse_matmul_p(
+        known,
+        ct.astype(known.dtype),
+        col_idx,
+        transposed_idx,
+        transpose=to_x,
+        out_dtype=np.dtype(wanted.aval.dtype),
+        backend=backend,
+    )
+    return (None, out, None, None) if to_x else (out, None, None, None)
+
+
+def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
+    # The products of a batch are products of larger arrays in plain JAX.
+    del params["backend"]
+    return jax.vmap(functools.partial(_sampled, **params), dims)(*operands), 0
 
 
 block_sparse_matmul_p = kernel_primitive(
@@ -148,4 +191,13 @@ block_sparse_matmul_p = kernel_primitive(
     jvp=_jvp,
     transpose=_transpose,
     batching=_batching,
+)
+
+sampled_matmul_p = kernel_primitive(
+    "block_sparse_sampled_matmul",
+    _choose_sampled,
+    _sampled,
+    jvp=_sampled_jvp,
+    transpose=_sampled_transpose,
+    batching=_sampled_batching,
 )

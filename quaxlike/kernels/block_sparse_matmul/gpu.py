@@ -23,20 +23,33 @@ _STAGES = 3
 
 
 def choose(platform: str, x: Any, blocks: Any, **params: Any) -> Choice | str:
-    """How the operation runs on a GPU, or why it does not."""
-    b = blocks.shape[-1]
-    if params["partitioned"]:
+    """How the product runs on a GPU, or why it does not."""
+    refusal = _refusal(platform, x, blocks, blocks.shape[-1], blocks.size, **params)
+    return Choice("gpu", "a Mosaic GPU kernel", matmul) if refusal is None else refusal
+
+
+def choose_sampled(
+    platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
+) -> Choice | str:
+    """How the sampled product runs on a GPU, or why it does not."""
+    refusal = _refusal(platform, x, y, block_size, col_idx.size, **params)
+    return Choice("gpu", "a Mosaic GPU kernel", sampled) if refusal is None else refusal
+
+
+def _refusal(
+    platform: str, x: Any, other: Any, b: int, slots: int, *, partitioned: bool, out_dtype: Any, **params: Any
+) -> str | None:
+    if partitioned:
         return PARTITIONED
     if b not in (64, 128):
         return f"the GPU kernel takes blocks of 64 or 128, not {b}"
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or blocks.dtype != x.dtype:
-        return f"the GPU kernel takes bfloat16 or float16, not {x.dtype} and {blocks.dtype}"
-    if params["out_dtype"] != x.dtype:
-        return f"the GPU kernel's result is of the dtype of x, not {params['out_dtype']}"
-    if x.size == 0 or blocks.size == 0:
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or other.dtype != x.dtype:
+        return f"the GPU kernel takes bfloat16 or float16, not {x.dtype} and {other.dtype}"
+    if out_dtype != x.dtype:
+        return f"the GPU kernel's result is of the dtype of x, not {out_dtype}"
+    if x.size == 0 or slots == 0:
         return "the GPU kernel takes at least one row of x and one slot"
-    refusal = mosaic_gpu_refusal(platform, lowest=(9, 0), newest=9)
-    return Choice("gpu", "a Mosaic GPU kernel", matmul) if refusal is None else refusal
+    return mosaic_gpu_refusal(platform, lowest=(9, 0), newest=9)
 
 
 def matmul(
@@ -144,3 +157,92 @@ def matmul(
         interpret=interpret,
     )(x, weight, index)
     return out[:m].reshape(*lead, out.shape[1])
+
+
+def sampled(
+    y: Array,
+    x: Array,
+    col_idx: Array,
+    transposed_idx: Array,
+    *,
+    block_size: int,
+    out_dtype: np.dtype,
+    interpret: Any = None,
+) -> Array:
+    """The blocks at `col_idx` of `y.T @ x`: a block of threads for each of them, over all tokens."""
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    del transposed_idx
+    (rows, slots), b = col_idx.shape, block_size
+    m = math.prod(x.shape[:-1])
+    y, x = (jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % _DEPTH), (0, 0))) for z in (y, x))
+    steps, warpgroups = y.shape[0] // _DEPTH, b // 64
+    swizzled = (
+        plgpu.TilingTransform((8, _DEPTH)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * _DEPTH),  # pyright: ignore[reportAbstractUsage]
+    )
+    smem = functools.partial(plgpu.BlockSpec, transforms=swizzled, memory_space=plgpu.SMEM)
+
+    def kernel(y_gmem: Any, x_gmem: Any, index_gmem: Any, out_gmem: Any) -> None:
+        warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("blocks")
+        own = pl.ds(warpgroup * 64, 64)
+        # A slot without a block names a column past the end, where what is loaded is zero.
+        column = index_gmem[number // slots, number % slots]
+
+        def pipeline(body: Any, compute_context: Any) -> Any:
+            return plgpu.emit_pipeline_warp_specialized(
+                body,
+                grid=(steps,),
+                in_specs=[
+                    smem((_DEPTH, b), lambda step: (step, number // slots)),
+                    smem((_DEPTH, b), lambda step: (step, column)),
+                ],
+                max_concurrent_steps=min(_STAGES, steps),
+                memory_registers=40,
+                wg_axis="warpgroup",
+                num_compute_wgs=warpgroups,
+                compute_context=compute_context,
+            )
+
+        ignore = lambda *args, **kwargs: None
+
+        @functools.partial(
+            pl.run_scoped,
+            allocations=pipeline(ignore, ignore).get_allocations(y_gmem, x_gmem),
+            out_smem=plgpu.SMEM((b, b), out_dtype, transforms=swizzled),
+            collective_axes="warpgroup",
+        )
+        def scope(allocations: Any, out_smem: Any) -> None:
+            def compute(run: Any) -> None:
+                @functools.partial(pl.run_scoped, acc=plgpu.ACC((64, b), jnp.float32))
+                def result(acc: Any) -> Any:
+                    run(acc)
+                    return acc[...].astype(out_dtype)
+
+                out_smem[own] = result
+                plgpu.commit_smem()
+                target = out_gmem.at[pl.ds(number * b + warpgroup * 64, 64)]
+                plgpu.copy_smem_to_gmem(out_smem.at[own], target)
+                plgpu.wait_smem_to_gmem(0)
+
+            def multiply(_: Any, y_smem: Any, x_smem: Any, acc: Any) -> Any:
+                plgpu.wgmma(acc, y_smem.at[:, own].transpose((1, 0)), x_smem)
+                plgpu.wgmma_wait(0)
+                return acc
+
+            pipeline(multiply, compute)(y_gmem, x_gmem, allocations=allocations)
+
+    out = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows * slots * b, b), out_dtype),
+        grid=(rows * slots,),
+        grid_names=("blocks",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(y, x, col_idx)
+    return out.reshape(rows, slots, b, b)
