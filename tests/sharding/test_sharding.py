@@ -9,6 +9,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.zero import Zero
 from quaxlike.sharding import shard, specs_for
+from tests.samples import normal
 
 KEY = jax.random.key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -180,3 +181,19 @@ def test_types_of_your_own():
 def test_values_without_arrays():
     placed = shard({"w": Zero((4, 4), jnp.float32)}, MESH, {"w": jax.P("model")})
     assert placed["w"].shape == (4, 4)
+
+
+def test_a_result_whose_parts_differ_between_devices_is_joined_dense():
+    """A row for each device, times numbers of its own: the factor of the adapter is shared no more."""
+    w = ql.LoraArray(normal(4, 8), normal(2, 8), normal(4, 2))
+    y = normal(4, 8)
+    spec = jax.P(("data", "model"))
+    fn = jax.shard_map(lambda y, w: w * y, mesh=MESH, in_specs=(spec, spec), out_specs=spec)
+    with ql.on_materialise("allow"):
+        found = ql.quaxify(fn)(y, w)
+    np.testing.assert_allclose(found, ql.materialise(w) * y, rtol=1e-6)
+    with ql.on_materialise("error"), pytest.raises(RuntimeError, match="different parts"):
+        ql.quaxify(fn)(y, w)
+    with ql.on_materialise("error"):  # what all devices do alike is joined as it is
+        kept = ql.quaxify(jax.shard_map(lambda w: 2.0 * w, mesh=MESH, in_specs=spec, out_specs=spec))(w)
+    assert isinstance(kept, ql.LoraArray)

@@ -7,6 +7,7 @@ import jax.extend.core as jexc
 
 from .. import compat
 from ..jaxprs.slots import Slot, flatten, leaf_specs, unflatten
+from ..policy import dense
 from ..recording import shown_as
 from ..trace import QuaxTrace, builtin
 
@@ -31,7 +32,10 @@ def _shard_map(
             with jexc.set_current_trace(inner):
                 results, out_specs = fun(*map(inner.box, unflatten(slots, shards))).unpack_aux()
             with jexc.set_current_trace(parent):
-                flat, out_slots = flatten([inner.unwrap(x) for x in results])
+                found = [inner.unwrap(x) for x in results]
+                flat, out_slots = flatten(
+                    [_that_joins(x, spec) for x, spec in zip(found, out_specs, strict=True)]
+                )
         return compat.flat_tree(flat).with_aux(_spread_specs(out_slots, out_specs))
 
     params = params | {
@@ -41,6 +45,21 @@ def _shard_map(
     }
     out = compat.bind_with_trace(primitive, trace.parent_trace, tuple(leaves), params)
     return results.update([trace.box(x) for x in unflatten(out_slots, list(out))])
+
+
+def _that_joins(x: Any, spec: Any) -> Any:
+    """A result; dense if it is a Value whose leaves differ between devices where `spec` takes them to be the
+    same: the factor of an adapter, say, that each device scaled by numbers of its own."""
+    leaves, slots = flatten([x])
+    for leaf, own in zip(leaves, _spread_specs(slots, [spec]), strict=True):
+        named = {axis for entry in own for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        if slots[0].treedef is not None and compat.varying_axes(leaf) - named:
+            return dense(
+                x,
+                "shard_map (out_specs)",
+                hint=f"Its devices have different parts, which {spec} cannot join.",
+            )
+    return x
 
 
 def _spread_specs(slots: Sequence[Slot], specs: Sequence[Any]) -> tuple[Any, ...]:

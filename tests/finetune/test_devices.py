@@ -1,0 +1,123 @@
+"""`python -m quaxlike.finetune` on meshes, of one process and of several."""
+
+import json
+import os
+import time
+
+import pytest
+
+from quaxlike.finetune import watch
+from quaxlike.finetune.__main__ import main
+from quaxlike.generate.__main__ import main as generate
+from quaxlike.sharding.meshes import mesh_from_text
+from tests.finetune.test_finetune import LINES, checkpoint, write
+from tests.sharding.processes import free_address, start
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+
+@pytest.mark.parametrize("text", ["data", "data=0", "data=2,data=2", "", "data=4;model=1"])
+def test_texts_that_are_no_mesh(text):
+    with pytest.raises(ValueError, match=r"such as data=2,model=4"):
+        mesh_from_text(text)
+
+
+def test_meshes_as_text():
+    assert dict(mesh_from_text("data=2, model=2").shape) == {"data": 2, "model": 2}
+    with pytest.raises(ValueError, match="data=3 is of 3 devices; there are 4"):
+        mesh_from_text("data=3")
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The arguments of a small run."""
+    model = checkpoint(tmp_path / "model", "llama")
+    write(tmp_path / "data.jsonl", LINES["text"])
+    return [
+        "--model", str(model), "--data", str(tmp_path / "data.jsonl"), "--rank", "2", "--steps", "3",
+        "--batch-size", "4", "--max-length", "16", "--learning-rate", "1e-2",
+    ]  # fmt: skip
+
+
+def test_what_cannot_start(command, tmp_path, capsys):
+    out = ["--output", str(tmp_path / "out")]
+    assert main([*command, *out, "--fsdp"]) == 2
+    assert "give it, too" in capsys.readouterr().err
+    assert main([*command, *out, "--mesh", "data=3"]) == 2
+    assert "there are 4" in capsys.readouterr().err
+    assert main([*command, *out, "--mesh", "model=4"]) == 2
+    assert "number of devices has to divide 1" in capsys.readouterr().err
+    assert main([*command, *out, "--mesh", "data=4", "--batch-size", "6"]) == 2
+    assert "a multiple of 4" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, *out, "--coordinator", "127.0.0.1:1"])
+    assert "given together" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def losses(folder):
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["--mesh data=2,model=2 --block-size 16", "--mesh data=4 --fsdp"])
+def test_the_losses_of_one_device(command, tmp_path, mesh):
+    mesh = mesh.split()
+    assert main([*command, "--output", str(tmp_path / "one"), *mesh[2 : 4 if "16" in mesh else 2]]) == 0
+    assert main([*command, "--output", str(tmp_path / "many"), *mesh]) == 0
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_generation_on_a_mesh(command, capsys):
+    arguments = ["--model", command[1], "--prompt", "one two", "--max-new-tokens", "4"]
+    written = []
+    for more in ([], ["--mesh", "data=2,model=2"]):
+        assert generate([*arguments, *more]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+
+
+def test_a_process_that_gives_no_sign_is_named(tmp_path, monkeypatch, capfd):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    (tmp_path / "1").write_text("5 elsewhere 77")  # of an earlier run: no sign of life
+    with watch.Watch(tmp_path, 0, 2, silence=2.5):
+        (tmp_path / "1").write_text("6 here 78")
+        deadline = time.monotonic() + 20
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert ended[0] == 1
+    assert "Process 1 of 2 (on here, process 78 there) has given no sign" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_is_killed(command, tmp_path):
+    """The other ends soon and names it; the same commands go on to what an unbroken run comes to."""
+    command = [*command, "--mesh", "data=2", "--steps", "40", "--checkpoint-every", "2"]
+
+    def begin(out):
+        several = ["--coordinator", free_address(), "--num-processes", "2"]
+        arguments = ["-m", "quaxlike.finetune", *command, "--output", str(out), *several]
+        return [start(*arguments, "--process-id", str(i), devices=1) for i in range(2)]
+
+    def finish(started):
+        printed = [process.communicate(timeout=300)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], printed
+
+    first, second = begin(tmp_path / "broken")
+    while not (tmp_path / "broken" / "checkpoint.safetensors").exists():
+        assert first.poll() is None, first.communicate()[0]
+        time.sleep(0.05)
+    second.kill()
+    killed = time.monotonic()
+    printed = first.communicate(timeout=60)[0]
+    assert time.monotonic() - killed < 60
+    assert first.returncode == 1
+    assert "Process 1 of 2" in printed
+    second.communicate()
+    finish(begin(tmp_path / "broken"))
+    finish(begin(tmp_path / "whole"))
+    adapters = [tmp_path / name / "adapter_model.safetensors" for name in ("broken", "whole")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
