@@ -58,7 +58,7 @@ COMPARISONS = installed("eq ne lt le gt ge eq_to le_to lt_to")
 
 ELEMENTWISE_BINARY = COMPARISONS + installed(
     "add sub mul div rem pow max min and or xor atan2 nextafter igamma igammac igamma_grad_a mulhi "
-    "polygamma zeta random_gamma_grad shift_left shift_right_logical shift_right_arithmetic complex add_any"
+    "polygamma zeta random_gamma_grad shift_left shift_right_logical shift_right_arithmetic complex"
 )
 """Functions of two arrays, element by element. One of them may have shape ()."""
 

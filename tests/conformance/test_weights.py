@@ -1,11 +1,15 @@
 """A value of every shipped type is what it says of itself, and computes what its array computes."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.unitful import DimensionError
 from quaxlike.testing import check_type
 from quaxlike.testing.layers import LAYERS
-from tests.conformance.weights import CORNERS, WEIGHTS
+from tests.conformance.weights import CORNERS, TYPES, WEIGHTS
 
 
 @pytest.mark.slow
@@ -22,3 +26,27 @@ def test_equals_the_materialised_array(name, default_promotion):
 def test_hooks(name, default_promotion):
     report = check_type(CORNERS[name](), programs={})
     assert not report.failures, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TYPES)
+def test_a_cotangent_is_added_to_that_of_an_array(name, default_promotion):
+    x = TYPES[name]()
+    dense = ql.materialise(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return  # it has no cotangents
+
+    def add(x, y):
+        _, pullback = jax.vjp(lambda z: (z, z), jnp.zeros(x.shape, x.dtype))
+        return pullback((x, y))[0]
+
+    array = jnp.cos(jnp.arange(x.size, dtype=dense.real.dtype)).reshape(x.shape).astype(x.dtype)
+    tolerance = 100 * jnp.finfo(x.dtype).eps
+    for operands in ((x, array), (array, x), (x, x)):
+        with ql.on_materialise("allow"):
+            try:
+                out = ql.materialise(ql.quaxify(jax.jit(add))(*operands))
+            except DimensionError:  # what has a unit is not added to what has none
+                continue
+        expected = sum(map(ql.materialise, operands))
+        np.testing.assert_allclose(out, expected, rtol=tolerance, atol=tolerance)

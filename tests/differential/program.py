@@ -277,7 +277,8 @@ def of_each_rule(
     """Operations that bind the primitives that a type has rules for, and its transforms, one by one.
 
     There are so many of each of the `common` primitives, listed ones, about half of them with another
-    Value; of the other primitives, and of the transforms, one in `share` is taken.
+    Value; of the other primitives, and of the transforms, one in `share` is taken. A type that has rules for
+    most primitives has alike ones: of those a quarter.
     """
     name = draw(st.sampled_from(names))
     x64 = draw(st.sampled_from([True, True, True, False]))
@@ -286,7 +287,7 @@ def of_each_rule(
         shape, dtype = _shape_dtype(_value(name, 0, x64))
         table = _by_primitive(name) or {"any": tuple(sorted(operations()))}
         usual = [primitive for primitive in COMMON if primitive in table] or sorted(table)
-        taken = lambda: draw(st.integers(0, share - 1)) == 0
+        taken = lambda: draw(st.integers(0, (share if len(table) < 80 else 4 * share) - 1)) == 0
         wanted = [(_listed(table[p], draw(st.booleans())), ()) for p in usual * common]
         wanted += [(texts, ()) for p, texts in table.items() if p not in usual and taken()]
         wanted += [(table[draw(st.sampled_from(usual))], (each,)) for each in sorted(INNER) if taken()]

@@ -117,7 +117,9 @@ class Full(ArrayOperators, ArrayValue):
         shape = (*value.shape, *self._shape)
         return jax.lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
 
-    linear = True
+    @property
+    def linear(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.number is None
 
     def widen(self, like: Value) -> "Full":
         """With the number as an array, unless it is that of `like`."""
@@ -218,9 +220,9 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
             return Zero(out.shape, out.dtype)
         case "pow", _, 0:
             return Full(1, out.shape, out.dtype)
-        case ("add" | "add_any", 0, _) | ("mul", 1, _):
+        case ("add", 0, _) | ("mul", 1, _):
             return conform(y, out)
-        case ("add" | "add_any" | "sub", _, 0) | ("mul" | "div" | "pow", _, 1):
+        case ("add" | "sub", _, 0) | ("mul" | "div" | "pow", _, 1):
             return conform(x, out)
         case "sub", 0, _:
             return quaxify(jnp.negative)(conform(y, out))
