@@ -1,22 +1,27 @@
-"""Codes that are chosen by what goes into a layer: GPTQ.
+"""Codes that are chosen by what goes into a layer: GPTQ, and steps that improve on it.
 
-The columns of a weight are rounded one after the other. What rounding one of them adds to the outputs is
-taken back by the columns that are still to come, as far as the inputs are correlated.
+The columns of a weight are rounded one after the other, those of the largest inputs first. What rounding one
+of them adds to the outputs is taken back by the columns that are still to come, as far as the inputs are
+correlated. Then each column is put at its best while the others stay, and scales that are free are fitted to
+the codes.
 
 Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays.quantized import AbstractQuantizedArray, AbstractScaledArray, BlockArray, NestedScales
+from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid
 
 _DAMPING = 0.01  # of the mean of the diagonal
 _AT_ONCE = 128  # columns whose errors are handed on together
+_SWEEPS = 3  # over the columns
+_ROUNDS = 3  # of scales for codes, and codes for scales
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
@@ -37,7 +42,7 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     grid = start.grid()
     if w.ndim != 2 or grid is None:
         raise ValueError(
-            f"{name}: calibration takes a matrix whose blocks lie along its inputs; found a "
+            f"{name}: calibration takes a matrix; found a "
             f"{type(like).__name__} of shape {tuple(dense.shape)}. Leave it out, or quantise it otherwise."
         )
     if h.shape != (w.shape[1], w.shape[1]):
@@ -45,20 +50,36 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     order = None if not isinstance(start, BlockArray) or start.order is None else np.asarray(start.order)
     if order is not None:
         w, h = w[:, order], h[np.ix_(order, order)]
+    candidates = (like, _with_best_scales(start, w, np.diag(h)))  # scales that there were may fit already
+    return min((_fitted(scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
+
+
+def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
+    """The best codes and scales from `start` on, and what they cost."""
+    grid = start.grid()
+    firsts = [_rounded(w, h, grid), grid.places(w)]  # the nearest are better where little has changed
+    firsts = [_improved(places, w, h, grid) for places in firsts]
+    places = min(firsts, key=lambda places: _cost(grid.values(places) - w, h))
     best, least = start, np.inf
-    for scales in (like, _with_best_scales(start, w, np.diag(h))):  # those that there were may fit already
-        grid = scales.grid()
-        assert grid is not None
-        places = _rounded(w, h, grid)
-        error = grid.values(places) - w
-        if (cost := float(np.sum(error @ h * error))) < least:
-            best, least = scales.with_codes(grid.codes[places]), cost
-    return best
+    for _ in range(_ROUNDS):
+        cost = _cost(grid.values(places) - w, h)
+        if cost < least:
+            best, least = start.with_codes(grid.codes[places]), cost
+        start = _with_fitting_scales(start, places, w, h)
+        grid = start.grid()
+        places = _improved(places, w, h, grid)
+    return best, least
+
+
+def _cost(error: np.ndarray, h: np.ndarray) -> float:
+    return float(np.sum(error @ h * error))
 
 
 def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """Where in the table of the grid the chosen values stand."""
-    w, n = w.copy(), len(h)
+    """Where in the table of the grid the chosen values stand. The largest inputs come first."""
+    order = np.argsort(-np.diag(h), kind="stable")
+    w, n, h = w[:, order], len(h), h[np.ix_(order, order)]
+    grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
     h = h + np.diag(np.full(n, _DAMPING * max(float(np.mean(np.diag(h))), 1e-12)))
     factor = np.linalg.cholesky(np.linalg.inv(h)).T
     places = np.empty(w.shape, np.int64)
@@ -71,24 +92,65 @@ def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
             w[:, i + 1 : last] -= error[:, None] * factor[i, i + 1 : last]
             errors[:, i - first] = error
         w[:, last:] -= errors @ factor[first:last, last:]
+    return places[:, np.argsort(order)]
+
+
+def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
+    """The same with each column in turn at its best while the others stay: nothing gets worse by it.
+
+    Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
+    """
+    places = places.copy()
+    h = h + np.diag(np.full(len(h), 1e-6 * max(float(np.mean(np.diag(h))), 1e-12)))
+    error = grid.values(places) - w
+    slope = error @ h
+    for _ in range(_SWEEPS):
+        for i in range(len(h)):
+            wanted = w[:, i] + error[:, i] - slope[:, i] / h[i, i]
+            places[:, i] = grid.places(wanted, i)
+            change = grid.values(places[:, i], i) - w[:, i] - error[:, i]
+            error[:, i] += change
+            slope += change[:, None] * h[i]
     return places
+
+
+def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
+    """`start` with the scales of each row that fit these codes best (least squares), where they are free."""
+    if not _are_free(start):
+        return start
+    table = start.grid().table[places]
+    rows, count = w.shape
+    blocks = -(-count // start.block)
+    if start.codes.ndim < 2 or start.codes.shape[0] != rows:  # blocks cross rows
+        return start
+    owner = np.arange(count) // start.block
+    spread = np.zeros((blocks, count))
+    spread[owner, np.arange(count)] = 1
+    fitted = np.empty((rows, blocks))
+    for i in range(rows):
+        parts = spread * table[i]
+        products = parts @ h
+        normal = products @ parts.T
+        normal += np.diag(np.full(blocks, 1e-9 * max(float(np.trace(normal)), 1e-30)))
+        fitted[i] = np.linalg.solve(normal, products @ w[i])
+    return _scaled(start, jnp.asarray(fitted, jnp.float32))
 
 
 def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     """`start` with each scale shrunk by the factor that costs least, where scales are free floats."""
-    nested = isinstance(start, AbstractScaledArray) and isinstance(start.scale, NestedScales)
-    if nested or isinstance(start, BlockArray):
-        free = not nested and start.codec.scales == "float" and start.codec.zeros is None
-        if not free or start.codec.group is not None:
-            return start
+    if not _are_free(start):
+        return start
+    rows = math.prod(start.codes.shape[:-1])  # one for all where blocks may cross those of the matrix
+    if isinstance(start, BlockArray):
+        rows = len(w)
     best, least = None, None
     for shrink in _SHRINKS:
         candidate = _shrunk(start, shrink)
         grid = candidate.grid()
         cost = (grid.values(grid.places(w)) - w) ** 2 * weight
-        blocks = -(-w.shape[1] // start.block)
-        cost = np.pad(cost, [(0, 0), (0, blocks * start.block - w.shape[1])])
-        cost = cost.reshape(len(w), blocks, -1).sum(-1)
+        cost = cost.reshape(rows, -1)
+        cost = np.pad(cost, [(0, 0), (0, -cost.shape[1] % start.block)])
+        cost = cost.reshape(rows, -1, start.block).sum(-1)
         if best is None or least is None:
             best, least = np.full(cost.shape, shrink), cost
         else:
@@ -96,11 +158,24 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     return _shrunk(start, jnp.asarray(best, jnp.float32))
 
 
-def _shrunk(w: Any, factor: Any) -> Any:
+def _are_free(w: Any) -> bool:
+    """Whether the scales are floats, one for each block, and nothing else."""
     if not isinstance(w, BlockArray):
-        factor = factor if np.ndim(factor) == 0 else factor.reshape(w.scale.shape)
-        return dataclasses.replace(w, scale=w.scale * factor)
-    scale = w.scale.scale
-    factor = factor if np.ndim(factor) == 0 else factor.reshape(scale.shape)
-    scaled = (jnp.asarray(scale, jnp.float32) * factor).astype(scale.dtype)
-    return dataclasses.replace(w, scale=dataclasses.replace(w.scale, scale=scaled))
+        return not isinstance(w.scale, NestedScales)
+    return w.codec.scales == "float" and w.codec.zeros is None and w.codec.group is None
+
+
+def _scaled(w: Any, scale: Any) -> Any:
+    """`w` with other scales, of the shape and dtype that it has."""
+    if not isinstance(w, BlockArray):
+        return dataclasses.replace(w, scale=scale.reshape(w.scale.shape))
+    old = w.scale.scale
+    return dataclasses.replace(
+        w, scale=dataclasses.replace(w.scale, scale=scale.reshape(old.shape).astype(old.dtype))
+    )
+
+
+def _shrunk(w: Any, factor: Any) -> Any:
+    old = w.scale.scale if isinstance(w, BlockArray) else w.scale
+    factor = factor if np.ndim(factor) == 0 else factor.reshape(old.shape)
+    return _scaled(w, jnp.asarray(old, jnp.float32) * factor)

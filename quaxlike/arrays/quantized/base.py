@@ -118,7 +118,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def grid(self) -> Grid | None:
-        """What the codes of the stored matrix may stand for; None where blocks cross its rows."""
+        """What the codes of the stored matrix may stand for; None if it is no matrix."""
 
     @abc.abstractmethod
     def with_codes(self: _Q, codes: np.ndarray) -> _Q:
@@ -306,10 +306,12 @@ class AbstractScaledArray(AbstractQuantizedArray):
     def _grid_of(self, values: np.ndarray) -> Grid | None:
         """The grid for a table of the values of all codes."""
         shape = self.stored_shape
-        if len(shape) != 2 or (shape[1] % self.block and self.codes_per_entry > 1):
+        if len(shape) != 2:
             return None
-        scale = np.asarray(dense_scales(self.scale), np.float64).reshape(shape[0], -1)
-        scale = np.repeat(scale, self.block, axis=1)[:, : shape[1]]
+        # One row of codes for each of the matrix; or one for all, whose blocks may cross rows.
+        rows, count = (shape[0], shape[1]) if self.num_lead else (1, shape[0] * shape[1])
+        scale = np.asarray(dense_scales(self.scale), np.float64).reshape(rows, -1)
+        scale = np.repeat(scale, self.block, axis=1)[:, :count].reshape(shape)
         return Grid(*sorted_table(values), scale, np.zeros_like(scale))
 
     def joined(self: _S) -> _S:

