@@ -25,8 +25,6 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
     **Raises:** `CheckpointError` if it is none, has a name twice, or would take much more memory than text.
     """
 
-    if len(text) > _MOST_BYTES:
-        raise complain(path, None, f"{what} has {len(text):,} bytes; at most {_MOST_BYTES:,} can be read")
     try:
         text = text.decode() if isinstance(text, bytes) else text
         text.encode()  # a text from within a file may have halves of pairs of surrogates
@@ -42,8 +40,9 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
     """The JSON object in a file, as `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
     check_regular(path)
-    with open(path, "rb") as file:
-        return read_json(path, file.read(_MOST_BYTES + 1), what)
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise complain(path, None, f"{what} has {size:,} bytes; at most {_MOST_BYTES:,} can be read")
+    return read_json(path, path.read_bytes(), what)
 
 
 def check_regular(path: Path) -> None:

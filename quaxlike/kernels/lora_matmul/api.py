@@ -63,7 +63,7 @@ def lora_matmul(
 
     - `x`: `(..., in)`.
     - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight, of shape `(out, in)`, as in
-        [`nf4_matmul`][quaxlike.kernels.nf4_matmul].
+        [`nf4_matmul`][quaxlike.kernels.nf4_matmul.api.nf4_matmul].
     - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Computed with in the dtype
         of `x`.
     - `b`: `(out, rank)`, or `(adapters, out, rank)`.

@@ -1,0 +1,78 @@
+"""The built site: every link and every anchor leads somewhere, every public name is in the reference."""
+
+import html.parser
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+import quaxlike as ql
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PAGES = "\n".join(page.read_text(encoding="utf-8") for page in (_ROOT / "docs").rglob("*.md"))
+_ROOMS = [m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in ("core", "demo", "numpy")]
+_MODULES = ["quaxlike", *(f"quaxlike.{room}" for room in _ROOMS if not room.startswith("_"))]
+_MODULES += [f"quaxlike.arrays.{m.name}" for m in pkgutil.iter_modules(ql.arrays.__path__) if m.ispkg]
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_every_public_name_is_in_the_reference(module):
+    """By a directive of its own, or named in a page."""
+    described = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", _PAGES, re.MULTILINE)}
+    named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)`", _PAGES))
+    public = set(getattr(importlib.import_module(module), "__all__", ()))
+    assert not public - described - named - {"__version__"}
+
+
+@pytest.mark.parametrize("word", ["orbax", "pickle", "Flax", "GRUCell", "pip install"])
+def test_words_that_people_search_for(word):
+    assert word in _PAGES
+
+
+class _Page(html.parser.HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+@pytest.mark.slow
+def test_every_link_leads_somewhere(tmp_path):
+    pytest.importorskip("mkdocs_autorefs", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=500)
+    assert built.returncode == 0, built.stderr
+    pages = {path: _Page(path.read_text(encoding="utf-8")) for path in tmp_path.rglob("*.html")}
+    assert len(pages) > 40
+    dead = []
+    for path, page in pages.items():
+        if path.name == "404.html":  # its links begin at the root of the host
+            continue
+        for link in page.links:
+            parts = urllib.parse.urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchor = urllib.parse.unquote(parts.fragment)
+            there = target.is_file() and (
+                not anchor or target not in pages or anchor in pages[target].anchors
+            )
+            if not there:
+                dead.append((str(path.relative_to(tmp_path)), link))
+    assert not dead
