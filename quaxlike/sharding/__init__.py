@@ -2,8 +2,9 @@
 
 from .layouts import fsdp as fsdp
 from .layouts import tensor_parallel as tensor_parallel
+from .placing import abstract as abstract
 from .placing import constrain as constrain
 from .placing import shard as shard
 from .specs import specs_for as specs_for
 
-__all__ = ["constrain", "fsdp", "shard", "specs_for", "tensor_parallel"]
+__all__ = ["abstract", "constrain", "fsdp", "shard", "specs_for", "tensor_parallel"]

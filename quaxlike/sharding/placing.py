@@ -52,6 +52,42 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     return _each(model, mesh, specs, jax.device_put)
 
 
+def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
+    """What `shard` would give, with a `jax.ShapeDtypeStruct` of shape, dtype and sharding for each array.
+
+    Libraries for checkpoints, such as Orbax, read arrays straight to where these say: on a mesh of another
+    shape than that of the devices that wrote them, on one device, or by another number of processes.
+
+    **Arguments:**
+
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]; the arrays of `model` may be shapes
+        (`eqx.filter_eval_shape`). None of its arrays is touched.
+
+    **Returns:** the model, with shapes for arrays; what is no array stays.
+
+    **Raises:** `ValueError` as `shard` does.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.sharding import abstract, fsdp
+
+        def restored(path, model, mesh):
+            import orbax.checkpoint as ocp
+
+            arrays, rest = eqx.partition(model, eqx.is_array)
+            found = ocp.StandardCheckpointer().restore(path, abstract(arrays, mesh, fsdp(mesh)))
+            return eqx.combine(found, rest)
+        ```
+    """
+    return _each(model, mesh, specs, _shaped)
+
+
+def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Tells the compiler, within `jax.jit`, how the arrays of a model are spread from here on.
 
@@ -107,11 +143,11 @@ def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) 
 
 def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any], Any]) -> Any:
     """`spec` is that of the logical array, None, or a Value with one for each leaf."""
-    if not (is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)):
+    if not (is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)):
         return leaf
     specs = spec if is_value(spec) else leaf_specs_of(name, leaf, spec)
     if is_value(leaf) and jtu.tree_structure(specs) != jtu.tree_structure(leaf):
-        leaf = unnested(leaf)
+        leaf = unnested(leaf) if put is not _shaped else eqx.filter_eval_shape(unnested, leaf)
     if (reason := refusal(leaf, specs, mesh)) is not None:
         raise ValueError(f"{name}{reason}")
     return jtu.tree_map(lambda x, own: put(x, jax.NamedSharding(mesh, own)), leaf, specs)

@@ -12,7 +12,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.demo.models.gpt2 import GPT2, GPT2Config
 from quaxlike.demo.models.llama import Llama, LlamaConfig
-from quaxlike.sharding import fsdp, shard, specs_for, tensor_parallel
+from quaxlike.sharding import abstract, fsdp, shard, specs_for, tensor_parallel
 
 KEY = jax.random.key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -119,6 +119,17 @@ def test_fully_sharded_and_tensor_parallel():
     assert w.w.codes.sharding.spec == jax.P(("model", "data"), None)
     assert w.a.sharding.spec == jax.P(None, ("data", "model"))
     assert fsdp(MESH, axis="data")("norm.weight", jnp.ones(64)) == jax.P()
+
+
+def test_shapes_with_shardings_are_those_of_the_placed_model():
+    model = ql.quantize(eqx.nn.MLP(64, 64, 256, depth=1, key=KEY), "nf4", block_size=32, double_quant=True)
+    arrays, _ = eqx.partition(model, eqx.is_array)
+    rule = fsdp(MESH, over=tensor_parallel(model, MESH))
+    found = abstract(eqx.filter_eval_shape(lambda: arrays), MESH, rule)
+    told = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+    found, placed = told(found), told(shard(arrays, MESH, rule))
+    assert jax.tree.leaves(found) == jax.tree.leaves(placed)
+    assert jax.tree.structure(found) == jax.tree.structure(placed)
 
 
 def test_the_least_divisor_is_told():
