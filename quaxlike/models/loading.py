@@ -48,7 +48,7 @@ def load(
 
     Weights are read one at a time, and keep their dtypes. Those stored in one of the formats that
     [`quaxlike.interop.load`][] knows become quantised arrays, which stand for the `dtype` of the
-    configuration. Models of GGUF compute in float32, as llama.cpp does.
+    configuration. Where embeddings are quantised, too (GGUF, MLX), models compute in float32.
 
     **Arguments:**
 
@@ -90,7 +90,7 @@ def load(
         raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
     family = skeleton.config.family if isinstance(skeleton, Decoder) else None
     place = _placed(skeleton, quantize, mesh, sharding)
-    if weights.format == "gguf":
+    if weights.format in _ALL_QUANTISED:
         place = lambda name, rows, place=place: place(name, _in_float32(rows))
     return fill(skeleton, weights, directory, family=family, place=place), config
 
@@ -293,6 +293,9 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     name = config.get("dtype") or config.get("torch_dtype")
     return name if name in ("bfloat16", "float16") else None
 
+
+#: Formats in which embeddings are quantised, so that no weight says in which dtype activations are.
+_ALL_QUANTISED = ("gguf", "mlx")
 
 # Constants that some versions of transformers save along.
 _BUFFERS = (

@@ -20,7 +20,7 @@ _CASES = [
     "name", [n if n == "gptq_v2_qwen2" else pytest.param(n, marks=pytest.mark.slow) for n in _CASES]
 )
 def test_logits(name):
-    """In float32, and close to them in the dtype of the checkpoint."""
+    """In float32, and close to them in the dtype of the weights."""
     z = np.load(fixture("formats/whole/io.npz"))
     ids, seen = z[f"{name}/input_ids"], z[f"{name}/attention_mask"].astype(bool)
     model, config = ql.models.load(fixture(f"formats/whole/{name}"))
