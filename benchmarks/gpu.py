@@ -1,15 +1,22 @@
 """The kernels against their targets: `python -m benchmarks.gpu`, or with `--cpu` the rows for a CPU.
 
 Every row is measured side by side with its baseline in one run, on weights that are rotated past the
-caches; times are medians and half of the range between the quartiles, on a GPU of the kernels alone.
+caches; times are medians and half of the range between the quartiles, on a GPU of the device alone.
 Errors are relative L2 distances from a float32 product with the dequantised weight, on fresh random
-inputs; besides ours, that of a product with the weight rounded to bfloat16.
+inputs; besides ours, that of a product with the weight rounded to bfloat16. A result that is wrong is no row.
+
+It is made for one visit to a machine: what fails costs its row alone, each row is written to a file when
+it is measured (`--json`), and after `--minutes` what is left is left out, and told.
 """
 
 import argparse
 import functools
 import itertools
+import json
+import math
+import pathlib
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
+from quaxlike.kernels import NestedScales, blockwise, int8_matmul, lora_matmul, nf4_matmul
 
 from . import bitsandbytes, block_sparse
 from .timing import Limits, Time, Way, measure, measure_limits, relative_error, rotations
@@ -38,8 +45,11 @@ class Row(NamedTuple):
     limit: float
     must: float | None = None
     goal: float | None = None
-    errors: tuple[float, float] | None = None
+    errors: tuple[float, ...] | None = None
     note: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return self._asdict() | {"row": str(self)}
 
     def __str__(self) -> str:
         of_baseline = "—"
@@ -131,13 +141,31 @@ class Bench:
     def __init__(self, limits: Limits, dtype: Any, repeats: int, seed: int) -> None:
         self.limits, self.dtype, self.repeats = limits, dtype, repeats
         self.rng = np.random.default_rng(seed)
+        self._weights: Weights | None = None
 
     def x(self, m: int, k: int) -> jax.Array:
         return jnp.asarray(self.rng.standard_normal((m, k), np.float32), self.dtype)
 
-    def rotated(self, m: int, w: Weights) -> list[tuple[Any, ...]]:
-        pairs = zip(w.packed, w.absmax, strict=True)
-        return [(self.x(m, w.shape[1]), *pair) for pair in pairs]
+    def rotated(self, m: int, w: Weights, transpose: bool = False) -> list[tuple[Any, ...]]:
+        pairs = itertools.islice(itertools.cycle(zip(w.packed, w.absmax, strict=True)), self.calls(w, m))
+        return [(self.x(m, w.shape[not transpose]), *pair) for pair in pairs]
+
+    def calls(self, w: Weights, m: int) -> int:
+        """How many calls a program makes: on a GPU so many that it is not the host that is timed."""
+        calls = math.ceil(1e-3 / self.limit(w, m)) if jax.default_backend() == "gpu" else 0
+        return max(len(w.packed), min(calls, 64))
+
+    def checked(self, way: Way, expected: Any) -> tuple[float]:
+        """The error of a way on the first of its operands; a tree's is that of its worst leaf.
+
+        **Raises:** `AssertionError` where it is more than rounding explains.
+        """
+        leaves = zip(*map(jax.tree.leaves, (jax.jit(way.fn)(*way.operands[0]), expected)), strict=True)
+        error = max(relative_error(*pair) for pair in leaves)
+        tolerance = 1e-2 if self.dtype.itemsize < 4 else 1e-5
+        if not error <= tolerance:
+            raise AssertionError(f"the result is wrong: relative error {error:.2e}, allowed is {tolerance}")
+        return (error,)
 
     def times(self, **ways: Way) -> dict[str, Time]:
         return measure(ways, self.repeats)
@@ -150,10 +178,19 @@ class Bench:
     def ours(self, w: Weights, m: int) -> Way:
         return Way(w.call(), self.rotated(m, w))
 
-    def dense(self, w: Weights, m: int) -> Way:
+    def dense(self, w: Weights, m: int, transpose: bool = False) -> Way:
         """XLA's product with the weight in the dtype of the activations."""
         count = min(len(w.packed), rotations(w.shape[0] * w.shape[1] * self.dtype.itemsize))
-        return Way(_product, [(self.x(m, w.shape[1]), w.dense(i, self.dtype)) for i in range(count)])
+        weights = [w.dense(i, self.dtype) for i in range(count)]
+        turns = itertools.islice(itertools.cycle(weights), max(count, self.calls(w, m)))
+        fn = (lambda x, w: _product(x, w.T)) if transpose else _product
+        return Way(fn, [(self.x(m, w.shape[not transpose]), weight) for weight in turns])
+
+    def exact(self, x: Any, w: Any, transpose: bool = False) -> jax.Array:
+        """The product in float32."""
+        with jax.default_matmul_precision("highest"):
+            x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+            return x @ (w if transpose else w.T)
 
     def naive(self, w: Weights, m: int) -> Way:
         """Dequantise, then multiply, as two lines of JAX."""
@@ -162,17 +199,63 @@ class Bench:
 
     def nf4(self, shape: tuple[int, int], targets: Targets) -> Iterator[Row]:
         """Rows for a shape."""
-        w = Weights.random(shape, self.rng)
+        w = self.weights(shape)
         for m, baselines in targets.items():
             times: dict[str, Time | None] = {}
             times |= self.times(ours=self.ours(w, m), XLA=self.dense(w, m), naive=self.naive(w, m))
             if any(name == "bitsandbytes" for name, _, _ in baselines):
                 times["bitsandbytes"] = bitsandbytes.time(m, shape, self.repeats)
+            ours = self.ours(w, m)
+            self.checked(ours, self.exact(ours.operands[0][0], w.dense(0, jnp.float32)))
             errors = _errors(w.call(), w, self.x(m, shape[1]))
             note = self._extra_memory(w.call(), m, w)
             case, limit = f"NF4 {shape[0]}×{shape[1]}, M = {m}", self.limit(w, m)
             for name, must, goal in baselines:
                 yield Row(case, times["ours"], name, times[name], limit, must, goal, errors, note)
+
+    def weights(self, shape: tuple[int, int]) -> Weights:
+        """The weights of a shape; those of the last one are kept."""
+        if self._weights is None or self._weights.shape != shape:
+            self._weights = None  # freed before others are made
+            self._weights = Weights.random(shape, self.rng)
+        return self._weights
+
+    def transposed(self, shape: tuple[int, int], m: int) -> Iterator[Row]:
+        """`x @ W`, which is the backward pass of `x @ W.T`."""
+        w = self.weights(shape)
+        ours = Way(w.call(transpose=True), self.rotated(m, w, transpose=True))
+        expected = self.exact(ours.operands[0][0], w.dense(0, jnp.float32), transpose=True)
+        errors = self.checked(ours, expected)
+        times = self.times(ours=ours, XLA=self.dense(w, m, transpose=True))
+        case = f"NF4, x @ W, {shape[0]}×{shape[1]}, M = {m}"
+        yield Row(case, times["ours"], "XLA", times["XLA"], self.limit(w, m), errors=errors)
+
+    def half(self, shape: tuple[int, int], m: int) -> Iterator[Row]:
+        """Activations in float16."""
+        bench = Bench(self.limits, np.dtype(np.float16), self.repeats, seed=0)
+        w = self.weights(shape)
+        ours = bench.ours(w, m)
+        errors = bench.checked(ours, bench.exact(ours.operands[0][0], w.dense(0, jnp.float32)))
+        times = bench.times(ours=ours, XLA=bench.dense(w, m))
+        case = f"NF4, float16, {shape[0]}×{shape[1]}, M = {m}"
+        yield Row(case, times["ours"], "XLA", times["XLA"], bench.limit(w, m), errors=errors)
+
+    def int8(self, shape: tuple[int, int], m: int, transpose: bool = False) -> Iterator[Row]:
+        """Integers of 8 bits with a scale for each row."""
+        w = self.weights(shape)  # for the baseline, and as random bytes
+        codes = [jax.lax.bitcast_convert_type(packed, jnp.int8) for packed in w.packed]
+        codes = [jnp.concatenate([c, c]).reshape(shape) for c in codes]
+        scale = jnp.asarray(self.rng.uniform(0.01, 0.05, (shape[0], 1)).astype(np.float32))
+        x = lambda: self.x(m, shape[not transpose])
+        turns = itertools.islice(itertools.cycle(codes), self.calls(w, m))
+        ours = Way(functools.partial(int8_matmul, transpose=transpose), [(x(), c, scale) for c in turns])
+        expected = self.exact(ours.operands[0][0], codes[0].astype(jnp.float32) * scale, transpose)
+        errors = self.checked(ours, expected)
+        times = self.times(ours=ours, XLA=self.dense(w, m, transpose))
+        bytes_ = shape[0] * shape[1] + self.dtype.itemsize * m * sum(shape)
+        case = f"int8{', x @ W' * transpose}, {shape[0]}×{shape[1]}, M = {m}"
+        limit = self.limits.seconds(bytes_, w.flops(m))
+        yield Row(case, times["ours"], "XLA", times["XLA"], limit, 1.0, 1.8, errors=errors)
 
     def _extra_memory(self, fn: Callable[..., Any], m: int, w: Weights) -> str:
         compiled = jax.jit(fn).lower(self.x(m, w.shape[1]), w.packed[0], w.absmax[0]).compile()
@@ -181,28 +264,44 @@ class Bench:
 
     def nested(self, shape: tuple[int, int], m: int) -> Iterator[Row]:
         """Double-quantised scales against float32 scales."""
-        w = Weights.random(shape, self.rng)
+        w = self.weights(shape)
         quant_map = jnp.asarray(blockwise.dynamic_map())
         scales = [NestedScales(*blockwise.quantize_scales(a), quant_map) for a in w.absmax]
-        pairs = zip(w.packed, scales, strict=True)
+        pairs = itertools.islice(itertools.cycle(zip(w.packed, scales, strict=True)), self.calls(w, m))
         nested = Way(w.call(), [(self.x(m, shape[1]), *pair) for pair in pairs])
+        absmax = blockwise.dequantize_scales(*scales[0][:3])
+        exact = _dequantize(w.packed[0], absmax, shape, np.dtype(np.float32))
+        errors = self.checked(nested, self.exact(nested.operands[0][0], exact))
         times = self.times(ours=nested, own=self.ours(w, m))
         case = f"double-quantised scales {shape[0]}×{shape[1]}, M = {m}"
-        yield Row(case, times["ours"], "own f32", times["own"], self.limit(w, m), 0.95, 1.05)
+        yield Row(case, times["ours"], "own f32", times["own"], self.limit(w, m), 0.95, 1.05, errors)
 
     def lora(self, shape: tuple[int, int], m: int, must: float, goal: float) -> Iterator[Row]:
         """An adapter of rank 16 against none."""
-        w = Weights.random(shape, self.rng)
-        times = self.times(ours=self._adapters(w, m, None), own=self.ours(w, m))
+        w = self.weights(shape)
+        ours = self._adapters(w, m, None)
+        errors = self.checked(ours, self._adapted(w, ours.operands[0], None))
+        times = self.times(ours=ours, own=self.ours(w, m))
         case = f"NF4 + LoRA r = 16 {shape[0]}×{shape[1]}, M = {m}"
-        yield Row(case, times["ours"], "own", times["own"], self._limit(w, m, 1), must, goal)
+        yield Row(case, times["ours"], "own", times["own"], self._limit(w, m, 1), must, goal, errors)
 
     def adapters(self, shape: tuple[int, int], m: int) -> Iterator[Row]:
         """Thirty-two adapters, one for each row, against one."""
-        w = Weights.random(shape, self.rng)
-        times = self.times(ours=self._adapters(w, m, 32), one=self._adapters(w, m, None))
+        w = self.weights(shape)
+        ours = self._adapters(w, m, 32)
+        errors = self.checked(ours, self._adapted(w, ours.operands[0], 32))
+        times = self.times(ours=ours, one=self._adapters(w, m, None))
         case = f"32 adapters r = 16 {shape[0]}×{shape[1]}, M = {m}"
-        yield Row(case, times["ours"], "one", times["one"], self._limit(w, m, 32), 0.6, 0.85)
+        yield Row(case, times["ours"], "one", times["one"], self._limit(w, m, 32), 0.6, 0.85, errors)
+
+    def _adapted(self, w: Weights, operands: tuple[Any, ...], count: int | None) -> jax.Array:
+        """The product of `_adapters` in float32."""
+        x, _, _, a, b = (z.astype(jnp.float32) for z in operands)
+        a, b = (a[None], b[None]) if count is None else (a, b)
+        chosen = jax.nn.one_hot(jnp.arange(len(x)) % len(a), len(a))
+        with jax.default_matmul_precision("highest"):
+            low_rank = jnp.einsum("mk,ark,anr,ma->mn", x, a, b, chosen)
+        return self.exact(x, w.dense(0, jnp.float32)) + low_rank
 
     def _limit(self, w: Weights, m: int, adapters: int) -> float:
         return self.limit(w, m, adapters * 16 * sum(w.shape) * self.dtype.itemsize)
@@ -218,39 +317,74 @@ class Bench:
         return Way(fn, [(*each, matrix(16, k), matrix(n, 16)) for each in self.rotated(m, w)])
 
 
-def gpu_rows(bench: Bench) -> Iterator[Row]:
-    for shape in ((14336, 4096), (4096, 14336)):
-        yield from bench.nf4(
-            shape,
-            {
-                1: [("XLA", 1.8, 2.7)],
-                16: [("XLA", 1.8, 2.7), ("bitsandbytes", 1.0, 2.0)],
-                64: [("XLA", 1.3, 2.2), ("bitsandbytes", 1.5, 2.2)],
-                512: [("XLA", 0.75, 0.95), ("naive", None, None)],
-                4096: [("XLA", 0.88, 0.95)],
-            },
-        )
-    targets = {m: [("bitsandbytes", 2.0, 4.0), ("XLA", None, None)] for m in (16, 64)}
-    yield from bench.nf4((4096, 4096), targets)
-    yield from bench.nested((14336, 4096), 16)
-    yield from bench.lora((14336, 4096), 1, 0.7, 0.9)
-    yield from bench.lora((14336, 4096), 4096, 0.9, 0.97)
-    yield from bench.adapters((14336, 4096), 64)
+Job = tuple[str, Callable[[], Iterator[Row]]]
+_LARGE, _WIDE = (14336, 4096), (4096, 14336)
+_TARGETS: Targets = {
+    1: [("XLA", 1.8, 2.7)],
+    16: [("XLA", 1.8, 2.7), ("bitsandbytes", 1.0, 2.0)],
+    64: [("XLA", 1.3, 2.2), ("bitsandbytes", 1.5, 2.2)],
+    512: [("XLA", 0.75, 0.95), ("naive", None, None)],
+    4096: [("XLA", 0.88, 0.95)],
+}
+
+
+def gpu_jobs(bench: Bench) -> Iterator[Job]:
+    """The rows with targets, then those between; jobs of one shape after each other, which share weights."""
+    for shape in (_LARGE, _WIDE):
+        yield from _nf4_jobs(bench, shape, _TARGETS)
+    small: Targets = {m: [("bitsandbytes", 2.0, 4.0), ("XLA", None, None)] for m in (16, 64)}
+    yield from _nf4_jobs(bench, (4096, 4096), small)
+    yield "double-quantised scales", lambda: bench.nested(_LARGE, 16)
+    for m, must, goal in ((1, 0.7, 0.9), (64, 0.9, 0.95), (4096, 0.9, 0.97)):
+        yield f"LoRA, M = {m}", functools.partial(bench.lora, _LARGE, m, must, goal)
+    yield "32 adapters", lambda: bench.adapters(_LARGE, 64)
+    for m, transpose in itertools.product((1, 16, 64, 4096), (False, True)):
+        yield f"int8, M = {m}", functools.partial(bench.int8, _LARGE, m, transpose)
+    for m in (1, 16, 512, 4096):
+        yield f"NF4, x @ W, M = {m}", functools.partial(bench.transposed, _LARGE, m)
     for density, must, goal in ((0.1, 4.0, 7.0), (0.5, 1.2, 1.7)):
-        yield from block_sparse_rows(bench, density, 4096, must, goal)
+        job = functools.partial(block_sparse_rows, bench, density, 4096, must, goal)
+        yield f"block-sparse, {density:.0%}", job
+    between: Targets = {m: [("XLA", None, None)] for m in (8, 32, 128, 256)}
+    yield from _nf4_jobs(bench, _LARGE, between)
+    yield "float16", lambda: bench.half(_LARGE, 16)
+    yield from _nf4_jobs(bench, (4120, 4160), {m: [("XLA", None, None)] for m in (3, 77)})  # ragged tiles
 
 
-def cpu_rows(bench: Bench) -> Iterator[Row]:
-    yield from bench.nf4(
-        (4096, 4096),
-        {
-            1: [("naive", None, None), ("XLA", None, None)],
-            16: [("naive", 3.0, None), ("XLA", None, None)],
-            64: [("naive", None, None), ("XLA", None, None)],
-        },
-    )
-    yield from bench.lora((4096, 4096), 16, 0.7, 0.9)
-    yield from block_sparse_rows(bench, 0.1, 128, 3.0, None)
+def _nf4_jobs(bench: Bench, shape: tuple[int, int], targets: Targets) -> Iterator[Job]:
+    for m, baselines in targets.items():
+        yield f"NF4 {shape[0]}×{shape[1]}, M = {m}", functools.partial(bench.nf4, shape, {m: baselines})
+
+
+def cpu_jobs(bench: Bench) -> Iterator[Job]:
+    baselines = {1: None, 16: 3.0, 64: None}
+    targets: Targets = {m: [("naive", t, None), ("XLA", None, None)] for m, t in baselines.items()}
+    yield from _nf4_jobs(bench, (4096, 4096), targets)
+    yield "LoRA, M = 16", lambda: bench.lora((4096, 4096), 16, 0.7, 0.9)
+    yield "block-sparse, 10%", lambda: block_sparse_rows(bench, 0.1, 128, 3.0, None)
+
+
+def run_jobs(jobs: Iterator[Job], seconds: float, file: pathlib.Path | None) -> list[dict[str, Any]]:
+    """Measures jobs until the time is up; prints each row, and writes all of them to the file each time."""
+    found: list[dict[str, Any]] = []
+    end = time.monotonic() + seconds
+
+    def tell(entry: dict[str, Any]) -> None:
+        found.append(entry)
+        print(entry.get("row") or f"| {entry['case']} | {entry['error']} |", flush=True)
+        if file is not None:
+            file.write_text(json.dumps(found, indent=1, ensure_ascii=False))
+
+    for case, job in jobs:
+        if time.monotonic() > end:
+            tell({"case": case, "error": "left out: the time was up"})
+            continue
+        try:
+            for row in job():
+                tell(row.as_json())
+        except Exception as error:  # whatever it is: the other rows are worth having
+            tell({"case": case, "error": f"{type(error).__name__}: {error}"})
+    return found
 
 
 def block_sparse_rows(
@@ -267,30 +401,35 @@ def block_sparse_rows(
         if jax.default_backend() == "cpu":
             ways["BCOO"] = Way(case.bcoo(way), case.bcoo_operands())
             targets["BCOO"] = (10.0, None)
+        errors = bench.checked(ways["ours"], case.expected(way))
         times = measure(ways, bench.repeats)
         limit = bench.limits.seconds(*case.costs(way))
         name = f"block-128 sparse {size}², {density:.0%} dense, M = {m}, {way}"
         for baseline, (must_, goal_) in targets.items():
-            yield Row(name, times["ours"], baseline, times[baseline], limit, must_, goal_)
+            yield Row(name, times["ours"], baseline, times[baseline], limit, must_, goal_, errors)
 
 
-def tune(bench: Bench) -> None:
+def tune(bench: Bench, only: str | None = None) -> None:
     """Prints the fastest tilings of the fused kernel, for the table in `nf4_matmul/mosaic.py`."""
     from quaxlike.kernels.nf4_matmul import gpu
     from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
 
     candidates = [
         Tiling(*sizes)
-        for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8, 16), (1, 2))
+        for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8, 16), (1,), (1, 2, 4))
         if sizes[1] * sizes[2] in (4, 8, 16)
     ]
-    for shape, m in itertools.product(((14336, 4096), (4096, 14336), (4096, 4096)), (8, 16, 32, 64)):
-        w, times = Weights.random(shape, bench.rng), {}
-        problem = Problem(m, *shape, BLOCK, 0, 0, False, "bfloat16", "bfloat16")
+    sizes = [(*shape, m) for shape in (_LARGE, _WIDE, (4096, 4096)) for m in (8, 16, 32, 64)]
+    for n, k, m in sizes if only is None else [tuple(map(int, only.split(",")))]:
+        shape = n, k
+        w, times = bench.weights(shape), {}
         operands = [(*each, jnp.asarray(blockwise.NF4)) for each in bench.rotated(m, w)]
         for tiling in candidates:
             try:
-                way = Way(gpu.pallas_kernel(problem, tiling), operands)
+                dtype = "bfloat16" if tiling.splits == 1 else "float32"
+                problem = Problem(m, *shape, BLOCK, 0, 0, False, "bfloat16", dtype)
+                kernel = gpu.pallas_kernel(problem, tiling)
+                way = Way(lambda *args, kernel=kernel: jnp.sum(kernel(*args), axis=0), operands)
                 times[tiling] = bench.times(way=way)["way"]
             except Exception as error:  # a tiling that the device's shared memory does not hold
                 print(f"{shape}, M = {m}, {tiling}: {error}")
@@ -303,6 +442,10 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="the rows for a CPU")
     parser.add_argument("--tune", action="store_true", help="measure tilings instead of the table")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no row is begun")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the rows, as they are measured")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--shape", help="for --tune: N,K,M alone")
     arguments = parser.parse_args()
     if arguments.cpu:
         jax.config.update("jax_platforms", "cpu")
@@ -313,11 +456,12 @@ def main() -> None:
     print(f"{device.device_kind}, JAX {jax.__version__}, seed {seed}; measured limits: ", end="")
     print(f"{limits.bytes_per_second / 1e9:.0f} GB/s, {limits.flops_per_second / 1e12:.3g} TFLOP/s\n")
     if arguments.tune:
-        tune(bench)
+        tune(bench, arguments.shape)
         return
     print(HEADER)
-    for row in cpu_rows(bench) if arguments.cpu else gpu_rows(bench):
-        print(row, flush=True)
+    jobs = cpu_jobs(bench) if arguments.cpu else gpu_jobs(bench)
+    chosen = (job for job in jobs if arguments.only in job[0])
+    run_jobs(chosen, 60 * arguments.minutes, arguments.json)
 
 
 if __name__ == "__main__":

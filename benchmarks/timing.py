@@ -1,5 +1,6 @@
 """How long a function takes on the device, and how long it would take at the device's limits."""
 
+import itertools
 import math
 import statistics
 import time
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 # Operands are rotated until together they are this much larger than the caches.
+# Programs that are started before the first has ended, so that the device does not wait for the host.
+_PROGRAMS = 4
 CACHE_BYTES = {"gpu": 3 * 50 * 2**20, "cpu": 64 * 2**20}
 
 
@@ -48,29 +51,50 @@ class Way(NamedTuple):
     operands: Sequence[tuple[Any, ...]]
 
 
-def measure(ways: Mapping[str, Way], repeats: int) -> dict[str, Time]:
-    """The time of a call of each way; on a GPU that of its kernels, elsewhere by the clock, interleaved."""
-    if jax.default_backend() == "gpu":
-        return {name: _kernel_time(way, repeats) for name, way in ways.items()}
-    compiled = {name: jax.jit(way.fn) for name, way in ways.items()}
-    for name, way in ways.items():
-        jax.block_until_ready(compiled[name](*way.operands[0]))
+def measure(ways: Mapping[str, Way], repeats: int, *, chained: bool | None = None) -> dict[str, Time]:
+    """The time of a call of each way by the clock, interleaved.
+
+    `chained`, as on a GPU if None, calls run one after the other on the device, as a program of all operands:
+    a call finds the caches filled by the others, and the device does not wait for the host between them.
+    """
+    chained = jax.default_backend() == "gpu" if chained is None else chained
+    runs = {name: (_chained if chained else _turns)(way) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(repeats):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            jax.block_until_ready(compiled[name](*way.operands[i % len(way.operands)]))
-            times[name].append(time.perf_counter() - start)
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(run())
     return {name: summarise(of_way) for name, of_way in times.items()}
 
 
-def _kernel_time(way: Way, repeats: int) -> Time:
-    from jax.experimental.mosaic.gpu import profiler
+def _turns(way: Way) -> Callable[[], float]:
+    """The seconds of a call, on one of the operands after the other."""
+    compiled, turn = jax.jit(way.fn), itertools.cycle(way.operands)
+    jax.block_until_ready(compiled(*way.operands[0]))
+    return lambda: _clock(lambda: compiled(*next(turn)))
 
-    # One program for all operands, so that each call finds the caches filled by the others.
-    together = jax.jit(lambda operands: [way.fn(*each) for each in operands])
-    _, milliseconds = profiler.measure(together, iterations=repeats)(way.operands)
-    return summarise([ms / 1e3 / len(way.operands) for ms in milliseconds])
+
+def _chained(way: Way) -> Callable[[], float]:
+    """The seconds of a call among calls on all operands in turn."""
+
+    def program(operands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        out: list[Any] = []
+        for each in operands:
+            # In turn: XLA would merge products that share a weight, or run them side by side.
+            each = jax.lax.optimization_barrier((each, out[-1]))[0] if out else each
+            out.append(way.fn(*each))
+        return out
+
+    compiled = jax.jit(program)
+    jax.block_until_ready(compiled(way.operands))
+
+    programs = lambda: [compiled(way.operands) for _ in range(_PROGRAMS)]
+    return lambda: _clock(programs) / _PROGRAMS / len(way.operands)
+
+
+def _clock(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
 
 
 def rotations(bytes_: int) -> int:

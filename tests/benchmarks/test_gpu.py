@@ -1,3 +1,5 @@
+import json
+
 import jax.numpy as jnp
 import pytest
 
@@ -61,3 +63,60 @@ def test_limits_are_measured():
 
 def test_bitsandbytes_is_optional():
     assert bitsandbytes.time(1, (64, 64), 1) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_kind_of_row_is_checked_and_measured(monkeypatch, dtype):
+    """What runs on a GPU, on tiny weights, with calls in one program as there."""
+    monkeypatch.setitem(timing.CACHE_BYTES, "cpu", 0)
+    monkeypatch.setattr(timing.measure, "__kwdefaults__", {"chained": True})
+    bench = gpu.Bench(Limits(1e10, 1e11), jnp.dtype(dtype), repeats=2, seed=0)
+    shape = 128, 256
+    jobs = [
+        ("forward", lambda: bench.nf4(shape, {3: [("XLA", 1.0, None)]})),
+        ("scales", lambda: bench.nested(shape, 3)),
+        ("LoRA", lambda: bench.lora(shape, 3, 0.7, 0.9)),
+        ("adapters", lambda: bench.adapters(shape, 3)),
+        ("transposed", lambda: bench.transposed(shape, 3)),
+        ("float16", lambda: bench.half(shape, 3)),
+        ("int8", lambda: bench.int8(shape, 3)),
+        ("int8, x @ W", lambda: bench.int8(shape, 3, transpose=True)),
+        ("blocks", lambda: gpu.block_sparse_rows(bench, 0.5, 4, 3.0, None, size=256)),
+    ]
+    found = gpu.run_jobs(iter(jobs), 600, None)
+    assert [entry["error"] for entry in found if "error" in entry] == []
+    assert len(found) == len(jobs) - 1 + 4
+    assert all(0 <= entry["errors"][0] < 1e-2 for entry in found)
+
+
+def test_what_fails_costs_its_row_alone(tmp_path, capsys):
+    def row(time):
+        yield gpu.Row("good", Time(time, 1e-6), "XLA", Time(2e-5, 1e-6), 5e-6)
+
+    def wrong():
+        raise AssertionError("the result is wrong")
+        yield
+
+    file = tmp_path / "rows.json"
+    jobs = [("wrong", wrong), ("good", lambda: row(1e-5)), ("good", lambda: row(2e-5))]
+    found = gpu.run_jobs(iter(jobs), 60, file)
+    assert found[0] == {"case": "wrong", "error": "AssertionError: the result is wrong"}
+    assert [entry["case"] for entry in found] == ["wrong", "good", "good"]
+    assert [entry["case"] for entry in json.loads(file.read_text())] == ["wrong", "good", "good"]
+    assert "| wrong | AssertionError" in capsys.readouterr().out
+    late = gpu.run_jobs(iter(jobs), -1, file)
+    assert {entry["error"] for entry in late} == {"left out: the time was up"}
+
+
+def test_a_wrong_result_is_no_row(bench):
+    way = timing.Way(lambda x: x * 1.001, [(jnp.ones(4),)])
+    with pytest.raises(AssertionError, match=r"wrong: relative error 1.00e-03, allowed is 1e-05"):
+        bench.checked(way, jnp.ones(4))
+
+
+def test_the_jobs_of_a_visit_are_named():
+    bench = gpu.Bench(Limits(1e10, 1e11), jnp.dtype("bfloat16"), repeats=2, seed=0)
+    names = [name for name, _ in gpu.gpu_jobs(bench)]
+    assert {f"NF4 14336×4096, M = {m}" for m in (1, 8, 16, 32, 64, 128, 256, 512, 4096)} < set(names)
+    assert {"NF4, x @ W, M = 1", "int8, M = 4096", "block-sparse, 10%", "float16"} < set(names)
