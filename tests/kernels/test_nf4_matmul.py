@@ -198,7 +198,7 @@ def test_no_dense_copy_between_forward_and_backward():
 def test_chunks_of_rows_end_where_blocks_do(monkeypatch):
     from quaxlike.kernels.nf4_matmul import gpu
 
-    monkeypatch.setattr(gpu, "_CHUNK_WEIGHTS", 1000)
+    monkeypatch.setattr(gpu, "_CHUNKS", ((1e9, 1000),))
     w = quantised((67, 96), 64)
     for transpose in (False, True):
         x = _x(w, (4,), transpose)

@@ -22,9 +22,9 @@ from .scales import NestedScales, dense_scales
 FUSED_ROWS = 128
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
-# Weights decoded at a time: 128 MiB of bfloat16. Joining the results of smaller chunks costs more
-# than the L2 cache gains.
-_CHUNK_WEIGHTS = 1 << 26
+# Weights decoded at a time, for up to so many rows of activations: 32 MiB of bfloat16, which the L2 cache of an
+# H100 holds; else 128 MiB, as joining the results of many rows costs more than the cache gains.
+_CHUNKS = (1024, 1 << 24), (math.inf, 1 << 26)
 
 
 def choose(platform: str, x: Any, **params: Any) -> Choice:
@@ -182,7 +182,7 @@ def chunked(
     as in `lora_matmul_reference`: more columns of `x` and of `W`.
     """
     n, k = shape
-    rows = _rows_per_chunk(n, k, block_size)
+    rows = _rows_per_chunk(n, k, block_size, math.prod(x.shape[:-1]))
     packed, scales = packed.reshape(-1), dense_scales(absmax).reshape(-1)
     b = None
     if low_rank:
@@ -194,6 +194,8 @@ def chunked(
     parts = []
     for start in range(0, n, rows):
         stop = min(start + rows, n)
+        if parts:  # one chunk after the other, in the same memory
+            packed, parts[-1] = lax.optimization_barrier((packed, parts[-1]))
         w = dequantize_codebook(
             packed[start * k // 2 : (stop * k + 1) // 2],
             scales[start * k // block_size : -(-stop * k // block_size)],
@@ -217,7 +219,9 @@ def _padded(z: Array) -> Array:
     return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
 
 
-def _rows_per_chunk(n: int, k: int, block_size: int) -> int:
-    """Rows that begin and end where blocks do, and therefore bytes."""
+def _rows_per_chunk(n: int, k: int, block_size: int, m: int) -> int:
+    """Rows that begin and end where blocks do, and therefore bytes; chunks of one size."""
     aligned = block_size // math.gcd(block_size, k)
-    return max(1, _CHUNK_WEIGHTS // k // aligned) * aligned
+    most = max(1, next(weights for rows, weights in _CHUNKS if m <= rows) // k // aligned) * aligned
+    chunks = -(-n // most)
+    return -(-n // (chunks * aligned)) * aligned
