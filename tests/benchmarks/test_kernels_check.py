@@ -1,0 +1,77 @@
+"""The compile check: its rows lower everywhere, and compile where the compilers are installed."""
+
+import contextlib
+import json
+import re
+
+import jax
+import pytest
+
+from benchmarks import compiled_rows, kernels_check
+from benchmarks.targets import TARGETS
+from tests.kernels.weights import tpu_at_hand
+
+RECORD = json.loads(kernels_check.RECORD.read_text())
+
+
+def test_the_record_and_its_page_are_of_the_rows_of_today():
+    for name, of_target in RECORD.items():
+        rows = [row.name for row in compiled_rows.rows(TARGETS[name].platform)]
+        assert [row["row"] for row in of_target["rows"]] == rows
+    assert kernels_check.PAGE.read_text("utf-8") == kernels_check.page(RECORD)
+
+
+def test_no_recorded_kernel_spills():
+    assert not any(row.get("spills") for of_target in RECORD.values() for row in of_target["rows"])
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_int8_multiplies_no_dense_weight_by_scales(transpose):
+    """What XLA fuses is the cast of the codes alone."""
+    row = compiled_rows.int8((4096, 1024), 16, transpose)
+    text = jax.jit(row.fn).trace(*row.operands).lower(lowering_platforms=("cuda",)).as_text()
+    made = re.findall(r"stablehlo\.(\w+).*-> tensor<4096x1024xbf16>", text)
+    assert made == ["convert"]
+    assert not re.search(r"stablehlo\.multiply.*tensor<4096x1024x", text)
+
+
+def test_float32_is_not_rounded_to_tensorfloat32():
+    row = compiled_rows.nf4((64, 128), 16, dtype="float32")
+    text = jax.jit(row.fn).trace(*row.operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"dot_general.*precision = \[(.*?)\]", text) == ["HIGHEST, HIGHEST"]
+    with jax.default_matmul_precision("tensorfloat32"):
+        text = jax.jit(row.fn).trace(*row.operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "HIGHEST" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_every_kind_of_row_lowers(platform):
+    kinds = {row.operation: row for row in compiled_rows.rows(platform)}
+    for row in kinds.values():
+        with tpu_at_hand() if row.for_a_device else contextlib.nullcontext():
+            assert jax.jit(row.fn).trace(*row.operands).lower(lowering_platforms=(platform,)) is not None
+
+
+def test_what_counts_as_worse():
+    row = {"row": "NF4", "fused": True, "registers": 80, "spills": 0, "temporaries": 0}
+    assert kernels_check.problems("h100", row, row) == []
+    assert kernels_check.problems("h100", row | {"spills": 8}, None) == ["h100, NF4: spills 8 bytes"]
+    worse = row | {"fused": False, "registers": 128, "temporaries": 2**27}
+    said = "\n".join(kernels_check.problems("h100", worse, row))
+    assert "registers 128, recorded were 80" in said
+    assert "temporaries 134217728, recorded were 0" in said
+    assert "no kernel of ours runs" in said
+    failed = {"row": "NF4", "error": "LLVM ERROR"}
+    assert kernels_check.problems("a100", failed, row) == ["a100, NF4: LLVM ERROR"]
+    assert kernels_check.problems("a100", failed, failed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_kernel_compiles_for_a_machine_that_is_not_at_hand(name):
+    if missing := TARGETS[name].missing():
+        pytest.skip(f"{', '.join(missing)} missing: pip install '.[kernels-check]'")
+    (figures,) = kernels_check.run(name, "NF4 4096×4096, M = 16")
+    recorded = {row["row"]: row for row in RECORD[name]["rows"]}
+    assert kernels_check.problems(name, figures, recorded[figures["row"]]) == []
