@@ -139,7 +139,8 @@ def problems(target: str, figures: Figures, recorded: Figures | None) -> list[st
     if "error" in figures:
         known = recorded is not None and "error" in recorded
         return [] if known else [f"{target}, {figures['row']}: {figures['error']}"]
-    out = [f"spills {figures['spills']} bytes"] if figures.get("spills") else []
+    spilled = figures.get("spills", 0)
+    out = [f"spills {spilled} bytes"] if spilled > (recorded or {}).get("spills", 0) else []
     limits = {"registers": (1.0, 8), "shared": (1.0, 0), "bundles": (1.05, 0), "temporaries": (1.05, 2**20)}
     for name, (factor, slack) in limits.items():
         was = (recorded or {}).get(name)

@@ -18,7 +18,7 @@ from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
 from . import simt
 from .weights import relative_error, tpu_at_hand
 
-TABLE = [tiling for _, _, tiling in mosaic._TILINGS]
+TABLE = [tiling for *_, tiling in mosaic._TILINGS]
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 

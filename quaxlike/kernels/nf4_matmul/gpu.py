@@ -22,8 +22,8 @@ from .scales import NestedScales, dense_scales
 FUSED_ROWS = 128
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
-# Weights decoded at a time, for up to so many rows of activations: 32 MiB of bfloat16, which the L2 cache of an
-# H100 holds; else 128 MiB, as joining the results of many rows costs more than the cache gains.
+# Weights decoded at a time, for up to so many rows of activations: 32 MiB of bfloat16, which the L2 cache of
+# an H100 holds; else 128 MiB, as joining the results of many rows costs more than the cache gains.
 _CHUNKS = (1024, 1 << 24), (math.inf, 1 << 26)
 
 

@@ -96,19 +96,20 @@ class Problem(NamedTuple):
 # Chosen by registers, waves of blocks and traffic of activations, not measured: docs/performance.md
 # has the figures. `python -m benchmarks.gpu --tune` measures tilings on a device.
 _TILINGS = (
-    # up to so many tiles of tokens, from so many rows of W on
-    (2, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
-    (8, 8192, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1)),
-    (1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
-    (2, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
-    (4, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1, splits=2)),
-    (8, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1, splits=2)),
+    # up to so many tiles of tokens, from so many rows and columns of W on
+    (2, 8192, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
+    (8, 8192, 1, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1)),
+    (2, 1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
+    (4, 1, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1, splits=2)),
+    (8, 1, 8192, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1, splits=2)),
+    (4, 1, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
+    (8, 1, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1)),
 )
 
 
 def tiling_for(p: Problem) -> Tiling:
     """The tiling for a problem, from the table."""
-    return next(t for tiles, n, t in _TILINGS if p.token_tiles <= tiles and p.n >= n)
+    return next(t for tiles, n, k, t in _TILINGS if p.token_tiles <= tiles and p.n >= n and p.k >= k)
 
 
 def blocks(p: Problem, tiling: Tiling) -> int:
@@ -187,10 +188,10 @@ class _Warp:
         self.group, self.quad = self.lane // 4, self.lane % 4
         warp = self.thread // 32
         self.k_warp = warp // tiling.row_warps
+        self.first_share = lanes.block_index() % tiling.splits * tiling.k_warps + self.k_warp
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
         # Groups of tokens that share rows of `W` are neighbours, so that L2 serves all but one.
-        place = lanes.block_index()
-        self.split, place = place % tiling.splits, place // tiling.splits
+        place = lanes.block_index() // tiling.splits
         self.first_row = place // p.groups * tiling.rows
         self.first_token = place % p.groups * (8 * p.token_tiles)
         # Past the end the last row is read again; what comes of it is not stored.
@@ -227,7 +228,7 @@ class _Warp:
 
     def _share(self, step: Reg) -> Reg:
         """The number of a warp's step among those of all warps that share rows of `W`."""
-        return (step * self.tiling.splits + self.split) * self.tiling.k_warps + self.k_warp
+        return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
 
     def load(self, step: Reg) -> list[Reg]:
         """Codes (two words) and scale of each of the thread's rows, for each block of a step."""
@@ -330,6 +331,7 @@ def _reduce(acc: list[Reg], warp: _Warp, sums: Memory, out: Memory) -> None:
         global_token, global_row = warp.first_token + token, warp.first_row + row
         inside = (token < tokens) & (global_token < p.m) & (global_row < p.n)
         size = 4 if p.out_dtype == "float32" else 2
-        at = ((warp.split * p.m + global_token) * p.n + global_row) * size
+        split = lanes.block_index() % tiling.splits
+        at = ((split * p.m + global_token) * p.n + global_row) * size
         result = lanes.round_to(total, p.out_dtype)
         lanes.when(inside, functools.partial(out.store, at, result))
