@@ -1,0 +1,168 @@
+"""What devices communicate in a step of training, from 1 to 1,024 devices: a table for the documentation.
+
+    python -m benchmarks.communication             # the table, from the model of costs below
+    python -m benchmarks.communication --measure   # beside it what compiled programs of a small Llama say
+
+The model of costs, in bytes that each device sends, of rings: to sum `B` bytes over `n` devices takes
+`2 (n - 1) / n B`, to gather parts to `B` bytes `(n - 1) / n B`.
+
+- Tensor parallel: activations are summed `SUMS` times a layer, and `SUMS_BESIDE` times beside the layers.
+  Gradients of adapters are summed over the replicas.
+- FSDP: what is stored is gathered once a step: codes and scales, not what they stand for. Adapters, in
+  float32, are gathered with the rest, and their gradients summed.
+
+Stored are weights, adapters, and two moments for each number of an adapter; activations are not counted.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+#: Sums of activations, as `--measure` counts them: of a layer, and beside the layers, less what the first one
+#: does not need, since its inputs are not trained.
+SUMS, SUMS_BESIDE = 7.22, -0.99
+TOKENS = 4096  # of each device
+RANK = 16
+BITS = {"bfloat16 and LoRA": 16.0, "QLoRA": 4.5}  # of NF4 in blocks of 64 with float32 scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama."""
+
+    name: str
+    hidden: int
+    wide: int
+    layers: int
+    keys: int
+    """The width of keys, and of values."""
+    vocabulary: int = 128_256
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """(out, in) of the linear layers of a block."""
+        h, w, k = self.hidden, self.wide, self.keys
+        return [(h, h), (k, h), (k, h), (h, h), (w, h), (w, h), (h, w)]
+
+    def weights(self, bits: float) -> float:
+        """Bytes; embedding and output layer are in bfloat16."""
+        linear = self.layers * sum(n * k for n, k in self.matrices)
+        return linear * bits / 8 + 2 * self.vocabulary * self.hidden * 2
+
+    @property
+    def adapters(self) -> int:
+        """Bytes, in float32."""
+        return 4 * RANK * self.layers * sum(n + k for n, k in self.matrices)
+
+
+SHAPES = (Shape("Llama-3-8B", 4096, 14336, 32, 1024), Shape("Llama-3-70B", 8192, 28672, 80, 1024))
+
+
+def fsdp(shape: Shape, bits: float, devices: int) -> tuple[float, float]:
+    """Bytes that a device stores, and sends in a step."""
+    stored = shape.weights(bits) + 3 * shape.adapters
+    ring = (devices - 1) / devices
+    return stored / devices, ring * (shape.weights(bits) + shape.adapters) + 2 * ring * shape.adapters
+
+
+def tensor_parallel(shape: Shape, bits: float, devices: int, model: int = 8) -> tuple[float, float]:
+    """The same for groups of `model` devices that divide the layers, and share their batch."""
+    model = min(model, devices)
+    replicas = devices // model
+    stored = shape.weights(bits) + 3 * shape.adapters
+    activation = 2 * TOKENS * model * shape.hidden  # bfloat16
+    sums = (SUMS * shape.layers + SUMS_BESIDE) * 2 * (model - 1) / model * activation
+    return stored / model, sums + 2 * (replicas - 1) / replicas * shape.adapters / model
+
+
+def table() -> str:
+    lines = [
+        "| model | devices | layout | stored: bfloat16 and LoRA | QLoRA | sent: bfloat16 and LoRA | QLoRA |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    gib = lambda x: f"{x / 2**30:.2f} GiB"
+    for shape in SHAPES:
+        for devices in (1, 8, 64, 256, 1024):
+            for name, layout in (("FSDP", fsdp), ("tensor parallel over 8", tensor_parallel)):
+                if devices == 1 and layout is tensor_parallel:
+                    continue
+                found = [layout(shape, bits, devices) for bits in BITS.values()]
+                cells = [gib(stored) for stored, _ in found] + [gib(sent) for _, sent in found]
+                lines.append(f"| {shape.name} | {devices} | {name if devices > 1 else 'one'} | "
+                             f"{' | '.join(cells)} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+_COMPILE = """
+import json, sys
+import equinox as eqx, jax, jax.numpy as jnp
+import quaxlike as ql
+from quaxlike.models import Decoder, DecoderConfig
+from quaxlike.sharding import abstract, constrain, fsdp, tensor_parallel
+
+layers, kind = int(sys.argv[1]), sys.argv[2]
+mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+config = DecoderConfig.from_json({
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512,
+    "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+})
+
+model = ql.quantize(Decoder(config, key=jax.random.key(0)), "nf4", block_size=32)
+model = ql.loraify(model, rank=8, key=jax.random.key(1))
+rule = tensor_parallel(model, mesh) if kind == "tensor" else fsdp(mesh)
+arrays, rest = eqx.partition(model, eqx.is_array)
+params, frozen = eqx.partition(arrays, ql.trainable(model))
+
+def loss(params, frozen, ids):
+    model = eqx.combine(params, frozen, rest)
+    model = constrain(model, mesh, None) if kind == "fsdp" else model
+    logits = jax.vmap(ql.quaxify(model))(ids, jnp.ones_like(ids, bool))
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+spec = jax.P("model") if kind == "fsdp" else jax.P()
+ids = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=jax.NamedSharding(mesh, spec))
+stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+grad = jax.jit(jax.grad(loss))
+text = grad.lower(abstract(params, mesh, rule), abstract(frozen, mesh, rule), ids).compile().as_text()
+print(json.dumps({"stored": stored, "text": [line for line in text.splitlines() if "all-" in line]}))
+"""
+
+
+def measured(kind: str, layers: int) -> tuple[int, dict[str, int]]:
+    """The bytes of the arrays of a small Llama, and what the collectives of its gradient give each device."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", _COMPILE, str(layers), kind]
+    run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    total: dict[str, int] = {}
+    for line in found["text"]:
+        if match := re.search(r"= (.*?) (all-gather|all-reduce)(-start)?\(", line):
+            for bits, sizes in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", match[1]):
+                count = 1
+                for n in filter(None, sizes.split(",")):
+                    count *= int(n)
+                total[match[2]] = total.get(match[2], 0) + count * int(bits) // 8
+    return found["stored"], total
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.communication")
+    parser.add_argument("--measure", action="store_true", help="compile a small Llama for 8 virtual devices")
+    if parser.parse_args(argv).measure:
+        activation = 8 * 16 * 256 * 4
+        one, two = (measured("tensor", layers)[1].get("all-reduce", 0) / activation for layers in (1, 2))
+        print(f"tensor parallel: {two - one:.2f} sums of activations a layer, {2 * one - two:.2f} beside")
+        stored, found = measured("fsdp", 2)
+        print(f"FSDP: {found.get('all-gather', 0) / stored:.3f} of what is stored is gathered")
+    print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
