@@ -20,8 +20,8 @@ from ..arrays.quantized.grid import Grid
 
 _DAMPING = 0.01  # of the mean of the diagonal
 _AT_ONCE = 128  # columns whose errors are handed on together
-_SWEEPS = 3  # over the columns
-_ROUNDS = 3  # of scales for codes, and codes for scales
+_SWEEPS = 2  # over the columns
+_ROUNDS = 2  # of scales for codes, and codes for scales
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
@@ -104,36 +104,38 @@ def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> n
     h = h + np.diag(np.full(len(h), 1e-6 * max(float(np.mean(np.diag(h))), 1e-12)))
     error = grid.values(places) - w
     slope = error @ h
-    for _ in range(_SWEEPS):
-        for i in range(len(h)):
+    for first in list(range(0, len(h), _AT_ONCE)) * _SWEEPS:
+        part = slice(first, first + _AT_ONCE)
+        before, own = error[:, part].copy(), h[part, part]
+        for j in range(len(own)):
+            i = first + j
             wanted = w[:, i] + error[:, i] - slope[:, i] / h[i, i]
             places[:, i] = grid.places(wanted, i)
             change = grid.values(places[:, i], i) - w[:, i] - error[:, i]
             error[:, i] += change
-            slope += change[:, None] * h[i]
+            slope[:, part] += change[:, None] * own[j]
+        rest = np.ones(len(h), bool)
+        rest[part] = False
+        slope[:, rest] += (error[:, part] - before) @ h[part][:, rest]
     return places
 
 
 def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
-    """`start` with the scales of each row that fit these codes best (least squares), where they are free."""
-    if not _are_free(start):
-        return start
-    table = start.grid().table[places]
+    """`start` with each scale in turn at its best for these codes, where scales are free."""
     rows, count = w.shape
-    blocks = -(-count // start.block)
-    if start.codes.ndim < 2 or start.codes.shape[0] != rows:  # blocks cross rows
+    if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:  # or blocks cross rows
         return start
-    owner = np.arange(count) // start.block
-    spread = np.zeros((blocks, count))
-    spread[owner, np.arange(count)] = 1
-    fitted = np.empty((rows, blocks))
-    for i in range(rows):
-        parts = spread * table[i]
-        products = parts @ h
-        normal = products @ parts.T
-        normal += np.diag(np.full(blocks, 1e-9 * max(float(np.trace(normal)), 1e-30)))
-        fitted[i] = np.linalg.solve(normal, products @ w[i])
-    return _scaled(start, jnp.asarray(fitted, jnp.float32))
+    grid, block = start.grid(), start.block
+    values, scale = grid.table[places], grid.scale[:, ::block].copy()
+    slope = (grid.values(places) - w) @ h
+    for i, first in enumerate(range(0, count, block)):
+        part = slice(first, first + block)
+        own = values[:, part]
+        curvature = np.sum(own @ h[part, part] * own, axis=1)
+        step = -np.sum(slope[:, part] * own, axis=1) / np.where(curvature > 0, curvature, np.inf)
+        scale[:, i] += step
+        slope += (step[:, None] * own) @ h[part]
+    return _scaled(start, jnp.asarray(scale, jnp.float32))
 
 
 def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
