@@ -103,6 +103,19 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add("--loss-chunk", "tokens of a batch that have logits at a time", type=size, metavar="N")
     add("--pack", "puts several texts into a row, which do not see each other", action="store_true")
+    add(
+        "--scan-layers",
+        "trains equal layers as one, so that compiling does not take longer for more of them",
+        action="store_true",
+    )
+    add(
+        "--merge",
+        "writes a checkpoint, too, to --output/merged: the weights as they were in the file, with what was "
+        "trained (dense, the default if given alone); or as they are stored, which rounds anew (quantized)",
+        nargs="?",
+        const="dense",
+        choices=["dense", "quantized"],
+    )
     add("--tensorboard", "writes figures for TensorBoard to --output, too", action="store_true")
     add(
         "--mesh",
@@ -136,7 +149,7 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
         from .devices import join, leads
-        from .run import finetune
+        from .run import MERGED, finetune
     console = Console(soft_wrap=True)
     try:
         join(settings)
@@ -151,6 +164,8 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")
     console.print(f"Adapter: {settings.output}")
+    if settings.merge:
+        console.print(f"Merged: {settings.output / MERGED}")
     return 0
 
 

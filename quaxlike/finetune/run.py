@@ -13,7 +13,7 @@ import quaxlike as ql
 
 from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import CheckpointError, peft
-from ..models import UnsupportedConfigError, load
+from ..models import Decoder, UnsupportedConfigError, load, save
 from ..models.loading import open_model
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, leads
@@ -24,6 +24,9 @@ from .step import State, stored_for
 from .tasks import AbstractTask, task_for
 from .train import Training, steps_of
 from .watch import Watch
+
+#: The folder of the output directory for the merged checkpoint.
+MERGED = "merged"
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
@@ -64,7 +67,7 @@ def _finetune(
         settings = dataclasses.replace(settings, batch_size=len(training))
     devices.check_batch(settings.batch_size)
     task = task_for(base, settings)
-    model = devices.place(_adapted(base, task, settings))
+    model = devices.place(_scanned(_adapted(base, task, settings), settings))
     table = ql.summary(model)
     console.print(
         f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
@@ -111,6 +114,8 @@ def _finetune(
     trained = eqx.combine(devices.on_host(state.params), frozen)
     if leads():
         peft.save_adapter(settings.output, trained, base_model=str(settings.model), task_type=task.peft_type)
+        if settings.merge:
+            _merge(trained, settings)
     return {"before": before or {}, "after": after}
 
 
@@ -184,3 +189,27 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     except ValueError as error:  # of names that match nothing
         raise FinetuneError(str(error)) from error
     return stored_for(adapted, settings.compute_dtype)
+
+
+def _scanned(model: PyTree, settings: Settings) -> PyTree:
+    """The model with its layers as one, where they shall be scanned."""
+    if not settings.scan_layers:
+        return model
+    if settings.mesh is not None:
+        raise FinetuneError("--scan-layers is for one device: leave out it or --mesh.")
+    if not isinstance(model, Decoder):
+        raise FinetuneError(
+            f"--scan-layers is for decoders; {settings.model} holds a {type(model).__name__}."
+        )
+    try:
+        return model.stacked()
+    except ValueError as error:  # layers with experts and without
+        raise FinetuneError(f"--scan-layers: {error}") from error
+
+
+def _merge(model: PyTree, settings: Settings) -> None:
+    """Writes the checkpoint with the adapter in its weights."""
+    if settings.merge == "dense":
+        base, _ = load(settings.model)
+        model = peft.load_adapter(settings.output, ql.materialise(base))
+    save(settings.output / MERGED, ql.merge(model), settings.model)

@@ -50,11 +50,13 @@ class Settings:
     coordinator: str | None = None
     process_id: int | None = None
     num_processes: int | None = None
+    scan_layers: bool = False
+    merge: str | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """All that the result depends on, as JSON: two runs with the same are the same run."""
         devices = ("mesh", "fsdp", "coordinator", "process_id", "num_processes")
-        free = ("output", "checkpoint_every", "eval_every", "tensorboard", *devices)
+        free = ("output", "checkpoint_every", "eval_every", "tensorboard", "merge", *devices)
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}

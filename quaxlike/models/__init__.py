@@ -6,6 +6,7 @@ from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 from .generation import generate
 from .loading import load
+from .saving import save
 
 __all__ = [
     "FAMILIES",
@@ -18,4 +19,5 @@ __all__ = [
     "generate",
     "load",
     "mean_pooled",
+    "save",
 ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,35 +154,16 @@ def fill(
     - `place`: reads a weight of the model: its name and its rows to the array. Default: the whole.
     """
     wanted = named_arrays(skeleton)
-    renamed = {_in_model(name, family): name for name in weights}
-    sources = {name: _sources(name, leaf, renamed, family) for name, leaf in wanted.items()}
-    if not any(file in renamed for files in sources.values() for file in files):
-        # Saved with or without the task's head around it.
-        renamed = {name.partition(".")[2]: file for name, file in renamed.items()}
-    used = {file for files in sources.values() for file in files}
-    missing = [file for file in used if file not in renamed]
-    if isinstance(skeleton, Decoder) and skeleton.lm_head is None:
-        used.add("lm_head.weight")  # some files repeat the embedding
-    unknown = [name for name in renamed if name not in used and not name.endswith(_BUFFERS)]
-    if missing or unknown:
-        raise CheckpointError(
-            f"{source} does not fit the model of its config.json. "
-            f"Missing: {', '.join(sorted(missing)) or 'none'}. Unknown: {', '.join(unknown) or 'none'}."
-        )
     loaded: dict[str, Any] = {}
-    for name, files in sources.items():
-        stored = {file: renamed[file] for file in files}
-        loaded[name] = place(name, _rows(name, stored, tuple(wanted[name].shape), weights, source))
+    for name, files in sources_of(skeleton, weights, source, family).items():
+        loaded[name] = place(name, _rows(name, files, tuple(wanted[name].shape), weights, source))
     return replace(skeleton, loaded)
 
 
 def _rows(
-    name: str, files: Mapping[str, str], shape: tuple[int, ...], weights: Mapping[str, Any], source: Any
+    name: str, files: Sequence[str], shape: tuple[int, ...], weights: Mapping[str, Any], source: Any
 ) -> Rows:
-    """The rows of a weight of the model, checked as they are read.
-
-    **Arguments:** `files` has the names that its tensors have, and those in the checkpoint.
-    """
+    """The rows of a weight of the model, checked as they are read; `files` are its tensors."""
 
     def checked(leaf: Any, count: int | None) -> Any:
         expected = shape if count is None else (count, *shape[1:])
@@ -196,25 +177,48 @@ def _rows(
         return leaf
 
     if len(files) > 1:  # experts, one by one
-        each, stored = len(files) // shape[0], list(files.items())
+        each = len(files) // shape[0]
 
         def read(start: int = 0, stop: int = shape[0]) -> Any:
-            parts = [as_transformers(file, weights[own]) for file, own in stored[start * each : stop * each]]
+            parts = [weights[file] for file in files[start * each : stop * each]]
             return checked(_joined(parts, stop - start), stop - start)
 
         return Rows(shape[0], read)
-    ((file, stored_as),) = files.items()
-    whole = lambda: checked(as_transformers(file, weights[stored_as]), None)
-    rows = weights.rows(stored_as) if isinstance(weights, Checkpoint) else Rows(None, whole)
+    (file,) = files
+    whole = lambda: checked(as_transformers(name, weights[file]), None)
+    rows = weights.rows(file) if isinstance(weights, Checkpoint) else Rows(None, whole)
     if rows.count is None or rows.count != shape[0]:
         return Rows(None, whole)
 
     def part(*span: int) -> Any:
         if not span:
             return whole()
-        return checked(as_transformers(file, rows.read(*span)), min(span[1], shape[0]) - span[0])
+        return checked(as_transformers(name, rows.read(*span)), min(span[1], shape[0]) - span[0])
 
     return Rows(rows.count, part, rows.step)
+
+
+def sources_of(model: Any, names: Iterable[str], source: Any, family: Family | None) -> dict[str, list[str]]:
+    """For each array of a model the tensors of a file that make it up.
+
+    **Raises:** `CheckpointError` for a missing or superfluous name.
+    """
+    renamed = {_in_model(name, family): name for name in names}
+    sources = {name: _sources(name, leaf, renamed, family) for name, leaf in named_arrays(model).items()}
+    if not any(file in renamed for files in sources.values() for file in files):
+        # Saved with or without the task's head around it.
+        renamed = {name.partition(".")[2]: file for name, file in renamed.items()}
+    used = {file for files in sources.values() for file in files}
+    missing = [file for file in used if file not in renamed]
+    if isinstance(model, Decoder) and model.lm_head is None:
+        used.add("lm_head.weight")  # some files repeat the embedding
+    unknown = [name for name in renamed if name not in used and not name.endswith(_BUFFERS)]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{source} does not fit the model of its config.json. "
+            f"Missing: {', '.join(sorted(missing)) or 'none'}. Unknown: {', '.join(unknown) or 'none'}."
+        )
+    return {name: [renamed[file] for file in files] for name, files in sources.items()}
 
 
 def _in_model(name: str, family: Family | None) -> str:

@@ -21,6 +21,7 @@ from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import Bert
 from quaxlike.models import load as load_model
 from quaxlike.models.bert import BertConfig
+from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -145,6 +146,39 @@ def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_pat
     assert re.search(r"12/12 loss \d\.\d+ [\d,]+ tokens/s", told)
 
 
+@pytest.mark.slow
+def test_what_saves_time_and_memory_together(run, tmp_path):
+    options = ["--steps=3", "--scan-layers", "--merge", "--compute-dtype=bfloat16", "--remat", "--pack"]
+    more = ["--max-length=24", "--eval-every=1", "--tensorboard", "--batch-size=4", "--loss-chunk=32"]
+    status, told = run("llama", "text", *options, *more)
+    assert status == 0
+    assert matches(r"32 texts to train on are packed into \d+ rows", told)
+    assert matches(
+        r"A step takes weights [\d.]+ MiB, adapters .* optimiser .* activations .* compiled in", told
+    )
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
+    assert lines[0]["memory"]["adapters"] > 0
+    assert [line["step"] for line in lines if line.get("held_out")] == [0, 1, 2, 3]
+    assert all(line["tokens_per_second"] > 0 for line in lines[1:4])
+    assert len(list((tmp_path / "out").glob("events.out.tfevents.*"))) == 1
+    # The adapter is one for the model with a list of layers, and was added to the weights of the file.
+    base, _ = load_model(tmp_path / "llama")
+    adapted = peft.load_adapter(tmp_path / "out", base)
+    assert ql.summary(adapted).trainable == sum(v.size for v in adapter(tmp_path / "out").values())
+    merged, _ = load_model(tmp_path / "out" / "merged")
+    for (name, found), wanted in zip(
+        named_arrays(merged).items(), named_arrays(ql.merge(adapted)).values(), strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+    assert (tmp_path / "out" / "merged" / "tokenizer.json").exists()
+    # Once more there is nothing to train; what is merged may be chosen anew.
+    with pytest.warns(UserWarning, match="which rounds them"):
+        assert run("llama", "text", *options, *more, "--merge=quantized")[0] == 0
+    settings = json.loads((tmp_path / "out" / "merged" / "config.json").read_text())["quantization_config"]
+    assert settings["bnb_4bit_quant_type"] == "nf4"
+
+
 def adapter(folder):
     return open_tensors(folder / "adapter_model.safetensors")
 
@@ -243,6 +277,8 @@ def test_bad_lines_are_named(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("kind", "lines", "options", "message"),
     [
+        ("encoder", "pairs", ["--pack"], "--pack is for decoders"),
+        ("bert", "label", ["--scan-layers"], "--scan-layers is for decoders; .* holds a BertForS"),
         ("encoder", "pairs", ["--batch-size=1"], "--batch-size is 1; a batch must have at least 2"),
         ("llama", "text", ["--held-out=0"], "Nothing of .* is held out"),
         ("llama", "text", ["--max-length=100000"], "--max-length 100000 is more than the model's"),

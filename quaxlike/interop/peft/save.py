@@ -40,7 +40,8 @@ def save_adapter(
     **Arguments:**
 
     - `directory`: is made if it does not exist.
-    - `model`: what [`quaxlike.loraify`][] or `load_adapter` made.
+    - `model`: what [`quaxlike.loraify`][] or `load_adapter` made. Layers of a
+        [`quaxlike.models.Decoder`][] that were stacked are written one by one.
     - `base_model`: the name or path of the base model, for PEFT to find it. Default: none.
     - `rename`: from names of the model to names in the file, as for `load_adapter`.
     - `adapter_name`: adapters other than `"default"` go to a folder of this name in `directory`.
@@ -68,6 +69,8 @@ def save_adapter(
     An adapter that took a part of the base with it (`init="pissa"`, `"olora"`, LoftQ) belongs to the base
     that is left, which has to be saved as well.
     """
+    if hasattr(model, "unstacked"):  # layers as one
+        model = model.unstacked()
     arrays = names_in_file(model, rename)
     layouts = layouts_of(model, layout)
     adapters = {

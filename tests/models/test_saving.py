@@ -1,0 +1,80 @@
+"""Models written as checkpoints: the tensors of the file they were read from, under the same names."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.interop import CheckpointError, peft
+from quaxlike.interop.tensors import open_tensors
+from quaxlike.models import load, save
+from quaxlike.surgery.trees import named_arrays
+from tests.fixtures import fixture
+from tests.models.fixtures import agree, expected, folder
+
+FEW = ["gemma3", "mixtral"]
+MORE = ["llama_yarn", "phi3", "qwen2", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_what_was_read_is_written_again(name, tmp_path):
+    model, config = load(folder(name))
+    save(tmp_path, model, folder(name))
+    found, wanted = open_tensors(tmp_path), open_tensors(folder(name))
+    assert set(found) == set(wanted)
+    for key in wanted:
+        assert found[key].dtype == wanted[key].dtype
+        np.testing.assert_array_equal(found[key], wanted[key])
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {**config, "dtype": "float32"}
+    assert (tmp_path / "generation_config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_merged_adapter_gives_the_logits_of_peft(tmp_path):
+    base, _ = load(folder("qwen3"))
+    adapted = peft.load_adapter(fixture("models/qwen3/adapters/all_linear_rslora"), base)
+    save(tmp_path, ql.merge(adapted.stacked()), folder("qwen3"))
+    model, _ = load(tmp_path)
+    z, wanted = expected("qwen3"), expected("qwen3", "peft.npz")["all_linear_rslora/logits_merged"]
+    logits = jax.jit(jax.vmap(model))(z["input_ids"], z["attention_mask"].astype(bool))
+    agree(logits[z["valid"]], wanted[z["valid"]])
+
+
+def test_an_output_layer_of_its_own(tmp_path):
+    model, _ = load(folder("gemma3"))
+    save(tmp_path, model.untied(), folder("gemma3"))
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+    again, _ = load(tmp_path)
+    np.testing.assert_array_equal(again.lm_head.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [("nf4", "bitsandbytes"), pytest.param("int8", "compressed-tensors", marks=pytest.mark.slow)],
+)
+def test_quantised_weights(scheme, method, tmp_path):
+    options = {"double_quant": True} if scheme == "nf4" else {}
+    model, _ = load(folder("qwen3"), quantize={"scheme": scheme, "where": ["q_proj", "down_proj"], **options})
+    save(tmp_path, model, folder("qwen3"))
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == method
+    if scheme == "nf4":
+        assert settings["bnb_4bit_use_double_quant"] is True
+        assert "model.layers.0.self_attn.k_proj" in settings["llm_int8_skip_modules"]
+        assert "model.layers.0.self_attn.q_proj" not in settings["llm_int8_skip_modules"]
+    again, _ = load(tmp_path)
+    for name, leaf in named_arrays(model).items():
+        found = named_arrays(again)[name]
+        assert type(found) is type(leaf) or scheme == "int8"  # a BlockArray of the same codes
+        np.testing.assert_array_equal(*(ql.materialise(x) for x in (found, leaf)))
+
+
+def test_types_that_have_no_place(tmp_path):
+    model, _ = load(folder("qwen3"))
+    model = ql.loraify(model, rank=2, where=["q_proj"], key=jax.random.key(0))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is a LoraArray; .* Merge adapters"):
+        save(tmp_path / "out", model, folder("qwen3"))
+    assert not (tmp_path / "out").exists()
