@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazily
 from ._version import __version__
 from .arrays.annotated import AnnotatedArray
-from .arrays.lora import LoraArray, LoraBias, TrainableArray
+from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
 from .arrays.sparse import BlockSparseArray, SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
@@ -86,6 +86,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "LoraArray",
     "LoraBias",
     "TrainableArray",
+    "TrainableRows",
     "NF4Array",
     "FP4Array",
     "Int4Array",

@@ -71,6 +71,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME",
     )
+    add(
+        "--train-tokens",
+        "trains the embeddings of these tokens, too, and saves them alone",
+        type=number(int, 0),
+        nargs="+",
+        metavar="ID",
+    )
     add("--rank", "of the adapters", type=size)
     add("--alpha", "adapters are scaled with alpha / rank", type=number(float, 0))
     add("--dropout", "on the inputs of adapters", type=number(float, 0, 0.99))
@@ -138,7 +145,8 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     # Arguments first: importing JAX takes seconds.
     parser = _parser(prog)
     arguments = vars(parser.parse_args(argv))
-    arguments["target"] = tuple(arguments.get("target", ()))
+    for several in ("target", "train_tokens"):
+        arguments[several] = tuple(arguments.get(several, ()))
     settings = Settings(**arguments)
     several = {settings.coordinator, settings.process_id, settings.num_processes}
     if None in several and len(several) > 1:

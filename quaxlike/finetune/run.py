@@ -179,12 +179,17 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
     if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
         model = ql.quantize(model, **_quantisation(settings, task))
+    tokens = {}
+    if settings.train_tokens:
+        if not isinstance(model, Decoder):
+            raise FinetuneError("--train-tokens is for decoders.")
+        tokens = {model.config.family.parts.get("embed_tokens", "embed_tokens"): settings.train_tokens}
     try:
         adapted = ql.loraify(
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
             exclude=() if settings.target else task.unused, dropout=settings.dropout,
             rslora=settings.rslora, dora=settings.dora, modules_to_save=task.trained_in_full,
-            key=jax.random.key(settings.seed),
+            trainable_token_indices=tokens, key=jax.random.key(settings.seed),
         )  # fmt: skip
     except ValueError as error:  # of names that match nothing
         raise FinetuneError(str(error)) from error

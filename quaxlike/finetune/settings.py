@@ -50,6 +50,7 @@ class Settings:
     coordinator: str | None = None
     process_id: int | None = None
     num_processes: int | None = None
+    train_tokens: tuple[int, ...] = ()
     scan_layers: bool = False
     merge: str | None = None
 
@@ -61,7 +62,7 @@ class Settings:
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}
         digests = {f"sha256 of {name}": _digest(path) for name, path in files.items()}
-        return options | digests | {"target": list(self.target)}
+        return options | digests | {"target": list(self.target), "train_tokens": list(self.train_tokens)}
 
 
 def _digest(path: Path) -> str:

@@ -12,6 +12,7 @@ import optax
 from jaxtyping import PyTree
 
 import quaxlike as ql
+from quaxlike import LoraBias, TrainableArray, TrainableRows
 
 from .data import Batch
 from .devices import Devices
@@ -139,6 +140,8 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> Py
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
     def convert(leaf: Any) -> Any:
+        if isinstance(leaf, TrainableArray | TrainableRows | LoraBias):  # their parts, so that they stay
+            return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and ql.is_value(x))
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         return ql.quaxify(lambda x: x.astype(dtype))(leaf)

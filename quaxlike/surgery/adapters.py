@@ -17,6 +17,7 @@ from ..arrays.lora import (
     LoraArray,
     LoraBias,
     TrainableArray,
+    TrainableRows,
     has_all_axes,
     labels,
     padded_to,
@@ -161,7 +162,7 @@ def _adapters(models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
     out: dict[str, list[LoraArray]] = {}
     for name in arrays[0]:
         leaves = [each[name] for each in arrays]
-        if any(isinstance(x, LoraBias | TrainableArray) for x in leaves):
+        if any(isinstance(x, LoraBias | TrainableArray | TrainableRows) for x in leaves):
             raise ValueError(f"The models must differ in adapters alone; {name} is trained beside them.")
         like = next((x for x in leaves if isinstance(x, LoraArray)), None)
         if like is not None:

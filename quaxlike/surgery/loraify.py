@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
-from ..core.values import materialise
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, row_norm
+from ..core.values import is_value, materialise
 from .inits import Init, as_matrix, initialise
 from .layouts import Layouts, known, layouts_of
 from .notation import Layout
@@ -37,6 +37,7 @@ def loraify(
     modules_to_save: Sequence[str] = (),
     bias: Literal["none", "all", "lora_only"] = "none",
     lora_bias: bool = False,
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
     fan_in_fan_out: bool = False,
     layout: Layouts = None,
     train_base: bool = False,
@@ -68,6 +69,8 @@ def loraify(
     - `modules_to_save`: parts of the model that are trained in full, by the last components of their names.
     - `bias`: whether biases are trained: all of them, those of adapted layers, or none. Default: none.
     - `lora_bias`: whether adapters have biases of their own. Default: False.
+    - `trainable_token_indices`: rows of the part called `embed_tokens` that are trained, the embeddings of a
+        few tokens; or rows by the names of parts. Default: none.
     - `fan_in_fan_out`: whether weights of which nothing but a convention says that they are `(out, in)` are
         stored as `(in, out)`, as those of GPT-2. Default: False.
     - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
@@ -107,6 +110,8 @@ def loraify(
     layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
     targets = select_matrices(model, where, exclude, layouts)
     saved = _inside(model, modules_to_save)
+    tokens = _token_rows(model, trainable_token_indices)
+    saved |= tokens
     targets = {name: w for name, w in targets.items() if name not in saved}
     if not targets:
         raise ValueError("`modules_to_save` leaves nothing of what `where` selects.")
@@ -122,7 +127,7 @@ def loraify(
     # In the order of names, so that adapters start alike in frameworks that order fields otherwise.
     keys = dict(zip(sorted(targets, key=_natural), jax.random.split(key, len(targets)), strict=True))
     for name, w in targets.items():
-        if isinstance(w, LoraArray | TrainableArray):
+        if isinstance(w, LoraArray | TrainableArray | TrainableRows):
             raise ValueError(
                 f"{name} is a {type(w).__name__} already. Merge the model before it is adapted anew, or "
                 "leave it out with `exclude`."
@@ -195,7 +200,10 @@ def with_beside(
         for name, lora in adapters.items()
         if name != layer_of(name)
     }
-    beside: dict[str, Any] = {name: TrainableArray(leaf) for name, leaf in saved.items()}
+    beside: dict[str, Any] = {
+        name: leaf if isinstance(leaf, TrainableRows) else TrainableArray(leaf)
+        for name, leaf in saved.items()
+    }
     if bias != "none":
         names = [n for n in arrays if n.split(".")[-1] in ("bias", "b")] if bias == "all" else [*biases]
         beside |= {
@@ -220,6 +228,25 @@ def _inside(model: PyTree, modules: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{module!r} in modules_to_save is no part of the model. {near(module, arrays)}")
         inside |= found
     return {name: leaf for name, leaf in inside.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+
+
+def _token_rows(model: PyTree, tokens: Sequence[int] | Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The embeddings of which some rows are trained."""
+    if not isinstance(tokens, Mapping):
+        tokens = {"embed_tokens": tokens} if len(tokens) else {}
+    out: dict[str, Any] = {}
+    for module, indices in tokens.items():
+        for name, leaf in _inside(model, [module]).items():
+            chosen = tuple(map(int, indices))
+            fine = all(0 <= i < leaf.shape[0] for i in chosen) and len(set(chosen)) == len(chosen) > 0
+            if is_value(leaf) or leaf.ndim != 2 or not fine:
+                raise ValueError(
+                    f"trainable_token_indices takes rows of a plain matrix, each once; {name} is a "
+                    f"{type(leaf).__name__} of shape {tuple(leaf.shape)}, and the indices are {list(chosen)}."
+                )
+            rows = jnp.asarray(leaf)[jnp.asarray(chosen)]
+            out[name] = TrainableRows(leaf, rows.astype(jnp.promote_types(rows.dtype, jnp.float32)), chosen)
+    return out
 
 
 def pattern_matches(pattern: str, name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, arrange, row_scale
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
 from .calibrate import fit
@@ -49,7 +49,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
     new: dict[str, Any] = {}
     for name, leaf in named_arrays(model).items():
-        if isinstance(leaf, LoraArray | LoraBias | TrainableArray):
+        if isinstance(leaf, LoraArray | LoraBias | TrainableArray | TrainableRows):
             if id(leaf) not in done:
                 done[id(leaf)] = _merged(name, leaf, requantised, exact or {})
             new[name] = done[id(leaf)]
@@ -89,7 +89,7 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
 
 def _merged(
     name: str,
-    leaf: LoraArray | LoraBias | TrainableArray,
+    leaf: LoraArray | LoraBias | TrainableArray | TrainableRows,
     requantised: list[str],
     moments: Mapping[str, ArrayLike],
 ) -> Any:

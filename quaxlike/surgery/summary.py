@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..core.values import is_value
 from .layouts import Layouts, layouts_of
 from .notation import Layout
@@ -178,11 +178,13 @@ def _row(path: str, x: Any, layout: Layout | None) -> Row:
 def _adapter(x: Any) -> list[Any]:
     if isinstance(x, LoraArray):
         return jtu.tree_leaves((x.a, x.b, x.magnitude))
+    if isinstance(x, TrainableRows):
+        return [x.rows]
     return [x.b] if isinstance(x, LoraBias) else []
 
 
 def _type(x: Any) -> str:
-    if isinstance(x, LoraArray | LoraBias | TrainableArray):
+    if isinstance(x, LoraArray | LoraBias | TrainableArray | TrainableRows):
         inner = x.array if isinstance(x, TrainableArray) else x.w
         kind = type(x).__name__
         if isinstance(x, LoraArray):

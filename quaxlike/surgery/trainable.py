@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..core.values import is_value
 
 
@@ -49,6 +49,8 @@ def _trained(leaf: Any) -> Any:
         fields += ["w"] if leaf.train_base else []
     elif isinstance(leaf, TrainableArray):
         fields = ["array"]
+    elif isinstance(leaf, TrainableRows):
+        fields = ["rows"]
     elif isinstance(leaf, LoraBias):
         fields = ["b", *(["w"] if isinstance(leaf.w, TrainableArray) else [])]
     else:

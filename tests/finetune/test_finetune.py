@@ -150,6 +150,7 @@ def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_pat
 def test_what_saves_time_and_memory_together(run, tmp_path):
     options = ["--steps=3", "--scan-layers", "--merge", "--compute-dtype=bfloat16", "--remat", "--pack"]
     more = ["--max-length=24", "--eval-every=1", "--tensorboard", "--batch-size=4", "--loss-chunk=32"]
+    more += ["--train-tokens", "4", "5"]
     status, told = run("llama", "text", *options, *more)
     assert status == 0
     assert matches(r"32 texts to train on are packed into \d+ rows", told)
@@ -166,6 +167,7 @@ def test_what_saves_time_and_memory_together(run, tmp_path):
     base, _ = load_model(tmp_path / "llama")
     adapted = peft.load_adapter(tmp_path / "out", base)
     assert ql.summary(adapted).trainable == sum(v.size for v in adapter(tmp_path / "out").values())
+    assert adapted.model.embed_tokens.weight.indices == (4, 5)
     merged, _ = load_model(tmp_path / "out" / "merged")
     for (name, found), wanted in zip(
         named_arrays(merged).items(), named_arrays(ql.merge(adapted)).values(), strict=True

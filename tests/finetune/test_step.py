@@ -90,6 +90,16 @@ def test_layers_that_are_computed_again(policy, adapted, plain):
     agree(loss_and_gradient(adapted, NextToken(), collate(TEXTS, 16), settings), plain)
 
 
+def test_arrays_beside_adapters_in_another_dtype():
+    model = ql.loraify(
+        decoder(), rank=2, trainable_token_indices=[3], modules_to_save=["norm"], key=jax.random.key(0)
+    )
+    model = stored_for(model, "bfloat16")
+    embedding, norm = model.model.embed_tokens.weight, model.model.norm.weight
+    assert (embedding.w.dtype, embedding.rows.dtype) == (jnp.bfloat16, jnp.float32)
+    assert norm.array.dtype == jnp.float32
+
+
 @pytest.mark.slow
 def test_another_dtype(adapted, plain):
     """What is frozen is stored in it; adapters, and their gradients, are in float32."""

@@ -56,13 +56,16 @@ def test_logits_are_those_of_peft_and_survive_saving(case, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
 
 
-@pytest.mark.parametrize("case", EXPERTS[1:])
+@pytest.mark.parametrize("case", [*EXPERTS[1:], "qwen2/trainable_tokens"])
 def test_files_are_those_of_peft(case, tmp_path):
     base, _ = load(folder(case.partition("/")[0]))
     peft.save_adapter(tmp_path, peft.load_adapter(adapter(case), base))
     file = "adapter_model.safetensors"
     assert (tmp_path / file).read_bytes() == (adapter(case) / file).read_bytes()
     config = json.loads((tmp_path / "adapter_config.json").read_text())
+    if case == "qwen2/trainable_tokens":
+        assert config["trainable_token_indices"] == [5, 17, 40]
+        return
     assert config["target_modules"] is None
     assert all(".mlp.experts." in name for name in config["target_parameters"])
 

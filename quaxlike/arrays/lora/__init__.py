@@ -5,6 +5,7 @@ from . import convolution, dot, elementwise, indexing  # noqa: F401  # pyright: 
 from .array import RANK, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
 from .beside import LoraBias, TrainableArray
 from .einsum import arrange
+from .rows import TrainableRows
 from .shape import has_all_axes, without_adapter
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LoraArray",
     "LoraBias",
     "TrainableArray",
+    "TrainableRows",
     "arrange",
     "has_all_axes",
     "labels",

@@ -18,18 +18,18 @@ from .array import frozen
 from .dot import add
 
 
-class _Beside(ArrayValue):
+class Beside(ArrayValue):
     """Marks an array for `trainable`; every computation takes it as the array that it is."""
 
     @staticmethod
     def default(
         primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
     ) -> Any:
-        plain = [materialise(x) if isinstance(x, _Beside) else x for x in values]
+        plain = [materialise(x) if isinstance(x, Beside) else x for x in values]
         return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
 
 
-class TrainableArray(_Beside):
+class TrainableArray(Beside):
     """An array that is trained in full, in a model of which the rest is frozen.
 
     `loraify(..., modules_to_save=...)` and `bias=` put it in place.
@@ -66,7 +66,7 @@ class TrainableArray(_Beside):
         return self.array.shard_spec(spec) if is_value(self.array) else [spec]
 
 
-class LoraBias(_Beside):
+class LoraBias(Beside):
     """The bias of a layer whose adapter has a bias of its own: `w + scaling * b`, of which `b` is trained.
 
     `loraify(..., lora_bias=True)` puts it in place.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ...arrays.lora import LoraArray, LoraBias, TrainableArray
+from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...surgery.conventions import MATRIX
 from ...surgery.inits import initialise
@@ -40,7 +40,7 @@ SUFFIXES = {
 }
 
 
-_TOKENS = ".token_adapter.trainable_tokens_delta"
+TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 def load_adapter(
@@ -166,7 +166,7 @@ def _stack_adapter(
 
 
 def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, leaf: Any) -> Any:
-    """The embedding with the rows that were trained in place of its own. From here on all are trained."""
+    """The embedding with the rows that were trained in place of its own."""
     tokens = config.trainable_token_indices
     if isinstance(tokens, Mapping):
         found = (own for name, own in tokens.items() if layer == name or layer.endswith(f".{name}"))
@@ -174,7 +174,7 @@ def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, lea
     rows = file.read(key, (len(tokens), leaf.shape[1]))
     if is_value(leaf) or any(token >= leaf.shape[0] for token in tokens):
         raise file.complain(key, f"the model's {layer} must be dense and have rows {list(tokens)}")
-    return TrainableArray(leaf.at[jnp.asarray(tokens)].set(rows.astype(leaf.dtype)))
+    return TrainableRows(leaf, rows, tuple(tokens))
 
 
 class _File:
@@ -193,8 +193,8 @@ class _File:
             suffix = next((s for s in SUFFIXES if name.endswith(s)), None)
             if suffix is not None:
                 self.adapters[name.removesuffix(suffix)][SUFFIXES[suffix]] = key
-            elif name.endswith(_TOKENS):
-                self.tokens[name.removesuffix(_TOKENS)] = key
+            elif name.endswith(TOKENS):
+                self.tokens[name.removesuffix(TOKENS)] = key
             elif name.endswith(".base_layer.weight"):
                 self.bases[name.removesuffix(".base_layer.weight")] = key
             elif ".original_module." not in name and ".modules_to_save." not in name:
@@ -239,7 +239,7 @@ def _check_layers(
             raise file.complain(key, f"{problem}: trainable_token_indices does not name it")
     if config.trainable_token_indices and not file.tokens:
         raise file.complain(
-            f"{PREFIX}….{_TOKENS.strip('.')}", "is missing: 'trainable_token_indices' names tokens"
+            f"{PREFIX}….{TOKENS.strip('.')}", "is missing: 'trainable_token_indices' names tokens"
         )
     if config.target_modules is None and not config.target_parameters:
         return
@@ -345,7 +345,7 @@ def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, 
 
 def _base(leaf: Any) -> Any:
     """The array before it was adapted; one that is trained in full stays as it is."""
-    if isinstance(leaf, LoraArray | LoraBias):
+    if isinstance(leaf, LoraArray | LoraBias | TrainableRows):
         return _base(leaf.w)
     return leaf.array if isinstance(leaf, TrainableArray) else leaf
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ...arrays.lora import LoraArray, LoraBias, TrainableArray
+from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.notation import Layout
@@ -19,7 +19,7 @@ from ...surgery.trees import layer_of
 from .axes import part_shapes, stored_as, why_not
 from .config import PREFIX
 from .folder import write_folder
-from .load import Rename, names_in_file
+from .load import TOKENS, Rename, names_in_file
 from .parameters import is_stack, packed, wrapped_names
 
 
@@ -100,6 +100,8 @@ def save_adapter(
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
+    tokens = {layer_of(new): leaf for new, leaf in names.items() if isinstance(leaf, TrainableRows)}
+    tensors |= {f"{layer}{TOKENS}": leaf.rows for layer, leaf in tokens.items()}
     tied = _of_tied_head(model, tensors, trained)
     tensors |= tied
     config = {
@@ -108,6 +110,7 @@ def save_adapter(
         **_layers(names, adapters, {new: layouts[name] for new, name, _ in arrays}),
         **_beside(names, adapters, trained),
         **({"lora_bias": True} if lora_bias else {}),
+        **_trained_tokens(tokens),
         **({"ensure_weight_tying": True} if tied else {}),
         **({"target_parameters": sorted(stacks)} if stacks else {}),
     }
@@ -291,9 +294,17 @@ def _targets(
         layer_of(new)
         for new, leaf in names.items()
         if layouts[new] is not None and layer_of(new).rpartition(".")[2] in short
-        and not isinstance(leaf, TrainableArray)
+        and not isinstance(leaf, TrainableArray | TrainableRows)
     }  # fmt: skip
     return short if meant == adapters.keys() else sorted(adapters)
+
+
+def _trained_tokens(tokens: Mapping[str, TrainableRows]) -> dict[str, Any]:
+    """The part of the configuration about rows of embeddings."""
+    found: Any = {layer.rpartition(".")[2]: list(leaf.indices) for layer, leaf in tokens.items()}
+    if found.keys() <= {"embed_tokens"}:  # where PEFT looks by itself
+        found = found.get("embed_tokens")
+    return {"trainable_token_indices": found}
 
 
 def _beside(

@@ -1,0 +1,88 @@
+"""A few trained rows of an embedding."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.interop import peft
+from quaxlike.interop.tensors import open_tensors
+from tests.samples import normal
+
+
+class Model(eqx.Module):
+    embed_tokens: eqx.nn.Embedding
+    head: eqx.nn.Linear
+
+    def __call__(self, ids):
+        return jax.vmap(self.head)(jax.vmap(self.embed_tokens)(ids)) @ self.embed_tokens.weight.T
+
+
+@pytest.fixture(scope="module")
+def model():
+    plain = Model(eqx.nn.Embedding(weight=normal(7, 4)), eqx.nn.Linear(4, 4, key=jax.random.key(0)))
+    return ql.loraify(plain, rank=2, key=jax.random.key(1), trainable_token_indices=[5, 2])
+
+
+def moved(model):
+    where = lambda m: m.embed_tokens.weight.rows
+    return eqx.tree_at(where, model, where(model) + 1.0)
+
+
+IDS = jnp.array([0, 5, 2, 6, 5])
+
+
+def test_rows_take_the_place_of_those_of_the_matrix(model):
+    rows = moved(model).embed_tokens.weight
+    assert isinstance(rows, ql.TrainableRows)
+    dense = np.array(rows.w)
+    dense[[5, 2]] += 1
+    np.testing.assert_array_equal(ql.materialise(rows), dense)
+    look_up = jax.jit(ql.quaxify(lambda w, ids: (w[ids], w.at[ids + 3].get(mode="clip"), w[1:6])))
+    with ql.on_materialise("error"):
+        found = look_up(rows, IDS)
+    clipped = dense[np.clip(np.asarray(IDS) + 3, 0, 6)]
+    for x, wanted in zip(found, (dense[np.asarray(IDS)], clipped, dense[1:6]), strict=True):
+        np.testing.assert_array_equal(x, wanted)
+
+
+def test_they_alone_have_gradients(model):
+    model = moved(model)
+    params, frozen = eqx.partition(model, ql.trainable(model))
+    sizes = [x.shape for x in jax.tree.leaves(params)]
+    assert sorted(sizes) == [(2, 4), (2, 4), (4, 2)]
+
+    def loss(params, quaxified):
+        whole = eqx.combine(params, frozen)
+        return jnp.sum(jnp.sin(ql.quaxify(whole)(IDS) if quaxified else ql.materialise(whole)(IDS)))
+
+    with ql.on_materialise("error"):
+        found = jax.jit(jax.grad(lambda params: loss(params, True)))(params)
+    wanted = jax.jit(jax.grad(lambda params: loss(params, False)))(params)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_files_hold_the_rows_alone(model, tmp_path):
+    model = moved(model)
+    peft.save_adapter(tmp_path, model)
+    tensors = open_tensors(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    assert tensors[name].shape == (2, 4)
+    assert len(tensors) == 3
+    base = ql.merge(model)
+    np.testing.assert_array_equal(base.embed_tokens.weight, ql.materialise(model.embed_tokens.weight))
+    again = peft.load_adapter(
+        tmp_path, Model(eqx.nn.Embedding(weight=model.embed_tokens.weight.w), base.head)
+    )
+    assert again.embed_tokens.weight.indices == (5, 2)
+    np.testing.assert_array_equal(again.embed_tokens.weight.rows, model.embed_tokens.weight.rows)
+    assert ql.summary(model).trainable == 8 + 16
+
+
+@pytest.mark.parametrize("indices", [[7], [1, 1], [-1]])
+def test_rows_that_are_not_there(indices, model):
+    with pytest.raises(ValueError, match=r"rows of a plain matrix, each once; embed_tokens\.weight is a"):
+        ql.loraify(ql.merge(model), rank=1, key=jax.random.key(0), trainable_token_indices=indices)
