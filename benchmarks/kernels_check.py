@@ -96,14 +96,13 @@ def run(target: str, only: str = "") -> Iterator[Figures]:
             command += ["--only", only, "--skip", str(done)]
             environment = os.environ | _environment(dump)
             with tempfile.TemporaryFile("w+") as said:
-                process = subprocess.Popen(
+                with subprocess.Popen(
                     command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
-                )
-                for line in process.stdout or ():
-                    if line.startswith('{"row"'):
-                        yield json.loads(line)
-                        done += 1
-                process.wait()
+                ) as process:
+                    for line in process.stdout or ():
+                        if line.startswith('{"row"'):
+                            yield json.loads(line)
+                            done += 1
                 said.seek(0)
                 words = _last_words(said.read())
         if done < len(names):
