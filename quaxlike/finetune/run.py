@@ -131,7 +131,7 @@ def _base(settings: Settings, devices: Devices) -> tuple[PyTree, dict[str, Any]]
     except (CheckpointError, UnsupportedConfigError):
         raise
     except ValueError as error:  # of weights that the devices cannot share
-        raise FinetuneError(f"{error} Blocks are of --block-size weights.") from error
+        raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
 def _quantisation(settings: Settings, task: AbstractTask) -> dict[str, Any]:
@@ -178,7 +178,10 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     """The model quantised, unless its file was, with adapters."""
     arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
     if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
-        model = ql.quantize(model, **_quantisation(settings, task))
+        try:
+            model = ql.quantize(model, **_quantisation(settings, task))
+        except ValueError as error:  # of a block size
+            raise FinetuneError(str(error)) from error
     tokens = {}
     if settings.train_tokens:
         if not isinstance(model, Decoder):

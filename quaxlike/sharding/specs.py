@@ -14,7 +14,8 @@ from ..core.jaxprs.slots import Slot, leaf_specs
 from ..core.values import is_value
 from ..surgery.select import matches, named_arrays, near, path_of
 
-Rule = Callable[[str, Any], Any] | Mapping[str, jax.P]
+NamedRule = Callable[[str, Any], Any]
+Rule = NamedRule | Mapping[str, jax.P]
 
 
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
@@ -55,7 +56,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
     Partition rules by the names of parameters are those of T5X and EasyLM.
     """
     arrays = named_arrays(model)
-    spec_by_name = by_name(rule, arrays)
+    spec_by_name = by_name(rule, arrays, arrays)
     specs = {name: spec_by_name(name, leaf) for name, leaf in arrays.items()}
 
     def spec_of(path: Sequence[Any], leaf: Any) -> Any:
@@ -65,14 +66,18 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
     return jtu.tree_map_with_path(spec_of, model, is_leaf=is_value)
 
 
-def by_name(rule: Rule, names: Iterable[str]) -> Callable[[str, Any], Any]:
-    """A rule as a callable: of regular expressions each has to match one of the names."""
+def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
+    """A rule as a callable: of regular expressions each has to match one of the names.
+
+    **Arguments:** `arrays`, by these names, make hints for errors. Default: names alone do.
+    """
     if not isinstance(rule, Mapping):
         return rule
-    names = dict.fromkeys(names)
+    names = list(names)
     for pattern in rule:
         if not any(matches(pattern, name, regex=True) for name in names):
-            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {near(pattern, names)}")
+            hint = f"There are {', '.join(names[:8])}." if arrays is None else near(pattern, arrays)
+            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {hint}")
     return lambda name, _: next((spec for p, spec in rule.items() if matches(p, name, regex=True)), None)
 
 
