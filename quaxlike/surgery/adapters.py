@@ -26,7 +26,7 @@ from ..arrays.lora import (
 )
 from ..core.values import is_value
 from .inits import factored
-from .options import check_choice, check_rank
+from .options import check_choice, check_rank, check_several
 from .trees import named_arrays, replace
 
 
@@ -139,6 +139,8 @@ def combine_adapters(
 
     The methods are those of PEFT's `add_weighted_adapter`.
     """
+    check_several("combine_adapters", "models", models)
+    check_several("combine_adapters", "weights", weights)
     if len(weights) != len(models):
         raise ValueError(
             f"combine_adapters takes one weight a model; found {len(weights)} for {len(models)} models."
@@ -154,6 +156,7 @@ def combine_adapters(
 
 def _adapters(models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
     """The adapters of all models on each weight that any of them adapts; of rank 0 where one does not."""
+    check_several("this function", "models", models)
     if not models:
         raise ValueError("There must be at least one model.")
     arrays = [named_arrays(model) for model in models]

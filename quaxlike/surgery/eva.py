@@ -20,7 +20,7 @@ from ..core.values import ArrayValue
 from .inits import Init, with_factors
 from .layouts import Layouts, known, layouts_of
 from .loraify import blank
-from .options import check_rank
+from .options import check_mapping, check_rank
 from .select import Where, select_matrices
 from .trees import layer_of, replace
 
@@ -130,6 +130,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
     Paischer et al., EVA (2024).
     """
+    check_mapping("eva_ranks", "moments", moments)
     check_rank("eva_ranks", "rank", rank)
     if most is not None:
         check_rank("eva_ranks", "most", most)

@@ -14,7 +14,7 @@ from ..core.values import is_value, materialise
 from .inits import Init, as_matrix, initialise
 from .layouts import Layouts, known, layouts_of
 from .notation import Layout
-from .options import check_choice, check_flags, check_names, check_rank, check_scale
+from .options import check_choice, check_flags, check_mapping, check_names, check_rank, check_scale
 from .patterns import fullmatch
 from .select import Where, select_matrices
 from .trees import bias_of, layer_of, named_arrays, near, replace
@@ -152,6 +152,8 @@ def _check_numbers(
     check_rank("loraify", "rank", rank)
     if alpha is not None:
         check_scale("loraify", "alpha", alpha)
+    check_mapping("loraify", "rank_pattern", rank_pattern)
+    check_mapping("loraify", "alpha_pattern", alpha_pattern)
     for pattern, r in rank_pattern.items():
         check_rank("loraify", f"rank_pattern[{pattern!r}]", r)
     for pattern, a in alpha_pattern.items():

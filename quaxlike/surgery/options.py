@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 
@@ -34,6 +34,18 @@ def check_choice(function: str, option: str, value: Any, choices: tuple[str, ...
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{function} takes one of {listed} as {option}; found {value!r}.")
+
+
+def check_mapping(function: str, option: str, value: Any) -> None:
+    """Raises unless the value is a mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{function} takes a mapping as {option}; found {value!r}.")
+
+
+def check_several(function: str, option: str, value: Any) -> None:
+    """Raises unless the value is a list or another sequence."""
+    if not isinstance(value, Iterable) or not isinstance(value, Sized) or isinstance(value, str):
+        raise TypeError(f"{function} takes a sequence as {option}; found {value!r}.")
 
 
 def check_names(function: str, option: str, value: Any) -> None:

@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from .layouts import Layouts, hint, layouts_of
 from .notation import Layout
+from .options import check_names
 from .trees import layer_of, matches, named_arrays, near, owner_of, path_of, replace, some
 
 __all__ = [
@@ -67,6 +68,8 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         return chosen
     if where == "all-linear":
         return _all_linear(arrays, layouts_of(model, layout))
+    if not isinstance(where, str):
+        check_names("select", "where", where)
     wanted: set[str] = set()
     for pattern in [where] if isinstance(where, str) else where:
         found = {name for name in arrays if matches(pattern, name, regex=isinstance(where, str))}

@@ -1,6 +1,6 @@
 """Equal layers as one module, so that a scan compiles one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -49,6 +49,8 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
         run(stacked, jnp.ones(64))
         ```
     """
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"stack_layers takes a sequence of layers; found {layers!r}.")
     layers = list(layers)
     if not layers:
         raise ValueError("stack_layers takes at least one layer; found none.")

@@ -95,6 +95,9 @@ class LoraArray(ArrayOperators, ArrayValue):
         out_axes: Sequence[int] = (-2,),
         in_axes: Sequence[int] = (-1,),
     ) -> None:
+        for part, value in (("w", w), ("a", a), ("b", b)):
+            if not hasattr(value, "shape"):
+                raise TypeError(f"LoraArray takes an array as {part}; found {value!r}.")
         self.w, self.a, self.b = w, a, b
         self.magnitude, self.key = magnitude, key
         self.out_axes, self.in_axes = tuple(out_axes), tuple(in_axes)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -93,6 +94,8 @@ class BlockArray(AbstractQuantizedArray):
             if codec not in CODECS:
                 raise ValueError(f"There is no codec {codec!r}; there are {', '.join(CODECS)}.")
             codec = CODECS[codec]
+        if not isinstance(codec, Codec):
+            raise TypeError(f"BlockArray.quantize takes a codec or the name of one; found {codec!r}.")
         if stacked:
             options = {"codec": codec, "block_size": block_size, "train_scales": train_scales}
             return quantize_stack(cls, x, axis, stacked, options)
@@ -100,6 +103,8 @@ class BlockArray(AbstractQuantizedArray):
         if stored.ndim == 0:
             raise ValueError("BlockArray.quantize takes an array of at least one axis; found a scalar.")
         block = codec.block if block_size is None else block_size
+        if block is not None and (isinstance(block, bool) or not isinstance(block, numbers.Integral)):
+            raise TypeError(f"block_size must be a whole number or None, got {block!r}.")
         if block is not None and block < 1:
             raise ValueError(f"block_size must be positive or None, got {block}.")
         codes, parts = encode(stored, codec, max(stored.shape[-1], 1) if block is None else block)

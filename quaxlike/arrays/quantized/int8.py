@@ -1,6 +1,7 @@
 """8-bit integer arrays."""
 
 import dataclasses
+import numbers
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -66,6 +67,10 @@ class Int8Array(AbstractScaledArray):
         stored, permutation = as_floating(cls, x, axis)
         if stored.ndim == 0:
             raise ValueError("Int8Array.quantize takes an array of at least one axis; found a scalar.")
+        if block_size is not None and (
+            isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral)
+        ):
+            raise TypeError(f"block_size must be a whole number or None, got {block_size!r}.")
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size must be positive or None, got {block_size}.")
         codes, scale = blockwise.quantize_int(stored, 127, block_size)

@@ -1,5 +1,6 @@
 """`BlockSparseArray`: a weight of which some square blocks are stored."""
 
+import numbers
 from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal
@@ -86,6 +87,12 @@ class BlockSparseArray(ArrayOperators, ArrayValue):
                 "jit, vmap or grad; found a tracer. Call it outside of them."
             )
         w = jnp.asarray(w)
+        if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
+            raise TypeError(
+                f"BlockSparseArray.from_dense takes a whole number as block_size; found {block_size!r}."
+            )
+        if density is not None and not isinstance(density, numbers.Real):
+            raise TypeError(f"BlockSparseArray.from_dense takes a number as density; found {density!r}.")
         if w.ndim < 2 or block_size < 1 or any(size % block_size for size in w.shape[-2:]):
             raise ValueError(
                 f"BlockSparseArray.from_dense cuts the last two axes of w into blocks of {block_size}; found "

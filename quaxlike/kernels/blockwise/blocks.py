@@ -1,5 +1,7 @@
 """Cutting arrays into blocks."""
 
+import numbers
+
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
@@ -10,7 +12,9 @@ _SMALLEST, _LARGEST = 32, 4096
 
 
 def check_block_size(block_size: int) -> None:
-    """Raises `ValueError` unless `block_size` is a power of two from 32 to 4096."""
+    """Raises `ValueError` unless `block_size` is a power of two from 32 to 4096, `TypeError` if no number."""
+    if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
+        raise TypeError(f"block_size must be a whole number, got {block_size!r}.")
     if not (_SMALLEST <= block_size <= _LARGEST and block_size & (block_size - 1) == 0):
         raise ValueError(
             f"block_size must be a power of two from {_SMALLEST} to {_LARGEST}, got {block_size}."
