@@ -117,7 +117,7 @@ def test_patterns_for_names(tmp_path):
 
 
 def test_a_model_quantised_onto_a_mesh():
-    options = {"scheme": "nf4", "block_size": 32}
+    options = {"scheme": "int8"}
     expected, _ = load(folder("llama_llama3"), quantize=options)
     for sharding in (None, fsdp(MESH)):
         model, _ = load(folder("llama_llama3"), quantize=options, mesh=MESH, sharding=sharding)
