@@ -1,7 +1,7 @@
 """A checkpoint's `config.json`: the entries that a model reads, and what it refuses."""
 
 import dataclasses
-import math
+import sys
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedCon
 
 
 _NEEDS: dict[Any, str] = {
-    int: "a whole number that is not negative",
+    int: "a whole number that is not negative, and below 2**31",
     float | int: "a finite number",
     bool: "true or false",
 }
@@ -63,7 +63,7 @@ _NEEDS: dict[Any, str] = {
 
 def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
-        return type(value) is int and value >= 0
+        return type(value) is int and 0 <= value < 2**31
     if hint is bool:
         return type(value) is bool
-    return hint != float | int or (type(value) in (int, float) and abs(value) < math.inf)
+    return hint != float | int or (type(value) in (int, float) and abs(value) <= sys.float_info.max)

@@ -5,6 +5,7 @@ al., 2024), and the one of Llama 3.
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +41,13 @@ class Rope(NamedTuple):
         return cos.astype(dtype), sin.astype(dtype)
 
 
+_NUMBERS = (
+    *("rope_theta", "factor", "partial_rotary_factor", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "original_max_position_embeddings",
+)
+
+
 def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
     """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`.
 
@@ -52,6 +60,10 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _TYPES:
         raise refused("rope_type", kind, label, " or ".join(map(repr, _TYPES)))
+    for name in _NUMBERS:
+        value = rope.get(name)
+        if value is not None and not (type(value) in (int, float) and 0 <= value <= sys.float_info.max):
+            raise refused(name, value, label, "finite numbers that are not negative")
     dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
     theta = rope["rope_theta"]
     waves = theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)

@@ -100,3 +100,16 @@ def test_bools_of_other_bytes(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(raw[:-1] + b"\2")
     with pytest.raises(CheckpointError, match="'a': has bytes other than 0 and 1"):
         interop.load(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("theta", [10**400, float("nan"), "10000", [], -1.0])
+def test_rotations_of_other_numbers(theta):
+    from quaxlike.models import DecoderConfig, UnsupportedConfigError
+
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "rope_theta": theta,
+    }  # fmt: skip
+    with pytest.raises(UnsupportedConfigError, match="rope_theta"):
+        DecoderConfig.from_json(config)
