@@ -12,6 +12,11 @@ DATA = _TESTS / "data"
 FIXTURES = Path(os.environ.get("QUAXLIKE_FIXTURES") or _TESTS.parents[1] / "shared" / "fixtures")
 
 
+def has_fixture(name: str) -> bool:
+    """Whether the reference file or folder is here."""
+    return any((root / name).exists() for root in (DATA, FIXTURES))
+
+
 def fixture(name: str) -> Path:
     """The path of a reference file or folder; the copy in `tests/data` is preferred."""
     for root in (DATA, FIXTURES):

@@ -6,6 +6,7 @@ decoding into a dot.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -71,7 +72,7 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
     return lax.dot_general(x, w, (contract, ((), ())), precision=lax.Precision.HIGHEST)
 
 
-def _tiling(m: int, n: int, k: int) -> tuple[int, int]:
+def _tiling(m: Any, n: int, k: int) -> tuple[int, int]:
     """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
     # Never a weight of any size at once: XLA would keep it, decoded, from the forward to the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))

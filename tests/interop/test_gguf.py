@@ -13,7 +13,7 @@ from quaxlike import interop
 from quaxlike.interop import CheckpointError
 from quaxlike.models import DecoderConfig, UnsupportedConfigError
 from quaxlike.surgery.trees import named_arrays
-from tests.fixtures import fixture
+from tests.fixtures import fixture, has_fixture
 from tests.models.fixtures import agree, folder
 from tests.samples import normal
 
@@ -72,7 +72,7 @@ _EXPRESSIBLE = {
 
 @pytest.mark.parametrize("name", _EXPRESSIBLE)
 def test_architectures_are_written_and_read(name, tmp_path):
-    if not fixture(f"models/{name}").exists():
+    if not has_fixture(f"models/{name}"):
         pytest.skip("the full collection of models is not here")
     config = json.loads((folder(name) / "config.json").read_text()) | _EXPRESSIBLE[name]
     weights = dict(interop.open_checkpoint(folder(name)))
