@@ -233,9 +233,10 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
                 f"{reason}. Shard leading axes only, or quantise with `block_size` dividing the last axis "
                 "and without double quantisation."
             )
+        # What there is once a row, all devices have; but a block that happens to be as wide is not cut.
+        once = lambda leaf: leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
         return [
-            jax.P(*lead, *(inner if leaf.shape[-1] > 1 else [None] * len(inner)))
-            for leaf in jax.tree.leaves(self)
+            jax.P(*lead, *([None] * len(inner) if once(leaf) else inner)) for leaf in jax.tree.leaves(self)
         ]
 
     def tied_by(self) -> str:
