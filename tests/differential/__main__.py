@@ -21,15 +21,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=None, help="of the first round")
     parser.add_argument("--rounds", type=int, default=10**9, help="at most")
-    parser.add_argument("--examples", type=int, default=100, help="programs in a round")
+    parser.add_argument("--examples", type=int, default=10, help="programs, or lists of them, in a round")
     parser.add_argument(
         "--types", nargs="*", default=[""], help="only types whose name contains one of these"
     )
     args = parser.parse_args()
     names = tuple(name for name in TYPES if any(part in name for part in args.types))
+    # Each round is about one type: hypothesis would stay with few of them.
+    order = random.Random(0).sample(names, len(names))
     first = random.randrange(10**6) if args.seed is None else args.seed
     until = time.monotonic() + 60 * args.minutes
-    print(f"{len(names)} types, rounds of {args.examples} programs, seeds from {first}", flush=True)
+    print(f"{len(names)} types, rounds of {args.examples} draws, seeds from {first}", flush=True)
     total, seed, running = Tally(), first, {}
     of_workers = {
         "mp_context": multiprocessing.get_context("spawn"),
@@ -43,7 +45,7 @@ def main() -> int:
                 known = frozenset(total.findings)
                 future = pool.submit(
                     hunt_for,
-                    names,
+                    (order[seed % len(order)],),
                     seed_=seed,
                     examples=args.examples,
                     known=known,
