@@ -29,6 +29,14 @@ def test_rooms_come_with_the_package():
     assert set(rooms) <= set(dir(ql))
 
 
+def test_every_module_is_imported():
+    """The older names of modules, too."""
+    modules = [m.name for m in pkgutil.walk_packages(ql.__path__, "quaxlike.")]
+    for name in modules:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+
+
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'quaxlike' has no attribute 'lora_array'"):
         _ = ql.lora_array  # pyright: ignore[reportAttributeAccessIssue]

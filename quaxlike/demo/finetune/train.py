@@ -1,5 +1,6 @@
 """An older name of `quaxlike.finetune.train`."""
 
-from ...finetune.train import State, Step, measure, optimiser_for, steps_of, train
+from ...finetune.step import State
+from ...finetune.train import Step, Training, optimiser_for, steps_of
 
-__all__ = ["State", "Step", "measure", "optimiser_for", "steps_of", "train"]
+__all__ = ["State", "Step", "Training", "optimiser_for", "steps_of"]
