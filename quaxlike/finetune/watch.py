@@ -29,12 +29,15 @@ class Watch:
     def __init__(self, folder: Path, process: int, count: int, *, silence: float = SILENCE) -> None:
         self._folder, self._process, self._count, self._silence = folder, process, count, silence
         self._over = threading.Event()
+        self._old: list[str] = []
         self._thread = threading.Thread(target=self._run, name="quaxlike watch", daemon=True)
 
     def __enter__(self) -> "Watch":
         if self._count > 1:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write(f"{time.time_ns()} {socket.gethostname()} {os.getpid()}")
+            # Signs that are there already are of an earlier run.
+            self._old = [self._read(other) for other in range(self._count)]
             self._thread.start()
         return self
 
@@ -58,9 +61,7 @@ class Watch:
 
     def _run(self) -> None:
         start = time.monotonic()
-        # Signs that are there already are of an earlier run.
-        seen = {other: (self._read(other), start) for other in range(self._count)}
-        old = {other: sign for other, (sign, _) in seen.items()}
+        seen = {other: (sign, start) for other, sign in enumerate(self._old)}
         names: dict[int, str] = {}
         while not self._over.wait(_BEAT):
             self._write(f"{time.time_ns()} {socket.gethostname()} {os.getpid()}")
@@ -69,7 +70,7 @@ class Watch:
                 if other == self._process:
                     continue
                 sign = self._read(other)
-                fresh = sign != old[other]
+                fresh = sign != self._old[other]
                 if fresh and sign.startswith("done"):
                     continue
                 before, since = seen[other]

@@ -13,6 +13,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.finetune.data import Example, collate, pack
+from quaxlike.finetune.devices import Devices
 from quaxlike.finetune.report import Metrics
 from quaxlike.finetune.settings import Settings
 from quaxlike.finetune.step import Program, State, outputs_of, prepared, stored_for
@@ -116,7 +117,7 @@ def test_another_dtype(adapted, plain):
 def memory_of(model, task, settings):
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 10)
-    program = Program(task, optimiser, settings)
+    program = Program(task, optimiser, settings, Devices(settings))
     state = State(params, optimiser.init(params))
     batch = collate([text(*range(60))] * settings.batch_size, 64)
     return program.memory(frozen, state, batch, jnp.float32(1), None), state

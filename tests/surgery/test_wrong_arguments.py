@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import quaxlike as ql
+from tests.samples import wrong_types
 
 _MODEL = {"q_proj.weight": jnp.ones((2, 64))}
 _W = jnp.ones((2, 64))
@@ -47,6 +48,7 @@ _CALLS = {
 }
 
 
+@wrong_types
 @pytest.mark.parametrize("wrong", _WRONG, ids=lambda x: repr(x)[:12])
 @pytest.mark.parametrize("call", _CALLS.values(), ids=_CALLS)
 def test_errors_are_our_own(call, wrong):
