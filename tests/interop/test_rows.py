@@ -96,13 +96,15 @@ def test_tiles_that_do_not_divide_the_rows(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gptq", "awq", "compressed_tensors", "hqq", "torchao", "mlx"])
 def test_any_format_onto_a_mesh(case):
+    # Not all that these files hold can be cut along columns; rows that cannot be shared stay whole.
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     for path in sorted(p for p in fixture(f"formats/{case}").iterdir() if p.is_dir())[:2]:
         expected = interop.load(path)
-        found = interop.load(path, mesh=MESH)
+        found = interop.load(path, mesh=mesh)
         assert list(found) == list(expected)
         for name, value in found.items():
             np.testing.assert_array_equal(ql.materialise(value), ql.materialise(expected[name]))
-            assert all(x.sharding.mesh.shape == MESH.shape for x in jax.tree.leaves(value))
+            assert all(x.sharding.mesh.shape == mesh.shape for x in jax.tree.leaves(value))
 
 
 def test_patterns_for_names(tmp_path):
