@@ -72,6 +72,7 @@ def plain(adapted):
     return loss_and_gradient(adapted, NextToken(), collate(TEXTS, 16))
 
 
+@pytest.mark.slow
 def test_texts_of_a_row_do_not_see_each_other(adapted, plain):
     rows = pack(TEXTS, 10)
     assert [len(row.texts[0]) for row in rows] == [10, 8]

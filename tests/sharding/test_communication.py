@@ -79,10 +79,8 @@ def test_tensor_parallel_gathers_no_weight(name: str):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["LoRA over NF4", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "LoRA over NF4")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_fully_sharded_weights_are_gathered_as_codes(name: str):
     format, options, adapted = MODELS[name]
     model = _mlp(format, adapted=adapted, **options)
