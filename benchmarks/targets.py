@@ -10,6 +10,13 @@ import jax
 from jax.experimental import topologies
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that would hold it
+        return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A machine, and its limits as its vendor gives them.
@@ -38,7 +45,7 @@ class Target:
 
     def missing(self) -> list[str]:
         """The modules that are not installed here."""
-        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return [name for name in self.packages if not _is_installed(name)]
 
     def device(self) -> Any:
         """A device to compile for."""
