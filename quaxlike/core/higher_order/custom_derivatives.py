@@ -20,7 +20,7 @@ from jax.interpreters import ad
 from .. import compat
 from ..jaxprs.evaluate import call_on_values
 from ..jaxprs.linearity import as_cotangent, has_tangent, is_derivative, is_linear
-from ..jaxprs.slots import Slot, flatten, per_slot, split, spread, unflatten
+from ..jaxprs.slots import Slot, flatten, has_cotangents, per_slot, split, spread, unflatten
 from ..jaxprs.unify import StructureError, conform
 from ..policy import dense
 from ..recording import shown_as
@@ -105,7 +105,7 @@ def _custom_vjp(
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
         # Of a type that is linear it is known now already whether `fwd` can return it.
-        known = [not (is_value(x) and is_linear(x)) or _has_cotangents(x) for x in outs]
+        known = [not (is_value(x) and is_linear(x)) or has_cotangents(x) for x in outs]
         return results.flatten_differentiated(outs, known)
 
     def flat_fwd(*pairs: Any) -> list[Any]:
@@ -117,7 +117,7 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
-        flat = results.flatten_differentiated(primals_out, [_has_cotangents(x) for x in primals_out])
+        flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
 
@@ -146,10 +146,6 @@ def _custom_vjp(
     }
     out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
-
-
-def _has_cotangents(x: Any) -> bool:
-    return is_value(x) and flatten([x])[1][0].has_cotangents
 
 
 _WHAT = "a custom derivative"
@@ -356,7 +352,7 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
         inexact = [has_tangent(a) for a in slot.avals]
         if _is_zero(ct):
             moving: Any = iter([None] * sum(inexact))
-        elif _has_cotangents(ct) and is_derivative(ct, slot.unflatten(primals)):
+        elif has_cotangents(ct) and is_derivative(ct, slot.unflatten(primals)):
             moving = (x for x, has in zip(flatten([ct])[0], inexact, strict=True) if has)
         else:
             fun, at = _materialise_of_inexact(slot, primals, inexact)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.extend.core as jexc
 
 from ..jaxprs.linearity import has_pattern
-from ..jaxprs.slots import Slot, flatten, split, unflatten
+from ..jaxprs.slots import Slot, flatten, has_cotangents, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..policy import dense
 from ..trace import QuaxTrace, builtin
@@ -65,7 +65,7 @@ def _linear_solve(
 
 def _is_a_space(x: Any) -> bool:
     """Whether leaves, whatever their numbers, make a Value, and do so linearly."""
-    return flatten([x])[1][0].has_cotangents and not has_pattern(x)
+    return has_cotangents(x) and not has_pattern(x)
 
 
 def _leaves_agree(a: Sequence[Slot], b: Sequence[Slot]) -> bool:

@@ -71,11 +71,6 @@ class Slot:
         """Whether it holds a Value that is linear in its leaves."""
         return self.treedef is not None and is_linear(self.like)
 
-    @property
-    def has_cotangents(self) -> bool:
-        """Whether it holds a Value whose cotangents are of its type."""
-        return self.linear and _has_cotangents(Slot(self.treedef, self.avals))
-
     @functools.cached_property
     def aval(self) -> Any:
         """The logical aval."""
@@ -130,8 +125,13 @@ class Slot:
         return eqx.tree_pformat(self.like, struct_as_array=True)
 
 
+def has_cotangents(x: Any) -> bool:
+    """Whether an operand is a Value whose cotangents are of its type."""
+    return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
+
+
 @functools.lru_cache(maxsize=4096)
-def _has_cotangents(slot: Slot) -> bool:
+def _gives_leaves_back(slot: Slot) -> bool:
     """Whether `materialise` followed by its transpose gives the leaves back. Else the cotangents of the
     leaves are not the elements of a cotangent: that of a leaf that is repeated, say, is the sum of several.
 
