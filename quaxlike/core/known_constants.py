@@ -1,10 +1,11 @@
 """Plain arrays that are known to be filled with one number, such as the zeros that a library starts from.
 
-A plain array is never boxed, so what is known of it stands beside it, for as long as it lives. Nothing is
-noted until a type asks for it with `track`.
+A plain array is never boxed, so what is known of it stands beside it, for as long as it lives. It is followed
+only inside a `quaxify` that holds a Value of a type that has placeholders, such as a quantity in a unit.
 """
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +14,12 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
 from . import compat
-from .values import is_value
+from .values import Value, is_value, kind_of
 
 # The number of arrays that hold 0, infinity or NaN, but it is not known which.
 OPEN = np.float64("nan")
@@ -50,22 +52,31 @@ _CODE = {
 _UNSET = frozenset(["empty", "empty2"])
 # What returns nothing: the callback of `eqx.error_if`, which raises, has a result all the same.
 _RAISING = "equinox._errors"
-_tracked: frozenset[str] = frozenset()
+_FOLLOWED = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _CODE.keys()
 
 
-def track() -> None:
-    """From now on, what plain arrays are filled with is followed through the primitives that keep it."""
-    global _tracked
-    _tracked = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _CODE.keys()
+@functools.cache
+def has_placeholders(cls: type[Value]) -> bool:
+    """Whether `promote` of the class makes a value of an array alone."""
+    like = inspect.signature(cls.promote).parameters.get("like")
+    if like is None or like.default is like.empty:
+        return False
+    return cls.promote(jax.ShapeDtypeStruct((), jnp.float32), None) is not NotImplemented
 
 
-def is_tracking() -> bool:
-    return bool(_tracked)
+def asks_for_constants(value: Value) -> bool:
+    """Whether the type of a Value, or of one that it holds, has placeholders."""
+    if has_placeholders(type(value)):
+        return True
+    parts = vars(value).values()
+    if any(isinstance(part, tuple | list | dict) for part in parts):  # of Values, or static
+        parts = jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x))
+    return any(kind_of(part) == "value" and asks_for_constants(part) for part in parts)
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
     """Notes what is known of `out`, which `primitive` made of plain operands."""
-    if primitive.name not in _tracked:
+    if primitive.name not in _FOLLOWED:
         return
     outs = out if primitive.multiple_results else [out]
     numbers = _results(primitive.name, list(map(constant_of, operands)), params)
@@ -147,7 +158,7 @@ def _interpret(jaxpr: jexc.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]
     read = lambda atom: constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
     for eqn in opened.eqns:
         name = eqn.primitive.name
-        found = _results(name, list(map(read, eqn.invars)), eqn.params) if name in _tracked else ()
+        found = _results(name, list(map(read, eqn.invars)), eqn.params) if name in _FOLLOWED else ()
         of.update(zip(eqn.outvars, found, strict=False))
     return list(map(read, opened.outvars))
 

@@ -176,7 +176,7 @@ def _select(
     """(fn, args, kwargs), with a tracer in place of each selected Value."""
 
     def box(leaf: Any) -> Any:
-        return ValueTracer(trace, leaf) if is_value(leaf) else leaf
+        return trace.enter(leaf) if is_value(leaf) else leaf
 
     def box_tree(tree: Any) -> Any:
         kind = kind_of(tree)

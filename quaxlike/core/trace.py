@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax import lax
 
 from . import compat, recording
-from .known_constants import follow
+from .known_constants import asks_for_constants, follow, has_placeholders
 from .policy import dense, dense_operands
 from .rules import Resolver
 from .values import KINDS, Value, aval_of, check_whole, is_value, kind_of, level_of, not_dispatched
@@ -140,6 +140,8 @@ class Level(jexc.TraceTag):
     - `takes`: whether the level dispatches on a Value that was not passed in. Default: on any.
     """
 
+    follows_constants = False  # whether it holds a Value of a type that has placeholders
+
     def __init__(self, takes: Callable[[Value], bool] | None = None) -> None:
         self.takes = takes
 
@@ -178,7 +180,8 @@ class QuaxTrace(jax.core.Trace):
                 key.append(None)
         if plain:
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
-            follow(primitive, operands, params, out)
+            if tag.follows_constants:
+                follow(primitive, operands, params, out)
             return out
         before = compat.current_trace()
         compat.set_trace(self.parent_trace)
@@ -230,7 +233,7 @@ class QuaxTrace(jax.core.Trace):
         """A late Value as a tracer of this level."""
         check_whole(value)
         if _lives_below(self, value):
-            return ValueTracer(self, self.unwrap_tree(value))
+            return self.enter(self.unwrap_tree(value))
         # A transform inside the quaxified function traced its arrays: built there, or passed to a jitted
         # function, which takes a Value that is not traced apart. This level would leave that transform out.
         hint = "Pass it into that transform as a traced Value, or call `quaxify` inside of it."
@@ -259,10 +262,20 @@ class QuaxTrace(jax.core.Trace):
 
     # Between tracers and Values
 
+    def enter(self, value: Value) -> ValueTracer:
+        """A Value that comes from outside of the level, as a tracer of it."""
+        if not self.tag.follows_constants and asks_for_constants(value):
+            self.tag.follows_constants = True
+        return ValueTracer(self, value)
+
     def wrap(self, x: Any) -> Any:
         """The result of a rule, as something that JAX code can go on with."""
         x = self.settle(x)
-        return ValueTracer(self, x) if kind_of(x) == "value" else x
+        if kind_of(x) != "value":
+            return x
+        if has_placeholders(type(x)):
+            self.tag.follows_constants = True
+        return ValueTracer(self, x)
 
     def settle(self, x: Any) -> Any:
         """The result of a rule, which may be a NumPy array or a scalar, as an array or a Value."""

@@ -13,8 +13,9 @@ import numpy as np
 
 from ..core.construction import leaves_of
 from ..core.jaxprs.linearity import is_linear
-from ..core.jaxprs.slots import Slot, has_placeholders, leaf_specs
+from ..core.jaxprs.slots import Slot, leaf_specs
 from ..core.jaxprs.unify import OperandMismatch
+from ..core.known_constants import has_placeholders
 from ..core.values import Value, as_shapes, aval_of, is_value
 from ..sharding import shard
 from .compare import disagreement, is_inexact

@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import DimensionError, Unitful
+from quaxlike.arrays.zero import Zero
 from quaxlike.core import known_constants
 
 
@@ -138,3 +140,17 @@ def test_a_mismatch_between_values_stands():
     f = lambda x, y: jax.lax.fori_loop(0, 3, lambda i, s: (x + y, s[1]), (x, jnp.zeros(())))
     with pytest.raises(ql.OperandMismatch, match="a and b"):
         ql.quaxify(f)(X, Tagged(jnp.array(1.0), "b"))
+
+
+def test_nothing_is_followed_where_no_type_asks_for_it():
+    seen = []
+
+    def f(x):
+        zeros = jnp.zeros(3)
+        seen.append(known_constants.constant_of(zeros))
+        return x * zeros
+
+    ql.quaxify(f)(Zero((3,), jnp.float32))
+    assert seen == [None]
+    ql.quaxify(f)(NamedArray(Unitful(jnp.ones(3), "m"), ("i",)))
+    assert seen == [None, 0.0]

@@ -124,7 +124,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
 
         @jax.jit
         def dense(varied: Any) -> Any:
-            move = lambda x, by: jnp.where(jnp.isfinite(x) | (by == 0), x, 0) + by if _is_inexact(x) else x
+            move = lambda x, by: jnp.where(jnp.isfinite(x) | (by == 0), x, 0) + by if _is_number(x) else x
             return jtu.tree_map(move, ql.materialise(build(varied)), moved)
 
         def of_arrays(f: Any, varied: Any, _: Any) -> Any:
@@ -144,7 +144,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     arrays = (arrays.pop("x"), arrays)
     still = jtu.tree_map(jnp.zeros_like, arrays)
     moves = lambda change: jtu.tree_map(
-        lambda x: change(x) - jnp.where(jnp.isfinite(x), x, 0) if _is_inexact(x) else x, arrays
+        lambda x: change(x) - jnp.where(jnp.isfinite(x), x, 0) if _is_number(x) else x, arrays
     )
     reference = lambda leaves, varied, moved: both(leaves, moved)[1](varied, others)
     found = lambda leaves, varied: both(leaves)[0](varied, others)
@@ -233,10 +233,14 @@ def _check_units(
 
 def _disturbed(noise: float, x: jax.Array) -> jax.Array:
     """The array with each of its elements changed a little."""
+    if not _is_inexact(x):
+        return x
     return x * (1 + noise * np.random.default_rng(0).uniform(-1, 1, x.shape)).astype(x.dtype)
 
 
 def _below_one(x: jax.Array) -> jax.Array:
+    if not _is_inexact(x):
+        return jnp.ones_like(x)
     return jnp.asarray(np.random.default_rng(0).uniform(0.3, 0.9, x.shape), x.dtype)
 
 
@@ -258,6 +262,10 @@ def _is_finite(tree: Any) -> bool:
 
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(_dtype(x), jnp.inexact)
+
+
+def _is_number(x: Any) -> bool:
+    return jnp.issubdtype(_dtype(x), jnp.number)
 
 
 def _declines(operands: Any, error: Exception) -> bool:

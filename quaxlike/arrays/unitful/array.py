@@ -10,7 +10,7 @@ import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
 from ...core.jaxprs.unify import widened
-from ...core.known_constants import may_be_placeholder, track
+from ...core.known_constants import may_be_placeholder
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
 from .. import precedence
 from ..annotated import AnnotatedArray
@@ -81,7 +81,7 @@ class Unitful(AnnotatedArray):
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        # The leaves are differentiated: what by is for the caller to say.
+        # The unit of the function that is differentiated is not known here, so the cotangent has any unit.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
 
     def __str__(self) -> str:
@@ -89,9 +89,6 @@ class Unitful(AnnotatedArray):
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.pdoc(self.array, **kwargs) + wl.TextDoc(f" {self.unit}")
-
-
-track()
 
 
 def unit_of(x: ArrayLike | ArrayValue) -> Unit:

@@ -118,7 +118,8 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
         out = level.dispatch_key((primitive, *types), list(inputs), step.params)
         return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
     out = primitive.bind(*inputs, **step.params)
-    follow(primitive, inputs, step.params, out)
+    if level.tag.follows_constants:
+        follow(primitive, inputs, step.params, out)
     return list(out) if primitive.multiple_results else [out]
 
 

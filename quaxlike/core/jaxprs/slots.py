@@ -6,7 +6,6 @@ or no structure and one aval for a plain array. Slots are hashable, and say noth
 
 import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Iterable, Sequence
 from types import NotImplementedType
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..known_constants import OPEN, is_tracking, is_zero, may_be_placeholder, note_constant
+from ..known_constants import OPEN, has_placeholders, is_zero, may_be_placeholder, note_constant
 from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
 from .linearity import has_tangent, held, is_linear
 
@@ -170,19 +169,10 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
 
 def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Slot] = ()) -> tuple[Slot, ...]:
     """The slots of the operands with placeholders marked, if a type that has them is near."""
-    classes = [slot.cls for slot in (*slots, *beside) if slot.treedef is not None] if is_tracking() else []
+    classes = [slot.cls for slot in (*slots, *beside) if slot.treedef is not None]
     if any(map(has_placeholders, classes)):
         return tuple(slot.loosened(x) for slot, x in zip(slots, operands, strict=True))
     return tuple(slots)
-
-
-@functools.cache
-def has_placeholders(cls: type[Value]) -> bool:
-    """Whether `promote` of the class makes a value of an array alone."""
-    like = inspect.signature(cls.promote).parameters.get("like")
-    if like is None or like.default is like.empty:
-        return False
-    return cls.promote(jax.ShapeDtypeStruct((), jnp.float32), None) is not NotImplemented
 
 
 def _leaf_aval(value: Value, leaf: Any) -> Any:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..known_constants import has_placeholders
 from ..policy import dense
 from ..values import Value, is_value, replace_fields
-from .slots import Slot, flatten, has_placeholders
+from .slots import Slot, flatten
 
 
 class OperandMismatch(TypeError):
