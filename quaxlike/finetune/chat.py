@@ -117,22 +117,41 @@ def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     path, settings = directory / "tokenizer_config.json", {}
     if path.is_file():
         settings = read_json_file(path, "the settings of the tokeniser")
-    found = settings.get("chat_template") or {}
-    sources = {"default": found} if isinstance(found, str) else {}
-    if isinstance(found, list):
-        sources = {entry["name"]: entry["template"] for entry in found}
+    found = settings.get("chat_template") or []
+    try:
+        sources = {"default": found} if isinstance(found, str) else {x["name"]: x["template"] for x in found}
+        if not all(isinstance(text, str) for pair in sources.items() for text in pair):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise FinetuneError(
+            f"{path} has chat_template={repr(found)[:60]}; it must be a text, or a list of objects with the "
+            "texts name and template."
+        ) from None
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    sources |= {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    sources |= {name: _text(file) for name, file in files.items() if file.is_file()}
     if "default" not in sources:
         raise FinetuneError(
             f"Rows of messages become text by a chat template; {directory} has none, neither "
             "chat_template.jinja nor chat_template in tokenizer_config.json. "
             "Give rows of prompt and completion."
         )
-    named = {name: settings[name] for name in _TOKENS if settings.get(name)}
-    special = {name: token if isinstance(token, str) else token["content"] for name, token in named.items()}
+    special = {}
+    for name in _TOKENS:
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise FinetuneError(f"{path} has {name}={settings[name]!r}; it must be a text.")
+        if token:
+            special[name] = token
     return sources, special
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FinetuneError(f"{path} is no text in UTF-8: {error}") from None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
-from tokenizers import Tokenizer
 
+from ..interop.text import TextTokenizer
 from .settings import FinetuneError
 
 
@@ -28,32 +28,25 @@ class Tokens:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"There is no {path}: text becomes tokens as that file says.")
-        try:
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises this very class
-            raise FinetuneError(f"{path} is not a tokeniser: {error}") from None
-        if (found := self._tokenizer.get_vocab_size()) > config["vocab_size"]:
-            raise FinetuneError(
-                f"{path} has {found} tokens, and config.json a vocab_size of {config['vocab_size']}."
-            )
-        # Files carry settings for inference, padding among them.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = TextTokenizer(directory)
+        size = config.get("vocab_size")
+        if type(size) is not int:
+            raise FinetuneError(f"config.json has vocab_size={size!r}; it must be a whole number.")
+        if (found := self._tokenizer.size) > size:
+            raise FinetuneError(f"{path} has {found} tokens, and config.json a vocab_size of {size}.")
         self.max_length, self._directory = max_length, directory
         eos = config.get("eos_token_id")
         self.eos: list[int] = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
-        if any(token >= config["vocab_size"] for token in self.eos):
-            raise FinetuneError(
-                f"config.json has eos_token_id={eos} and a vocab_size of {config['vocab_size']}."
-            )
+        if not all(type(token) is int and 0 <= token < size for token in self.eos):
+            raise FinetuneError(f"config.json has eos_token_id={eos!r} and a vocab_size of {size}.")
 
     def whole(self, text: str, *, special: bool = True) -> list[int]:
         """All tokens of a text, with those that mark its ends unless `special` is False."""
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        return self._tokenizer.encode(text, special=special).ids
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """The tokens of a text, without more at its ends, and which of them these characters are in."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode(text, special=False)
         learned = [False] * len(encoding.ids)
         for start, end in written:
             inside = (encoding.char_to_token(i) for i in range(start, end))
@@ -177,6 +170,17 @@ def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         or not found
     ):
         raise ValueError(f"'messages' must be a list of objects with a role; found {found!r}")
+    return found
+
+
+def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry `"chat_template_kwargs"`: variables for the chat template."""
+    found = fields.get("chat_template_kwargs") or {}
+    if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt"}:
+        raise ValueError(
+            "'chat_template_kwargs' must be an object with other variables than the messages; "
+            f"found {found!r}"
+        )
     return found
 
 

@@ -61,7 +61,7 @@ def _finetune(
     if max_length > limit:
         raise FinetuneError(f"--max-length {max_length} is more than the model's {limit} positions.")
     tokens = Tokens(settings.model, config, max_length)
-    training, held_out = _data(settings, task_for(base, settings), tokens, console)
+    training, held_out = read_data(settings, task_for(base, settings), tokens, console)
     if len(training) < settings.batch_size:
         console.print(f"{settings.data}: batches are of all {len(training)} examples to train on.")
         settings = dataclasses.replace(settings, batch_size=len(training))
@@ -141,7 +141,7 @@ def _quantisation(settings: Settings, task: AbstractTask) -> dict[str, Any]:
     return {"scheme": settings.quantize, "exclude": task.trained_in_full, **options}
 
 
-def _data(
+def read_data(
     settings: Settings, task: AbstractTask, tokens: Tokens, console: Console
 ) -> tuple[list[Example], list[Example]]:
     """The training set and the held-out set."""

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from ..models import Bert, BertForSequenceClassification, Decoder, mean_pooled
-from .data import Batch, Example, Tokens, messages_of, text_of
+from .data import Batch, Example, Tokens, messages_of, template_options, text_of
 from .settings import FinetuneError, Settings
 
 
@@ -69,7 +69,7 @@ class NextToken(AbstractTask):
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         if "messages" in fields:
-            options = {"tools": fields.get("tools"), **fields.get("chat_template_kwargs", {})}
+            options = {"tools": fields.get("tools"), **template_options(fields)}
             ids, learned = tokens.spans(*tokens.chat.learned(messages_of(fields), **options))
             return learned_part(ids, learned, tokens.max_length)
         if "prompt" in fields:

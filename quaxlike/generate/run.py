@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Int
-from tokenizers import Tokenizer
 
-from ..interop import CheckpointError, peft, read_tokenizer
+from ..interop import CheckpointError, peft
 from ..interop.json_text import read_json_file
+from ..interop.text import TextTokenizer
 from ..models import Decoder, UnsupportedConfigError, generate, load
 from ..sharding.meshes import mesh_from_text
 from ..sharding.reading import usual_rule
@@ -36,13 +36,7 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` for a
     model that is no decoder, a damaged tokeniser or an empty prompt.
     """
-    described = read_tokenizer(arguments.model)
-    try:
-        tokenizer: Any = Tokenizer.from_str(described)
-    except Exception as error:  # the library raises this very class
-        raise GenerateError(f"{arguments.model} has no tokeniser: {error}") from None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer = TextTokenizer(arguments.model)
     try:
         mesh = None if arguments.mesh is None else mesh_from_text(arguments.mesh)
         sharding = None if mesh is None else usual_rule(mesh, fully=False)
@@ -55,7 +49,10 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
         raise GenerateError(f"{arguments.model} holds a {type(model).__name__}, which writes no text.")
     if arguments.adapter is not None:
         model = peft.load_adapter(arguments.adapter, model)
-    prompts = [tokenizer.encode(text).ids for text in arguments.prompt]
+    try:
+        prompts = [tokenizer.encode(text).ids for text in arguments.prompt]
+    except UnicodeEncodeError as error:
+        raise GenerateError(f"A prompt is not Unicode: {error}") from None
     if not all(prompts):
         raise GenerateError(f"A prompt has no tokens: {arguments.prompt[prompts.index([])]!r}.")
 
@@ -78,18 +75,24 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
 
 
 def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, as `generation_config.json` says, or else `config.json`."""
+    """The tokens that end a text, as `generation_config.json` says, or else `config.json`.
+
+    **Raises:** `GenerateError` if these are no tokens.
+    """
     path, found = directory / "generation_config.json", None
     if path.is_file():
         found = read_json_file(path, "the settings of generation").get("eos_token_id")
     found = config.get("eos_token_id") if found is None else found
-    return found if isinstance(found, list) else [] if found is None else [found]
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ends):
+        raise GenerateError(f"{directory} has eos_token_id={found!r}; expected the numbers of tokens.")
+    return ends
 
 
 class _Writer:
     """Turns tokens into text: of one prompt as they come."""
 
-    def __init__(self, tokenizer: Any, ends: list[int], rows: int, out: Any) -> None:
+    def __init__(self, tokenizer: TextTokenizer, ends: list[int], rows: int, out: Any) -> None:
         self._tokenizer, self._ends, self._out = tokenizer, ends, out
         self._rows: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows

@@ -36,7 +36,7 @@ def write(path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any]) -
     for key, value in keys.items():
         try:
             head.append(encode_text(key) + encode_value(value))
-        except (TypeError, struct.error) as error:
+        except (TypeError, OverflowError, UnicodeEncodeError, struct.error) as error:
             raise complain(path, key, f"cannot be written: {error}") from None
     offset = 0
     for name, (kind, shape, data) in tensors.items():

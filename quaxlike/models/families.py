@@ -177,7 +177,8 @@ class DecoderConfig(Config):
         **Raises:** `UnsupportedConfigError` for an architecture that is not in the table, or a value that
         the decoder does not support.
         """
-        known = [name for name in config.get("architectures") or () if name in FAMILIES]
+        names = config.get("architectures")
+        known = [name for name in FAMILIES if isinstance(names, list | tuple) and name in names]
         if not known:
             raise UnsupportedConfigError(
                 f"config.json names no architecture of a decoder; supported are {', '.join(FAMILIES)}."
@@ -209,7 +210,7 @@ class DecoderConfig(Config):
             sliding_window=out.sliding_window if any(windows) else 0,
             use_sliding_window=False,
             windows=windows,
-            sparse=_sparse(out, family, fields),
+            sparse=_sparse(out, family, fields, label),
             ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
         )
 
@@ -223,24 +224,37 @@ def _windows(
         return (False,) * len(layers)
     if types := fields.get("layer_types"):
         known = {"full_attention": False, "sliding_attention": True}
-        if len(types) != len(layers) or not all(kind in known for kind in types):
+        are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
+        if not are_known or len(types) != len(layers):
             raise refused(
                 "layer_types", types, label, f"{' or '.join(known)} for each of {len(layers)} layers"
             )
         return tuple(known[kind] for kind in types)
     if family.windows == "upper":
-        return tuple(i >= fields.get("max_window_layers", 28) for i in layers)
-    default = fields.get("_sliding_window_pattern", family.windows)
-    every = fields.get("sliding_window_pattern", default) if family.windows else 0
+        first = _whole(fields, "max_window_layers", 28, label)
+        return tuple(i >= first for i in layers)
+    default = _whole(fields, "_sliding_window_pattern", family.windows, label)
+    every = _whole(fields, "sliding_window_pattern", default, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 
-def _sparse(config: DecoderConfig, family: Family, fields: Mapping[str, Any]) -> tuple[bool, ...]:
-    step, dense = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
+def _sparse(config: DecoderConfig, family: Family, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+    step = _whole(fields, "decoder_sparse_step", 1, label) or 1
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple):
+        raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
     return tuple(
         bool(family.experts) and i not in dense and (i + 1) % step == 0
         for i in range(config.num_hidden_layers)
     )
+
+
+def _whole(fields: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
+    """An entry that is a whole number where it is given."""
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise refused(name, value, label, "whole numbers that are not negative")
+    return default if value is None else value
 
 
 def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, label: str) -> tuple[Rope, ...]:
@@ -248,7 +262,11 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     shared = {
         name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if fields.get(name) is not None
     }
+    if not isinstance(given, Mapping):
+        raise refused("rope_parameters", given, label, "an object")
     nested = {name: given.get(f"{name}_attention") for name in ("full", "sliding")}
+    if not all(isinstance(part, Mapping | None) for part in nested.values()):
+        raise refused("rope_parameters", given, label, "an object for each kind of attention")
     full = {"rope_theta": 10000.0, **shared, **(nested["full"] or given)}
     sliding = full
     if nested["sliding"]:

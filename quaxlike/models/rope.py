@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import refused
+from .config import UnsupportedConfigError, refused
 
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -56,7 +56,25 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
     - `rope`: the entry.
     - `config`: the model's, for the size of heads and the lengths of texts.
     - `label`: what errors call the model.
+
+    **Raises:** `UnsupportedConfigError` for another kind, or numbers that no rotation can be computed from.
     """
+    if not isinstance(rope, Mapping):
+        raise refused("rope_parameters", rope, label, "an object")
+    try:
+        with np.errstate(divide="raise", invalid="raise", over="raise"):
+            return _rope_for(rope, config, label)
+    except KeyError as error:
+        raise UnsupportedConfigError(f"config.json has no {error} among its rope settings: {rope}.") from None
+    except UnsupportedConfigError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise UnsupportedConfigError(
+            f"config.json has rope settings that {label} cannot compute with: {error}. Found {rope}."
+        ) from None
+
+
+def _rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _TYPES:
         raise refused("rope_type", kind, label, " or ".join(map(repr, _TYPES)))
@@ -64,7 +82,11 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         value = rope.get(name)
         if value is not None and not (type(value) in (int, float) and 0 <= value <= sys.float_info.max):
             raise refused(name, value, label, "finite numbers that are not negative")
-    dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+    share = rope.get("partial_rotary_factor")
+    share = 1.0 if share is None else share
+    if not 0 < share <= 1:
+        raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
+    dim = int(config.head_dim * share)
     theta = rope["rope_theta"]
     waves = theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     original = (
@@ -77,9 +99,11 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         factor = rope.get("factor") or config.max_position_embeddings / original
         grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         scale = rope.get("attention_factor") or grown
+        for name in ("short_factor", "long_factor"):
+            numbers = isinstance(rope[name], list) and all(type(x) in (int, float) for x in rope[name])
+            if not numbers or len(rope[name]) != len(waves):
+                raise refused(name, rope[name], label, f"{len(waves)} factors of each kind")
         short, long = (1 / (np.asarray(rope[f"{name}_factor"]) * waves) for name in ("short", "long"))
-        if not len(short) == len(long) == dim // 2:
-            raise refused("long_factor", rope["long_factor"], label, f"{dim // 2} factors of each kind")
         return Rope(tuple(short.tolist()), scale, tuple(long.tolist()), original)
     inverse = 1 / waves
     if kind == "linear":

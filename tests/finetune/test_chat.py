@@ -107,3 +107,55 @@ def test_messages_must_be_messages():
     tokens = Tokens(folder("chatml"), {"vocab_size": 1000}, 1000)
     with pytest.raises(ValueError, match=r"'messages' must be a list of objects with a role; found 'hello'"):
         NextToken().encode({"messages": "hello"}, tokens)
+
+
+@pytest.mark.parametrize("options", [5, ["a"], {"messages": []}, {"add_generation_prompt": True}])
+def test_variables_of_templates_are_no_arguments(options):
+    tokens = Tokens(folder("chatml"), {"vocab_size": 1000}, 1000)
+    fields = {"messages": [{"role": "user", "content": "hello"}], "chat_template_kwargs": options}
+    with pytest.raises(ValueError, match="'chat_template_kwargs' must be an object"):
+        NextToken().encode(fields, tokens)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chat_template": 5},
+        {"chat_template": ["a"]},
+        {"chat_template": [{"name": "default"}]},
+        {"chat_template": [{"name": "default", "template": 5}]},
+        {"chat_template": "", "bos_token": 5},
+        {"chat_template": "", "bos_token": {"content": 5}},
+    ],
+)
+def test_settings_of_wrong_types(settings, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(FinetuneError, match="it must be a text"):
+        ChatTemplate(tmp_path)
+
+
+def test_a_template_that_is_no_text(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(FinetuneError, match="is no text in UTF-8"):
+        ChatTemplate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "vocab_size=None; it must be a whole number"),
+        ({"vocab_size": "many"}, "vocab_size='many'; it must be a whole number"),
+        ({"vocab_size": 1000, "eos_token_id": "2"}, "eos_token_id='2' and a vocab_size of 1000"),
+        ({"vocab_size": 1000, "eos_token_id": [-1]}, "eos_token_id=\\[-1\\] and a vocab_size of 1000"),
+    ],
+)
+def test_configurations_of_wrong_types(config, message):
+    with pytest.raises(FinetuneError, match=message):
+        Tokens(folder("chatml"), config, 1000)
+
+
+def test_halves_of_pairs_of_surrogates():
+    tokens = Tokens(folder("chatml"), {"vocab_size": 1000}, 1000)
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        NextToken().encode({"text": "\ud800"}, tokens)

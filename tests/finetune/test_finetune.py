@@ -332,7 +332,7 @@ def test_weights_that_no_model_computes_with(dtype, tmp_path):
 def test_missing_and_damaged_files(run, tmp_path):
     model = checkpoint(tmp_path / "llama", "llama")
     (model / "tokenizer.json").write_text("{}")
-    assert matches(r"tokenizer\.json is not a tokeniser: ", run()[1])
+    assert matches(r"tokenizer\.json: is not a tokeniser: ", run()[1])
     (model / "tokenizer.json").unlink()
     assert matches(r"There is no .*tokenizer\.json", run()[1])
     weights = model / "model.safetensors"

@@ -14,8 +14,12 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import interop
+from quaxlike.generate.run import GenerateError, ends_of
 from quaxlike.interop import CheckpointError, bitsandbytes, peft, safetensors
 from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.text import TextTokenizer
+from quaxlike.models import DecoderConfig, UnsupportedConfigError
+from tests.fixtures import fixture
 from tests.samples import wrong_types
 
 
@@ -116,14 +120,58 @@ def test_bools_of_other_bytes(tmp_path):
         interop.load(tmp_path / "x.safetensors")
 
 
-@pytest.mark.parametrize("theta", [10**400, float("nan"), "10000", [], -1.0])
-def test_rotations_of_other_numbers(theta):
-    from quaxlike.models import DecoderConfig, UnsupportedConfigError
-
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        *(("rope_theta", theta, "rope_theta") for theta in (10**400, float("nan"), "10000", [], -1.0)),
+        ("rope_scaling", 0.5, "rope_parameters=0.5"),
+        ("rope_scaling", {"full_attention": 5}, "an object for each kind of attention"),
+        ("rope_scaling", {"rope_type": "linear"}, "no 'factor' among its rope settings"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 0}, "cannot compute with"),
+        (
+            "rope_scaling",
+            {"rope_type": "longrope", "short_factor": 5, "long_factor": 5},
+            "4 factors|short_factor=5",
+        ),
+        ("partial_rotary_factor", 1e300, "a share above 0, and up to 1"),
+        ("architectures", 5, "names no architecture of a decoder"),
+        ("architectures", [[]], "names no architecture of a decoder"),
+        ("layer_types", 5, "layer_types=5"),
+        ("layer_types", [[]], "layer_types="),
+        ("sliding_window_pattern", "2", "sliding_window_pattern='2'"),
+        ("mlp_only_layers", 5, "mlp_only_layers=5"),
+    ],
+)
+def test_configurations_of_decoders(entry, value, message):
     config = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+        "architectures": ["Gemma2ForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
-        "rope_theta": theta,
+        "sliding_window": 4,
     }  # fmt: skip
-    with pytest.raises(UnsupportedConfigError, match="rope_theta"):
-        DecoderConfig.from_json(config)
+    DecoderConfig.from_json(config)
+    with pytest.raises(UnsupportedConfigError, match=message):
+        DecoderConfig.from_json(config | {entry: value})
+
+
+def test_tokenisers_that_panic(tmp_path):
+    """The package is written in Rust, and its panics are no Exceptions."""
+    described = json.loads((fixture("models/chat/gemma") / "tokenizer.json").read_text())
+    described["post_processor"]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json: (the tokeniser is damaged|is not a tokeniser)"
+    ):
+        TextTokenizer(tmp_path).encode("hello")
+
+
+@pytest.mark.parametrize("ends", ["2", [[2]], [True], -1])
+def test_ends_that_are_no_tokens(ends, tmp_path):
+    with pytest.raises(GenerateError, match="expected the numbers of tokens"):
+        ends_of(tmp_path, {"eos_token_id": ends})
+
+
+@pytest.mark.parametrize("value", [1e300, "\ud800", object()])
+def test_metadata_that_gguf_has_no_place_for(value, tmp_path):
+    with pytest.raises(CheckpointError, match="'key': cannot be written"):
+        interop.save(tmp_path / "x.gguf", {"a": jnp.ones(32)}, "gguf", metadata={"key": value})
+    assert not list(tmp_path.iterdir())

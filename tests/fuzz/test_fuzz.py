@@ -2,12 +2,13 @@
 
 import pytest
 
-from tests import fuzz
+from tests.fuzz.cases import one, warm_up
+from tests.fuzz.readers import READERS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", fuzz.READERS)
+@pytest.mark.parametrize("name", READERS)
 def test_mutated_files(name, tmp_path):
-    fuzz.warm_up(tmp_path)
-    problems = [fuzz.one(name, seed, tmp_path) for seed in range(40)]
+    warm_up([name], tmp_path)
+    problems = [one(name, seed, tmp_path) for seed in range(15)]
     assert not [problem for problem in problems if problem is not None]

@@ -1,0 +1,63 @@
+"""Texts as tokens, by the tokeniser of a checkpoint. Needs the package `tokenizers`."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from .checkpoint import read_tokenizer
+from .errors import complain
+
+
+class TextTokenizer:
+    """The tokeniser of a checkpoint, without the padding and the limit that its file may ask for.
+
+    **Arguments:**
+
+    - `path`: as of `read_tokenizer`.
+
+    **Raises:** as `read_tokenizer`; `CheckpointError` for a file that is not a tokeniser.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        described, file = read_tokenizer(path), Path(path, "tokenizer.json")
+        self._file = file if file.is_file() else Path(path)
+        with self._complaining("is not a tokeniser"):
+            self._tokenizer: Any = Tokenizer.from_str(described)
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str, *, special: bool = True) -> Any:
+        """The tokens of a text, with those that mark its ends unless `special` is False.
+
+        **Raises:** `ValueError` for a text that is not Unicode; `CheckpointError` for a damaged tokeniser.
+        """
+        text.encode()  # raises for half of a pair of surrogates
+        with self._complaining("the tokeniser is damaged"):
+            return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens.
+
+        **Raises:** `CheckpointError` for a damaged tokeniser.
+        """
+        with self._complaining("the tokeniser is damaged"):
+            return self._tokenizer.decode(tokens)
+
+    @contextlib.contextmanager
+    def _complaining(self, problem: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # The package raises the class Exception itself, and panics, which are no Exceptions.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise complain(self._file, None, f"{problem}: {error}") from None

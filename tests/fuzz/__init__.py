@@ -1,0 +1,1 @@
+"""Readers meet mutated files, public functions meet wrong arguments."""

@@ -1,0 +1,43 @@
+"""`python -m tests.fuzz`: readers meet mutated files.
+
+Nothing but the library's own errors may come out, within seconds, and without memory beyond the file's.
+"""
+
+import argparse
+import collections
+import tempfile
+import time
+from pathlib import Path
+
+from tests.fuzz.cases import cases, one, warm_up
+from tests.fuzz.readers import READERS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--files", type=int, help="ends after so many")
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--readers", nargs="+", choices=READERS, default=list(READERS), metavar="NAME")
+    arguments = parser.parse_args()
+    end = time.monotonic() + 60 * arguments.minutes
+    count: collections.Counter[str] = collections.Counter()
+    found: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        warm_up(arguments.readers, Path(folder))
+        for name, seed in cases(arguments.readers, arguments.seed):
+            if time.monotonic() > end or count.total() == arguments.files:
+                break
+            count[name] += 1
+            if (problem := one(name, seed, Path(folder))) is not None:
+                place = problem.rpartition("): ")[2]
+                if place not in found:
+                    print(found.setdefault(place, problem), flush=True)
+    for name, n in count.items():
+        print(f"{name:26} {n:7,} files")
+    print(f"{count.total():,} files, {len(found)} findings; go on with --seed {seed}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
