@@ -15,6 +15,7 @@ from jax import Array
 
 import quaxlike as ql
 from quaxlike.arrays import named, sparse, structured, unitful, zero
+from quaxlike.arrays.lora import LoraBias
 from tests.samples import normal
 
 Make = Callable[..., Any]
@@ -119,6 +120,9 @@ CORNERS: dict[str, Make] = {
     "LoraArray, empty": lambda k=0: ql.LoraArray(_dense(k, 0, 4), _dense(k, 2, 4), _dense(k, 0, 2)),
     "LoraArray, bfloat16": lambda k=0: jtu.tree_map(lambda x: x.astype(jnp.bfloat16), _lora(_dense(k), k)),
     "LoraArray, bfloat16 base": lambda k=0: _lora(_dense(k, dtype=jnp.bfloat16), k),
+    "LoraBias": lambda k=0: LoraBias(_dense(k, 4), _dense(k + 1, 4), 0.5),
+    "LoraBias, trained": lambda k=0: LoraBias(ql.TrainableArray(_dense(k, 4)), _dense(k + 1, 4), 0.5),
+    "LoraBias, no bias": lambda k=0: LoraBias(None, _dense(k, 4), 0.5),
     "BlockArray": lambda k=0: ql.BlockArray.quantize(_dense(k), codec="q4_1"),
     "BlockArray, two levels": lambda k=0: ql.BlockArray.quantize(_dense(k, 2, 4, 4), codec="q3_k"),
     "NF4Array, trained scales": lambda k=0: ql.NF4Array.quantize(_dense(k), block_size=32, train_scales=True),
@@ -126,6 +130,7 @@ CORNERS: dict[str, Make] = {
     "Int8Array, stacked": lambda k=0: ql.Int8Array.quantize(_dense(k, 2, 4, 4), stacked=1),
     "Int8Array, column": lambda k=0: ql.Int8Array.quantize(_dense(k, 4, 3, 1)),
     "Int8Array, vector": lambda k=0: ql.Int8Array.quantize(_dense(k, 6), block_size=4),
+    "Int8Array, empty": lambda k=0: ql.Int8Array.quantize(_dense(k, 0, 4)),
     "Int8Array, trained scales": lambda k=0: ql.Int8Array.quantize(_dense(k), train_scales=True),
     "BlockSparseArray, uneven": _uneven_blocks,
     "BlockSparseArray, stacked": lambda k=0: _nan_in_padding(
@@ -142,6 +147,7 @@ CORNERS: dict[str, Make] = {
     "SparseArray, empty": lambda k=0: ql.SparseArray.from_dense(_dense(k, 0, 3)),
     "SparseArray, nothing stored": lambda k=0: ql.SparseArray.from_dense(jnp.zeros((3, 3), float)),
     "SparseArray, integers": lambda k=0: ql.SparseArray.from_dense(_integers(k, 3, 4)),
+    "SparseArray, booleans": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) != 0),
     "SparseArray, complex": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) * (1 + 2j), density=0.5),
     "OneHotVector": lambda k=0: sparse.OneHotVector(_dense(k)[0, 0], 2, length=6),
     "OneHotVector, stacked": lambda k=0: sparse.OneHotVector(_dense(k, 2), jnp.array([3, 0]), length=6),

@@ -186,6 +186,8 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     classes = {type(part) for x in operands.values() for part in parts(x)}
     if LowRankUpdate in classes and not _is_finite(results):
         return Outcome("declined", "the base cannot be inverted")
+    if _divides_integers(traced) and any(np.any(np.asarray(x) == 0) for x in _integers(arrays)):
+        return Outcome("declined", "integers divided by zero")
     if (
         Full in classes
         and any(program.inner or program.outer for program in programs)
@@ -262,6 +264,15 @@ def _is_finite(tree: Any) -> bool:
 
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(_dtype(x), jnp.inexact)
+
+
+def _divides_integers(traced: Any) -> bool:
+    divisions = [e for e in equations(traced.jaxpr.jaxpr) if e.primitive.name in ("div", "rem")]
+    return any(jnp.issubdtype(e.outvars[0].aval.dtype, jnp.integer) for e in divisions)
+
+
+def _integers(arrays: Any) -> list[Any]:
+    return [x for x in jtu.tree_leaves(arrays) if not _is_inexact(x)]
 
 
 def _is_number(x: Any) -> bool:

@@ -115,7 +115,7 @@ class Int8Array(AbstractScaledArray):
         return int8_matmul(
             x,
             codes.reshape(shape),
-            dense_scales(scale).reshape(shape[0], -1 if shape[0] else 0),
+            dense_scales(scale).reshape(shape[0], -(-shape[1] // max(self.block, 1))),
             block_size=self.block,
             transpose=transpose,
             out_dtype=out_dtype,
