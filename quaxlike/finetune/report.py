@@ -39,6 +39,9 @@ class Metrics:
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self._lines = directory / "metrics.jsonl"
+        if self._lines.exists():  # a run that was killed may have left half a line
+            with open(self._lines, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
         self._events = TensorBoard(directory) if tensorboard else None
 
     def note(self, step: int, **entry: Any) -> None:

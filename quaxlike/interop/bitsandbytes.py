@@ -162,6 +162,12 @@ def save(
     **Raises:** `CheckpointError` for a value that the format cannot hold; then no file is written.
     """
     path = Path(path)
+    tensors = tensors_of(path, mapping, quant_storage)
+    write_tensors(path, tensors, getattr(mapping, "metadata", {"format": "pt"}))
+
+
+def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None) -> dict[str, np.ndarray]:
+    """The tensors that `save` writes to `path`."""
     storage = getattr(mapping, "storage", {})
     tensors: dict[str, np.ndarray] = {}
 
@@ -181,4 +187,4 @@ def save(
             )
         else:
             put(name, np.asarray(value))
-    write_tensors(path, tensors, getattr(mapping, "metadata", {"format": "pt"}))
+    return tensors

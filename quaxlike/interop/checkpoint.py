@@ -22,6 +22,7 @@ from .errors import complain
 from .gguf import holds_gguf, open_gguf
 from .gguf_tokenizer import tokenizer_of
 from .json_text import read_json, read_json_file
+from .pairs import Pair
 from .safetensors import open_values
 from .tensors import Tensors, as_jax, open_tensors
 from .windows import BY_ROWS, dense_rows, rows_of_weight
@@ -250,7 +251,7 @@ def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, An
     read = lambda name: (
         read_json_file(folder / name, "the configuration") if (folder / name).is_file() else {}
     )
-    config = read("config.json")
+    config = read(Pair(folder).config_path().name)
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, dict | None):
         raise complain(folder / "config.json", "quantization_config", f"is no object: {settings!r}")

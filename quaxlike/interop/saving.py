@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .._files import replacing
 from ..arrays.quantized import BlockArray
 from ..core.values import is_value
 from . import compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
 from .errors import complain
+from .pairs import Pair
 from .tensors import write_tensors
 
 _FORMATS = ("gguf", "compressed-tensors", "mxfp4", "safetensors")
@@ -89,7 +89,5 @@ def _write_folder(
         write_tensors(path, tensors, {"format": "pt", "quantization_config": json.dumps(settings)})
         return
     path.mkdir(parents=True, exist_ok=True)
-    write_tensors(path / "model.safetensors", tensors, {"format": "pt"})
     text = json.dumps({**config, "quantization_config": settings}, indent=1)
-    with replacing(path / "config.json") as file:
-        file.write(text.encode())
+    Pair(path).write(tensors, text.encode())

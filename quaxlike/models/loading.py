@@ -16,6 +16,7 @@ from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
 from ..interop.gguf import holds_gguf
 from ..interop.json_text import read_json_file
 from ..interop.mxfp4 import as_transformers
+from ..interop.pairs import Pair
 from ..sharding.reading import Rows, read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
@@ -100,7 +101,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
     **Raises:** as `load`, for what does not take reading weights.
     """
-    path = Path(directory) / "config.json"
+    path = Pair(Path(directory)).config_path()
     if path.is_file():
         config = read_json_file(path, "the configuration")
         weights = open_checkpoint(directory, dtype=_dtype(config))

@@ -16,7 +16,8 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value
 from ..interop import CheckpointError, bitsandbytes, open_checkpoint
 from ..interop import save as save_weights
-from ..interop.tensors import read_json
+from ..interop.json_text import read_json_file
+from ..interop.pairs import Pair
 from ..surgery.trees import named_arrays
 from .families import FAMILIES
 from .loading import sources_of
@@ -50,8 +51,8 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
         ```
     """
     directory, source = Path(directory), Path(source)
-    path = source / "config.json"
-    config = read_json(path, path.read_bytes(), "the configuration")
+    path = Pair(source).config_path()
+    config = read_json_file(path, "the configuration")
     model = model.unstacked() if hasattr(model, "unstacked") else model
     family = next((FAMILIES[name] for name in config.get("architectures") or () if name in FAMILIES), None)
     arrays = named_arrays(model)
@@ -74,18 +75,28 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
     directory.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_dir() and file.name == "additional_chat_templates":
-            shutil.copytree(file, directory / file.name, dirs_exist_ok=True)
+            (directory / file.name).mkdir(exist_ok=True)
+            for template in file.iterdir():
+                _copy(template, directory / file.name)
         elif file.suffix in (".json", ".jinja", ".txt", ".model") and not _of_weights(file.name):
-            shutil.copyfile(file, directory / file.name)
+            _copy(file, directory)
     kinds = {type(x) for x in tensors.values() if is_value(x)}
     if kinds <= {Int8Array} and kinds:
         save_weights(directory, tensors, "compressed-tensors", config=config)
         return
     if kinds:
         config["quantization_config"] = _bitsandbytes(tensors, config[entry])
-    bitsandbytes.save(directory / "model.safetensors", tensors)
-    with replacing(directory / "config.json") as written:
-        written.write(json.dumps(config, indent=2).encode())
+    files = Pair(directory)
+    stored = bitsandbytes.tensors_of(directory / files.tensors, tensors)
+    files.write(stored, json.dumps(config, indent=2).encode())
+
+
+def _copy(file: Path, folder: Path) -> None:
+    target = folder / file.name
+    if target.exists() and target.samefile(file):
+        return
+    with open(file, "rb") as source, replacing(target) as written:
+        shutil.copyfileobj(source, written)
 
 
 _KNOWN = (NF4Array, FP4Array, Int8Array)

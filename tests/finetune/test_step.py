@@ -138,6 +138,15 @@ def test_what_saves_memory():
     assert "activations" in str(again)
 
 
+def test_half_a_line_of_a_killed_run_is_dropped(tmp_path):
+    Metrics(tmp_path, tensorboard=False).note(1, loss=0.5)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')
+    Metrics(tmp_path, tensorboard=False).note(2, loss=0.25)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
 def test_figures_for_programs_that_draw_them(tmp_path):
     metrics = Metrics(tmp_path, tensorboard=True)
     metrics.note(1, loss=0.5, held_out={"perplexity": 300.0})

@@ -1,6 +1,7 @@
 """Models written as checkpoints: the tensors of the file they were read from, under the same names."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -78,3 +79,36 @@ def test_types_that_have_no_place(tmp_path):
     with pytest.raises(CheckpointError, match=r"q_proj\.weight is a LoraArray; .* Merge adapters"):
         save(tmp_path / "out", model, folder("qwen3"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_in_several_files_is_not_written_over(tmp_path):
+    """Readers would go on to prefer its index."""
+    model, _ = load(fixture("peft_llama/base"))
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is of a checkpoint in several files; write to another folder"):
+        save(tmp_path, model, fixture("peft_llama/base"))
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_a_checkpoint_over_another_is_one_of_them(n, tmp_path, monkeypatch):
+    """However many files were replaced before the process was killed."""
+    base = fixture("peft_llama/base")
+    dense, _ = load(base)
+    save(tmp_path, dense, base)
+    calls, replace = iter(range(n)), os.replace
+
+    def stops(*args):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", stops)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, ql.quantize(dense, "nf4"), base)
+    monkeypatch.undo()
+    model, config = load(tmp_path)
+    quantised = any(ql.is_value(x) for x in jax.tree.leaves(model, is_leaf=ql.is_value))
+    assert quantised == ("quantization_config" in config) == (n == 2)
+    save(tmp_path, dense, base)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

@@ -10,6 +10,7 @@ from ...surgery.loraify import value_for
 from ...surgery.patterns import PatternError, compiled, fullmatch
 from ..errors import complain
 from ..json_text import read_json_file
+from ..pairs import Pair
 
 PREFIX = "base_model.model."
 
@@ -22,6 +23,11 @@ _INFORMATIVE = {
 # Initialisations that leave the base alone, and those that take a part of it into the adapter.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", None)
 CHANGES_BASE = ("pissa", "olora")
+
+
+def files_of(folder: Path) -> Pair:
+    """The files of an adapter."""
+    return Pair(folder, "adapter_config.json", "adapter_model.safetensors")
 
 
 class AdapterConfig(NamedTuple):

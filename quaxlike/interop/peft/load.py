@@ -23,8 +23,7 @@ from ...surgery.trees import layer_of, named_arrays, near, replace
 from ..errors import CheckpointError, complain
 from ..tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
-from .config import CHANGES_BASE, PREFIX, AdapterConfig, read_config
-from .folder import TENSORS_FILE, config_path
+from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
 from .parameters import is_stack, is_targeted, renamed_stacks, stored_shapes, unpacked
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
@@ -81,15 +80,19 @@ def load_adapter(
         ```python
         import quaxlike as ql
         from quaxlike.interop import peft
-        from quaxlike.demo.models import load_model
 
         def adapted(base_directory, adapter_directory):
-            model, _ = load_model(base_directory)
+            model, _ = ql.models.load(base_directory)
             return ql.quaxify(peft.load_adapter(adapter_directory, model))
         ```
     """
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
-    config, tensors = read_config(config_path(folder)), open_tensors(folder / TENSORS_FILE)
+    pair = files_of(folder)
+    if not (config_file := pair.config_path()).is_file():
+        raise FileNotFoundError(
+            f"There is no {config_file}: an adapter's directory has {config_file.name} in it."
+        )
+    config, tensors = read_config(config_file), open_tensors(folder / pair.tensors)
     file = _File(tensors)
     model = _tied_as(config, file, model)
     arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}

@@ -17,8 +17,7 @@ from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
 from .axes import part_shapes, stored_as, why_not
-from .config import PREFIX
-from .folder import write_folder
+from .config import PREFIX, files_of
 from .load import TOKENS, Rename, names_in_file
 from .parameters import is_stack, packed, wrapped_names
 
@@ -118,7 +117,7 @@ def save_adapter(
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
     folder.mkdir(parents=True, exist_ok=True)
     stored = {PREFIX + key: np.asarray(array) for key, array in tensors.items()}
-    write_folder(folder, stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+    files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
 
 
 # What PEFT trains for a task without being asked, and so expects in the file.

@@ -1,0 +1,67 @@
+"""Two files that belong together: tensors, and the configuration that says how they are read.
+
+No file system replaces two files at once. While a pair is written over another, the new configuration waits
+beside the old one, under a name that tells the tensors it belongs to. Once those are in place it holds, and
+it is moved to its own name. Whoever reads in between, or after a kill, takes the one that belongs to the
+tensors that are there.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .._files import replacing
+from .errors import complain
+from .tensors import write_to
+
+
+class Pair(NamedTuple):
+    """The files of these names in a folder."""
+
+    folder: Path
+    config: str = "config.json"
+    tensors: str = "model.safetensors"
+
+    def write(
+        self,
+        tensors: Mapping[str, np.ndarray],
+        config: bytes,
+        metadata: Mapping[str, str] = {"format": "pt"},
+    ) -> None:
+        """Puts a pair in place of the one that is there, if there is one.
+
+        **Raises:** `CheckpointError` where the folder has tensors in several files, which readers prefer.
+        """
+        index = self.folder / f"{self.tensors}.index.json"
+        if index.exists():
+            raise complain(index, None, "is of a checkpoint in several files; write to another folder")
+        file_path = self.folder / self.tensors
+        with replacing(file_path) as file:
+            write_to(file, file_path, tensors, metadata)
+            file.flush()
+            waiting = self._waiting(Path(file.name))
+            with replacing(waiting) as beside:
+                beside.write(config)
+        with replacing(self.folder / self.config) as file:
+            file.write(config)
+        for left in self._all_waiting():  # by others that were killed, too
+            left.unlink(missing_ok=True)
+
+    def config_path(self) -> Path:
+        """Where the configuration is that belongs to the tensors in the folder."""
+        if self._all_waiting() and (self.folder / self.tensors).is_file():
+            waiting = self._waiting(self.folder / self.tensors)
+            if waiting.is_file():
+                return waiting
+        return self.folder / self.config
+
+    def _waiting(self, tensors: Path) -> Path:
+        """Where the configuration for these tensors waits."""
+        with open(tensors, "rb") as file:
+            return self.folder / f".{self.config}.for-{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+    def _all_waiting(self) -> list[Path]:
+        return list(self.folder.glob(f".{self.config}.for-*"))

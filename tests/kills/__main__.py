@@ -1,0 +1,29 @@
+"""`python -m tests.kills`: writers are killed at random moments."""
+
+import argparse
+
+from tests.kills.kill import kills
+from tests.kills.writers import WRITERS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__)
+    parser.add_argument("--kills", type=int, default=60, help="of each writer (default: 60)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--writers", nargs="+", choices=WRITERS, default=list(WRITERS))
+    arguments = parser.parse_args()
+    found = []
+    for name in arguments.writers:
+        problems = kills(name, arguments.kills, arguments.seed)
+        print(
+            f"{name:20} {arguments.kills} kills, {len(problems)} problems",
+            *problems,
+            sep="\n    ",
+            flush=True,
+        )
+        found += problems
+    return bool(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

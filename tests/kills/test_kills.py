@@ -1,0 +1,20 @@
+"""A few kills of each writer; 60 of them by `python -m tests.kills`."""
+
+import sys
+
+import pytest
+
+from tests.kills.kill import kills
+from tests.kills.writers import WRITERS
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Processes cannot be killed so there.")
+
+
+def test_kills_of_an_adapter():
+    assert not kills("adapter", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITERS)
+def test_kills(name):
+    assert not kills(name, 3)
