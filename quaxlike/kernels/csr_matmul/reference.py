@@ -79,7 +79,7 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which products are summed, for a result of this dtype. Those of booleans are counted."""
-    if dtype == bool:
+    if dtype == np.bool_:
         return np.dtype(np.int32)
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
