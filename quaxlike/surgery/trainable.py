@@ -20,8 +20,10 @@ def trainable(model: PyTree) -> PyTree:
     **Returns:**
 
     The model with True in place of each leaf that is trained (adapters, `modules_to_save`, trained biases,
-    bases with `train_base`) and False in place of all others: a filter spec for `eqx.partition` and a
-    mask for `optax.masked`.
+    bases with `train_base`) and False in place of all others: a filter spec for `eqx.partition`. Where the
+    optimiser gets the whole model, of floating arrays, the function itself gives the labels of
+    `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not give the result to
+    `optax.masked` alone: it adds the raw gradients of all other leaves to them.
 
     !!! example
 
