@@ -2,6 +2,7 @@
 cut them."""
 
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import compat
-from ..jaxprs.slots import Slot, flatten, split, unflatten
+from ..jaxprs.slots import Slot, flatten, has_rows_in_leaves, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..policy import dense
 from ..trace import QuaxTrace, builtin
@@ -60,10 +61,19 @@ def _scan(
 
 def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
     """`x`, materialised if it is a Value whose rows its type cannot cut."""
-    if is_value(x) and x.leading_axis() is NotImplemented:
+    if is_value(x) and _leading_axes(x) is NotImplemented:
         hint = f"To scan over its rows, define `{type(x).__name__}.leading_axis()`."
         return dense(x, "scan", operands, hint=hint)
     return x
+
+
+def _leading_axes(x: Any) -> Sequence[int | None] | NotImplementedType:
+    """The axis of each leaf that is cut, as the type says, or as the leaves of many types do."""
+    axes = x.leading_axis()
+    if axes is NotImplemented:
+        _, (slot,) = flatten([x])
+        return [0] * len(slot) if has_rows_in_leaves(slot) else axes
+    return axes
 
 
 def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
@@ -73,7 +83,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
     shared: list[bool] = []
     for x in xs:
         parts, (slot,) = flatten([x])
-        axes = list(x.leading_axis()) if is_value(x) else [0]
+        axes = list(_leading_axes(x)) if is_value(x) else [0]
         if len(axes) != len(parts):
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() must name one axis (or None) for each of its "

@@ -148,6 +148,41 @@ def _gives_leaves_back(slot: Slot) -> bool:
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
 
+@functools.lru_cache(maxsize=4096)
+def has_rows_in_leaves(slot: Slot) -> bool:
+    """Whether the rows of the leaves make the rows of a Value whose type does not say it by `leading_axis`.
+
+    Each leaf has the shape of the array, whatever the sizes are, and the rows materialise as the array does.
+    A type that refuses to materialise is taken by its shapes.
+    """
+    shape = slot.aval.shape
+    if (
+        not shape
+        or slot.cls.leading_axis is not Value.leading_axis
+        or any(a.shape != shape for a in slot.avals)
+    ):
+        return False
+    sizes = tuple(range(2, 2 + len(shape)))  # tell the axes apart
+    whole, row = (
+        slot.with_avals(jax.core.ShapedArray(sizes[i:], a.dtype) for a in slot.avals) for i in range(2)
+    )
+    try:
+        found = [(x.aval.shape, x.aval.dtype) for x in (whole, row)]
+    except Exception:  # a type whose shapes are fixed
+        return False
+    if found != [(sizes, slot.aval.dtype), (sizes[1:], slot.aval.dtype)]:
+        return False
+    numbers = np.sin(np.arange(math.prod(sizes) * len(slot))).reshape(len(slot), *sizes)
+    with jax.core.eval_context():
+        try:
+            leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
+            dense = materialise(whole.unflatten(leaves))
+        except Exception:  # whatever a type does that refuses
+            return True
+        rows = [materialise(row.unflatten([x[i] for x in leaves])) for i in range(len(dense))]
+        return all(map(np.array_equal, dense, rows))
+
+
 def strong(aval: Any) -> Any:
     return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
 

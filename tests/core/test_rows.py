@@ -1,0 +1,78 @@
+"""Rows of Values whose type does not say by `leading_axis` which axis of its leaves is cut."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+
+
+class Twice(ql.ArrayValue):
+    array: Any
+
+    def materialise(self):
+        return 2 * self.array
+
+
+class Refusing(Twice):
+    def aval(self):
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self):
+        raise ValueError("Refusing to materialise.")
+
+
+class Transposed(Twice):
+    def materialise(self):
+        return self.array.T
+
+
+class TransposedRefusing(Refusing):
+    def aval(self):
+        return jax.core.ShapedArray(self.array.shape[::-1], self.array.dtype)
+
+
+class Sums(Twice):
+    def materialise(self):
+        return jnp.cumsum(self.array, 0)
+
+
+class NoRows(Twice):
+    def leading_axis(self):
+        return NotImplemented
+
+
+@ql.register("neg")
+def _(x: Twice, **params):
+    return type(x)(-x.array)
+
+
+X = jnp.arange(9.0).reshape(3, 3)
+NEGATED = ql.quaxify(lambda x: jax.lax.map(lambda row: -row, x))
+
+
+@pytest.mark.parametrize("cls", [Twice, Refusing])
+def test_rows_of_the_leaves_are_rows_of_the_array(cls):
+    with ql.on_materialise("error"):
+        found = NEGATED(cls(X))
+    assert type(found) is cls
+    np.testing.assert_array_equal(found.array, -X)
+
+
+@pytest.mark.parametrize("cls", [Transposed, Sums, NoRows])
+def test_other_rows_are_those_of_the_dense_array(cls):
+    found = NEGATED(cls(X))
+    np.testing.assert_array_equal(ql.materialise(found), -cls(X).materialise())
+    with (
+        ql.on_materialise("error"),
+        pytest.raises(ql.MaterialisationError, match=r"define `\w+.leading_axis"),
+    ):
+        NEGATED(cls(X))
+
+
+def test_shapes_tell_that_an_array_which_refuses_is_cut_elsewhere():
+    with pytest.raises(ValueError, match="Refusing to materialise"):
+        NEGATED(TransposedRefusing(X))
