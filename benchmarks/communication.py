@@ -18,10 +18,11 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from typing import Any
+
+from quaxlike.core.inspect.exchange import exchanges
 
 #: Sums of activations, as `--measure` counts them: of a layer, and beside the layers, less what the first one
 #: does not need, since its inputs are not trained.
@@ -141,13 +142,8 @@ def measured(kind: str, layers: int) -> tuple[int, dict[str, int]]:
     run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     total: dict[str, int] = {}
-    for line in found["text"]:
-        if match := re.search(r"= (.*?) (all-gather|all-reduce)(-start)?\(", line):
-            for bits, sizes in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", match[1]):
-                count = 1
-                for n in filter(None, sizes.split(",")):
-                    count *= int(n)
-                total[match[2]] = total.get(match[2], 0) + count * int(bits) // 8
+    for e in exchanges("\n".join(found["text"])):
+        total[e.kind] = total.get(e.kind, 0) + e.bytes
     return found["stored"], total
 
 

@@ -10,6 +10,7 @@ from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Arr
 from .arrays.sparse import BlockSparseArray, SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core.inspect.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
+from .core.inspect.exchange import Exchange
 from .core.inspect.explain import Report, Row, explain
 from .core.jaxprs.unify import OperandMismatch, StructureError
 from .core.operators import ArrayOperators
@@ -66,6 +67,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "explain",
     "Report",
     "Row",
+    "Exchange",
     "note",
     # Types and rules of your own
     "Value",

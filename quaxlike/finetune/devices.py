@@ -10,9 +10,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from ..sharding import constrain, fsdp, shard, tensor_parallel
-from ..sharding.meshes import mesh_from_text
-from ..sharding.reading import MODEL_AXES, usual_rule
+from ..sharding import constrain, fsdp, shard
+from ..sharding.layouts import divides_layers
+from ..sharding.meshes import MODEL_AXES, mesh_from_text
+from ..sharding.reading import usual_rule
 from .settings import FinetuneError, Settings
 
 _Tree = TypeVar("_Tree")
@@ -66,7 +67,8 @@ class Devices:
     """The devices of a run, and how its arrays are spread over them.
 
     Along an axis of the mesh that is called model, tensor or tp, layers are divided as `tensor_parallel`
-    says; along all others, batches are.
+    says; along all others, batches are. Along one that is called expert or ep, experts are, too, as
+    `expert_parallel` says.
 
     **Arguments:**
 
@@ -112,8 +114,8 @@ class Devices:
         """A model on the mesh; what is placed from now on goes with it."""
         if self.mesh is None:
             return model
-        if self._has_model_axis:
-            self._by_layers = tensor_parallel(model, self.mesh)
+        if rule_for := divides_layers(self.mesh):
+            self._by_layers = rule_for(model, self.mesh)
         return self.place_along(model)
 
     def place_along(self, tree: _Tree) -> _Tree:
@@ -167,15 +169,10 @@ class Devices:
         out = [kind(x) if kind in (bool, int) else jnp.asarray(x) for kind, x in zip(kinds, out, strict=True)]
         return jax.tree.unflatten(structure, out)
 
-    @property
-    def _has_model_axis(self) -> bool:
-        return self.mesh is not None and bool(set(MODEL_AXES) & set(self.mesh.shape))
-
     def _made(self, by_layers: Callable[[str, Any], Any] | None) -> Callable[[str, Any], Any]:
-        over = by_layers if self._has_model_axis else None
         if self._fsdp:
-            return fsdp(self.mesh, over=over)
-        return over or (lambda name, leaf: None)
+            return fsdp(self.mesh, over=by_layers)
+        return by_layers or (lambda name, leaf: None)
 
     def _put(self, tree: _Tree, spec: jax.P) -> _Tree:
         assert self.mesh is not None

@@ -1,6 +1,8 @@
 """Processes that look after each other: where one is gone, the others end instead of waiting for it."""
 
+import ctypes
 import os
+import signal
 import socket
 import sys
 import threading
@@ -17,7 +19,8 @@ class Watch:
     """Writes signs of life to a folder that all processes share, and reads those of the others.
 
     Where one gives none for `SILENCE` seconds, or has failed, this process prints which one, and ends with
-    exit status 1: a program that runs on many devices cannot go on, and would wait for ever.
+    exit status 1: a program that runs on many devices cannot go on, and would wait for ever. Where it is the
+    coordinator that is gone JAX aborts the others at once, which then wait until they have told so.
 
     **Arguments:**
 
@@ -30,6 +33,7 @@ class Watch:
         self._folder, self._process, self._count, self._silence = folder, process, count, silence
         self._over = threading.Event()
         self._old: list[str] = []
+        self._default: Any = None
         self._thread = threading.Thread(target=self._run, name="quaxlike watch", daemon=True)
 
     def __enter__(self) -> "Watch":
@@ -39,6 +43,7 @@ class Watch:
             # Signs that are there already are of an earlier run.
             self._old = [self._read(other) for other in range(self._count)]
             self._thread.start()
+            self._default = _on_abort(self._aborted)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -54,8 +59,14 @@ class Watch:
         self._stop("failed")
         os._exit(1)  # what JAX would do at the end is wait for the others
 
+    def _aborted(self, number: int) -> None:
+        """Runs in the thread that aborts, which is JAX's own; if it returns, the process ends as it would."""
+        if not self._over.is_set():
+            self._thread.join(self._silence + 10 * _BEAT)
+
     def _stop(self, word: str) -> None:
         self._over.set()
+        _on_abort(self._default)
         self._thread.join()
         self._write(f"{word} {time.time_ns()}")
 
@@ -104,3 +115,22 @@ class Watch:
             return (self._folder / f"{other}").read_text()
         except OSError:
             return ""
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+def _on_abort(handler: Any) -> Any:
+    """Has C call `handler` where the process aborts; Python's own handlers run too late. Returns the previous
+    one, None where there are no such handlers."""
+    if os.name != "posix":
+        return None
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    if callable(handler):
+        handler = _Handler(handler)
+        _kept.append(handler)  # C holds no reference
+    return set_handler(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
+
+_kept: list[Any] = []

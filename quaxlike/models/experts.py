@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ..kernels.multilinear import varying_zeros
+from ..sharding.meshes import expert_axis, mesh_of
 from .families import DecoderConfig
 
 
@@ -48,10 +50,43 @@ class Experts(eqx.Module):
     ) -> Float[Array, "tokens hidden"]:
         """Sums what the chosen experts make of each token, by their shares.
 
+        On a mesh whose devices can share the experts evenly ([`quaxlike.sharding.expert_parallel`][]) each
+        runs its own, on all tokens, and one sum over devices follows. No weight moves.
+        """
+        mesh = mesh_of((self, x))
+        axis = None if mesh is None else expert_axis(mesh, self._count)
+        if axis is None:
+            return self._sum(x, chosen, share)
+
+        def of_device(
+            own: Experts, numbers: Array, x: Array, chosen: Array, share: Array
+        ) -> Float[Array, "tokens hidden"]:
+            chosen = chosen - numbers[0]
+            is_own = (chosen >= 0) & (chosen < len(numbers))
+            y = own._sum(x, jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0))
+            return lax.psum(y, axis)
+
+        whole, cut = jax.P(), jax.P(axis)
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(cut, cut, whole, whole, whole),
+            out_specs=whole,
+            axis_names={axis},
+        )(self, jnp.arange(self._count), x, chosen, share)
+
+    @property
+    def _count(self) -> int:
+        return self.gate_up_proj.shape[0]
+
+    def _sum(self, x: Array, chosen: Array, share: Array) -> Array:
+        """The sum over the experts that are here.
+
         Few tokens (decoding) look their experts up. Many pass through all experts in turn, those of others
         with a share of 0: no array grows with tokens times experts, whatever type the stacks are of.
         """
-        n, (tokens, choices) = self.config.num_local_experts, chosen.shape
+        n, (tokens, choices) = self._count, chosen.shape
+        zeros = varying_zeros(x.shape, x.dtype, x, share)
         if tokens * choices < n:
             pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
 
@@ -59,14 +94,14 @@ class Experts(eqx.Module):
                 token, expert, part = pair
                 return y.at[token].add(part * self._of(expert)._one(x[token][None])[0]), None
 
-            return lax.scan(add_choice, jnp.zeros_like(x), pairs)[0]
+            return lax.scan(add_choice, zeros, pairs)[0]
         shares = jnp.zeros((tokens, n), share.dtype).at[jnp.arange(tokens)[:, None], chosen].add(share)
 
         def add_expert(y: Array, part: Any) -> tuple[Array, None]:
             expert, share = part
             return y + share[:, None] * expert._one(x), None
 
-        return lax.scan(add_expert, jnp.zeros_like(x), (self, shares.T))[0]
+        return lax.scan(add_expert, zeros, (self, shares.T))[0]
 
     def _of(self, i: Any) -> "Experts":
         """The matrices of one expert."""

@@ -1,5 +1,6 @@
 """Models on meshes of devices, arrays of any type included."""
 
+from .layouts import expert_parallel as expert_parallel
 from .layouts import fsdp as fsdp
 from .layouts import tensor_parallel as tensor_parallel
 from .placing import abstract as abstract
@@ -7,4 +8,4 @@ from .placing import constrain as constrain
 from .placing import shard as shard
 from .specs import specs_for as specs_for
 
-__all__ = ["abstract", "constrain", "fsdp", "shard", "specs_for", "tensor_parallel"]
+__all__ = ["abstract", "constrain", "expert_parallel", "fsdp", "shard", "specs_for", "tensor_parallel"]

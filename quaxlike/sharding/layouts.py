@@ -16,6 +16,7 @@ from ..core.values import is_value
 from ..surgery.layouts import layouts_of
 from ..surgery.notation import Layout
 from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
+from .meshes import EXPERT_AXES, MODEL_AXES, expert_axis
 from .placing import refusal
 from .specs import axes_of, leaf_specs_of, unnested
 
@@ -30,6 +31,8 @@ _IN = (
     r"o_proj|out_proj|output_proj|down_proj|c_proj|fc2|fc_out|wo|w2|dense_4h_to_h|output\.dense|"
     r"attention\.dense|attention\.out"
 )
+# Stacks of matrices, and of biases, one for each expert; layers may be stacked, too.
+_EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 _VOCABULARY = r"lm_head|embed_out|embed_tokens|wte|word_embeddings|embed_in"
 _NAMED = {
     kind: re.compile(rf"(.*\.)?({names})\.(weight|kernel|bias)")
@@ -45,7 +48,9 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rul
     Of projections that belong together, each device has the rows of the first ones (queries, keys and values;
     the gate and what goes up) that give its features, and the columns of the last one that take them in: one
     sum over devices for each attention and each feed-forward block. Embeddings and the output head are
-    divided by the vocabulary. Other linear layers are divided by their outputs, and embeddings and other
+    divided by the vocabulary. Experts are divided by their number, as
+    [`expert_parallel`][quaxlike.sharding.expert_parallel] says, along an axis of their own if the mesh has
+    one. Other linear layers are divided by their outputs, and embeddings and other
     layers stay whole, where the sizes do not allow more. Biases go with the outputs; norms are on every
     device.
 
@@ -83,15 +88,81 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rul
 
     Source: Shoeybi et al., Megatron-LM, <https://arxiv.org/abs/1909.08053>.
     """
-    axis = _one_axis(mesh, axis)
+    return _by_kinds(model, mesh, _one_axis(mesh, axis))
+
+
+def expert_parallel(model: PyTree, mesh: Any) -> Rule:
+    """Makes the rule by which the experts of a model are divided between devices, each as a whole.
+
+    Each device runs its own experts, on all tokens of its group, and one sum over the devices of the group
+    follows; what is not expert is on every device. The experts of
+    [`quaxlike.models.Decoder`][] see by the mesh that they are on which of them are theirs. With
+    [`fsdp`][quaxlike.sharding.fsdp] the rest is spread, too: `fsdp(mesh, over=expert_parallel(model, mesh))`.
+
+    **Arguments:**
+
+    - `model`: the model, quantised and adapted or not; its arrays may be shapes. Experts are the arrays below
+        `experts`: stacks of matrices.
+    - `mesh`: the devices; an abstract mesh will do. The axis to divide along is called "expert" or "ep";
+        where there is none, "model", "tensor" or "tp".
+
+    **Returns:** a rule, as [`tensor_parallel`][quaxlike.sharding.tensor_parallel] does.
+
+    **Raises:** `ValueError` for a mesh without such an axis, and if the devices cannot share the experts
+    evenly.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike.models import Decoder, DecoderConfig
+        from quaxlike.sharding import expert_parallel, shard
+
+        mesh = jax.make_mesh((1, len(jax.devices())), ("data", "expert"))
+        config = DecoderConfig.from_json({
+            "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 32, "moe_intermediate_size": 32,
+            "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "vocab_size": 50,
+        })
+        model = Decoder(config, key=jax.random.key(0))
+        model = shard(model, mesh, expert_parallel(model, mesh))
+        ```
+
+    Source: Lepikhin et al., GShard, <https://arxiv.org/abs/2006.16668>, without its exchange of tokens.
+    """
+    if not {*EXPERT_AXES, *MODEL_AXES} & {*mesh.shape}:
+        raise ValueError(
+            f"Experts are divided along an axis of the mesh that is called {' or '.join(EXPERT_AXES)}; "
+            f"it has {', '.join(mesh.shape)}."
+        )
+    return _by_kinds(model, mesh, None)
+
+
+def divides_layers(mesh: Any) -> Callable[[PyTree, Any], Rule] | None:
+    """What makes the rule by which a model is divided along the axes of a mesh, by their names; None if it is
+    not."""
+    if set(MODEL_AXES) & set(mesh.shape):
+        return tensor_parallel
+    return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
+
+
+def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
+    """The rule that divides experts, and along an axis layers of all kinds."""
+    of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     layouts = layouts_of(model)
     by_layer = {layer_of(name): layout for name, layout in layouts.items() if layout is not None}
     for path, leaf in leaves_with_path(model):
         name = path_of(path, model)
-        kind, needed = _kind(model, path, name)
-        own = _layout(name, leaf, kind, axis, by_layer.get(re.sub(r"\.(bias|b)$", "", layer_of(name))))
+        own, needed = jax.P(), False
+        if _EXPERTS.fullmatch(name):
+            stack = len(leaf.shape) - (2 if name.endswith("bias") else 3)
+            own, needed = jax.P(*[None] * stack, of_experts), axis is None
+        elif axis is not None:
+            kind, needed = _kind(model, path, name)
+            layout = by_layer.get(re.sub(r"\.(bias|b)$", "", layer_of(name)))
+            own = _layout(name, leaf, kind, axis, layout)
         found = leaf_specs_of(name, leaf, None)
         if any(entry is not None for entry in own):
             found = _if_it_fits(name, leaf, own, mesh, needed, found)
@@ -187,7 +258,7 @@ class _ByName:
 
 def _one_axis(mesh: Any, axis: str | None) -> str:
     if axis is None:
-        return next((n for n in ("model", "tensor", "tp") if n in mesh.shape), tuple(mesh.shape)[-1])
+        return next((n for n in MODEL_AXES if n in mesh.shape), tuple(mesh.shape)[-1])
     _check_axis(mesh, axis)
     return axis
 

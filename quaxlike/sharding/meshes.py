@@ -1,9 +1,37 @@
-"""Meshes as the arguments of commands describe them."""
+"""Meshes: the names of their axes, the one that arrays are on, and texts that describe them."""
 
 import math
 import re
+from typing import Any
 
 import jax
+
+#: Axes that layers are divided along, and those that experts are, by their names.
+MODEL_AXES = ("model", "tensor", "tp")
+EXPERT_AXES = ("expert", "ep")
+
+
+def expert_axis(mesh: Any, count: int | None = None) -> str | None:
+    """The axis of a mesh that experts are divided along: one of theirs, else one that layers are.
+
+    **Arguments:** `count`, the number of experts. Default: any.
+
+    **Returns:** its name; None if there is no such axis that is left to divide along, or its devices cannot
+    share the experts evenly.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = jax.sharding.AxisType.Manual
+    name = next((n for n in (*EXPERT_AXES, *MODEL_AXES) if kinds.get(n, manual) != manual), None)
+    if name is None or mesh.shape[name] == 1 or (count is not None and count % mesh.shape[name]):
+        return None
+    return name
+
+
+def mesh_of(tree: Any) -> Any:
+    """The mesh that the arrays of a tree are on, as their types say, within `jax.jit` too; None if they are
+    on one device."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def mesh_from_text(text: str) -> jax.sharding.Mesh:

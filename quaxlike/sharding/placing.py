@@ -93,7 +93,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
     For parameters that every device stores a part of ([`fsdp`][quaxlike.sharding.fsdp]) and that are
     to be gathered for use: it gathers codes and scales, not what they stand for, and activations stay as the
-    batch is. On a mesh with explicit axes call `quaxlike.quaxify(jax.sharding.reshard)` instead.
+    batch is. Where the axes of the mesh are explicit, arrays are resharded (`jax.sharding.reshard`).
 
     **Arguments:**
 
@@ -122,7 +122,12 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         apply(shard(mlp, mesh, fsdp(mesh)), jnp.ones((8, 64)))
         ```
     """
-    return _each(model, mesh, specs, jax.lax.with_sharding_constraint)
+    at_work: Any = jax.sharding.get_abstract_mesh()  # within `auto_axes` the same mesh, with other types
+    if at_work.empty or at_work.shape != mesh.shape:
+        at_work = mesh
+    explicit = all(kind == jax.sharding.AxisType.Explicit for kind in at_work.axis_types)
+    put = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    return _each(model, at_work, specs, put)
 
 
 def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) -> _Model:

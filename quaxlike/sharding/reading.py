@@ -12,11 +12,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..core.values import is_value
-from .layouts import Rule, fsdp, tensor_parallel
+from .layouts import Rule, divides_layers, fsdp
 from .placing import refusal
 from .specs import leaf_specs_of, unnested
-
-MODEL_AXES = ("model", "tensor", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +55,8 @@ class Rows:
 
 
 def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
-    """Along an axis that is called "model", "tensor" or "tp" the rule is that of `tensor_parallel`, along the
-    others that of `fsdp`.
+    """Along an axis that is called "model", "tensor" or "tp" the rule is that of `tensor_parallel`, along one
+    that is called "expert" or "ep" that of `expert_parallel`, along the others that of `fsdp`.
 
     **Arguments:**
 
@@ -66,11 +64,11 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
     - `fully`: whether weights are spread along the others, too.
     """
     by_layers = None
-    if set(MODEL_AXES) & set(mesh.shape):
+    if rule_for := divides_layers(mesh):
         by_layers = (
-            (lambda name, leaf: tensor_parallel({name: leaf}, mesh)(name, leaf))
+            (lambda name, leaf: rule_for({name: leaf}, mesh)(name, leaf))
             if model is None
-            else tensor_parallel(model, mesh)
+            else rule_for(model, mesh)
         )
     return fsdp(mesh, over=by_layers) if fully else by_layers or (lambda name, leaf: None)
 

@@ -94,10 +94,39 @@ def test_a_process_that_gives_no_sign_is_named(tmp_path, monkeypatch, capfd):
     assert "Process 1 of 2 (on here, process 78 there) has given no sign" in capfd.readouterr().err
 
 
+_MEET = """
+import os, pathlib, sys, time, jax
+from quaxlike.finetune.watch import Watch
+number, folder, address = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+jax.distributed.initialize(address, 2, number, initialization_timeout=120)
+with Watch(folder, number, 2, silence=5.0):
+    while not all((folder / str(i)).exists() for i in range(2)):
+        time.sleep(0.1)
+    time.sleep(3)
+    if number == 0:
+        os.kill(os.getpid(), 9)
+    time.sleep(60)
+"""
+
+
 @pytest.mark.slow
-def test_one_of_two_processes_is_killed(command, tmp_path):
-    """The other ends soon and names it; the same commands go on to what an unbroken run comes to."""
-    command = [*command, "--mesh", "data=2", "--steps", "40", "--checkpoint-every", "2"]
+def test_the_process_that_all_meet_at_is_gone(tmp_path):
+    """JAX aborts the others at once; they wait until they can name it."""
+    address = free_address()
+    processes = [start("-c", _MEET, str(i), str(tmp_path), address, devices=1) for i in range(2)]
+    processes[0].communicate(timeout=240)
+    printed = processes[1].communicate(timeout=60)[0]
+    assert processes[1].returncode == 1, printed
+    assert "Process 0 of 2 (on " in printed
+    assert "has given no sign for 5 s; process 1 ends. Start all of them again" in printed
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_is_killed(command, tmp_path):
+    """The other ends soon and names it; the same commands go on to what an unbroken run comes to. The first
+    process is the one that they all meet at."""
+    command = [*command, "--mesh", "data=2", "--steps", "60", "--checkpoint-every", "2"]
+    checkpoint = tmp_path / "broken" / "checkpoint.safetensors"
 
     def begin(out):
         several = ["--coordinator", free_address(), "--num-processes", "2"]
@@ -108,17 +137,24 @@ def test_one_of_two_processes_is_killed(command, tmp_path):
         printed = [process.communicate(timeout=300)[0] for process in started]
         assert [process.returncode for process in started] == [0, 0], printed
 
-    first, second = begin(tmp_path / "broken")
-    while not (tmp_path / "broken" / "checkpoint.safetensors").exists():
-        assert first.poll() is None, first.communicate()[0]
-        time.sleep(0.05)
-    second.kill()
-    killed = time.monotonic()
-    printed = first.communicate(timeout=60)[0]
-    assert time.monotonic() - killed < 60
-    assert first.returncode == 1
-    assert "Process 1 of 2" in printed
-    second.communicate()
+    def written():
+        return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+
+    for victim in (1, 0):
+        before, processes = written(), begin(tmp_path / "broken")
+        killed, other = processes[victim], processes[1 - victim]
+        while written() == before:
+            if any(process.poll() is not None for process in processes):
+                printed = [process.communicate(timeout=60)[0] for process in processes]
+                pytest.fail("\n\n".join(printed))
+            time.sleep(0.05)
+        killed.kill()
+        since = time.monotonic()
+        printed = other.communicate(timeout=60)[0]
+        assert time.monotonic() - since < 60
+        assert other.returncode == 1, printed
+        assert f"Process {victim} of 2 (on " in printed
+        killed.communicate()
     finish(begin(tmp_path / "broken"))
     finish(begin(tmp_path / "whole"))
     adapters = [tmp_path / name / "adapter_model.safetensors" for name in ("broken", "whole")]

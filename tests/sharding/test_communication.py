@@ -1,6 +1,5 @@
 """What devices exchange: read from the compiled programs."""
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.core.inspect.exchange import exchanges
 from quaxlike.sharding import constrain, fsdp, shard, tensor_parallel
 from tests.samples import normal
 
@@ -23,12 +23,8 @@ X = normal(8, 64)
 def exchanged(compiled: Any) -> Counter[tuple[str, str]]:
     """The bytes that collectives give each device, by kind and dtype."""
     found = Counter[tuple[str, str]]()
-    kinds = r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\("
-    for line in compiled.as_text().splitlines():
-        if match := re.search(kinds, line):
-            for dtype, shape in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", match[1]):
-                size = int(np.prod([int(n) for n in shape.split(",") if n]))
-                found[match[2], dtype] += size * int(re.sub(r"\D", "", dtype)) // 8
+    for e in exchanges(compiled.as_text()):
+        found[e.kind, e.dtype] += e.bytes
     return found
 
 
@@ -109,3 +105,45 @@ def test_what_is_divided_and_fully_sharded_is_gathered_over_the_rest_alone():
     compiled, _ = _compiled(lambda model, x: _loss(constrain(model, MESH, by_layer), x), placed, x)
     codes = sum(layer.weight.codes.size for layer in model.layers)
     assert exchanged(compiled)["all-gather", "u8"] == codes // 2
+
+
+def test_explain_tells_which_weights_are_gathered():
+    """Rows that are spread over the devices of the batch, too, cannot be multiplied where they are."""
+    w = shard(ql.quantize(normal(64, 64), "nf4"), MESH, jax.P("data"))
+    adapted = ql.LoraArray(
+        w, *(jax.device_put(x, jax.NamedSharding(MESH, jax.P())) for x in (normal(4, 64), normal(64, 4)))
+    )
+    x = jax.device_put(X, jax.NamedSharding(MESH, jax.P("data")))
+    report = ql.explain(lambda w, x: x @ w.T)(adapted, x)
+    assert "What its 4 devices exchange is in `exchanged`" in report.summary
+    codes = next(e for e in report.exchanged if e.dtype == "u8")
+    assert (codes.kind, codes.shape, codes.bytes, codes.packed) == ("all-gather", (64, 32), 64 * 32, True)
+    packed = sum(e.bytes for e in report.exchanged if e.packed)
+    assert packed == 64 * 32 + 4 * 64
+    assert f"Its 4 devices gather packed weights in 2 gathers, {packed:,} bytes" in report.summary
+
+
+def test_explain_tells_that_none_is():
+    w = shard(ql.quantize(normal(64, 64), "nf4"), MESH, jax.P("model"))
+    report = ql.explain(lambda w, x: x @ w.T)(w, jax.device_put(X, jax.NamedSharding(MESH, jax.P("data"))))
+    assert not any(e.packed for e in report.exchanged)
+    assert "gather packed weights nowhere" in report.summary
+    on_one = ql.explain(lambda w, x: x @ w.T)(ql.quantize(normal(64, 64), "nf4"), X)
+    assert on_one.exchanged == ()
+    assert "devices" not in on_one.summary
+
+
+def test_programs_of_gpus_exchange_in_two_steps():
+    text = """
+      %s = (u8[8,32]{1,0}, u8[64,32]{1,0}) all-gather-start(%p), channel_id=1
+      %d = u8[64,32]{1,0} all-gather-done(%s)
+      %r = f32[8]{0} all-reduce-start(%q), channel_id=2
+      %t = (f32[4]{0}, bf16[2,2]{1,0}) all-reduce(%a, %b), channel_id=3
+    """
+    found = {(e.kind, e.dtype, e.shape): (e.count, e.bytes, e.packed) for e in exchanges(text)}
+    assert found == {
+        ("all-gather", "u8", (64, 32)): (1, 2048, False),
+        ("all-reduce", "f32", (8,)): (1, 32, False),
+        ("all-reduce", "f32", (4,)): (1, 16, False),
+        ("all-reduce", "bf16", (2, 2)): (1, 8, False),
+    }

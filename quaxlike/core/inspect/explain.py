@@ -1,5 +1,6 @@
 """`explain`: what a quaxified function does with Values, primitive by primitive, without running it."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -9,12 +10,15 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..quaxify import quaxify
 from ..recording import Event, Outcome, in_bytes, recording
 from ..rules import RuleSet
+from ..values import is_value
 from . import page
+from .exchange import Exchange, exchanges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +52,20 @@ class Row:
 class Report:
     """The findings of [`quaxlike.explain`][]. Prints as a table, also in notebooks."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(
+        self, rows: Sequence[Row], devices: int = 1, exchange: Callable[[], tuple[Exchange, ...]] = tuple
+    ) -> None:
         self.rows = tuple(rows)
         """One [`Row`][quaxlike.Row] for each primitive, types of operands, outcome and place,
         in the order of the program."""
+        self._devices, self._exchange = devices, exchange
+
+    @functools.cached_property
+    def exchanged(self) -> tuple[Exchange, ...]:
+        """One [`Exchange`][quaxlike.Exchange] for each kind of array that devices give each other, those of
+        most bytes first, for arguments that are spread over a mesh. The compiler decides, so the program is
+        compiled for these devices when this is asked for."""
+        return self._exchange()
 
     @property
     def rules(self) -> tuple[Row, ...]:
@@ -71,18 +85,31 @@ class Report:
     @property
     def summary(self) -> str:
         """The counts in a line, and the first loss with what to write against it."""
+        return "\n".join([*self._dispatch(), *self._gathered()])
+
+    def _gathered(self) -> list[str]:
+        if self._devices == 1:
+            return []
+        if "exchanged" not in self.__dict__:
+            return [f"What its {self._devices} devices exchange is in `exchanged`, which compiles it."]
+        packed = [e for e in self.exchanged if e.packed]
+        gathered, size = sum(e.count for e in packed), sum(e.bytes for e in packed)
+        found = f"in {gathered} gathers, {in_bytes(size)} a device" if packed else "nowhere"
+        total = in_bytes(sum(e.bytes for e in self.exchanged))
+        return [f"Its {self._devices} devices gather packed weights {found}; in all they exchange {total}."]
+
+    def _dispatch(self) -> list[str]:
         losses = self.materialised
         n = sum(row.count for row in self.rows)
         head = f"{n} primitive{'' if n == 1 else 's'} met Values; "
         if (loss := self.first_loss) is None:
-            return head + "none of them was materialised."
+            return [head + "none of them was materialised."]
         count, size = sum(row.count for row in losses), in_bytes(sum(row.bytes for row in losses))
-        lines = [
+        return [
             f"{head}{count} of them had to materialise, {size} in all.",
             f"First loss: {loss.primitive} of ({', '.join(loss.operands)}), at {loss.source}.",
             *loss.hint.splitlines(),
         ]
-        return "\n".join(lines)
 
     def __str__(self) -> str:
         if importlib.util.find_spec("rich") is None:
@@ -143,7 +170,8 @@ def explain(
     **Returns:**
 
     A function of the arguments of `fn` that returns a [`Report`][quaxlike.Report]. JAX arrays
-    and `ShapeDtypeStruct`s among the arguments are abstract; anything else is as it is.
+    and `ShapeDtypeStruct`s among the arguments are abstract; anything else is as it is. Where they are spread
+    over a mesh, `exchanged` tells what its devices exchange, which weights they gather above all.
 
     !!! example
 
@@ -166,15 +194,44 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Report:
         dynamic, static = eqx.partition((fn, args, kwargs), _is_abstract)
 
-        def run(dynamic: Any) -> None:
+        def run(dynamic: Any) -> Any:
             fn, args, kwargs = eqx.combine(dynamic, static)
-            quaxify(fn, filter_spec, rules=rules)(*args, **kwargs)
+            return eqx.filter(quaxify(fn, filter_spec, rules=rules)(*args, **kwargs), eqx.is_array)
 
         with recording() as recorder:
             jax.eval_shape(run, dynamic)
-        return Report(_rows(recorder.events()))
+        return Report(_rows(recorder.events()), *_exchange_of(run, dynamic))
 
     return explained
+
+
+def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
+    """The number of devices that arguments are spread over, and what compiles the program for them."""
+    spread = lambda x: isinstance(s := getattr(x, "sharding", None), jax.NamedSharding) and s.mesh.size > 1
+    meshes = [x.sharding.mesh for x in jax.tree.leaves(dynamic) if spread(x)]
+    if not meshes:
+        return 1, tuple
+    mesh, explicit = meshes[0], jax.sharding.AxisType.Explicit in meshes[0].axis_types
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if spread(x) else None)
+    shapes = jax.tree.map(shape, dynamic)  # arrays are not kept
+
+    def exchange() -> tuple[Exchange, ...]:
+        with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+            text = jax.jit(run).lower(shapes).compile().as_text()
+        return exchanges(text or "", _packed(shapes))
+
+    return mesh.size, exchange
+
+
+def _packed(tree: Any) -> list[Any]:
+    """The arrays that Values in a tree are made of, of those that have integers among them."""
+    out: list[Any] = []
+    for value in filter(is_value, jax.tree.leaves(tree, is_leaf=is_value)):
+        parts = jax.tree.leaves(value, is_leaf=lambda x, value=value: x is not value and is_value(x))
+        own = [x for x in parts if not is_value(x)]
+        out += own if any(jnp.issubdtype(x.dtype, jnp.integer) for x in own) else []
+        out += _packed([x for x in parts if is_value(x)])
+    return out
 
 
 def _is_abstract(leaf: Any) -> bool:
