@@ -132,11 +132,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         """For each array leaf, which of its axes is the logical leading axis; None if the leaf is shared
-        by all rows. Lets `lax.scan` and `lax.map` run over rows.
-
-        A type that does not define it is cut by the first axis of its leaves, if each has the shape of the
-        array and their rows materialise as the rows of the array. Else, and where it is `NotImplemented`, a
-        scanned-over Value is materialised under the policy.
+        by all rows. Lets `lax.scan` and `lax.map` run over rows. Without it, leaves of the array's shape
+        whose rows materialise as its rows are cut by their first axis; others are materialised.
         """
         return NotImplemented
 
