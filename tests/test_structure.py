@@ -1,7 +1,10 @@
 """How the core is built: how many rooms it has, and how many of them know each other."""
 
 import ast
+import graphlib
 from pathlib import Path
+
+import pytest
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CORE = _ROOT / "quaxlike" / "core"
@@ -35,3 +38,43 @@ def test_files_fit_in_the_head():
     files = [*(_ROOT / "quaxlike").rglob("*.py"), *(_ROOT / "tests").rglob("*.py")]
     long = {str(f.relative_to(_ROOT)): n for f in files if (n := f.read_text("utf-8").count("\n")) > 500}
     assert not long
+
+
+def _package_arrows() -> dict[str, set[str]]:
+    """For each module of the package, those that it imports anywhere in it."""
+    package = _ROOT / "quaxlike"
+    files = {
+        tuple(p for p in ("quaxlike", *f.relative_to(package).with_suffix("").parts) if p != "__init__"): f
+        for f in package.rglob("*.py")
+    }
+    arrows: dict[str, set[str]] = {}
+    for name, file in files.items():
+        here = name if file.name == "__init__.py" else name[:-1]
+        out = arrows[".".join(name)] = set[str]()
+        for node in ast.walk(_without_types(ast.parse(file.read_text(encoding="utf-8")))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = here[: len(here) - node.level + 1] + tuple(
+                    (node.module or "").split(".") if node.module else ()
+                )
+                out |= {
+                    ".".join(full if (full := (*base, alias.name)) in files else base) for alias in node.names
+                }
+        out.discard(".".join(name))
+    return arrows
+
+
+def _without_types(tree: ast.Module) -> ast.Module:
+    """What runs: not what stands under `if TYPE_CHECKING`."""
+    tree.body = [
+        x for x in tree.body if not (isinstance(x, ast.If) and "TYPE_CHECKING" in ast.unparse(x.test))
+    ]
+    return tree
+
+
+def test_no_module_comes_back_to_itself():
+    """However deep an import stands in a function."""
+    sorter = graphlib.TopologicalSorter(_package_arrows())
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

@@ -1,11 +1,10 @@
 """Arrays with units of the SI, checked and worked out while tracing."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
-from .array import Unitful
-from .convert import from_astropy, from_pint, to_astropy, to_pint
-from .unit import (
+from .array import (
     DimensionError,
     Unit,
+    Unitful,
     ampere,
     candela,
     coulomb,
@@ -28,6 +27,7 @@ from .unit import (
     watt,
     weber,
 )
+from .convert import from_astropy, from_pint, to_astropy, to_pint
 
 __all__ = [
     "DimensionError",

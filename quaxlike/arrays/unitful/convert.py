@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.values import materialise
-from .array import Unitful
-from .unit import Unit
+from .array import Unit, Unitful
 
 _PINT = {
     "meter": "m",

@@ -17,8 +17,7 @@ from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
 from .. import precedence
 from ..annotated import STRUCTURAL
-from .array import Unitful, unit_of, with_unit
-from .unit import ANY, UNKNOWN, DimensionError, Unit
+from .array import ANY, UNKNOWN, DimensionError, Unit, Unitful, unit_of, with_unit
 
 _Any = ArrayLike | ArrayValue
 

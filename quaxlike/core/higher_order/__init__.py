@@ -7,9 +7,11 @@ from . import custom_dce as custom_dce
 from . import custom_derivatives as custom_derivatives
 from . import custom_vmap as custom_vmap
 from . import defined as defined
+from . import equinox as equinox
 from . import inline as inline
 from . import jit as jit
 from . import linear_solve as linear_solve
+from . import lineax as lineax
 from . import scan as scan
 from . import sequential_call as sequential_call
 from . import shard_map as shard_map

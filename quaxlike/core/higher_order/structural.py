@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from .. import compat
 from ..jaxprs.linearity import has_tangent, is_linear, same_pattern
 from ..jaxprs.slots import flatten, spread, unflatten
-from ..jaxprs.unify import StructureError, conform, unify, widened, without_placeholder
+from ..jaxprs.unify import StructureError, conform, unify, widened
 from ..trace import QuaxTrace, builtin, by_default, value_types
 from ..values import aval_of, is_value
 from .jit import leaf_layouts, leaf_shardings
@@ -23,12 +23,9 @@ from .jit import leaf_layouts, leaf_shardings
     "stop_gradient",
     "name",
     "optimization_barrier",
-    "nonbatchable",
-    "nontraceable",
     "non_differentiable_tangent",
-    "nondifferentiable_backward",
 )
-def _leafwise(
+def leafwise(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
     leaves, slots = flatten(operands)
@@ -78,8 +75,8 @@ def _sharding_constraint(
     return unflatten(slots, out)[0]
 
 
-@builtin("select_n", "select_if_vmap")
-def _select_n(
+@builtin("select_n")
+def select(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
     """With a scalar predicate a choice between whole Values; else it looks at elements."""
@@ -107,23 +104,6 @@ def _write(
     if not is_value(buffer):
         return by_default(primitive, operands, params)
     return trace.dispatch(primitive, [buffer, *operands[1:]], params)
-
-
-@builtin("maybe_set")
-def _maybe_set(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
-    """The same for the buffers of Equinox's loops, which are written where a predicate holds."""
-    which, buffer, x, *index = operands
-    if not is_value(x) or any(map(is_value, (which, *index))):
-        return by_default(primitive, operands, params)
-    buffer = widened(without_placeholder(buffer), x)
-    x = widened(x, buffer)
-    if jtu.tree_structure(buffer) != jtu.tree_structure(x):
-        return by_default(primitive, operands, params)
-    into, (slot,) = flatten([buffer])
-    pairs = zip(into, flatten([x])[0], strict=True)
-    return [slot.unflatten([primitive.bind(which, to, leaf, *index, **params)[0] for to, leaf in pairs])]
 
 
 @builtin("add_any", "add_jaxvals")

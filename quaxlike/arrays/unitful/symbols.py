@@ -1,0 +1,62 @@
+"""Symbols of the SI: what their exponents are, in the text of a unit and out of it."""
+
+import difflib
+import re
+from fractions import Fraction
+
+BASE = ("m", "kg", "s", "A", "K", "mol", "cd")
+_DERIVED = {
+    "rad": {},
+    "Hz": {"s": -1},
+    "N": {"kg": 1, "m": 1, "s": -2},
+    "Pa": {"kg": 1, "m": -1, "s": -2},
+    "J": {"kg": 1, "m": 2, "s": -2},
+    "W": {"kg": 1, "m": 2, "s": -3},
+    "C": {"A": 1, "s": 1},
+    "V": {"kg": 1, "m": 2, "s": -3, "A": -1},
+    "F": {"kg": -1, "m": -2, "s": 4, "A": 2},
+    "ohm": {"kg": 1, "m": 2, "s": -3, "A": -2},
+    "S": {"kg": -1, "m": -2, "s": 3, "A": 2},
+    "Wb": {"kg": 1, "m": 2, "s": -2, "A": -1},
+    "T": {"kg": 1, "s": -2, "A": -1},
+    "H": {"kg": 1, "m": 2, "s": -2, "A": -2},
+}
+_FACTOR = re.compile(
+    r"\s*(?P<op>[*/·]?)\s*(?P<name>[A-Za-z]+|1)"
+    r"(\s*(\^|\*\*)\s*(?P<power>[-+]?\d+(\.\d+)?|\([-+]?\d+(/\d+)?\)))?"
+)
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def of_symbol(name: str) -> tuple[Fraction, ...]:
+    """The exponents of the base units, in order."""
+    exponents = {name: 1} if name in BASE else _DERIVED.get(name)
+    if exponents is None:
+        near = difflib.get_close_matches(name, [*BASE, *_DERIVED], cutoff=0.3)
+        raise ValueError(
+            f"{name!r} is not a unit of the SI. Known: {', '.join([*BASE, *_DERIVED])}."
+            + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
+        )
+    return tuple(Fraction(exponents.get(base, 0)) for base in BASE)
+
+
+def parse(text: str) -> list[tuple[str, Fraction]]:
+    """The factors of a unit, and the power of each."""
+    factors, at = [], 0
+    text = text.strip()
+    while at < len(text):
+        match = _FACTOR.match(text, at)
+        if match is None:
+            raise ValueError(f"Cannot read the unit {text!r} from {text[at:]!r} on; write it as 'kg*m/s^2'.")
+        if match["name"] != "1":
+            power = Fraction((match["power"] or "1").strip("()"))
+            factors.append((match["name"], -power if match["op"] == "/" else power))
+        at = match.end()
+    return factors
+
+
+def superscript(e: Fraction) -> str:
+    """A power behind a symbol."""
+    if e == 1:
+        return ""
+    return str(e).translate(_SUPERSCRIPTS) if e.denominator == 1 else f"^({e})"

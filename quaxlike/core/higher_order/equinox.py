@@ -1,0 +1,45 @@
+"""Equinox's own primitives, which it has no public names for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jexc
+import jax.tree_util as jtu
+
+from ..jaxprs.slots import flatten
+from ..jaxprs.unify import widened, without_placeholder
+from ..trace import QuaxTrace, builtin, by_default
+from ..values import is_value
+from .structural import leafwise, select
+
+builtin("nonbatchable", "nontraceable", "nondifferentiable_backward")(leafwise)
+builtin("select_if_vmap")(select)
+
+
+@builtin("maybe_set")
+def _maybe_set(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """The same for the buffers of Equinox's loops, which are written where a predicate holds."""
+    which, buffer, x, *index = operands
+    if not is_value(x) or any(map(is_value, (which, *index))):
+        return by_default(primitive, operands, params)
+    buffer = widened(without_placeholder(buffer), x)
+    x = widened(x, buffer)
+    if jtu.tree_structure(buffer) != jtu.tree_structure(x):
+        return by_default(primitive, operands, params)
+    into, (slot,) = flatten([buffer])
+    pairs = zip(into, flatten([x])[0], strict=True)
+    return [slot.unflatten([primitive.bind(which, to, leaf, *index, **params)[0] for to, leaf in pairs])]
+
+
+@builtin("vprim")
+def _implementation(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Derivatives and batches of Equinox's primitives, which are implemented in terms of other primitives."""
+    with jexc.take_current_trace() as parent:
+        inner = QuaxTrace(parent, trace.tag, trace.resolver)
+        with jexc.set_current_trace(inner):
+            out = primitive.impl(*[inner.box(x) for x in operands], **params)
+        return [inner.unwrap(x) for x in out]
