@@ -2,6 +2,7 @@
 
     python -m benchmarks.communication             # the table, from the model of costs below
     python -m benchmarks.communication --measure   # beside it what compiled programs of a small Llama say
+    python -m benchmarks.communication --figure docs/assets/communication.png
 
 The model of costs, in bytes that each device sends, of rings: to sum `B` bytes over `n` devices takes
 `2 (n - 1) / n B`, to gather parts to `B` bytes `(n - 1) / n B`.
@@ -29,6 +30,8 @@ from quaxlike.core.inspect.exchange import exchanges
 SUMS, SUMS_BESIDE = 7.22, -0.99
 TOKENS = 4096  # of each device
 RANK = 16
+BLOCK = 64  # of 4-bit codes
+COMPUTE, LINK = 4e14, 5e10  # a device's operations a second in bfloat16, and bytes a second that it sends
 BITS = {"bfloat16 and LoRA": 16.0, "QLoRA": 4.5}  # of NF4 in blocks of 64 with float32 scales
 
 
@@ -99,6 +102,54 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def limits() -> str:
+    """Where each layout ends: the devices that can share blocks, and the tokens that hide what is sent."""
+    lines = [
+        "| model | blocks of the widest weight | devices that can share them "
+        "| tokens a device, FSDP over 64: bfloat16 and LoRA | QLoRA |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for shape in SHAPES:
+        blocks = shape.wide // BLOCK
+        parameters = shape.layers * sum(n * k for n, k in shape.matrices) + shape.vocabulary * shape.hidden
+        # Forward, and back to the inputs alone: four operations for each number and token.
+        tokens = [fsdp(shape, bits, 64)[1] / LINK * COMPUTE / (4 * parameters) for bits in BITS.values()]
+        lines.append(
+            f"| {shape.name} | {blocks} | {blocks & -blocks} | {tokens[0]:,.0f} | {tokens[1]:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def figure(path: str) -> None:
+    """Draws what a device stores and sends, over the number of devices."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True)
+    counts = [2**i for i in range(11)]
+    styles = {"bfloat16 and LoRA": "--", "QLoRA": "-"}
+    layouts = {"FSDP": (fsdp, "tab:blue"), "tensor parallel over 8": (tensor_parallel, "tab:orange")}
+    for column, shape in zip(axes.T, SHAPES, strict=True):
+        for name, (layout, colour) in layouts.items():
+            for weights, bits in BITS.items():
+                found = [layout(shape, bits, n) for n in counts]
+                for ax, values in zip(column, zip(*found, strict=True), strict=True):
+                    gib = [x / 2**30 for x in values]
+                    label = f"{name}, {weights}"
+                    ax.plot(counts, gib, styles[weights], color=colour, marker=".", label=label)
+        column[0].set_title(shape.name)
+        column[0].set_yscale("log")
+        column[1].set_xlabel("devices")
+        column[1].set_xscale("log", base=2)
+        column[1].set_ylim(bottom=0)
+    axes[0][0].set_ylabel("GiB that a device stores")
+    axes[1][0].set_ylabel("GiB that a device sends in a step")
+    axes[0][0].legend(frameon=False, fontsize=9)
+    for ax in axes.flat:
+        ax.grid(alpha=0.3)
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+
+
 _COMPILE = """
 import json, sys
 import equinox as eqx, jax, jax.numpy as jnp
@@ -150,13 +201,18 @@ def measured(kind: str, layers: int) -> tuple[int, dict[str, int]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.communication")
     parser.add_argument("--measure", action="store_true", help="compile a small Llama for 8 virtual devices")
-    if parser.parse_args(argv).measure:
+    parser.add_argument("--figure", metavar="FILE", help="draw it, too")
+    arguments = parser.parse_args(argv)
+    if arguments.figure:
+        figure(arguments.figure)
+    if arguments.measure:
         activation = 8 * 16 * 256 * 4
         one, two = (measured("tensor", layers)[1].get("all-reduce", 0) / activation for layers in (1, 2))
         print(f"tensor parallel: {two - one:.2f} sums of activations a layer, {2 * one - two:.2f} beside")
         stored, found = measured("fsdp", 2)
         print(f"FSDP: {found.get('all-gather', 0) / stored:.3f} of what is stored is gathered")
     print(table())
+    print(limits())
     return 0
 
 

@@ -20,7 +20,8 @@ def start(*arguments: str, devices: int) -> subprocess.Popen:
     """A process of Python with so many devices."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false "
+        "--xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(_ROOT),
     }
@@ -33,7 +34,7 @@ def start(*arguments: str, devices: int) -> subprocess.Popen:
     )
 
 
-def outputs(*started: subprocess.Popen, timeout: float = 240) -> list[str]:
+def outputs(*started: subprocess.Popen, timeout: float = 900) -> list[str]:
     """What they printed, once all of them have ended well."""
     try:
         printed = [process.communicate(timeout=timeout)[0] for process in started]

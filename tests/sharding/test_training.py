@@ -5,7 +5,6 @@ A process of its own has the devices, and prints what it finds for each layout o
 
 import json
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -118,6 +117,11 @@ def _trained(name: str, layout: str, sizes: dict[str, int], kind: str) -> dict[s
 def test_losses_and_bytes(name: str):
     code = f"from tests.sharding.test_training import program; program({name!r})"
     (printed,) = run(code, devices=8)
+    check(name, printed)
+
+
+def check(name: str, printed: str) -> None:
+    """What `program` printed is as it should be."""
     one, *others = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
     assert one["losses"][-1] < one["losses"][0] - 1
     assert len(others) == (4 if name == "llama" else 6)
@@ -138,7 +142,3 @@ def test_losses_and_bytes(name: str):
             assert found["codes of a device"] < 0.45 * found["codes"]
         else:
             assert found["codes of a device"] == found["codes"] / devices
-
-
-if __name__ == "__main__":
-    program(sys.argv[1])
