@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def copied(file: Path, folder: Path) -> None:
+    """Puts a copy of a file into a folder, unless it is there."""
+    target = folder / file.name
+    if target.exists() and target.samefile(file):
+        return
+    with open(file, "rb") as source, replacing(target) as written:
+        shutil.copyfileobj(source, written)
 
 
 def _temporary(target: Path, mode: int | None) -> BinaryIO:

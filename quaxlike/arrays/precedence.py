@@ -7,6 +7,7 @@ the others. Types that are not listed have 0.
 SPARSE_BESIDE_VALUES = -1
 LORA = 1
 LORA_OF_CODES = LORA + 1
+TRAINABLE_ROWS = LORA + 2
 IDENTITY = 9
 CONSTANT = 10
 UNITFUL = 20

@@ -188,3 +188,18 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
         else:
             put(name, np.asarray(value))
     return tensors
+
+
+def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of these weights; nothing if none is in 4 bits."""
+    first = next((x for x in mapping.values() if isinstance(x, NF4Array | FP4Array)), None)
+    if first is None:
+        return {}
+    layers = (name.removesuffix(".weight") for name, x in mapping.items() if np.ndim(x) == 2)
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4" if isinstance(first, NF4Array) else "fp4",
+        "bnb_4bit_use_double_quant": len(jtu.tree_leaves(first)) > 2,
+        "bnb_4bit_compute_dtype": str(first.dtype), "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": sorted(x for x in layers if not is_value(mapping.get(f"{x}.weight"))),
+    }  # fmt: skip

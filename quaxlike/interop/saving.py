@@ -10,12 +10,10 @@ import numpy as np
 
 from ..arrays.quantized import BlockArray
 from ..core.values import is_value
-from . import compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
+from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
 from .errors import complain
 from .pairs import Pair
 from .tensors import write_tensors
-
-_FORMATS = ("gguf", "compressed-tensors", "mxfp4", "safetensors")
 
 
 def save(
@@ -30,13 +28,13 @@ def save(
 
     **Arguments:**
 
-    - `path`: the file to write. For compressed-tensors and mxfp4 also a folder, which then gets
+    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 also a folder, which then gets
         `model.safetensors` and `config.json`.
     - `mapping`: arrays and quantised arrays by the names that transformers has for them.
-    - `format`: `"gguf"` takes arrays of the codecs `q8_0` and `q4_0` (llama.cpp); `"compressed-tensors"`
-        those of integers with floating scales and of `fp8`, and `Int8Array` (vLLM); `"mxfp4"` those
-        of `mxfp4` (GPT-OSS); `"safetensors"` all types that ship with quaxlike. Other arrays are written as
-        they are.
+    - `format`: `"gguf"` takes arrays of the codecs `q8_0` and `q4_0` (llama.cpp); `"bitsandbytes"` takes
+        `NF4Array` and `FP4Array`; `"compressed-tensors"` those of integers with floating scales and of `fp8`,
+        and `Int8Array` (vLLM); `"mxfp4"` those of `mxfp4` (GPT-OSS); `"safetensors"` all types that ship with
+        quaxlike. Other arrays are written as they are.
     - `config`: the `config.json` of the model, which a folder gets; for GGUF, what its metadata is made of.
     - `metadata`: for GGUF, keys and values; those of a file that was read, say, with its tokenizer.
 
@@ -65,8 +63,11 @@ def save(
         factors = gguf_models.rope_tensors(config) if config is not None else {}
         gguf_writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
     else:
-        write = _mxfp4 if format == "mxfp4" else compressed_tensors_writer.tensors_of
-        _write_folder(path, *write(path, mapping), config or {})
+        _write_folder(path, *_FOLDERS[format](path, mapping), config or {})
+
+
+def _bitsandbytes(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    return bitsandbytes.tensors_of(path, mapping), bitsandbytes.settings_of(mapping)
 
 
 def _mxfp4(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -82,12 +83,22 @@ def _mxfp4(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray
     return tensors, {"quant_method": "mxfp4"}
 
 
+# The formats that make a folder: their tensors, and the `quantization_config`.
+_FOLDERS = {
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": compressed_tensors_writer.tensors_of,
+    "mxfp4": _mxfp4,
+}
+_FORMATS = ("gguf", *_FOLDERS, "safetensors")
+
+
 def _write_folder(
     path: Path, tensors: dict[str, np.ndarray], settings: dict[str, Any], config: Mapping[str, Any]
 ) -> None:
     if path.suffix == ".safetensors":  # a file of its own says itself how it is to be read
-        write_tensors(path, tensors, {"format": "pt", "quantization_config": json.dumps(settings)})
+        metadata = {"quantization_config": json.dumps(settings)} if settings else {}
+        write_tensors(path, tensors, {"format": "pt", **metadata})
         return
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**config, "quantization_config": settings}, indent=1)
-    Pair(path).write(tensors, text.encode())
+    quantized = {"quantization_config": settings} if settings else {}
+    Pair(path).write(tensors, json.dumps({**config, **quantized}, indent=1).encode())

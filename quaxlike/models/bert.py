@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .attention import attend
 from .config import Config
-from .layers import attend, each, heads
+from .layers import each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +43,6 @@ class BertEmbeddings(eqx.Module):
     token_type_embeddings: eqx.nn.Embedding
     LayerNorm: eqx.nn.LayerNorm
 
-    def __init__(self, config: BertConfig, key: Any) -> None:
-        word, position, kind = jax.random.split(key, 3)
-        hidden = config.hidden_size
-        self.word_embeddings = eqx.nn.Embedding(config.vocab_size, hidden, key=word)
-        self.position_embeddings = eqx.nn.Embedding(config.max_position_embeddings, hidden, key=position)
-        self.token_type_embeddings = eqx.nn.Embedding(config.type_vocab_size, hidden, key=kind)
-        self.LayerNorm = _norm(config)
-
     def __call__(self, ids: Int[Array, " tokens"], types: Int[Array, " tokens"]) -> Array:
         positions = jnp.arange(len(ids))
         x = each(self.word_embeddings, ids) + each(self.token_type_embeddings, types)
@@ -62,16 +55,9 @@ class BertSelfAttention(eqx.Module):
     value: eqx.nn.Linear
     n_heads: int = eqx.field(static=True)
 
-    def __init__(self, config: BertConfig, key: Any) -> None:
-        hidden = config.hidden_size
-        self.query, self.key, self.value = (
-            eqx.nn.Linear(hidden, hidden, key=k) for k in jax.random.split(key, 3)
-        )
-        self.n_heads = config.num_attention_heads
-
     def __call__(self, x: Float[Array, "tokens hidden"], mask: Bool[Array, "tokens tokens"]) -> Array:
-        query, key, value = (heads(each(f, x), self.n_heads) for f in (self.query, self.key, self.value))
-        return attend(query, key, value, mask)
+        heads = lambda layer: each(layer, x).reshape(len(x), self.n_heads, -1)
+        return attend(heads(self.query), heads(self.key), heads(self.value), mask)
 
 
 class BertOutput(eqx.Module):
@@ -79,10 +65,6 @@ class BertOutput(eqx.Module):
 
     dense: eqx.nn.Linear
     LayerNorm: eqx.nn.LayerNorm
-
-    def __init__(self, config: BertConfig, wide: int, key: Any) -> None:
-        self.dense = eqx.nn.Linear(wide, config.hidden_size, key=key)
-        self.LayerNorm = _norm(config)
 
     def __call__(self, x: Float[Array, "tokens wide"], residual: Float[Array, "tokens hidden"]) -> Array:
         return each(self.LayerNorm, each(self.dense, x) + residual)
@@ -94,10 +76,8 @@ class BertAttention(eqx.Module):
     self: BertSelfAttention
     output: BertOutput
 
-    def __init__(this, config: BertConfig, key: Any) -> None:
-        attention, output = jax.random.split(key)
-        this.self = BertSelfAttention(config, attention)
-        this.output = BertOutput(config, config.hidden_size, output)
+    def __init__(this, attention: BertSelfAttention, output: BertOutput) -> None:
+        this.self, this.output = attention, output
 
     def __call__(this, x: Float[Array, "tokens hidden"], mask: Bool[Array, "tokens tokens"]) -> Array:
         return this.output(this.self(x, mask), x)
@@ -113,13 +93,6 @@ class BertLayer(eqx.Module):
     attention: BertAttention
     intermediate: Dense
     output: BertOutput
-
-    def __init__(self, config: BertConfig, key: Any) -> None:
-        attention, intermediate, output = jax.random.split(key, 3)
-        wide = config.intermediate_size
-        self.attention = BertAttention(config, attention)
-        self.intermediate = Dense(eqx.nn.Linear(config.hidden_size, wide, key=intermediate))
-        self.output = BertOutput(config, wide, output)
 
     def __call__(self, x: Float[Array, "tokens hidden"], mask: Bool[Array, "tokens tokens"]) -> Array:
         x = self.attention(x, mask)
@@ -139,10 +112,25 @@ class Bert(eqx.Module):
     pooler: Dense
 
     def __init__(self, config: BertConfig, *, key: Any) -> None:
-        embeddings, pooler, *keys = jax.random.split(key, 2 + config.num_hidden_layers)
-        self.embeddings = BertEmbeddings(config, embeddings)
-        self.encoder = BertEncoder([BertLayer(config, k) for k in keys])
-        self.pooler = Dense(eqx.nn.Linear(config.hidden_size, config.hidden_size, key=pooler))
+        hidden, wide = config.hidden_size, config.intermediate_size
+        keys = iter(jax.random.split(key, 4 + 6 * config.num_hidden_layers))
+        norm = lambda: eqx.nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+        table = lambda n: eqx.nn.Embedding(n, hidden, key=next(keys))
+        linear = lambda n_in, n_out: eqx.nn.Linear(n_in, n_out, key=next(keys))
+
+        def layer() -> BertLayer:
+            query, key, value = (linear(hidden, hidden) for _ in range(3))
+            attention = BertSelfAttention(query, key, value, config.num_attention_heads)
+            return BertLayer(
+                BertAttention(attention, BertOutput(linear(hidden, hidden), norm())),
+                Dense(linear(hidden, wide)),
+                BertOutput(linear(wide, hidden), norm()),
+            )
+
+        words, positions = table(config.vocab_size), table(config.max_position_embeddings)
+        self.embeddings = BertEmbeddings(words, positions, table(config.type_vocab_size), norm())
+        self.encoder = BertEncoder([layer() for _ in range(config.num_hidden_layers)])
+        self.pooler = Dense(linear(hidden, hidden))
 
     def __call__(
         self,
@@ -183,7 +171,3 @@ def mean_pooled(x: Float[Array, "tokens hidden"], seen: Bool[Array, " tokens"]) 
     weights = seen.astype(x.dtype)
     mean = weights @ x / jnp.maximum(jnp.sum(weights), 1)
     return mean / jnp.maximum(jnp.linalg.norm(mean), 1e-12)
-
-
-def _norm(config: BertConfig) -> eqx.nn.LayerNorm:
-    return eqx.nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)

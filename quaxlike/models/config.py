@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 _C = TypeVar("_C", bound="Config")
@@ -39,9 +39,10 @@ class Config:
         values, hints = {}, typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if (value := config.get(field.name)) is not None:
-                if not _fits(value, hint := hints[field.name]):
+                needed, fits = _KINDS.get(hints[field.name], ("", lambda x: True))
+                if not fits(value):
                     raise UnsupportedConfigError(
-                        f"config.json has {field.name}={value!r}; {label} needs {_NEEDS[hint]}."
+                        f"config.json has {field.name}={value!r}; {label} needs {needed}."
                     )
                 values[field.name] = value
             elif field.default is dataclasses.MISSING:
@@ -54,16 +55,16 @@ def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedCon
     return UnsupportedConfigError(f"config.json has {name}={found!r}; {label} supports {supported}.")
 
 
-_NEEDS: dict[Any, str] = {
-    int: "a whole number that is not negative, and below 2**31",
-    float | int: "a finite number",
-    bool: "true or false",
+def is_finite(x: Any) -> bool:
+    """Whether a value of a configuration is a number."""
+    return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: (
+        "a whole number that is not negative, and below 2**31",
+        lambda x: type(x) is int and 0 <= x < 2**31,
+    ),
+    float | int: ("a finite number", is_finite),
+    bool: ("true or false", lambda x: type(x) is bool),
 }
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is int:
-        return type(value) is int and 0 <= value < 2**31
-    if hint is bool:
-        return type(value) is bool
-    return hint != float | int or (type(value) in (int, float) and abs(value) <= sys.float_info.max)

@@ -65,15 +65,13 @@ class Family:
     __eq__ = object.__eq__
 
 
-_GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 _GEMMA = Family(
-    activation="gelu_pytorch_tanh", norms=_GEMMA_NORMS, norm_offset=1.0, scaled_embedding=True, windows=2,
-    tied=True, defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    activation="gelu_pytorch_tanh", norm_offset=1.0, scaled_embedding=True, windows=2, tied=True,
+    norms=(
+        "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+    defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
     required={"use_bidirectional_attention": (None, False)},
 )  # fmt: skip
 _QWEN = Family(qkv_bias=True, output_bias=False, windows="upper", window_switch=True)
@@ -185,17 +183,14 @@ class DecoderConfig(Config):
             )
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
-        required = {"hidden_act": family.activation, "hidden_activation": (family.activation, None)}
-        fields = {**config, "architecture": known[0]}
+        fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
-        fields = {**family.defaults, **fields}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
-        fields.setdefault("tie_word_embeddings", family.tied)
         for computed in ("windows", "sparse", "ropes"):
             fields.pop(computed, None)
-        if "hidden_act" in family.renamed:
-            required = {family.renamed["hidden_act"]: family.activation}
+        activation = family.renamed.get("hidden_act", "hidden_act")
+        required = {activation: family.activation, "hidden_activation": (family.activation, None)}
         out = cls.read(fields, label, **required, **family.required)
         out = dataclasses.replace(
             out,
@@ -204,21 +199,19 @@ class DecoderConfig(Config):
             intermediate_size=out.intermediate_size or 4 * out.hidden_size,
             moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
         )
-        windows = _windows(out, family, fields, label)
+        windows = _windows(out, fields, label)
         return dataclasses.replace(
             out,
             sliding_window=out.sliding_window if any(windows) else 0,
             use_sliding_window=False,
             windows=windows,
-            sparse=_sparse(out, family, fields, label),
+            sparse=_sparse(out, fields, label),
             ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
         )
 
 
-def _windows(
-    config: DecoderConfig, family: Family, fields: Mapping[str, Any], label: str
-) -> tuple[bool, ...]:
-    layers = range(config.num_hidden_layers)
+def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+    family, layers = config.family, range(config.num_hidden_layers)
     off = family.windows is None or not config.sliding_window
     if off or (family.window_switch and not config.use_sliding_window):
         return (False,) * len(layers)
@@ -226,9 +219,8 @@ def _windows(
         known = {"full_attention": False, "sliding_attention": True}
         are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
         if not are_known or len(types) != len(layers):
-            raise refused(
-                "layer_types", types, label, f"{' or '.join(known)} for each of {len(layers)} layers"
-            )
+            needed = f"{' or '.join(known)} for each of {len(layers)} layers"
+            raise refused("layer_types", types, label, needed)
         return tuple(known[kind] for kind in types)
     if family.windows == "upper":
         first = _whole(fields, "max_window_layers", 28, label)
@@ -238,15 +230,13 @@ def _windows(
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 
-def _sparse(config: DecoderConfig, family: Family, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
     step = _whole(fields, "decoder_sparse_step", 1, label) or 1
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple):
         raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
-    return tuple(
-        bool(family.experts) and i not in dense and (i + 1) % step == 0
-        for i in range(config.num_hidden_layers)
-    )
+    sparse = lambda i: bool(config.family.experts) and i not in dense and (i + 1) % step == 0
+    return tuple(map(sparse, range(config.num_hidden_layers)))
 
 
 def _whole(fields: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
@@ -259,18 +249,16 @@ def _whole(fields: Mapping[str, Any], name: str, default: Any, label: str) -> An
 
 def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, label: str) -> tuple[Rope, ...]:
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    shared = {
-        name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if fields.get(name) is not None
-    }
     if not isinstance(given, Mapping):
         raise refused("rope_parameters", given, label, "an object")
-    nested = {name: given.get(f"{name}_attention") for name in ("full", "sliding")}
-    if not all(isinstance(part, Mapping | None) for part in nested.values()):
+    nested = [given.get(f"{kind}_attention") for kind in ("full", "sliding")]
+    if not all(isinstance(part, Mapping | None) for part in nested):
         raise refused("rope_parameters", given, label, "an object for each kind of attention")
-    full = {"rope_theta": 10000.0, **shared, **(nested["full"] or given)}
-    sliding = full
-    if nested["sliding"]:
-        sliding = {"rope_theta": 10000.0, **nested["sliding"]}
+    names = [x for x in ("rope_theta", "partial_rotary_factor") if fields.get(x) is not None]
+    shared = {"rope_theta": 10000.0} | {name: fields[name] for name in names}
+    full = sliding = {**shared, **(nested[0] or given)}
+    if nested[1]:
+        sliding = {"rope_theta": 10000.0, **nested[1]}
     elif fields.get("rope_local_base_freq") and not fields.get("rope_parameters"):
         sliding = {"rope_theta": fields["rope_local_base_freq"]}
     return tuple(rope_for(rope, config, label) for rope in ([full, sliding] if windows else [full]))

@@ -17,7 +17,7 @@ from .decoder import Decoder
 
 
 class _Choice(NamedTuple):
-    """How the next token is chosen; static, but for what is in `_Odds`."""
+    """How the next token is chosen, as far as the program depends on it."""
 
     greedy: bool
     top_k: int | None
@@ -25,6 +25,8 @@ class _Choice(NamedTuple):
 
 
 class _Odds(NamedTuple):
+    """The rest of it, as arrays."""
+
     temperature: Any
     top_p: Any
     key: Any
@@ -119,11 +121,9 @@ def _check(
             f"row ends with a token; found the shape {seen.shape}"
             + (f", rows {np.flatnonzero(~seen[:, -1]).tolist()} end with padding." if seen.ndim == 2 else ".")
         )
-    vocabulary = model.config.vocab_size
-    if ids[seen].min() < 0 or ids[seen].max() >= vocabulary:
-        raise ValueError(
-            f"`ids` must be from 0 to {vocabulary - 1}; found {ids[seen].min()} to {ids[seen].max()}."
-        )
+    c, first, last = model.config, ids[seen].min(), ids[seen].max()
+    if first < 0 or last >= c.vocab_size:
+        raise ValueError(f"`ids` must be from 0 to {c.vocab_size - 1}; found {first} to {last}.")
     if new < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1; found {new}.")
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
@@ -133,14 +133,13 @@ def _check(
         )
     if temperature > 0 and key is None:
         raise ValueError("Tokens are drawn at a temperature above 0: give a `key`.")
-    longest, most = int(seen.sum(1).max()), model.config.max_position_embeddings
-    if model.config.family.learned_positions and longest + new > most:
-        raise ValueError(f"The model has {most} positions; prompt and new tokens need {longest + new}.")
+    needed, most = int(seen.sum(1).max()) + new, c.max_position_embeddings
+    if c.family.learned_positions and needed > most:
+        raise ValueError(f"The model has {most} positions; prompt and new tokens need {needed}.")
     counts = {leaf.shape[0] for leaf in jax.tree.leaves(model, is_leaf=is_value) if _is_stacked(leaf)}
     if counts - {len(ids)}:
-        raise ValueError(
-            f"There are {len(ids)} texts and {min(counts - {len(ids)})} adapters; one is for each."
-        )
+        other = min(counts - {len(ids)})
+        raise ValueError(f"There are {len(ids)} texts and {other} adapters; one is for each.")
 
 
 def _tokens(
@@ -152,69 +151,43 @@ def _tokens(
     made: list[Any] = []
     while len(made) < new:
         # Where other frequencies apply to longer texts, all that was kept is computed anew.
-        length = longest + len(made)
-        until = min([new, *(s - longest + 1 for s in switches if s >= length)])
-        width = ids.shape[1] + len(made)
-        prompt, room = _rounded(width), _rounded(width) + _rounded(until - len(made))
-        rows = np.pad(ids, ((0, 0), (prompt - width, len(made))))
-        rows[:, prompt - len(made) :] = np.asarray(made, np.int32).T.reshape(len(ids), -1)
-        kept = np.pad(seen, ((0, 0), (prompt - width, len(made))), constant_values=False)
-        kept[:, prompt - len(made) :] = True
-        kept = np.pad(kept, ((0, 0), (0, room - prompt)), constant_values=True)
-        start = jnp.int32(0)
-        token, memory = _prefill(
-            model, rows, kept, jnp.int32(length), odds, jnp.int32(len(made)), choice=choice, room=room
-        )
-        start = prompt
-        while True:
+        until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
+        rows = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
+        width = _rounded(rows.shape[1])
+        room, blank = width + _rounded(until - len(made)), width - rows.shape[1]
+        rows = np.pad(rows, ((0, 0), (blank, 0)))
+        kept = np.pad(seen, ((0, 0), (blank, 0)))
+        kept = np.pad(kept, ((0, 0), (0, room - kept.shape[1])), constant_values=True)
+        start, memory = 0, None
+        while len(made) < until:
+            count = len(made)
+            at, length, step = map(jnp.int32, (start, longest + count, count))
+            token, memory = _next(model, rows, kept, memory, at, length, odds, step, choice=choice)
             made.append(token)
             yield token
-            if len(made) >= until:
-                break
-            token, memory = _add(
-                model, token, kept, memory, jnp.int32(start), jnp.int32(longest + len(made)), odds,
-                jnp.int32(len(made)), choice=choice,
-            )  # fmt: skip
-            start += 1
-
-
-@functools.partial(jax.jit, static_argnames=("choice", "room"))
-def _prefill(
-    model: Decoder, ids: Any, seen: Any, length: Any, odds: _Odds, step: Any, *, choice: _Choice, room: int
-) -> tuple[Array, Any]:
-    """The first new token of each row, and what is kept of the prompts."""
-    dtype = model.part("model").part("embed_tokens").weight.dtype
-    empty = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)), model.memory(room, dtype))
-    seen = seen & (jnp.arange(room) < ids.shape[1])[None]
-    logits, memory = _forward(model, ids, seen, empty, 0, length)
-    return _chosen(logits, choice, odds, step), memory
+            start, rows = max(width, start + 1), token[:, None]
 
 
 @functools.partial(jax.jit, static_argnames="choice", donate_argnames="memory")
-def _add(
-    model: Decoder, token: Any, seen: Any, memory: Any, start: Any, length: Any, odds: _Odds, step: Any, *,
+def _next(
+    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, odds: _Odds, step: Any, *,
     choice: _Choice,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """The token after this one."""
-    logits, memory = _forward(model, token[:, None], seen, memory, start, length)
-    return _chosen(logits, choice, odds, step), memory
-
-
-def _forward(
-    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any
-) -> tuple[Float[Array, "batch vocab"], Any]:
-    """The logits after the last token of each row."""
+    """The token after the last of each row, and the memory with these rows in it; at first it is None."""
     stacked = any(_is_stacked(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_value))
+    if memory is None:
+        memory = model.memory(seen.shape[1], model.embedding.dtype)
+        memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)), memory)
 
-    def last(model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any) -> Any:
-        hidden, memory = model.part("model")(ids, seen, memory, start, length)
+    def last(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
+        hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(hidden[-1:])[0], memory
 
-    def row(i: Any, ids: Any, seen: Any, memory: Any) -> Any:
-        own = choose_adapter(model, i) if stacked else model
-        return quaxify(last)(own, ids, seen, memory, start, length)
+    def row(i: Any, *of_row: Any) -> Any:
+        return quaxify(last)(choose_adapter(model, i) if stacked else model, *of_row)
 
-    return jax.vmap(row)(jnp.arange(len(ids)), ids, seen, memory)
+    logits, memory = jax.vmap(row)(jnp.arange(len(ids)), ids, seen, memory)
+    return _chosen(logits, choice, odds, step), memory
 
 
 def _chosen(logits: Float[Array, "batch vocab"], choice: _Choice, odds: _Odds, step: Any) -> Array:

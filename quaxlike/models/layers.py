@@ -1,11 +1,50 @@
 """Small parts that the models have in common."""
 
+import dataclasses
+import inspect
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Float, Shaped
+
+from .families import FAMILIES, DecoderConfig
+
+
+class Part(eqx.Module):
+    """A part of a decoder, whose own parts go by the names of the checkpoint; those it lacks are None.
+
+    A subclass lists the roles of its parts, the names that Llama has for them. It has a field for each name
+    that the table of architectures gives to one of them.
+    """
+
+    config: DecoderConfig = eqx.field(static=True)
+
+    def __init_subclass__(cls, roles: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        tables = [{}, *(family.parts for family in FAMILIES.values())]
+        names = [table.get(role, role) for table in tables for role in roles.split()]
+        cls.__annotations__ = inspect.get_annotations(cls) | dict.fromkeys(names, Any)
+
+    def _fill(self, config: DecoderConfig, **parts: Any) -> None:
+        names = {config.family.parts.get(role, role): part for role, part in parts.items()}
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, names.get(field.name))
+        self.config = config
+
+    def part(self, role: str) -> Any:
+        """A part by the name that Llama has for it."""
+        return getattr(self, self.config.family.parts.get(role, role))
+
+    def normed(self, name: str, x: Array) -> Array:
+        """`x` after the norm of this name; as it is if there is none."""
+        if not name:
+            return x
+        norm = self.part(name)
+        if offset := self.config.family.norm_offset:
+            norm = eqx.tree_at(lambda norm: norm.weight, norm, norm.weight + offset)
+        return each(norm, x)
 
 
 class Conv1D(eqx.Module):
@@ -24,45 +63,15 @@ class Conv1D(eqx.Module):
         return x @ self.weight + self.bias
 
 
-def heads(x: Float[Array, "tokens hidden"], n: int) -> Float[Array, "tokens heads size"]:
-    return x.reshape(x.shape[0], n, -1)
+def linear(config: DecoderConfig, n_in: int, n_out: int, bias: bool, key: Any) -> Any:
+    make = Conv1D if config.family.conv1d else eqx.nn.Linear
+    return make(n_in, n_out, bias, key=key)
 
 
-def attend(
-    query: Float[Array, "tokens heads size"],
-    key: Float[Array, "seen kv_heads size"],
-    value: Float[Array, "seen kv_heads size"],
-    mask: Bool[Array, "tokens seen"],
-    *,
-    scale: float | int | None = None,
-    softcap: float | int = 0.0,
-    sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "tokens hidden"]:
-    """Softmax attention (Vaswani et al., 2017); several query heads may share a key head.
-
-    **Arguments:**
-
-    - `mask`: which tokens each token sees.
-    - `scale`: of the scores. Default: one over the root of `size`.
-    - `softcap`: scores are bent to stay below it (Gemma 2); 0 for none.
-    - `sinks`: of each head, the score of a token that is not there (GPT-OSS).
-    """
-    tokens, n_heads, size = query.shape
-    shared = n_heads // key.shape[1]
-    query = query.reshape(tokens, key.shape[1], shared, size)
-    scores = jnp.einsum("qhgd,khd->hgqk", query, key) * (size**-0.5 if scale is None else scale)
-    scores = scores.astype(jnp.float32)
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask[None, None], scores, jnp.finfo(jnp.float32).min)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(key.shape[1], shared, 1, 1)
-        sink = jnp.broadcast_to(sink, (*scores.shape[:3], 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
-    else:
-        weights = jax.nn.softmax(scores, axis=-1)
-    out = jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
-    return out.reshape(tokens, n_heads * size)
+def norm(config: DecoderConfig, size: int) -> Any:
+    if config.family.layer_norm:
+        return eqx.nn.LayerNorm(size, eps=config.rms_norm_eps)
+    return eqx.nn.RMSNorm(size, eps=config.rms_norm_eps, use_bias=False)
 
 
 def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:

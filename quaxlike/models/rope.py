@@ -5,7 +5,6 @@ al., 2024), and the one of Llama 3.
 """
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import UnsupportedConfigError, refused
+from .config import UnsupportedConfigError, is_finite, refused
 
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -80,44 +79,37 @@ def _rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         raise refused("rope_type", kind, label, " or ".join(map(repr, _TYPES)))
     for name in _NUMBERS:
         value = rope.get(name)
-        if value is not None and not (type(value) in (int, float) and 0 <= value <= sys.float_info.max):
+        if value is not None and not (is_finite(value) and value >= 0):
             raise refused(name, value, label, "finite numbers that are not negative")
     share = rope.get("partial_rotary_factor")
     share = 1.0 if share is None else share
     if not 0 < share <= 1:
         raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
-    dim = int(config.head_dim * share)
-    theta = rope["rope_theta"]
-    waves = theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    original = (
-        rope.get("original_max_position_embeddings")
-        or config.original_max_position_embeddings
-        or config.max_position_embeddings
-    )
-    scale, long = 1.0, None
+    dim, theta = int(config.head_dim * share), rope["rope_theta"]
+    inverse = 1 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    most, given = config.max_position_embeddings, rope.get("original_max_position_embeddings")
+    original = given or config.original_max_position_embeddings or most
+    scale = rope.get("attention_factor")
     if kind == "longrope":
-        factor = rope.get("factor") or config.max_position_embeddings / original
+        factor = rope.get("factor") or most / original
         grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        scale = rope.get("attention_factor") or grown
         for name in ("short_factor", "long_factor"):
             numbers = isinstance(rope[name], list) and all(type(x) in (int, float) for x in rope[name])
-            if not numbers or len(rope[name]) != len(waves):
-                raise refused(name, rope[name], label, f"{len(waves)} factors of each kind")
-        short, long = (1 / (np.asarray(rope[f"{name}_factor"]) * waves) for name in ("short", "long"))
-        return Rope(tuple(short.tolist()), scale, tuple(long.tolist()), original)
-    inverse = 1 / waves
+            if not numbers or len(rope[name]) != len(inverse):
+                raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
+        short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
+        return Rope(short, scale or grown, long, original)
+    kept: Any = 1.0  # how much of each wave is not stretched
     if kind == "linear":
-        inverse = inverse / rope["factor"]
+        kept = 0.0
     elif kind == "llama3":  # slow waves are stretched, fast ones kept, those between blended
         turns = original * inverse / (2 * math.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         kept = np.clip((turns - low) / (high - low), 0, 1)
-        inverse = (1 - kept) * inverse / rope["factor"] + kept * inverse
     elif kind == "yarn":
-        scale = rope.get("attention_factor") or _yarn_scale(rope)
         kept = 1 - _yarn_ramp(rope, dim, theta, original)
-        inverse = (1 - kept) * inverse / rope["factor"] + kept * inverse
-    return Rope(tuple(inverse.tolist()), scale)
+    inverse = kept * inverse + (1 - kept) * inverse / (1.0 if kind == "default" else rope["factor"])
+    return Rope(tuple(inverse.tolist()), (scale or _yarn_scale(rope)) if kind == "yarn" else 1.0)
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float | int:

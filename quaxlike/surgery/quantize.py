@@ -93,13 +93,34 @@ def quantize(
     """
     done: dict[int, Any] = {}  # by the identity of the weight, which the model keeps alive
     quantized: dict[str, Any] = {}
-    layouts = layouts_of(model, layout)
-    for name, w in select_matrices(model, where, exclude, layouts).items():
+    arrays = named_arrays(model)
+    chosen = quantizers(model, scheme, where=where, exclude=exclude, layout=layout, **scheme_options)
+    for name, make in chosen.items():
+        w = arrays[name]
         if id(w) not in done:
-            q = quantize_array(name, w, scheme, known(name, w, layouts[name]), **scheme_options)
+            q = make(w)
             done[id(w)] = q if calibrate is None else _calibrated(name, w, q, calibrate)
         quantized[name] = done[id(w)]
     return replace(model, quantized)
+
+
+def quantizers(
+    model: PyTree,
+    scheme: str = "nf4",
+    *,
+    where: Where = "all-linear",
+    exclude: str | Sequence[str] = (),
+    layout: Layouts = None,
+    **scheme_options: Any,
+) -> dict[str, Callable[[Any], Any]]:
+    """The weights that `quantize` would choose, by name, and what quantises each: `model` may hold shapes."""
+    layouts = layouts_of(model, layout)
+
+    def quantized(name: str, w: Any) -> Any:
+        return quantize_array(name, w, scheme, known(name, w, layouts[name]), **scheme_options)
+
+    chosen = select_matrices(model, where, exclude, layouts)
+    return {name: functools.partial(quantized, name) for name in chosen}
 
 
 def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:

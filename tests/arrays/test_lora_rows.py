@@ -65,6 +65,39 @@ def test_they_alone_have_gradients(model):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+PRODUCTS = {
+    "an output layer": lambda w, x: x @ w.T,
+    "on the left": lambda w, x: w @ x[0],
+    "rows summed over": lambda w, x: (x @ w.T) @ w,
+    "transposed on the left": lambda w, x: w.T @ (w @ x.T),
+    "of a batch": lambda w, x: jax.vmap(lambda x: w @ x)(x),
+    "with itself": lambda w, x: w @ w.T,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_never_form_the_matrix(name, model):
+    rows, x = moved(model).embed_tokens.weight, normal(3, 4, seed=1)
+    if name == "with itself":
+        x = x[:0]
+    loss = lambda w, x: jnp.sum(jnp.sin(PRODUCTS[name](w, x)))
+
+    def of_parts(rows, x):
+        return loss(rows, x)
+
+    with ql.on_materialise("error"):
+        found = jax.jit(jax.value_and_grad(ql.quaxify(of_parts), argnums=(0, 1)))(rows, x)
+        jaxpr = jax.make_jaxpr(jax.grad(ql.quaxify(of_parts)))(rows, x)
+    wanted = jax.value_and_grad(lambda r, x: loss(ql.materialise(r), x), argnums=(0, 1))(rows, x)
+    assert np.any(np.asarray(found[1][0].rows))
+    assert not np.any(np.asarray(found[1][0].w))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    # No rows are put into a matrix of the same shape.
+    scattered = [e.invars[0].aval.shape for e in jaxpr.eqns if e.primitive.name == "scatter"]
+    assert rows.shape not in scattered
+
+
 def test_files_hold_the_rows_alone(model, tmp_path):
     model = moved(model)
     peft.save_adapter(tmp_path, model)

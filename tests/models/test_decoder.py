@@ -158,7 +158,9 @@ def test_missing_experts_are_named(tmp_path):
     tensors = dict(open_tensors(folder("mixtral")))
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"Missing: model\.layers\.1\.mlp\.experts\.2\.w3\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"Missing: model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight"
+    ):
         load(tmp_path)
 
 

@@ -60,7 +60,7 @@ def test_greedy_tokens_of_quantised_weights(name):
 def test_programs_are_compiled_once(qwen2):
     model, ids = qwen2
     generate(model, ids, max_new_tokens=3)
-    compiled = lambda: (generation._prefill._cache_size(), generation._add._cache_size())
+    compiled = lambda: generation._next._cache_size()
     before = compiled()
     generate(model, ids[:, 3:], max_new_tokens=9)
     assert compiled() == before

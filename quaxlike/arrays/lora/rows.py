@@ -1,5 +1,6 @@
 """Rows of an embedding that are trained, beside the adapters."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -7,11 +8,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
-from ...core.rules import register
+from ...core.rules import register, register_on_either_side
 from ...core.values import is_value, materialise
+from .. import precedence
+from ..dot_axes import seen_from
 from .array import frozen
 from .beside import Beside
 
@@ -20,26 +24,32 @@ class TrainableRows(Beside):
     """A frozen matrix, some of whose rows are replaced by others, which are trained.
 
     `loraify(..., trainable_token_indices=...)` puts it in place: embeddings of a few tokens are trained, and
-    an adapter's file holds these alone. Looking rows up reads no more of the matrix than without it; all
-    other computations take it as the array that it is.
+    an adapter's file holds these alone. Looking rows up reads no more of the matrix than without it, and a
+    product with it is one with the matrix and one with the rows, as the output layer that is tied to an
+    embedding takes it; neither the matrix with these rows in it nor its gradient is ever formed. All other
+    computations take it as the array that it is.
 
     **Arguments:**
 
     - `w`: the matrix, `(n, size)`.
     - `rows`: the trained ones, `(len(indices), size)`.
     - `indices`: which rows of the matrix these stand for; each once.
+    - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are as they were.
+        Default: False.
     """
 
     w: Any
     rows: jax.Array
     indices: tuple[int, ...] = eqx.field(static=True)
+    transposed: bool = eqx.field(static=True, default=False)
 
     def aval(self) -> jax.core.ShapedArray:
-        return jax.core.ShapedArray(self.w.shape, self.w.dtype)
+        return jax.core.ShapedArray(self.w.shape[::-1] if self.transposed else self.w.shape, self.w.dtype)
 
     def materialise(self) -> jax.Array:
         w = frozen(self.w)
-        return _replaced(materialise(w) if is_value(w) else w, self)
+        dense = _replaced(materialise(w) if is_value(w) else w, self)
+        return dense.T if self.transposed else dense
 
     def merged(self) -> jax.Array:
         """The matrix with the trained rows in it."""
@@ -54,7 +64,7 @@ def _replaced(w: Any, x: TrainableRows) -> jax.Array:
 def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice_sizes: Any, **params: Any):
     d, (n, size) = dimension_numbers, x.shape
     whole_rows = tuple(slice_sizes) == (1, size) and tuple(d.collapsed_slice_dims) == (0,)
-    if not whole_rows or tuple(d.start_index_map) != (0,) or d.operand_batching_dims:
+    if x.transposed or not whole_rows or tuple(d.start_index_map) != (0,) or d.operand_batching_dims:
         return NotImplemented
     look_up = lambda w, at: lax.gather_p.bind(w, at, dimension_numbers=d, slice_sizes=slice_sizes, **params)
     start = jnp.asarray(start)
@@ -64,3 +74,40 @@ def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice
     own = look_up(x.rows.astype(x.dtype), jnp.argmax(same, axis=-1, keepdims=True).astype(start.dtype))
     found = jnp.expand_dims(jnp.any(same, axis=-1), d.offset_dims)
     return jnp.where(found, own, quaxify(look_up)(frozen(x.w), start))
+
+
+@register("transpose")
+def _transpose(x: TrainableRows, *, permutation: Sequence[int]):
+    if tuple(permutation) == (0, 1):
+        return x
+    return TrainableRows(x.w, x.rows, x.indices, not x.transposed)
+
+
+@register_on_either_side("dot_general", TrainableRows, precedence=precedence.TRAINABLE_ROWS)
+def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
+    if isinstance(x, TrainableRows):
+        return _dot_general(x, y, True, **params)
+    return _dot_general(y, x, False, **params)
+
+
+def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
+    """Where the rows are summed over, each part takes its own entries of `other`; else both products are
+    formed, and entries of the second take the place of those of the first."""
+    (summed, other_summed), (batch, other_batch) = seen_from(on_left, dimension_numbers)
+    if batch or len(summed) != 1 or params.get("out_sharding") is not None:
+        return NotImplemented
+    at, axis = jnp.asarray(x.indices), 1 - summed[0] if x.transposed else summed[0]
+    contract = ((axis,), other_summed) if on_left else (other_summed, (axis,))
+
+    def times(part: Any, other: Any) -> Any:
+        operands = (part, other) if on_left else (other, part)
+        return lax.dot_general(*operands, (contract, (batch, other_batch)), **params)
+
+    def product(w: Any, rows: Any, other: Any) -> Any:
+        if axis == 0:
+            own = (*[slice(None)] * other_summed[0], at)
+            return times(w, other.at[own].set(0)) + times(rows, other[own])
+        own = (at,) if on_left else (..., at)
+        return times(w, other).at[own].set(times(rows, other), unique_indices=True)
+
+    return quaxify(product)(frozen(x.w), x.rows.astype(x.dtype), other)

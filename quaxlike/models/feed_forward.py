@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, and the matrices of all experts in stacks."""
+"""Feed-forward layers: plain, gated, and mixtures of experts, whose matrices are in stacks."""
 
 from typing import Any
 
@@ -11,6 +11,56 @@ from jaxtyping import Array, Float, Int
 from ..kernels.multilinear import varying_zeros
 from ..sharding.meshes import expert_axis, mesh_of
 from .families import DecoderConfig
+from .layers import Part, each, linear
+
+
+class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
+    def __init__(self, config: DecoderConfig, size: int, key: Any) -> None:
+        c, family = config, config.family
+        sizes = {"up_proj": size, "gate_proj": size} if family.gated else {"up_proj": size}
+        sizes = {"gate_up_proj": 2 * size} if family.gated and family.fused else sizes
+        last, *keys = jax.random.split(key, 3)
+        parts = {
+            name: linear(c, c.hidden_size, n, c.mlp_bias, key)
+            for (name, n), key in zip(sizes.items(), keys, strict=False)
+        }
+        self._fill(c, **parts, down_proj=linear(c, size, c.hidden_size, c.mlp_bias, last))
+
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        family = self.config.family
+        act = jax.nn.silu if family.activation == "silu" else jax.nn.gelu  # by tanh
+        if not family.gated:
+            wide = act(each(self.part("up_proj"), x))
+        elif family.fused:
+            gate, up = jnp.split(each(self.part("gate_up_proj"), x), 2, axis=-1)
+            wide = act(gate) * up
+        else:
+            wide = act(each(self.part("gate_proj"), x)) * each(self.part("up_proj"), x)
+        return each(self.part("down_proj"), wide)
+
+
+class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gate"):
+    """A router and its experts, beside one expert for all tokens (Qwen2-MoE)."""
+
+    def __init__(self, config: DecoderConfig, key: Any) -> None:
+        c = config
+        router, experts, shared, gate = jax.random.split(key, 4)
+        linear = eqx.nn.Linear(c.hidden_size, c.num_local_experts, c.family.expert_bias, key=router)
+        parts: dict[str, Any] = {c.family.router: linear}
+        if size := c.shared_expert_intermediate_size:
+            parts["shared_expert"] = MLP(c, size, shared)
+            parts["shared_expert_gate"] = eqx.nn.Linear(c.hidden_size, 1, use_bias=False, key=gate)
+        self._fill(c, **parts, experts=Experts(c, experts))
+
+    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        y, shared = self.part("experts")(x, *route(self.logits(x), self.config)), self.part("shared_expert")
+        if shared is None:
+            return y
+        return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
+
+    def logits(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
+        """Those of the router."""
+        return each(self.part(self.config.family.router), x)
 
 
 class Experts(eqx.Module):
@@ -25,12 +75,14 @@ class Experts(eqx.Module):
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         n, hidden, size = config.num_local_experts, config.hidden_size, config.moe_intermediate_size
+        make = lambda key, n_out, n_in: (
+            0.02
+            * jax.random.normal(
+                key, (n, n_in, n_out) if config.family.experts == "in_out" else (n, n_out, n_in)
+            )
+        )
         up, down = jax.random.split(key)
-        shapes = (n, 2 * size, hidden), (n, hidden, size)
-        if config.family.experts == "in_out":
-            shapes = tuple((n, columns, rows) for _, rows, columns in shapes)
-        self.gate_up_proj = 0.02 * jax.random.normal(up, shapes[0])
-        self.down_proj = 0.02 * jax.random.normal(down, shapes[1])
+        self.gate_up_proj, self.down_proj = make(up, 2 * size, hidden), make(down, hidden, size)
         bias = config.family.expert_bias
         self.gate_up_proj_bias = jnp.zeros((n, 2 * size)) if bias else None
         self.down_proj_bias = jnp.zeros((n, hidden)) if bias else None
@@ -91,8 +143,9 @@ class Experts(eqx.Module):
             pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
 
             def add_choice(y: Array, pair: Any) -> tuple[Array, None]:
-                token, expert, part = pair
-                return y.at[token].add(part * self._of(expert)._one(x[token][None])[0]), None
+                token, i, part = pair
+                own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), self)
+                return y.at[token].add(part * own._one(x[token][None])[0]), None
 
             return lax.scan(add_choice, zeros, pairs)[0]
         shares = jnp.zeros((tokens, n), share.dtype).at[jnp.arange(tokens)[:, None], chosen].add(share)
@@ -102,10 +155,6 @@ class Experts(eqx.Module):
             return y + share[:, None] * expert._one(x), None
 
         return lax.scan(add_expert, zeros, (self, shares.T))[0]
-
-    def _of(self, i: Any) -> "Experts":
-        """The matrices of one expert."""
-        return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), self)
 
     def _one(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """One expert, whose matrices have no leading axis."""

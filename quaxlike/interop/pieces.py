@@ -1,0 +1,120 @@
+"""Arrays of a model, and the tensors of files that make them up: one, or the matrices of experts in turn."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.quaxify import quaxify
+from ..sharding.reading import Rows
+from .checkpoint import Checkpoint
+from .errors import CheckpointError
+from .mxfp4 import as_transformers
+
+
+def sources_of(
+    wanted: Iterable[str],
+    names: Iterable[str],
+    source: Any,
+    *,
+    published: Callable[[str], list[str]] = lambda name: [name],
+    optional: Collection[str] = (),
+) -> dict[str, list[str]]:
+    """For each array of a model the tensors of a file that make it up.
+
+    **Arguments:**
+
+    - `wanted`: the names of the arrays.
+    - `names`: those of the tensors.
+    - `source`: what errors call the file.
+    - `published`: the tensors of an array that is not in the file by its own name.
+    - `optional`: tensors of no use that may be there.
+
+    **Raises:** `CheckpointError` for a missing or superfluous name.
+    """
+    files = {name: name for name in names}
+    sources = {name: [name] if name in files else published(name) for name in wanted}
+    used = {file for own in sources.values() for file in own}
+    if not used & files.keys():  # saved with or without the task's head around it
+        files = {name.partition(".")[2]: name for name in files}
+    missing = sorted(used - files.keys())
+    unknown = [name for name in files if name not in {*used, *optional} and not name.endswith(_BUFFERS)]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{source} does not fit the model of its config.json. "
+            f"Missing: {', '.join(missing) or 'none'}. Unknown: {', '.join(unknown) or 'none'}."
+        )
+    return {name: [files[file] for file in own] for name, own in sources.items()}
+
+
+def rows_of(
+    name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
+) -> Rows:
+    """The rows of an array of this shape, checked as they are read; `files` are its tensors.
+
+    **Raises:** as they are read, `CheckpointError` for another shape, or a dtype that no model computes with.
+    """
+
+    def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
+        expected = (min(stop, shape[0]) - start, *shape[1:])
+        if tuple(leaf.shape) != expected:
+            raise CheckpointError(f"{source}: {name} must be of shape {expected}; found {tuple(leaf.shape)}.")
+        if not _computes(leaf.dtype):
+            raise CheckpointError(
+                f"{source}: {name} must be of float32, bfloat16 or float16 (or float64 with jax_enable_x64); "
+                f"found {leaf.dtype}."
+            )
+        return leaf
+
+    if len(files) > 1:
+        each = len(files) // shape[0]
+
+        def stacked(start: int = 0, stop: int = shape[0]) -> Any:
+            parts = [weights[file] for file in files[start * each : stop * each]]
+            return checked(_joined(parts, stop - start), start, stop)
+
+        return Rows(shape[0], stacked)
+    (file,) = files
+    rows = weights.rows(file)
+
+    def read(*span: int) -> Any:
+        return checked(as_transformers(name, rows.read(*span) if span else weights[file]), *span)
+
+    return Rows(rows.count, read, rows.step) if rows.count == shape[0] else Rows(None, read)
+
+
+def taken_apart(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The tensors of a file that hold these arrays."""
+    out: dict[str, Any] = {}
+    for name, files in sources.items():
+        leaf = arrays[name]
+        parts = [leaf]
+        if len(files) > 1:
+            each, rows = len(files) // leaf.shape[0], leaf.shape[1]
+            cut = quaxify(lambda x, i, at, size=rows // each: x[i, at : at + size])
+            starts = range(0, rows, rows // each)
+            parts = [cut(leaf, i, at) for i in range(leaf.shape[0]) for at in starts]
+        out |= zip(files, parts, strict=True)
+    return out
+
+
+def _joined(parts: list[Any], count: int) -> Any:
+    """The stack of `count` matrices whose rows these parts are in turn."""
+    each = len(parts) // count
+    concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
+    rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
+    return stack(rows)
+
+
+def _computes(dtype: Any) -> bool:
+    """Whether models compute with weights of this dtype, as JAX is set up."""
+    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+    return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+# Constants that some versions of transformers save along.
+_BUFFERS = (
+    *("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"),
+    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),  # GGUF's; in the config
+)
