@@ -12,7 +12,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.models import DecoderConfig
-from quaxlike.models.experts import Experts
+from quaxlike.models.feed_forward import Experts
 from quaxlike.sharding import expert_parallel, fsdp, shard, specs_for, tensor_parallel
 from tests.samples import normal
 
