@@ -1,2 +1,2 @@
-"""The interpreter. Read in this order: compat, values, rules, policy, tracer, trace, quaxify, late, slots,
-evaluate, subjaxpr, higher_order."""
+"""The interpreter: a spine to read in this order (compat, values, rules, trace, quaxify), and three wings:
+jaxprs, higher_order and inspect."""

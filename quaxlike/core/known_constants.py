@@ -66,7 +66,8 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 def asks_for_constants(value: Value) -> bool:
     """Whether the type of a Value, or of one that it holds, has placeholders."""
-    if has_placeholders(type(value)):
+    cls: Any = type(value)
+    if has_placeholders(cls):
         return True
     parts = vars(value).values()
     if any(isinstance(part, tuple | list | dict) for part in parts):  # of Values, or static

@@ -15,10 +15,10 @@ from jaxtyping import Array, ArrayLike
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
-from .stacks import add_at, is_stacked, shard_stack
+from .stacks import SparseStack, add_at, is_stacked, shard_stack
 
 
-class BlockSparseArray(ArrayOperators, ArrayValue):
+class BlockSparseArray(ArrayOperators, SparseStack):
     """A matrix that is zero outside of some square blocks, or a stack of such matrices.
 
     Products with it take time in proportion to the blocks that are stored, on either side, forward and

@@ -1,17 +1,16 @@
 """Axes of a block-sparse array: those that stack matrices are axes of every leaf."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import ArrayLike
 
-from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
 from ..bounds import dynamic_slice_in_dim
 from .block import BlockSparseArray
-from .stacks import broadcast_stack, cut_stack, is_stacked, map_batch, reshape_stack
+from .stacks import broadcast_stack, is_stacked
 
 
 def leaves_are_stacked(x: BlockSparseArray) -> bool:
@@ -25,7 +24,7 @@ def _transpose(x: BlockSparseArray, *, permutation: Sequence[int], **params: Any
     *batch, first, second = permutation
     if {first, second} != {n, n + 1} or not leaves_are_stacked(x):
         return NotImplemented
-    out = map_batch(x, lambda leaf, rest: quaxify(jnp.transpose)(leaf, (*batch, *rest)))
+    out = transpose_batch(x, batch)
     return out if first == n else out.replace(transposed=not x.transposed)
 
 
@@ -42,14 +41,20 @@ def _broadcast_in_dim(
 def _reshape(x: BlockSparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
     if any(value is not None for value in params.values()) or not leaves_are_stacked(x):
         return NotImplemented
-    return reshape_stack(x, new_sizes)
+    return reshape_batch(x, new_sizes)
 
 
 @register("squeeze")
 def _squeeze(x: BlockSparseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
     if any(axis >= x.num_batch for axis in dimensions) or not leaves_are_stacked(x):
         return NotImplemented
-    return map_batch(x, lambda leaf, _: lax.squeeze(leaf, dimensions))
+    return squeeze_batch(x, dimensions)
+
+
+def _cut(x: BlockSparseArray, cut: Callable[[Any, int], Any], touched: Sequence[int]) -> Any:
+    if any(axis >= x.num_batch for axis in touched) or not leaves_are_stacked(x):
+        return NotImplemented
+    return cut_batch(x, cut, touched)
 
 
 @register("slice")
@@ -63,11 +68,11 @@ def _slice(
 ) -> Any:
     cuts = list(zip(start_indices, limit_indices, strides or [1] * x.ndim, strict=True))
     touched = [i for i, size in enumerate(x.shape) if cuts[i] != (0, size, 1)]
-    return cut_stack(x, lambda leaf, i: lax.slice_in_dim(leaf, *cuts[i], i), touched)
+    return _cut(x, lambda leaf, i: lax.slice_in_dim(leaf, *cuts[i], i), touched)
 
 
 @register("dynamic_slice")
 def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any) -> Any:
     touched = [i for i, size in enumerate(x.shape) if slice_sizes[i] != size]
     cut = lambda leaf, i: dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
-    return cut_stack(x, cut, touched)
+    return _cut(x, cut, touched)

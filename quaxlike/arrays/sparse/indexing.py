@@ -8,9 +8,9 @@ from jax import lax
 from jaxtyping import ArrayLike
 
 from ...core.rules import register
+from ..batch_axes import cut_batch
 from ..bounds import clamped_start, dynamic_slice_in_dim
 from .coordinates import smaller
-from .stacks import cut_stack
 from .unstructured import SparseArray
 
 
@@ -27,7 +27,7 @@ def _slice(
     touched = [axis for axis, size in enumerate(x.shape) if cuts[axis] != (0, size, 1)]
     n = x.num_batch
     batch = [axis for axis in touched if axis < n]
-    x = cut_stack(x, lambda leaf, axis: lax.slice_in_dim(leaf, *cuts[axis], axis), batch) if batch else x
+    x = cut_batch(x, lambda leaf, axis: lax.slice_in_dim(leaf, *cuts[axis], axis), batch)
     starts, sizes, steps = [], list(x.sizes), [1] * len(x.sizes)
     for axis, (start, limit, step) in enumerate(cuts[n:]):
         starts.append(start)
@@ -51,7 +51,7 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
     touched = [axis for axis, size in enumerate(shape) if slice_sizes[axis] != size]
     batch = [axis for axis in touched if axis < n]
     cut = lambda leaf, axis: dynamic_slice_in_dim(leaf, starts[axis], slice_sizes[axis], axis)
-    x = cut_stack(x, cut, batch) if batch else x
+    x = cut_batch(x, cut, batch)
     if len(batch) == len(touched):
         return x
     sizes = slice_sizes[n:]

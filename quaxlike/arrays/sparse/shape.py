@@ -9,8 +9,9 @@ from jax import lax
 from jaxtyping import Array
 
 from ...core.rules import register
+from ..batch_axes import reshape_batch, squeeze_batch, transpose_batch
 from .coordinates import fits_int32, flattened, unflattened, unstacked
-from .stacks import broadcast_stack, map_batch, reshape_stack
+from .stacks import broadcast_stack
 from .unstructured import SparseArray
 
 
@@ -19,8 +20,7 @@ def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> 
     n = x.num_batch
     if any(axis >= n for axis in permutation[:n]):
         x, n = unstacked(x), 0
-    elif tuple(permutation[:n]) != tuple(range(n)):
-        x = map_batch(x, lambda leaf, rest: leaf.transpose(*permutation[:n], *rest))
+    x = transpose_batch(x, permutation[:n])
     moved = [axis - n for axis in permutation[n:]]
     return x.replace(
         indices=tuple(x.indices[axis] for axis in moved),
@@ -33,7 +33,7 @@ def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> 
 def _reshape(x: SparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
     if any(value is not None for value in params.values()):
         return NotImplemented
-    out = reshape_stack(x, new_sizes)
+    out = reshape_batch(x, new_sizes)
     if out is not NotImplemented:
         return out
     if not new_sizes:
@@ -49,8 +49,7 @@ def _reshape(x: SparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
 @register("squeeze")
 def _squeeze(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
     n = x.num_batch
-    batch = [axis for axis in dimensions if axis < n]
-    x = map_batch(x, lambda leaf, _: lax.squeeze(leaf, batch))
+    x = squeeze_batch(x, [axis for axis in dimensions if axis < n])
     kept = [axis for axis in range(len(x.sizes)) if axis + n not in dimensions]
     if len(kept) == len(x.sizes):
         return x
@@ -89,7 +88,7 @@ def _broadcast_in_dim(
 @register("rev")
 def _rev(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> SparseArray:
     n = x.num_batch
-    x = map_batch(x, lambda leaf, _: lax.rev(leaf, [axis for axis in dimensions if axis < n]))
+    x = x.each(lambda leaf, _: lax.rev(leaf, [axis for axis in dimensions if axis < n]))
     if all(axis < n for axis in dimensions):
         return x
     indices = [

@@ -1,7 +1,8 @@
-"""`dot_general` with a stack of sparse matrices, from the product with one of them."""
+"""Stacks of sparse arrays, and `dot_general` with one, from the product with one of its matrices."""
 
+import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -11,7 +12,10 @@ from jax import lax
 from jaxtyping import Array
 
 from ...core.values import ArrayValue
+from ..batch_axes import transpose_batch
 from ..dot_axes import free_axes, in_order, seen_from
+
+_S = TypeVar("_S", bound="SparseStack")
 
 
 def dot_stack(
@@ -39,7 +43,7 @@ def dot_stack(
         return NotImplemented
     mapped, x_free = free_axes(num_batch, w_batch), free_axes(x.ndim, x_summed, x_batch)
     x = x.transpose(*x_batch, *x_free, *x_summed)
-    w = map_batch(w, lambda leaf, rest: leaf.transpose(*w_batch, *mapped, *rest))
+    w = transpose_batch(w, (*w_batch, *mapped))
 
     product: Callable[[Any, Array], Array] = lambda w, x: matmul(w, x, w_summed[0] - num_batch)
     for _ in mapped:
@@ -52,10 +56,21 @@ def dot_stack(
     return y.transpose(*batch, *in_order(on_left, of_w, range(num_batch, y.ndim - 1)))
 
 
-def map_batch(w: Any, fn: Callable[[Array, range], Array]) -> Any:
-    """`fn(leaf, rest)` for each leaf of `w`; `rest` are the axes that come after its batch axes."""
-    num_batch = w.num_batch
-    return jax.tree.map(lambda leaf: fn(leaf, range(num_batch, leaf.ndim)), w)
+class SparseStack(ArrayValue):
+    """Sparse arrays, whose batch axes are axes of all leaves."""
+
+    @property
+    @abc.abstractmethod
+    def num_batch(self) -> int:
+        """How many of the leading axes are batch axes."""
+
+    def each(self: _S, fn: Callable[[Array, int], Array]) -> _S:
+        """`fn(leaf, own)` in place of each leaf, of which the last `own` axes are not batch axes."""
+        n = self.num_batch
+        return jax.tree.map(lambda leaf: fn(leaf, leaf.ndim - n), self)
+
+    def stacked(self: _S) -> _S:
+        return self
 
 
 def is_stacked(w: Any) -> bool:
@@ -106,11 +121,6 @@ def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
         return jnp.promote_types(x.dtype, y.dtype)
 
 
-# -------------------------------------------------------------------------------------------------
-# What changes batch axes alone
-# -------------------------------------------------------------------------------------------------
-
-
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
     """`broadcast_in_dim` of batch axes; `NotImplemented` where the matrices change or move."""
     num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
@@ -118,33 +128,9 @@ def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
     if tuple(dimensions[kept:]) != matrix or tuple(shape[num_new:]) != w.shape[kept:]:
         return NotImplemented
 
-    def broadcast(leaf: Array, rest: range) -> Array:
-        new_shape = (*shape[:num_new], *(leaf.shape[axis] for axis in rest))
+    def broadcast(leaf: Array, own: int) -> Array:
+        new_shape = (*shape[:num_new], *leaf.shape[leaf.ndim - own :])
         places = (*dimensions[:kept], *range(num_new, len(new_shape)))
         return lax.broadcast_in_dim(leaf, new_shape, places)
 
-    return map_batch(w, broadcast)
-
-
-def reshape_stack(w: Any, new_sizes: Any) -> Any:
-    """`reshape` of batch axes; `NotImplemented` where the matrices change."""
-    kept = len(w.shape) - w.num_batch
-    if tuple(new_sizes[len(new_sizes) - kept :]) != w.shape[w.num_batch :]:
-        return NotImplemented
-    batch = new_sizes[: len(new_sizes) - kept]
-    if np.prod(batch, dtype=int) != np.prod(w.shape[: w.num_batch], dtype=int):
-        return NotImplemented
-    return map_batch(w, lambda leaf, rest: leaf.reshape(*batch, *(leaf.shape[axis] for axis in rest)))
-
-
-def cut_stack(w: Any, cut: Callable[[Array, int], Array], touched: Any) -> Any:
-    """`cut(leaf, axis)` along each batch axis of `touched`; `NotImplemented` for axes of the matrices."""
-    if any(axis >= w.num_batch for axis in touched) or w.leading_axis() is NotImplemented:
-        return NotImplemented
-
-    def along_each(leaf: Array, rest: range) -> Array:
-        for axis in touched:
-            leaf = cut(leaf, axis)
-        return leaf
-
-    return map_batch(w, along_each)
+    return w.each(broadcast)

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool
 
 from ...core.operators import ArrayOperators
-from ...core.values import ArrayValue, replace_fields
+from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
-from .stacks import add_at, shard_stack
+from .stacks import SparseStack, add_at, shard_stack
 
 
-class SparseArray(ArrayOperators, ArrayValue):
+class SparseArray(ArrayOperators, SparseStack):
     """An array that is zero but for some elements, wherever they are.
 
     Products with a matrix take time in proportion to the elements that are stored, on either side,

@@ -79,6 +79,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         """The sizes of the batch axes."""
         return max((part.shape[: part.ndim - self.CORE[name]] for name, part in self.parts.items()), key=len)
 
+    @property
+    def num_batch(self) -> int:
+        return len(self.batch)
+
     def aval(self) -> jax.core.ShapedArray:
         dtypes = {part.dtype for part in self.parts.values()}
         with jax.numpy_dtype_promotion("standard") if len(dtypes) > 1 else contextlib.nullcontext():

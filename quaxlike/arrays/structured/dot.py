@@ -42,7 +42,7 @@ def _product(
     **params: Any,
 ):
     (summed, x_summed), (batch, x_batch) = seen_from(on_left, dimension_numbers)
-    n_batch = len(matrix.batch)
+    n_batch = matrix.num_batch
     rows, columns = n_batch, n_batch + 1
     if tuple(summed) not in {(rows,), (columns,)} or any(axis >= n_batch for axis in batch):
         return NotImplemented
@@ -84,7 +84,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 @register("dot_general")
 def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any):
     (x_summed, y_summed), (x_batch, y_batch) = params["dimension_numbers"]
-    n = len(x.batch)
+    n = x.num_batch
     stacked = tuple(range(n))
     if x.batch == y.batch and len(x_summed) == 1 and tuple(x_batch) == tuple(y_batch) == stacked:
         preferred = params["preferred_element_type"]

@@ -218,7 +218,7 @@ def _sum_of_updates(primitive: Primitive, x: LowRankUpdate, y: LowRankUpdate, **
 
 @register("reduce_sum")
 def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
-    n = len(x.batch)
+    n = x.num_batch
     rows, columns = n in axes, n + 1 in axes
     if not rows and not columns:
         if not isinstance(x, Banded):

@@ -9,6 +9,7 @@ from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..batch_axes import cut_batch
 from ..bounds import dynamic_slice_in_dim, fill_value_of, fills
 from .base import StructuredMatrix
 from .diagonal import DiagonalMatrix
@@ -19,7 +20,7 @@ from .tridiagonal import TridiagonalMatrix
 def _slice(
     x: StructuredMatrix, *, start_indices: Sequence[int], limit_indices: Sequence[int], strides: Any = None
 ):
-    n = len(x.batch)
+    n = x.num_batch
     strides = tuple(strides or (1,) * x.ndim)
     cuts = [slice(*cut) for cut in zip(start_indices, limit_indices, strides, strict=True)]
     rows, columns = cuts[n:]
@@ -41,17 +42,13 @@ def _slice(
 
 @register("dynamic_slice")
 def _dynamic_slice(x: StructuredMatrix, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any):
-    n = len(x.batch)
+    n = x.num_batch
     if tuple(slice_sizes[n:]) != x.matrix_shape:
         return NotImplemented
 
-    def cut(part: Any, _: int) -> Any:
-        for axis in touched:
-            part = dynamic_slice_in_dim(part, starts[axis], slice_sizes[axis], axis)
-        return part
-
     touched = [axis for axis in range(n) if slice_sizes[axis] != x.shape[axis]]
-    return x.stacked().each(cut) if touched else x
+    cut = lambda part, axis: dynamic_slice_in_dim(part, starts[axis], slice_sizes[axis], axis)
+    return cut_batch(x, cut, touched)
 
 
 @register("gather")
@@ -66,7 +63,7 @@ def _gather(
     **params: Any,
 ):
     """Whole matrices, picked from a stack by index."""
-    dnums, n = dimension_numbers, len(x.batch)
+    dnums, n = dimension_numbers, x.num_batch
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)
     kept = tuple(slice_sizes[n:]) == x.matrix_shape and not touched & {n, n + 1}

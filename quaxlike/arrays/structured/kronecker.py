@@ -52,7 +52,7 @@ class KroneckerMatrix(StructuredMatrix):
     def materialise(self) -> jax.Array:
         whole = self.converted(self.dtype)
         a, b = materialise((whole.a, whole.b))
-        n = len(self.batch) + 2
+        n = self.num_batch + 2
         a, b = lead(a, n)[..., :, None, :, None], lead(b, n)[..., None, :, None, :]
         return jnp.reshape(a * b, self.shape)
 
@@ -110,7 +110,7 @@ class KroneckerMatrix(StructuredMatrix):
 
     def diagonal_elements(self) -> Any:
         (p, q), (r, s) = self.a.shape[-2:], self.b.shape[-2:]
-        ndim = len(self.batch) + 1
+        ndim = self.num_batch + 1
         if p == q and r == s:
             a, b = lead(diagonal_of(self.a), ndim), lead(diagonal_of(self.b), ndim)
             return jnp.reshape(jnp.expand_dims(a, -1) * jnp.expand_dims(b, -2), (*self.batch, p * r))

@@ -74,7 +74,7 @@ class LowRankUpdate(StructuredMatrix):
         whole = self.converted(self.dtype)
         base, u, v = materialise((whole.base, whole.u, whole.v))
         update = jnp.matmul(u, jnp.matrix_transpose(v))
-        ndim = len(self.batch) + 2
+        ndim = self.num_batch + 2
         return lead(base, ndim) + lead(update, ndim)
 
     @classmethod

@@ -1,6 +1,5 @@
 """Axes of a structured matrix, moved and joined as far as it stays one: the batch axes."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +8,17 @@ from jax import lax
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..batch_axes import reshape_batch, squeeze_batch, transpose_batch
 from .base import StructuredMatrix
 
 
 @register("transpose")
 def _transpose(x: StructuredMatrix, *, permutation: Sequence[int]):
-    n = len(x.batch)
+    n = x.num_batch
     *stack, i, j = permutation
     if {i, j} != {n, n + 1}:
         return NotImplemented
-    if stack != list(range(n)):
-        x = x.stacked().each(lambda part, core: jnp.transpose(part, [*stack, *range(n, n + core)]))
+    x = transpose_batch(x, stack)
     return x if i == n else x.transposed()
 
 
@@ -27,7 +26,7 @@ def _transpose(x: StructuredMatrix, *, permutation: Sequence[int]):
 def _broadcast_in_dim(
     x: StructuredMatrix, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
 ):
-    n, new = len(x.batch), len(shape) - 2
+    n, new = x.num_batch, len(shape) - 2
     *stack, i, j = broadcast_dimensions
     if (i, j) != (new, new + 1) or tuple(shape[-2:]) != x.matrix_shape:
         return NotImplemented
@@ -50,19 +49,12 @@ def _broadcast_in_dim(
 
 @register("reshape")
 def _reshape(x: StructuredMatrix, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any):
-    stack = tuple(new_sizes[:-2])
-    kept = tuple(new_sizes[-2:]) == x.matrix_shape and math.prod(stack) == math.prod(x.batch)
-    if not kept or dimensions is not None:
-        return NotImplemented
-    n = len(x.batch)
-    return x.stacked().each(lambda part, _: jnp.reshape(part, (*stack, *part.shape[n:])))
+    return NotImplemented if dimensions is not None else reshape_batch(x, new_sizes)
 
 
 @register("squeeze")
 def _squeeze(x: StructuredMatrix, *, dimensions: Sequence[int]):
-    if any(axis >= len(x.batch) for axis in dimensions):
-        return NotImplemented
-    return x.stacked().each(lambda part, _: jnp.squeeze(part, tuple(dimensions)))
+    return NotImplemented if any(axis >= x.num_batch for axis in dimensions) else squeeze_batch(x, dimensions)
 
 
 def _join(xs: Sequence[StructuredMatrix], join: Any) -> Any:
@@ -80,13 +72,13 @@ def _join(xs: Sequence[StructuredMatrix], join: Any) -> Any:
 
 @register("concatenate")
 def _concatenate(x: StructuredMatrix, *rest: StructuredMatrix, dimension: int):
-    if dimension >= len(x.batch):
+    if dimension >= x.num_batch:
         return NotImplemented
     return _join([x, *rest], lambda parts: jnp.concatenate(parts, dimension))
 
 
 @register("stack")
 def _stack(x: StructuredMatrix, *rest: StructuredMatrix, axis: int, **params: Any):
-    if axis > len(x.batch):
+    if axis > x.num_batch:
         return NotImplemented
     return _join([x, *rest], lambda parts: jnp.stack(parts, axis))
