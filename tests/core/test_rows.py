@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,12 @@ class Sums(Twice):
         return jnp.cumsum(self.array, 0)
 
 
+class Labelled(Twice):
+    """What the static field says of two axes is not true of a row."""
+
+    labels: tuple[str, ...] = eqx.field(static=True, default=("i", "j"))
+
+
 class NoRows(Twice):
     def leading_axis(self):
         return NotImplemented
@@ -62,7 +69,7 @@ def test_rows_of_the_leaves_are_rows_of_the_array(cls):
     np.testing.assert_array_equal(found.array, -X)
 
 
-@pytest.mark.parametrize("cls", [Transposed, Sums, NoRows])
+@pytest.mark.parametrize("cls", [Transposed, Sums, Labelled, NoRows])
 def test_other_rows_are_those_of_the_dense_array(cls):
     found = NEGATED(cls(X))
     np.testing.assert_array_equal(ql.materialise(found), -cls(X).materialise())

@@ -152,14 +152,15 @@ def _gives_leaves_back(slot: Slot) -> bool:
 def has_rows_in_leaves(slot: Slot) -> bool:
     """Whether the rows of the leaves make the rows of a Value whose type does not say it by `leading_axis`.
 
-    Each leaf has the shape of the array, whatever the sizes are, and the rows materialise as the array does.
-    A type that refuses to materialise is taken by its shapes.
+    Each leaf has the shape of the array, whatever the sizes are, no static field says something of each axis,
+    and the rows materialise as the array does. A type that refuses to materialise is taken by its shapes.
     """
     shape = slot.aval.shape
     if (
         not shape
         or slot.cls.leading_axis is not Value.leading_axis
         or any(a.shape != shape for a in slot.avals)
+        or any(_is_per_axis(static, len(shape)) for static in _statics(slot.like))
     ):
         return False
     sizes = tuple(range(2, 2 + len(shape)))  # tell the axes apart
@@ -181,6 +182,14 @@ def has_rows_in_leaves(slot: Slot) -> bool:
             return True
         rows = [materialise(row.unflatten([x[i] for x in leaves])) for i in range(len(dense))]
         return all(map(np.array_equal, dense, rows))
+
+
+def _statics(value: Value) -> list[Any]:
+    return [getattr(value, f.name) for f in dataclasses.fields(value) if f.metadata.get("static")]
+
+
+def _is_per_axis(static: Any, ndim: int) -> bool:
+    return isinstance(static, tuple | list) and len(static) == ndim
 
 
 def strong(aval: Any) -> Any:
