@@ -1,6 +1,7 @@
 """Construction of Values: quick, and without arrays in static fields."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -35,6 +36,7 @@ class ValueMeta(type(eqx.Module)):
         instance = object.__new__(cls)
         for name, arg in zip(names, args, strict=True):
             object.__setattr__(instance, name, arg)
+        _check_statics(instance)
         return instance
 
 
@@ -84,17 +86,21 @@ def _made(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_statics(value: Any) -> None:
-    for field in dataclasses.fields(value):
-        if field.metadata.get("static", False):
-            static = getattr(value, field.name, None)
-            try:
-                hash(static)
-            except TypeError:
-                if any(isinstance(x, jax.Array | np.ndarray) for x in leaves_of(static)):
-                    raise TypeError(
-                        f"{type(value).__name__}.{field.name} is a static field, so it cannot hold an array; "
-                        f"found {static!r}. Leave out `static=True`."
-                    ) from None
+    for name in _static_fields(type(value)):
+        static = getattr(value, name, None)
+        try:
+            hash(static)
+        except TypeError:
+            if any(isinstance(x, jax.Array | np.ndarray) for x in leaves_of(static)):
+                raise TypeError(
+                    f"{type(value).__name__}.{name} is a static field, so it cannot hold an array; "
+                    f"found {static!r}. Leave out `static=True`."
+                ) from None
+
+
+@functools.cache
+def _static_fields(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False))
 
 
 def leaves_of(static: Any) -> list[Any]:

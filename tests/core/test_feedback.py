@@ -158,3 +158,13 @@ def test_static_fields_hold_what_can_be_compared():
 
     with pytest.raises(TypeError, match=r"Hidden.tags is a static field, so it cannot hold an array"):
         Hidden(jnp.ones(3), {metre: np.ones(3), _Unordered(): 2})
+
+
+@pytest.mark.parametrize("static", [np.ones(3), jnp.ones(3), {"shift": np.ones(3)}, [jnp.ones(3)]], ids=type)
+def test_arrays_in_static_fields_are_refused_each_time(static):
+    class Tagged(Boxed):
+        tags: Any = eqx.field(static=True)
+
+    Tagged(jnp.ones(3), "first")
+    with pytest.raises(TypeError, match=r"Tagged.tags is a static field, so it cannot hold an array"):
+        Tagged(jnp.ones(3), static)
