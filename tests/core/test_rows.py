@@ -83,3 +83,27 @@ def test_other_rows_are_those_of_the_dense_array(cls):
 def test_shapes_tell_that_an_array_which_refuses_is_cut_elsewhere():
     with pytest.raises(ValueError, match="Refusing to materialise"):
         NEGATED(TransposedRefusing(X))
+
+
+class Scaled(ql.ArrayValue):
+    """Stacks of it are none: the scales would be those of columns."""
+
+    array: Any
+    scale: Any
+
+    def materialise(self):
+        return self.array * self.scale
+
+
+@ql.register("mul")
+def _(x: Scaled, y: jax.Array, **params):
+    return Scaled(x.array, x.scale * y) if y.ndim == 0 else NotImplemented
+
+
+def test_results_of_iterations_are_stacked_where_their_leaves_are_rows():
+    f = lambda x: jax.lax.map(lambda y: x * y, jnp.arange(3.0))
+    x = Scaled(jnp.arange(1.0, 4.0), jnp.array(2.0))
+    np.testing.assert_array_equal(ql.quaxify(f)(x), f(x.materialise()))
+    out = ql.quaxify(lambda x: jax.lax.map(lambda _: -x, jnp.arange(3)))(Twice(X))
+    assert type(out) is Twice
+    np.testing.assert_array_equal(out.array, jnp.broadcast_to(-X, (3, 3, 3)))

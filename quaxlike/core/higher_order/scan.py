@@ -41,11 +41,8 @@ def _scan(
         ys = [slot if _stacks(slot, length) else slot.dense() for slot in flat.out[len(carry) :]]
         if ys == list(flat.out[len(carry) :]):
             return flat
-        return (
-            body([*(targets or [None] * len(ys))[: len(carry)], *ys])
-            if targets
-            else body([*([None] * len(carry)), *ys])
-        )
+        carried = targets[: len(carry)] if targets else [None] * len(carry)
+        return body([*carried, *ys])
 
     carry_leaves, carry, body = carry_fixed_point(init, body_for, (*const_slots, *x_slots), "scan")
     y_slots = body.out[len(carry) :]
@@ -61,18 +58,17 @@ def _scan(
 
 def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
     """`x`, materialised if it is a Value whose rows its type cannot cut."""
-    if is_value(x) and _leading_axes(x) is NotImplemented:
+    if is_value(x) and leading_axes(flatten([x])[1][0]) is NotImplemented:
         hint = f"To scan over its rows, define `{type(x).__name__}.leading_axis()`."
         return dense(x, "scan", operands, hint=hint)
     return x
 
 
-def _leading_axes(x: Any) -> Sequence[int | None] | NotImplementedType:
-    """The axis of each leaf that is cut, as the type says, or as the leaves of many types do."""
-    axes = x.leading_axis()
-    if axes is NotImplemented:
-        _, (slot,) = flatten([x])
-        return [0] * len(slot) if has_rows_in_leaves(slot) else axes
+def leading_axes(slot: Slot) -> Sequence[int | None] | NotImplementedType:
+    """The axis of each leaf of a Value that is cut into rows: as its type says, or as its leaves are."""
+    axes = slot.like.leading_axis()
+    if axes is NotImplemented and has_rows_in_leaves(slot):
+        return [0] * len(slot)
     return axes
 
 
@@ -83,7 +79,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
     shared: list[bool] = []
     for x in xs:
         parts, (slot,) = flatten([x])
-        axes = list(_leading_axes(x)) if is_value(x) else [0]
+        axes = [0] if slot.treedef is None else list(leading_axes(slot))
         if len(axes) != len(parts):
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() must name one axis (or None) for each of its "
@@ -133,10 +129,10 @@ def _stacks(slot: Slot, length: int) -> bool:
         return True
     stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
     try:
-        axes = stacked.like.leading_axis()
+        axes = leading_axes(stacked)
         shape, dtype = stacked.aval.shape, stacked.aval.dtype
     except Exception:  # a type whose shapes do not fit is one that does not stack
         return False
-    if axes is not NotImplemented and any(axis != 0 for axis in axes):
+    if axes is NotImplemented or any(axis != 0 for axis in axes):
         return False
     return shape == (length, *slot.aval.shape) and dtype == slot.aval.dtype

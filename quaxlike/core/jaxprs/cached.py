@@ -1,4 +1,4 @@
-"""Rules that are traced once for operands of a structure, and cached_trace for the next ones."""
+"""`cached_trace`: rules that are traced once for operands of a structure, and not run again for the next."""
 
 import dataclasses
 import functools
