@@ -7,7 +7,8 @@ for the tiles that the others will need, at the places that the index tells.
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,99 +64,47 @@ def matmul(
     interpret: Any = None,
 ) -> Array:
     """The kernel; its operands are cut and numbered alike for both contractions."""
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
     rows, slots, b, _ = blocks.shape
     index, columns = transposed_idx if transpose else col_idx, transposed_idx.shape[0]
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
-    tile_m = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens of a warpgroup
-    block_m = tile_m * _COMPUTE_WARPGROUPS
+    own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens of a warpgroup
+    block_m = own_rows * _COMPUTE_WARPGROUPS
     x = jnp.pad(x.reshape(m, x.shape[-1]), ((0, -m % block_m), (0, 0)))
-    weight = blocks.reshape(rows * slots * b, b)
     parts = b // _DEPTH
-    weight_tile = (_DEPTH, b) if transpose else (b, _DEPTH)
-    swizzled = (
-        plgpu.TilingTransform((8, _DEPTH)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(2 * _DEPTH),  # pyright: ignore[reportAbstractUsage]
-    )
-    smem = functools.partial(plgpu.BlockSpec, transforms=swizzled, memory_space=plgpu.SMEM)
 
-    def kernel(x_gmem: Any, weight_gmem: Any, index_gmem: Any, out_gmem: Any) -> None:
-        warpgroup = lax.axis_index("warpgroup")
+    def place(index: Any) -> _Place:
         token_tile, feature_block = lax.axis_index("tokens"), lax.axis_index("features")
-        own = pl.ds(warpgroup * tile_m, tile_m)
 
         # An index past the end is that of a slot without a block: what is loaded from outside of an
         # array is zero.
         def x_at(step: Any) -> tuple[Any, Any]:
-            number = index_gmem[feature_block, step // parts]
+            number = index[feature_block, step // parts]
             column = number // slots if transpose else number
             return token_tile, column * parts + step % parts
 
         def weight_at(step: Any) -> tuple[Any, Any]:
             if transpose:
-                return index_gmem[feature_block, step // parts] * parts + step % parts, 0
+                return index[feature_block, step // parts] * parts + step % parts, 0
             slot = step // parts
-            stored = index_gmem[feature_block, slot] < columns
+            stored = index[feature_block, slot] < columns
             return jnp.where(stored, feature_block * slots + slot, rows * slots), step % parts
 
-        def pipeline(body: Any, compute_context: Any) -> Any:
-            return plgpu.emit_pipeline_warp_specialized(
-                body,
-                grid=(index.shape[1] * parts,),
-                in_specs=[smem((block_m, _DEPTH), x_at), smem(weight_tile, weight_at)],
-                max_concurrent_steps=min(_STAGES, index.shape[1] * parts),
-                memory_registers=40,
-                wg_axis="warpgroup",
-                num_compute_wgs=_COMPUTE_WARPGROUPS,
-                compute_context=compute_context,
-            )
+        return _Place(x_at, weight_at, token_tile * block_m, feature_block * b)
 
-        ignore = lambda *args, **kwargs: None
-
-        @functools.partial(
-            pl.run_scoped,
-            allocations=pipeline(ignore, ignore).get_allocations(x_gmem, weight_gmem),
-            out_smem=plgpu.SMEM((block_m, b), out_dtype, transforms=swizzled),
-            collective_axes="warpgroup",
-        )
-        def scope(allocations: Any, out_smem: Any) -> None:
-            def compute(run: Any) -> None:
-                @functools.partial(pl.run_scoped, acc=plgpu.ACC((tile_m, b), jnp.float32))
-                def result(acc: Any) -> Any:
-                    run(acc)
-                    return acc[...].astype(out_dtype)
-
-                out_smem[own] = result
-                plgpu.commit_smem()
-                target = out_gmem.at[
-                    pl.ds(token_tile * block_m + warpgroup * tile_m, tile_m),
-                    pl.ds(feature_block * b, b),
-                ]
-                plgpu.copy_smem_to_gmem(out_smem.at[own], target)
-                plgpu.wait_smem_to_gmem(0)
-
-            def multiply(_: Any, x_smem: Any, weight_smem: Any, acc: Any) -> Any:
-                w = weight_smem if transpose else weight_smem.transpose((1, 0))
-                plgpu.wgmma(acc, x_smem.at[own], w)
-                plgpu.wgmma_wait(0)
-                return acc
-
-            pipeline(multiply, compute)(x_gmem, weight_gmem, allocations=allocations)
-
-    out = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((x.shape[0], index.shape[0] * b), out_dtype),
-        grid=(x.shape[0] // block_m, index.shape[0]),
-        grid_names=("tokens", "features"),
-        num_threads=_COMPUTE_WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+    out = _product(
+        (x, blocks.reshape(rows * slots * b, b)),
+        index,
+        tiles=((block_m, _DEPTH), (_DEPTH, b) if transpose else (b, _DEPTH)),
+        place=place,
+        matrices=lambda x, w, own: (x.at[own], w if transpose else w.transpose((1, 0))),
+        own_rows=own_rows,
+        width=b,
+        warpgroups=_COMPUTE_WARPGROUPS,
+        steps=index.shape[1] * parts,
+        grid={"tokens": x.shape[0] // block_m, "features": index.shape[0]},
+        out=jax.ShapeDtypeStruct((x.shape[0], index.shape[0] * b), out_dtype),
         interpret=interpret,
-    )(x, weight, index)
+    )
     return out[:m].reshape(*lead, out.shape[1])
 
 
@@ -170,34 +119,87 @@ def sampled(
     interpret: Any = None,
 ) -> Array:
     """The blocks at `col_idx` of `y.T @ x`: a block of threads for each of them, over all tokens."""
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
     del transposed_idx
     (rows, slots), b = col_idx.shape, block_size
     m = math.prod(x.shape[:-1])
     y, x = (jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % _DEPTH), (0, 0))) for z in (y, x))
-    steps, warpgroups = y.shape[0] // _DEPTH, b // 64
+
+    def place(index: Any) -> _Place:
+        number = lax.axis_index("blocks")
+        # A slot without a block names a column past the end, where what is loaded is zero.
+        column = index[number // slots, number % slots]
+        return _Place(lambda step: (step, number // slots), lambda step: (step, column), number * b, 0)
+
+    out = _product(
+        (y, x),
+        col_idx,
+        tiles=((_DEPTH, b), (_DEPTH, b)),
+        place=place,
+        matrices=lambda y, x, own: (y.at[:, own].transpose((1, 0)), x),
+        own_rows=64,
+        width=b,
+        warpgroups=b // 64,
+        steps=y.shape[0] // _DEPTH,
+        grid={"blocks": rows * slots},
+        out=jax.ShapeDtypeStruct((rows * slots * b, b), out_dtype),
+        interpret=interpret,
+    )
+    return out.reshape(rows, slots, b, b)
+
+
+class _Place(NamedTuple):
+    """What a block of threads computes: the tiles of both operands at each step, and where the result goes."""
+
+    left_at: Callable[[Any], tuple[Any, Any]]
+    right_at: Callable[[Any], tuple[Any, Any]]
+    row: Any
+    column: Any
+
+
+def _product(
+    operands: tuple[Array, Array],
+    index: Array,
+    *,
+    tiles: tuple[tuple[int, int], tuple[int, int]],
+    place: Callable[[Any], _Place],
+    matrices: Callable[[Any, Any, Any], tuple[Any, Any]],
+    own_rows: int,
+    width: int,
+    warpgroups: int,
+    steps: int,
+    grid: dict[str, int],
+    out: jax.ShapeDtypeStruct,
+    interpret: Any,
+) -> Array:
+    """Sums of products of tiles: one warpgroup loads them, the others multiply.
+
+    **Arguments:**
+
+    - `tiles`: shapes of the tiles of both operands.
+    - `place`: what a block of threads computes, given the index in global memory.
+    - `matrices`: of two tiles in shared memory and a warpgroup's own rows, the matrices that it multiplies.
+    - `own_rows`, `width`: of the result, of each of the `warpgroups` that multiply.
+    - `steps`: how many pairs of tiles are summed.
+    - `grid`: the sizes of the named axes that `place` asks for.
+    """
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
     swizzled = (
         plgpu.TilingTransform((8, _DEPTH)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(2 * _DEPTH),  # pyright: ignore[reportAbstractUsage]
     )
     smem = functools.partial(plgpu.BlockSpec, transforms=swizzled, memory_space=plgpu.SMEM)
 
-    def kernel(y_gmem: Any, x_gmem: Any, index_gmem: Any, out_gmem: Any) -> None:
-        warpgroup, number = lax.axis_index("warpgroup"), lax.axis_index("blocks")
-        own = pl.ds(warpgroup * 64, 64)
-        # A slot without a block names a column past the end, where what is loaded is zero.
-        column = index_gmem[number // slots, number % slots]
+    def kernel(left_gmem: Any, right_gmem: Any, index_gmem: Any, out_gmem: Any) -> None:
+        warpgroup, at = lax.axis_index("warpgroup"), place(index_gmem)
+        own = pl.ds(warpgroup * own_rows, own_rows)
 
         def pipeline(body: Any, compute_context: Any) -> Any:
             return plgpu.emit_pipeline_warp_specialized(
                 body,
                 grid=(steps,),
-                in_specs=[
-                    smem((_DEPTH, b), lambda step: (step, number // slots)),
-                    smem((_DEPTH, b), lambda step: (step, column)),
-                ],
+                in_specs=[smem(tiles[0], at.left_at), smem(tiles[1], at.right_at)],
                 max_concurrent_steps=min(_STAGES, steps),
                 memory_registers=40,
                 wg_axis="warpgroup",
@@ -209,40 +211,39 @@ def sampled(
 
         @functools.partial(
             pl.run_scoped,
-            allocations=pipeline(ignore, ignore).get_allocations(y_gmem, x_gmem),
-            out_smem=plgpu.SMEM((b, b), out_dtype, transforms=swizzled),
+            allocations=pipeline(ignore, ignore).get_allocations(left_gmem, right_gmem),
+            out_smem=plgpu.SMEM((own_rows * warpgroups, width), out.dtype, transforms=swizzled),
             collective_axes="warpgroup",
         )
         def scope(allocations: Any, out_smem: Any) -> None:
             def compute(run: Any) -> None:
-                @functools.partial(pl.run_scoped, acc=plgpu.ACC((64, b), jnp.float32))
+                @functools.partial(pl.run_scoped, acc=plgpu.ACC((own_rows, width), jnp.float32))
                 def result(acc: Any) -> Any:
                     run(acc)
-                    return acc[...].astype(out_dtype)
+                    return acc[...].astype(out.dtype)
 
                 out_smem[own] = result
                 plgpu.commit_smem()
-                target = out_gmem.at[pl.ds(number * b + warpgroup * 64, 64)]
-                plgpu.copy_smem_to_gmem(out_smem.at[own], target)
+                rows, columns = pl.ds(at.row + warpgroup * own_rows, own_rows), pl.ds(at.column, width)
+                plgpu.copy_smem_to_gmem(out_smem.at[own], out_gmem.at[rows, columns])
                 plgpu.wait_smem_to_gmem(0)
 
-            def multiply(_: Any, y_smem: Any, x_smem: Any, acc: Any) -> Any:
-                plgpu.wgmma(acc, y_smem.at[:, own].transpose((1, 0)), x_smem)
+            def multiply(_: Any, left_smem: Any, right_smem: Any, acc: Any) -> Any:
+                plgpu.wgmma(acc, *matrices(left_smem, right_smem, own))
                 plgpu.wgmma_wait(0)
                 return acc
 
-            pipeline(multiply, compute)(y_gmem, x_gmem, allocations=allocations)
+            pipeline(multiply, compute)(left_gmem, right_gmem, allocations=allocations)
 
-    out = plgpu.kernel(
+    return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows * slots * b, b), out_dtype),
-        grid=(rows * slots,),
-        grid_names=("blocks",),
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-    )(y, x, col_idx)
-    return out.reshape(rows, slots, b, b)
+    )(*operands, index)
