@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quaxlike as ql
+from quaxlike.arrays.quantized.experts import Tiles
 
 _TYPES = [ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array]
 
@@ -193,6 +194,21 @@ def test_mixture_of_experts(cls, shape):
         _close(ql.quaxify(product)(x, w), product(x, dense))
         loss = lambda x, w: jnp.sum(jnp.sin(product(x, w)))
         _close(jax.grad(ql.quaxify(loss))(x, w), jax.grad(loss)(x, dense), 1e-4)
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 22, 2], [0, 0, 0, 29], [0, 0, 0, 0], [9, 1, 1, 18]])
+def test_rows_of_experts_are_cut_into_tiles(counts):
+    tiles = Tiles(jnp.array(counts), 29)
+    expert = np.append(np.repeat(np.arange(4), counts), [4] * (29 - sum(counts)))
+    np.testing.assert_array_equal(tiles.grouped, expert < 4)
+    size = tiles.rows.shape[1]
+    row = np.flatnonzero(tiles.grouped)
+    tile, place = np.divmod(np.asarray(tiles.places)[row], size)
+    np.testing.assert_array_equal(np.asarray(tiles.experts)[tile], expert[row])
+    np.testing.assert_array_equal(np.asarray(tiles.rows)[tile, place], row)
+    assert int(tiles.filled.sum()) == sum(counts)
+    # Not every row for every expert: the places are those of the rows, and a tile of rest for each expert.
+    assert tiles.rows.size <= 29 + 4 * size
 
 
 _ON_EACH_DEVICE = {

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -25,7 +26,7 @@ def _ragged_dot_general(
     group_offset: Any,
     **params: Any,
 ) -> Any:
-    """One expert after the other, on all rows; those of other groups are left out of the sum."""
+    """A pass over the rows, which are sorted by experts, in tiles of one expert each."""
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
     rows = tuple(dims.lhs_ragged_dimensions)
@@ -41,20 +42,72 @@ def _ragged_dot_general(
         return NotImplemented
 
     # Names of axes in the weight of one expert: the stack's, without its first axis.
+    inputs = jnp.moveaxis(inputs, rows[0], 0)
+    x_contract = [axis + 1 if axis < rows[0] else axis for axis in x_contract]
     x_names = name_axes(inputs, x_contract, [stored[axis] - 1 for axis in w_contract])
     x_free = [name for name in x_names if name < 0]
     w_free = [name - 1 for name in stored if name > 0 and name - 1 not in x_names]
     out_names = (*x_free, *w_free)
-    ends = jnp.cumsum(counts)
-    row_axis = x_free.index(-1 - rows[0])
+    sizes = [stack.stored_shape[name + 1] for name in w_free]
 
-    def add_expert(y: Array, group: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        i, start, end = group
-        part = contract(inputs, x_names, stack.stored_slice(i), out_names, np.dtype(np.float32))
-        row = lax.broadcasted_iota(ends.dtype, part.shape, row_axis)
-        return y + jnp.where((start <= row) & (row < end), part, 0), None
+    kept = sum(1 for axis in range(rows[0]) if axis + 1 not in x_contract)
+    dtype = product_dtype(inputs, w, params)
+    if not len(inputs) or not len(counts):
+        shape = [inputs.shape[-1 - name] for name in x_free] + sizes
+        return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)
+    tiles = Tiles(counts, len(inputs))
 
-    sizes = [inputs.shape[-1 - name] for name in x_free] + [stack.stored_shape[name + 1] for name in w_free]
-    groups = (jnp.arange(len(counts)), ends - counts, ends)
-    y, _ = lax.scan(add_expert, jnp.zeros_like(inputs, np.float32, shape=sizes), groups)
-    return y.astype(product_dtype(inputs, w, params))
+    @jax.checkpoint  # the backward pass decodes again
+    def product(part: Array, expert: Array) -> Array:
+        return contract(part, x_names, stack.stored_slice(expert), out_names, np.dtype(np.float32))
+
+    def of_tile(part: Array, expert: Array) -> Array:
+        shape = [*(part.shape[-1 - name] for name in x_free), *sizes]
+        nothing = lambda part, expert: jnp.zeros_like(part, np.float32, shape=shape)
+        return lax.cond(expert < len(counts), product, nothing, part, expert)
+
+    parts = jnp.where(_beside(tiles.filled, inputs.ndim + 1), inputs[tiles.rows], 0)
+    y = lax.map(lambda tile: of_tile(*tile), (parts, tiles.experts))
+    y = y.reshape(-1, *y.shape[2:])[tiles.places]
+    y = jnp.where(_beside(tiles.grouped, y.ndim), y, 0)
+    return jnp.moveaxis(y, 0, kept).astype(dtype)
+
+
+class Tiles:
+    """Rows in groups, cut into tiles that each are of one group.
+
+    **Attributes:**
+
+    - `experts`: the group of each tile; past the last for tiles that are left over.
+    - `rows`, `filled`: the rows of each tile, and which of its places they fill, `(tiles, rows of a tile)`.
+    - `places`, `grouped`: where each row is in the tiles, and whether it is in any group.
+    """
+
+    def __init__(self, counts: Array, num_rows: int) -> None:
+        # As many rows as a group has on average: groups that are larger are cut, and few places stay empty.
+        average = -(-num_rows // len(counts))
+        size = min(_LARGEST_TILE, max(_SMALLEST_TILE, 1 << (average - 1).bit_length()))
+        most = num_rows // size + min(len(counts), num_rows)
+        ends = jnp.cumsum(counts)
+        starts, of_group = ends - counts, -(-counts // size)
+        last = jnp.cumsum(of_group)
+        number = jnp.arange(most, dtype=counts.dtype)
+        self.experts = jnp.searchsorted(last, number, side="right").astype(counts.dtype)
+        group = jnp.minimum(self.experts, len(counts) - 1)
+        first = starts[group] + (number - (last - of_group)[group]) * size
+        rows = first[:, None] + jnp.arange(size, dtype=counts.dtype)[None]
+        self.filled = (rows < ends[group][:, None]) & (self.experts < len(counts))[:, None]
+        self.rows = jnp.clip(rows, 0, num_rows - 1)
+        row = jnp.arange(num_rows, dtype=counts.dtype)
+        self.grouped = row < ends[-1]
+        group = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(counts) - 1)
+        places = (last - of_group)[group] * size + row - starts[group]
+        self.places = jnp.clip(places, 0, most * size - 1)
+
+
+_SMALLEST_TILE, _LARGEST_TILE = 8, 128
+
+
+def _beside(x: Array, ndim: int) -> Array:
+    """With further axes of size 1, up to `ndim` of them."""
+    return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
