@@ -31,6 +31,7 @@ from . import bitsandbytes, block_sparse
 from .timing import Limits, Time, Way, measure, measure_limits, relative_error, rotations
 
 BLOCK = 64
+_WEIGHT_FIRST = "XLA, W @ x"
 # For numbers of rows of x: baseline, must and goal.
 Targets = Mapping[int, Sequence[tuple[str, float | None, float | None]]]
 
@@ -186,6 +187,11 @@ class Bench:
         fn = (lambda x, w: _product(x, w.T)) if transpose else _product
         return Way(fn, [(self.x(m, w.shape[not transpose]), weight) for weight in turns])
 
+    def weight_first(self, w: Weights, m: int) -> Way:
+        """The same with the weight as the left operand, `W @ x.T`, as XLA is faster for one row on a CPU."""
+        first = lambda x, w: lax.dot_general(w, x, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+        return Way(first, self.dense(w, m).operands)
+
     def exact(self, x: Any, w: Any, transpose: bool = False) -> jax.Array:
         """The product in float32."""
         with jax.default_matmul_precision("highest"):
@@ -202,7 +208,10 @@ class Bench:
         w = self.weights(shape)
         for m, baselines in targets.items():
             times: dict[str, Time | None] = {}
-            times |= self.times(ours=self.ours(w, m), XLA=self.dense(w, m), naive=self.naive(w, m))
+            ways = {"ours": self.ours(w, m), "XLA": self.dense(w, m), "naive": self.naive(w, m)}
+            if any(name == _WEIGHT_FIRST for name, _, _ in baselines):
+                ways[_WEIGHT_FIRST] = self.weight_first(w, m)
+            times |= self.times(**ways)
             if any(name == "bitsandbytes" for name, _, _ in baselines):
                 times["bitsandbytes"] = bitsandbytes.time(m, shape, self.repeats)
             ours = self.ours(w, m)
@@ -358,7 +367,8 @@ def _nf4_jobs(bench: Bench, shape: tuple[int, int], targets: Targets) -> Iterato
 
 def cpu_jobs(bench: Bench) -> Iterator[Job]:
     baselines = {1: None, 16: 3.0, 64: None}
-    targets: Targets = {m: [("naive", t, None), ("XLA", None, None)] for m, t in baselines.items()}
+    others = [(name, None, None) for name in ("XLA", _WEIGHT_FIRST)]
+    targets: Targets = {m: [("naive", t, None), *others] for m, t in baselines.items()}
     yield from _nf4_jobs(bench, (4096, 4096), targets)
     yield "LoRA, M = 16", lambda: bench.lora((4096, 4096), 16, 0.7, 0.9)
     yield "block-sparse, 10%", lambda: block_sparse_rows(bench, 0.1, 128, 3.0, None)
@@ -413,6 +423,7 @@ def tune(bench: Bench, only: str | None = None) -> None:
     """Prints the fastest tilings of the fused kernel, for the table in `nf4_matmul/mosaic.py`."""
     from quaxlike.kernels.nf4_matmul import gpu
     from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
+    from quaxlike.kernels.product import Product
 
     candidates = [
         Tiling(*sizes)
@@ -427,7 +438,7 @@ def tune(bench: Bench, only: str | None = None) -> None:
         for tiling in candidates:
             try:
                 dtype = "bfloat16" if tiling.splits == 1 else "float32"
-                problem = Problem(m, *shape, BLOCK, 0, 0, False, "bfloat16", dtype)
+                problem = Problem(Product(shape, BLOCK), m, "bfloat16", dtype)
                 kernel = gpu.pallas_kernel(problem, tiling)
                 way = Way(lambda *args, kernel=kernel: jnp.sum(kernel(*args), axis=0), operands)
                 times[tiling] = bench.times(way=way)["way"]

@@ -63,6 +63,9 @@ class Reg:
     def __or__(self, other: "Reg | int") -> "Reg":
         return self._binary(arith.ori, None, other)
 
+    def __xor__(self, other: "Reg | int") -> "Reg":
+        return self._binary(arith.xori, None, other)
+
     def __lt__(self, other: "Reg | int") -> "Reg":
         return self._binary(lambda a, b: arith.cmpi(arith.CmpIPredicate.ult, a, b), None, other)
 
@@ -104,6 +107,29 @@ def widen(x: Reg) -> Reg:
         width = ir.IntegerType.get_signless(x.value.type.width)
         x = Reg(arith.bitcast(width, x.value))
     return Reg(arith.extui(_types()["u32"], x.value))
+
+
+def pack(low: Reg, high: Reg, dtype: str) -> Reg:
+    """Two float32 numbers, each rounded to a dtype of 16 bits, in one register."""
+    short = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    operands = [(high.value, "f"), (low.value, "f")]
+    return inline_ptx(f"cvt.rn.{short}.f32 $0, $1, $2;", [_types()["u32"]], "=r", operands)[0]
+
+
+def as_float32(bits: Reg) -> Reg:
+    """The float32 of given bits, an unsigned 32-bit integer."""
+    return Reg(arith.bitcast(_types()["float32"], bits.value))
+
+
+def from_float16(bits: Reg) -> Reg:
+    """The float32 that equals the float16 in the lower half of an unsigned 32-bit integer."""
+    half = arith.trunci(_types()["u16"], bits.value)
+    return Reg(arith.extf(_types()["float32"], arith.bitcast(_types()["float16"], half)))
+
+
+def to_float32(x: Reg) -> Reg:
+    """An unsigned integer as a float32."""
+    return Reg(arith.uitofp(_types()["float32"], x.value))
 
 
 def thread_index() -> Reg:
@@ -152,6 +178,18 @@ class Memory:
             [(self._at(offset), "l")],
         )
 
+    def copy_to(self, offset: Reg, shared: "Memory", at: Reg, size: int, present: Reg) -> None:
+        """Begins to copy 4, 8 or 16 bytes from global to shared memory; zeros if they are not `present`.
+
+        Both offsets are multiples of the size. `commit_copies` and `wait_for_copies` tell when it is done;
+        then the thread that asked for it sees it, and others after a barrier.
+        """
+        cache = "cg" if size == 16 else "ca"
+        address = llvm.ptrtoint(_types()["u32"], shared._at(at))
+        read = select(present, number(size, "u32"), 0)
+        operands = [(address, "r"), (self._at(offset), "l"), (read.value, "r")]
+        _effect(f"cp.async.{cache}.shared.global [$0], [$1], {size}, $2;", operands)
+
     def store(self, offset: Reg, *numbers: Reg) -> None:
         """Consecutive numbers of one dtype, in one access."""
         first, *others = (n.value for n in numbers)
@@ -181,6 +219,23 @@ def inline_ptx(
     return [Reg(llvm.extractvalue(type_, out, [i])) for i, type_ in enumerate(results)]
 
 
+def _effect(ptx: str, operands: Sequence[tuple[Any, str]] = ()) -> None:
+    """One instruction that gives nothing; accesses to memory stay before or after it."""
+    constraints = ",".join([*(c for _, c in operands), "~{memory}"])
+    values = [value for value, _ in operands]
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), values, ptx, constraints, has_side_effects=True)
+
+
+def commit_copies() -> None:
+    """Makes a group of the copies that the thread has begun since the last group."""
+    _effect("cp.async.commit_group;")
+
+
+def wait_for_copies(pending: int) -> None:
+    """Waits until all of the thread's groups of copies are done but the last `pending`."""
+    _effect(f"cp.async.wait_group {pending};")
+
+
 def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> list[Reg]:
     """`acc + a @ b` by a warp, for a (16, 16) `a`, a (16, 8) `b` and a (16, 8) float32 `acc`.
 
@@ -202,9 +257,9 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
     )
 
 
-def loop(steps: int, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
+def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
     """`for step in range(steps): carry = body(step, carry)`."""
-    bounds = [utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
+    bounds = [i.value if isinstance(i, Reg) else utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
     for_op = scf.ForOp(bounds[0], bounds[1], bounds[2], [r.value for r in carry])
     with ir.InsertionPoint(for_op.body):
         out = body(Reg(for_op.induction_variable), [Reg(v) for v in for_op.inner_iter_args])

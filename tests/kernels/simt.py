@@ -36,6 +36,7 @@ class Buffer:
 
     def __post_init__(self):
         self.writer = np.full(self.data.size, -1)  # of each byte, since the last barrier
+        self.pending = np.zeros(self.data.size, bool)  # bytes that a copy is still to write
 
 
 @dataclasses.dataclass
@@ -101,6 +102,7 @@ class _Block:
     def __init__(self, block, threads, stats):
         self.block, self.threads, self.stats = block, threads, stats
         self.values = {}
+        self.copies, self.groups = [], []  # begun since the last group; in groups that are not done
         self.active = np.ones(threads, bool)
         self.buffers = []
 
@@ -109,6 +111,7 @@ class _Block:
         for argument, buffer in zip(function.arguments, buffers, strict=True):
             self.values[argument] = buffer
         self._ops(function.entry_block)
+        assert not self.copies + self.groups, "copies that nobody waited for"
 
     def _ops(self, block):
         for op in block.operations:
@@ -159,6 +162,7 @@ class _Block:
     _arith_shli = _binary(np.left_shift)
     _arith_andi = _binary(np.bitwise_and)
     _arith_ori = _binary(np.bitwise_or)
+    _arith_xori = _binary(np.bitwise_xor)
     _arith_minui = _binary(np.minimum)
 
     def _arith_cmpi(self, op, a, b):
@@ -177,6 +181,11 @@ class _Block:
     def _arith_bitcast(self, op, x):
         return x.view(_dtype(op.results[0].type))
 
+    def _arith_trunci(self, op, x):
+        return x.astype(_dtype(op.results[0].type))
+
+    _arith_extf = _arith_uitofp = _arith_trunci
+
     def _arith_extui(self, op, x):
         return x.astype(_dtype(op.results[0].type))
 
@@ -185,6 +194,7 @@ class _Block:
     def _scf_for(self, op, lower, upper, step, *carry):
         body = op.regions[0].blocks[0]
         carry = list(carry)
+        assert (upper == upper[0]).all()
         for i in range(lower[0], upper[0], step[0]):
             self.values[body.arguments[0]] = self._full(i, np.uint32)
             self.values.update(zip(list(body.arguments)[1:], carry, strict=True))
@@ -242,6 +252,7 @@ class _Block:
         if buffer.shared:
             writer, reader = buffer.writer[at], np.flatnonzero(self.active)[:, None]
             assert ((writer < 0) | (writer == reader)).all(), "a race: no barrier before a load"
+            assert not buffer.pending[at].any(), "a race: no waiting for a copy"
             self._count_conflicts(at[:, ::4] // 4)
         out = np.zeros((self.threads, count), dtype)
         out[self.active] = buffer.data[at].view(dtype)
@@ -265,6 +276,7 @@ class _Block:
         at = self._bytes(pointer, value.dtype.itemsize, value.shape[1])
         data = np.ascontiguousarray(value[self.active]).view(np.uint8)
         assert np.unique(at).size == at.size, "two threads store to one place"
+        assert not pointer.buffer.pending[at].any(), "a copy that is not done stores there"
         pointer.buffer.data[at] = data
         pointer.buffer.writer[at] = np.flatnonzero(self.active)[:, None]
         return []
@@ -290,7 +302,41 @@ class _Block:
             return [[*self._load(operands[0], np.dtype(np.uint32), count).T]]
         if match := re.match(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.", ptx):
             return [_mma(operands, np.dtype(_DTYPES[match[1]]))]
+        if match := re.match(r"cvt\.rn\.(b?f16)x2\.f32 ", ptx):
+            high, low = (x.astype(_DTYPES[match[1]]).view(np.uint16).astype(np.uint32) for x in operands)
+            return [low | high << np.uint32(16)]
+        if match := re.match(r"cp\.async\.(?:ca|cg)\.shared\.global \[\$0\], \[\$1\], (\d+), \$2;", ptx):
+            return self._begin_copy(*operands, int(match[1]))
+        if ptx == "cp.async.commit_group;":
+            self.groups, self.copies = [*self.groups, self.copies], []
+            return []
+        if match := re.match(r"cp\.async\.wait_group (\d+);", ptx):
+            while len(self.groups) > int(match[1]):
+                for copy in self.groups.pop(0):
+                    copy()
+            return []
         raise NotImplementedError(f"an instruction that the model lacks: {ptx}")
+
+    def _begin_copy(self, to, source, read, size):
+        assert self.active.all()
+        assert to.buffer.shared
+        at = self._bytes(to, size, 1)
+        assert np.unique(at).size == at.size, "two threads copy to one place"
+        assert not to.buffer.pending[at].any(), "a copy that is not done writes there"
+        to.buffer.pending[at] = True
+        present = read > 0
+        assert (source.offset % size == 0).all(), "a misaligned access"
+        start = source.offset[present].astype(np.int64)
+        assert (start + size <= source.buffer.data.size).all(), "out of bounds"
+
+        def copy():
+            to.buffer.data[at] = 0
+            to.buffer.data[at[present]] = source.buffer.data[start[:, None] + np.arange(size)]
+            to.buffer.writer[at] = np.arange(self.threads)[:, None]
+            to.buffer.pending[at] = False
+
+        self.copies.append(copy)
+        return []
 
 
 def _mma(operands, dtype):

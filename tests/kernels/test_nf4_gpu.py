@@ -14,6 +14,7 @@ from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
 from quaxlike.kernels.nf4_matmul import gpu, mosaic
 from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
+from quaxlike.kernels.product import Product
 
 from . import simt
 from .weights import relative_error, tpu_at_hand
@@ -22,43 +23,83 @@ TABLE = [tiling for *_, tiling in mosaic._TILINGS]
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
-def _problem(m, n, k, block_size=64, adapters=0, rank=0, nested=False, dtype="bfloat16", out_dtype="float32"):
-    return Problem(m, n, k, block_size, adapters, rank, nested, dtype, out_dtype)
+def _problem(
+    m,
+    n,
+    k,
+    block_size=64,
+    *,
+    scales="float32",
+    zeros="uint8",
+    adapters=0,
+    rank=0,
+    dtype="bfloat16",
+    **product,
+):
+    product = Product((n, k), block_size, **product)
+    return Problem(product, m, dtype, adapters=adapters, rank=rank, scales=scales, zeros=zeros)
+
+
+def _numbers(rng, kind, count):
+    """Arrays of scales or zero points as the kernel takes them, and their values."""
+    if kind == "nested":
+        codes, quant_map = rng.integers(0, 256, count, np.uint8), blockwise.dynamic_map()
+        absmax = rng.uniform(0.5, 1, -(-count // 256)).astype(np.float32)
+        arrays = [codes, absmax, np.float32(0.75).reshape(1), quant_map]
+        return arrays, quant_map[codes] * absmax[np.arange(count) // 256] + np.float32(0.75)
+    if kind == "uint8":
+        stored = rng.integers(0, 16, count, np.uint8)
+        values = stored
+    elif kind in ("e8m0", "e8m0_half"):
+        stored = rng.integers(120, 130, count).astype(np.uint8)
+        values = 2.0 ** (stored.astype(int) - 127 - (kind == "e8m0_half"))
+    elif kind == "e4m3":
+        stored = rng.integers(0, 127, count).astype(np.uint8)
+        values = stored.view(ml_dtypes.float8_e4m3fn)
+    else:
+        stored = values = rng.uniform(0.5, 2, count).astype(DTYPES[kind])
+    words = np.pad(stored, (0, -count % (4 // stored.itemsize)))
+    return [words], values.astype(np.float64)
 
 
 def _execute(p: Problem, tiling: Tiling, seed=0):
     """What the program computes, what it should (in float64, of its rounded inputs), and stats."""
     rng = np.random.default_rng(seed)
-    dtype = DTYPES[p.dtype]
-    x = rng.standard_normal((p.m, p.k)).astype(dtype)
-    packed = rng.integers(0, 256, p.n * p.k // 2, np.uint8)
-    blocks = p.n * p.k // p.block_size
-    if p.nested:
-        scales = NestedScales(
-            rng.integers(0, 256, blocks, np.uint8),
-            rng.uniform(0.5, 1, -(-blocks // 256)).astype(np.float32),
-            np.float32(0.75).reshape(1),
-            blockwise.dynamic_map(),
-        )
-        codes, absmax, offset, quant_map = scales
-        absmax = quant_map[codes] * absmax[np.arange(blocks) // 256] + offset
+    product, dtype = p.product, DTYPES[p.dtype]
+    n, k = product.shape
+    x = rng.standard_normal((p.m, product.contracted)).astype(dtype)
+    codes = rng.integers(0, 2**product.bits, (n, k), np.uint8)
+    first, second = codes[:, :: product.planes], codes[:, 1 :: product.planes]
+    if product.bits == 4:
+        packed = second << 4 | first if product.low_first else first << 4 | second
     else:
-        absmax = rng.uniform(0.5, 2, blocks).astype(np.float32)
-        scales = (absmax,)
-    rounded = blockwise.NF4.astype(dtype).astype(np.float64)
-    codes = np.stack([packed >> 4, packed & 15], -1).reshape(p.n, p.k)
-    dense = rounded[codes] * np.repeat(absmax.astype(np.float64), p.block_size).reshape(p.n, p.k)
-    expected = x.astype(np.float64) @ dense.T
+        packed = codes
+    table = blockwise.NF4 if product.bits == 4 else rng.uniform(-1, 1, 256).astype(np.float32)
+    scales, scale = _numbers(rng, p.scales, n * product.row_blocks)
+    spread = lambda z: np.repeat(np.float64(z), product.block_size).reshape(n, k)
+    if p.exact:
+        dense, zeros = np.float64(table)[codes] * spread(scale), []
+        if product.zeros is not None:
+            zeros, zero = _numbers(rng, p.zeros, n * product.row_blocks)
+            factor = {"points": -scale, "plus": 1.0, "minus": -1.0}[product.zeros]
+            dense += spread(zero * factor)
+        dense = np.float64(dense.astype(np.float32).astype(dtype))
+    else:
+        dense, zeros = np.float64(table.astype(dtype))[codes] * spread(scale), []
+    expected = x.astype(np.float64) @ (dense if product.transpose else dense.T)
     low_rank = []
     if p.adapters:
         t = rng.standard_normal((p.m, p.adapters, p.rank)).astype(dtype)
-        b = rng.standard_normal((p.adapters, p.n, p.rank)).astype(dtype)
-        low_rank = [t, b]
+        b = rng.standard_normal((p.adapters, n, p.rank)).astype(dtype)
+        t[:, 1::2] = 0  # adapters that no row takes
+        in_use = gpu.adapters_in_use(jnp.asarray(t), p.groups, 8 * p.token_tiles)
+        low_rank = [t, b, *map(np.asarray, in_use)]
         expected += np.einsum("mar,anr->mn", t.astype(np.float64), b.astype(np.float64))
+        b[1::2] = np.nan  # are not read
     y, stats = simt.run(
         functools.partial(mosaic.emit, p=p, tiling=tiling),
-        [x, packed, *scales, blockwise.NF4, *low_rank],
-        ((tiling.splits, p.m, p.n), DTYPES[p.out_dtype]),
+        [x, packed.reshape(-1), *scales, *zeros, table, *low_rank],
+        ((tiling.splits, p.m, product.free), DTYPES[p.out_dtype]),
         [((mosaic.shared_words(p, tiling),), np.uint32)],
         blocks=mosaic.blocks(p, tiling),
         threads=tiling.threads,
@@ -75,24 +116,70 @@ def test_the_program_computes_the_product(tiling):
     assert stats.load_conflicts == 0
 
 
-@pytest.mark.parametrize(
-    "p",
-    [
-        _problem(1, 40, 64),
-        _problem(64, 40, 192),
-        _problem(100, 40, 128),
-        _problem(3, 40, 512, block_size=256),
-        _problem(9, 40, 128, nested=True),
-        _problem(9, 40, 128, adapters=1, rank=48),
-        _problem(9, 40, 64, adapters=5, rank=32),
-        _problem(70, 33, 256, block_size=128, adapters=3, rank=16, nested=True, dtype="float16"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("tiling", [Tiling(2, 1, 4, 1), Tiling(1, 2, 2, 2), Tiling(1, 1, 2, 1, 3)], ids=str)
+SPLIT = Tiling(1, 1, 2, 1, 3)
+PROBLEMS = [
+    (_problem(64, 40, 192), Tiling(1, 2, 2, 2)),
+    (_problem(100, 40, 128), Tiling(2, 1, 4, 1)),
+    (_problem(3, 40, 512, block_size=256), SPLIT),
+    (_problem(9, 40, 128, scales="nested"), SPLIT),
+    (_problem(9, 40, 128, adapters=1, rank=48), SPLIT),
+    (_problem(70, 40, 64, adapters=5, rank=32), Tiling(1, 2, 2, 2)),
+    (_problem(7, 33, 128, bits=8, block_size=128, dtype="float16"), SPLIT),
+]
+
+
+@pytest.mark.parametrize(("p", "tiling"), PROBLEMS, ids=str)
 def test_kinds_of_problems(p, tiling):
     y, expected, _ = _execute(p, tiling)
     assert relative_error(y, expected) < 1e-6
+
+
+# The formats that weights are published in: GPTQ and AWQ, MXFP4, NVFP4, Q4_0, Q4_1, Q8_0, FP8 in blocks.
+FORMATS = {
+    "gptq": {"block_size": 128, "zeros": "points", "kind": "uint8", "scales": "float16"},
+    "awq": {"block_size": 64, "zeros": "points", "kind": "float32", "scales": "bfloat16"},
+    "mxfp4": {"block_size": 32, "scales": "e8m0"},
+    "mxfp4 of GGUF": {"block_size": 32, "scales": "e8m0_half"},
+    "nvfp4": {"block_size": 16, "scales": "e4m3"},
+    "q4_0": {"block_size": 32, "scales": "float16"},
+    "q4_1": {"block_size": 32, "scales": "float16", "zeros": "plus", "kind": "float16"},
+    "q4_k": {"block_size": 32, "scales": "float32", "zeros": "minus", "kind": "float32"},
+    "q8_0": {"block_size": 32, "scales": "float16", "bits": 8},
+    "fp8 in blocks": {"block_size": 128, "scales": "float32", "bits": 8},
+}
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name, transpose):
+    form = {"kind": "float32", "zeros": None, "low_first": True, "bits": 4} | FORMATS[name]
+    scales, kind = form.pop("scales"), form.pop("kind")
+    product = Product((32, 128), transpose=transpose, **form)
+    p = Problem(product, 9, scales=scales, zeros=kind)
+    y, expected, _ = _execute(p, Tiling(4 if transpose else 1, 1, 2, 1))
+    assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tiling"),
+    [(3, 48, 64, Tiling(4, 1, 2, 1)), (40, 32, 192, Tiling(4, 2, 1, 2)), (9, 96, 128, Tiling(4, 1, 2, 1, 3))],
+    ids=str,
+)
+def test_rows_are_contracted(m, n, k, tiling):
+    y, expected, _ = _execute(_problem(m, n, k, transpose=True), tiling)
+    assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize("shape", [(14336, 4096), (4096, 14336), (4096, 4096)], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"transpose": True}, {"bits": 8, "block_size": 32, "zeros": "plus"}], ids=str
+)
+def test_tilings_fit_every_gpu(form, shape, m):
+    p = _problem(m, *shape, **({"block_size": 64} | form))
+    tiling = mosaic.tiling_for(p)
+    assert mosaic.shared_words(p, tiling) * 4 <= 99 * 1024  # of compute capability 8.6 and 8.9
+    assert mosaic.blocks(p, tiling) >= 64
 
 
 @pytest.mark.slow
@@ -106,7 +193,7 @@ def test_kinds_of_problems(p, tiling):
         block_size=st.sampled_from([64, 128]),
         adapters=st.integers(0, 3),
         rank=st.sampled_from([16, 80]),
-        nested=st.booleans(),
+        scales=st.sampled_from(["float32", "nested"]),
         dtype=st.sampled_from(["bfloat16", "float16"]),
     ),
     tiling=st.sampled_from(TABLE),
@@ -147,8 +234,8 @@ def test_rows_of_the_weight_are_reduced(nested):
         packed, gpu.dense_scales(absmax), blockwise.NF4, n=w.size, block_size=64
     )
     x = jnp.asarray(rng.standard_normal((2, 96)), jnp.float32)
-    params = {"shape": w.shape, "block_size": 64, "transpose": True, "out_dtype": np.dtype("float32")}
-    y = gpu.reduced(x, packed, absmax, jnp.asarray(blockwise.NF4), **params)
+    product = Product(w.shape, 64, transpose=True)
+    y = gpu.reduced(x, packed, absmax, jnp.asarray(blockwise.NF4), product=product)
     assert relative_error(y, np.float64(x) @ np.float64(dense).reshape(w.shape)) < 1e-6
 
 
@@ -157,7 +244,7 @@ def test_adapters_that_the_kernel_cannot_address():
         jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16),
         jax.ShapeDtypeStruct((1200, 14336, 64), jnp.bfloat16),
     )
-    params = {"shape": (14336, 4096), "block_size": 64, "platform": "cuda"}
+    params = {"product": Product((14336, 4096), 64), "platform": "cuda"}
     choice = kernels.chosen_backend(kernels.lora_matmul_p, x, None, None, None, None, b, **params)
     assert "up to 2 GiB of adapters, not those of shape (1200, 14336, 64)" in choice.reason
 
@@ -203,13 +290,13 @@ def test_lowers_for_cuda(shape, m, nested):
     assert ("mosaic_gpu" in text) == (m <= 128)
 
 
-@pytest.mark.parametrize("m", [1, 64, 4096])
+@pytest.mark.parametrize("m", [1, 64, 65])
 def test_the_gradient_of_x_lowers_for_cuda(m):
     shape = n, k = 14336, 4096
     product = lambda x, *w: nf4_matmul(x, *w, blockwise.NF4, shape=shape, block_size=64)
     fn = lambda x, ct, *w: jax.vjp(lambda x: product(x, *w), x)[1](ct)
     x, ct = (jax.ShapeDtypeStruct((m, size), jnp.bfloat16) for size in (k, n))
-    assert "mosaic_gpu" not in _lowered(fn, x, ct, *_weight(n, k))
+    assert ("mosaic_gpu" in _lowered(fn, x, ct, *_weight(n, k))) == (m <= 64)
 
 
 @pytest.mark.parametrize(("m", "adapters"), [(1, None), (4096, None), (64, 32)])
@@ -245,13 +332,17 @@ def test_other_platforms_get_the_chunks():
     ("change", "reason"),
     [
         ({}, "one fused kernel"),
-        ({"transpose": True}, "contracts over the columns"),
-        ({"transpose": True, "m": 1}, "one fused reduction over the rows of W"),
+        ({"transpose": True}, "one fused kernel"),
+        ({"transpose": True, "m": 65}, "1 to 64 rows of x, not 65"),
+        ({"transpose": True, "shape": (40, 128)}, "16 rows at a time, not (40, 128)"),
+        ({"transpose": True, "m": 1, "dtype": "float32"}, "one fused reduction over the rows of W"),
         ({"m": 129}, "1 to 128 rows of x, not 129"),
         ({"m": 0}, "1 to 128 rows of x, not 0"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
-        ({"block_size": 32}, "a multiple of 64 codes within rows, not 32"),
-        ({"block_size": 256}, "a multiple of 64 codes within rows, not 256"),
+        ({"block_size": 32}, "one fused kernel"),
+        ({"block_size": 8}, "a multiple of 16 codes within rows, not 8"),
+        ({"block_size": 256}, "a multiple of 16 codes within rows, not 256"),
+        ({"shape": (64, 96), "block_size": 32}, "rows of a multiple of 64 columns"),
         ({"shape": (2**20, 2**14)}, "up to 2 GiB of codes"),
         ({"platform": "rocm"}, "compiles for CUDA, not for platform 'rocm'"),
     ],
@@ -259,7 +350,10 @@ def test_other_platforms_get_the_chunks():
 def test_what_the_fused_kernel_takes(change, reason):
     given = {"m": 4, "dtype": "bfloat16", "shape": (64, 128), "platform": "cuda"} | change
     given = {"block_size": 64, "transpose": False} | given
-    x = jax.ShapeDtypeStruct((given.pop("m"), given["shape"][not given["transpose"]]), given.pop("dtype"))
-    choice = kernels.chosen_backend(kernels.nf4_matmul_p, x, None, None, None, **given)
+    m, dtype, platform = (given.pop(name) for name in ("m", "dtype", "platform"))
+    product = Product(**given)
+    x = jax.ShapeDtypeStruct((m, product.contracted), dtype)
+    params = {"platform": platform, "product": product}
+    choice = kernels.chosen_backend(kernels.nf4_matmul_p, x, None, None, None, **params)
     assert choice.backend == "gpu"
     assert reason in choice.reason

@@ -8,6 +8,7 @@ import pytest
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, nf4_matmul, nf4_matmul_p
+from quaxlike.kernels.product import Product
 from tests.primitives.jaxprs import names
 from tests.samples import normal
 
@@ -258,10 +259,12 @@ def test_chosen_backend_tells_what_runs():
 )
 def test_what_the_tpu_kernel_takes(change, reason):
     given = {"m": 4, "dtype": "bfloat16", "shape": (128, 256), "platform": "tpu"} | change
-    given = {"block_size": 64, "transpose": False, "backend": "tpu"} | given
-    x = jax.ShapeDtypeStruct((given.pop("m"), given["shape"][1]), given.pop("dtype"))
+    m, dtype, platform = (given.pop(name) for name in ("m", "dtype", "platform"))
+    product = Product(**({"block_size": 64} | given))
+    x = jax.ShapeDtypeStruct((m, product.contracted), dtype)
+    params = {"platform": platform, "backend": "tpu", "product": product}
     with tpu_at_hand():
-        choice = kernels.chosen_backend(nf4_matmul_p, x, None, None, None, **given)
+        choice = kernels.chosen_backend(nf4_matmul_p, x, None, None, None, **params)
     assert choice.backend == "reference"
     assert re.search(reason, choice.reason)
 

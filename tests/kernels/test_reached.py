@@ -37,7 +37,7 @@ def _loss(model, x):
 def _kernels(fn, *args):
     """The name of each kernel primitive in the jaxpr, and whether it contracts rows."""
     found = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive in KERNELS]
-    return [(eqn.primitive.name, eqn.params.get("transpose", False)) for eqn in found]
+    return [(eqn.primitive.name, eqn.params["product"].transpose) for eqn in found]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from ...kernels import bits as bitstream
+from ...kernels.product import Product
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -180,8 +181,38 @@ class Rows:
     present: tuple[bool, ...] = (True,) * 5
 
     def __call__(self, parts: Any) -> list[Array]:
+        return self.codec.planes(self.count, self.block, self._all(parts))
+
+    def _all(self, parts: Any) -> list[Any]:
         rest = iter(parts)
-        return self.codec.planes(self.count, self.block, [next(rest) if p else None for p in self.present])
+        return [next(rest) if p else None for p in self.present]
+
+    def _reads_scales(self, decoded: bool) -> bool:
+        """Whether kernels read scales as they are stored."""
+        _, _, outer, _, outer_zero = self.present
+        return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *_E8M0)
+
+    def stored(self, product: Product, *, decoded: bool) -> Product | None:
+        codec = self.codec
+        if codec.bits not in (4, 8) or codec.scales == "nibbles":
+            return None
+        return dataclasses.replace(
+            product,
+            block_size=self.block,
+            bits=codec.bits,
+            bias=codec.bias if codec.codes == "integer" else None,
+            low_first=True,
+            scales=codec.scales if self._reads_scales(decoded) else "float",
+            zeros=codec.zeros,
+        )
+
+    def operands(self, parts: Any, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
+        codes, scale, outer, zero, outer_zero = self._all(parts)
+        if not self._reads_scales(decoded):
+            scale, zero = self.codec.scales_and_zeros(scale, outer, zero, outer_zero)
+        elif zero is not None and str(zero.dtype) not in ("uint8", "float32", "bfloat16", "float16"):
+            zero = zero.astype(jnp.float32)
+        return codes, scale, self.codec.values(jnp.arange(2**self.codec.bits, dtype=jnp.uint8)), zero
 
 
 _integer = lambda bits, **options: Codec(bits, bias=2 ** (bits - 1), **options)

@@ -1,7 +1,8 @@
-"""The matmul with weights in a block format as a primitive that knows its derivatives."""
+"""The matmul with weights in a block format as a primitive that picks its backend."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -9,13 +10,32 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from ...primitives import define_primitive
-from ..multilinear import map_rows, nonzero, vary_alike
+from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
+from ..multilinear import map_rows, nonzero
+from ..nf4_matmul import gpu, tpu
+from ..product import Product
 from .reference import tiled, whole
 
-Decode = Callable[[Any], list[Array]]
-"""Rows of the leaves to rows of `W`, float32, in planes: columns 0, s, 2s, …; columns 1, s + 1, …; and so on
-for as many planes as there are, `s`."""
+
+@runtime_checkable
+class Decode(Protocol):
+    """How some arrays stand for the rows of a weight; hashable."""
+
+    def __call__(self, leaves: Any, /) -> list[Array]:
+        """Rows of the leaves to rows of `W`, float32, in planes: columns 0, s, …; columns 1, s + 1, …; and
+        so on for as many planes, `s`."""
+        ...
+
+    def stored(self, product: Product, *, decoded: bool) -> Product | None:
+        """The product with what kernels must know of the codes; None if there are no kernels for them.
+
+        `decoded`: whether scales and zero points are to be float32, for kernels that take no others.
+        """
+        ...
+
+    def operands(self, leaves: Any, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
+        """Codes, scales, the values of the codes, and zero points if there are any, as `stored` says."""
+        ...
 
 
 def block_matmul(
@@ -35,7 +55,7 @@ def block_matmul(
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `leaves`: arrays of `N` rows each: codes, scales, minima.
-    - `decode`: takes some rows of `leaves`, and gives those of `W`; hashable.
+    - `decode`: takes some rows of `leaves`, and gives those of `W`; tells kernels how codes are stored.
     - `shape`: `(N, K)`.
     - `transpose`: contracts over `N` instead of `K`.
     - `out_dtype`: dtype of the result; that of `x` if None.
@@ -54,8 +74,40 @@ def block_matmul(
             f"{shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
         )
     out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    params = {"decode": decode, "shape": shape, "transpose": transpose, "out_dtype": out_dtype}
-    return block_matmul_p(*vary_alike((x, leaves)), **params)
+    product = Product((n, k), max(k, 1), transpose, out_dtype)
+    return bind(block_matmul_p, x, leaves, decode=decode, product=product)
+
+
+def _choose(
+    platform: str,
+    x: Any,
+    leaves: Any,
+    *,
+    decode: Decode,
+    product: Product,
+    backend: Backend | None = None,
+    partitioned: bool = False,
+) -> Choice:
+    def kernel(name: Backend, platform: str, *operands: Any, **params: Any) -> Choice:
+        stored = decode.stored(product, decoded=name == "tpu")
+        choose = {"gpu": gpu.choose_fused, "tpu": tpu.choose}[name]
+        no_kernel = "the kernel does not take codes of this format"
+        choice = no_kernel if stored is None else choose(platform, x, product=stored, partitioned=partitioned)
+        if isinstance(choice, str):
+            return Choice(name, f"decoded in the expression of the library's product: {choice}", whole)
+        return choice._replace(run=functools.partial(_run, choice.run, name == "tpu"))
+
+    kernels = {name: functools.partial(kernel, name) for name in ("gpu", "tpu")}
+    reference = tiled if backend or platform == "cpu" else whole
+    return first_choice(platform, backend, reference, kernels, x, leaves, partitioned=partitioned)
+
+
+def _run(
+    run: Callable[..., Array], decoded: bool, x: Array, leaves: Any, *, decode: Decode, product: Product
+) -> Array:
+    stored = decode.stored(product, decoded=decoded)
+    codes, scales, table, zeros = decode.operands(leaves, decoded=decoded)
+    return run(x, codes, scales, table, product=stored, zeros=zeros)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
@@ -64,18 +116,17 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> 
     return block_matmul_p(tangents[0], primals[1], **params) if nonzero(tangents[0]) else None
 
 
-def _transpose(ct: Any, x: Any, leaves: Any, *, transpose: bool, **params: Any) -> Any:
+def _transpose(ct: Any, x: Any, leaves: Any, *, product: Product, **params: Any) -> Any:
     if not ad.is_undefined_primal(x):
         return NotImplemented
-    params["out_dtype"] = np.dtype(x.aval.dtype)
-    nothing = jax.tree.map(lambda _: None, leaves)
-    return block_matmul_p(ct, leaves, transpose=not transpose, **params), nothing
+    product = product.transposed(np.dtype(x.aval.dtype))
+    return block_matmul_p(ct, leaves, product=product, **params), jax.tree.map(lambda _: None, leaves)
 
 
 def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
     return map_rows(block_matmul_p, size, operands, dims, params, rows=(0,))
 
 
-block_matmul_p = define_primitive(
-    "block_matmul", whole, cpu=tiled, jvp=_jvp, transpose=_transpose, batching=_batching
+block_matmul_p = kernel_primitive(
+    "block_matmul", _choose, whole, jvp=_jvp, transpose=_transpose, batching=_batching
 )

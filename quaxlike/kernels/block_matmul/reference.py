@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from ..multilinear import accumulator_dtype, precision_for
+from ..product import Product
 from ..tiles import as_weights, contract_columns, contract_rows
 
 
@@ -19,12 +19,10 @@ def tiled(
     leaves: PyTree[Array],
     *,
     decode: Callable[[Any], list[Array]],
-    shape: tuple[int, int],
-    transpose: bool,
-    out_dtype: np.dtype,
+    product: Product,
 ) -> Float[Array, "*batch free"]:
     """Decodes some rows of `W` at a time, to the precision of `x`, and accumulates in float32 or wider."""
-    n, k = shape
+    n, k = product.shape
     batch, dtype = x.shape[:-1], x.dtype
     x = x.reshape(math.prod(batch), x.shape[-1]).astype(accumulator_dtype(dtype))
 
@@ -33,8 +31,8 @@ def tiled(
         return [as_weights(part, dtype).astype(x.dtype) for part in decode(tile)]
 
     planes = len(jax.eval_shape(decode, leaves))
-    y = (contract_rows if transpose else contract_columns)(x, rows_of_w, n, k, stride=planes)
-    return y.reshape(*batch, y.shape[-1]).astype(out_dtype)
+    y = (contract_rows if product.transpose else contract_columns)(x, rows_of_w, n, k, stride=planes)
+    return y.reshape(*batch, y.shape[-1]).astype(product.out_dtype)
 
 
 def whole(
@@ -42,16 +40,14 @@ def whole(
     leaves: PyTree[Array],
     *,
     decode: Callable[[Any], list[Array]],
-    shape: tuple[int, int],
-    transpose: bool,
-    out_dtype: np.dtype,
+    product: Product,
 ) -> Float[Array, "*batch free"]:
     """Decodes `W` to the dtype of `x` in one expression, for compilers that fuse it into the dot."""
-    w = join(decode(leaves), shape[1]).astype(x.dtype)
-    contract = ((x.ndim - 1,), (0 if transpose else 1,))
+    w = join(decode(leaves), product.shape[1]).astype(x.dtype)
+    contract = ((x.ndim - 1,), (0 if product.transpose else 1,))
     params = {"precision": precision_for(x.dtype), "preferred_element_type": accumulator_dtype(x.dtype)}
     y = lax.dot_general(x, w, (contract, ((), ())), **params)
-    return y.astype(out_dtype)
+    return y.astype(product.out_dtype)
 
 
 def join(planes: list[Array], count: int) -> Array:

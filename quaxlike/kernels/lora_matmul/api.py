@@ -17,6 +17,7 @@ from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero, pre
 from ..nf4_matmul import gpu, tpu
 from ..nf4_matmul.api import check_weight, check_x, dimensions, local_shape, nf4_matmul_p
 from ..nf4_matmul.scales import NestedScales
+from ..product import Product
 from .reference import lora_matmul_reference, low_rank
 
 
@@ -92,9 +93,9 @@ def lora_matmul(
         codebook,
         t * jnp.asarray(scaling, x.dtype),
         b,
-        shape=shape,
-        block_size=block_size,
-        out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
+        product=Product(
+            (shape[0], shape[1]), block_size, out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype)
+        ),
     )
 
 
@@ -144,6 +145,7 @@ def _choose(
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    out_dtype = params["product"].out_dtype
     _, packed, absmax, codebook, t, b = primals
     x_dot, _, absmax_dot, codebook_dot, t_dot, b_dot = tangents
     if nonzero(absmax_dot) or codebook_dot is not None:
@@ -152,16 +154,25 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> 
     if x_dot is not None and t_dot is not None:
         terms.append(lora_matmul_p(x_dot, packed, absmax, codebook, t_dot, b, **params))
     elif x_dot is not None:
-        terms.append(nf4_matmul_p(x_dot, packed, absmax, codebook, transpose=False, **params))
+        terms.append(nf4_matmul_p(x_dot, packed, absmax, codebook, **params))
     elif t_dot is not None:
-        terms.append(low_rank(t_dot, b, params["out_dtype"]))
+        terms.append(low_rank(t_dot, b, out_dtype))
     if b_dot is not None:
-        terms.append(low_rank(t, b_dot, params["out_dtype"]))
+        terms.append(low_rank(t, b_dot, out_dtype))
     return sum(terms[1:], start=terms[0]) if terms else None
 
 
 def _transpose(
-    ct: Any, x: Any, packed: Any, absmax: Any, codebook: Any, t: Any, b: Any, **params: Any
+    ct: Any,
+    x: Any,
+    packed: Any,
+    absmax: Any,
+    codebook: Any,
+    t: Any,
+    b: Any,
+    *,
+    product: Product,
+    **params: Any,
 ) -> Any:
     # In x and t together; products with a tangent of b are made by the library.
     if any(map(ad.is_undefined_primal, (absmax, codebook, b))) or not ad.is_undefined_primal(x):
@@ -171,8 +182,8 @@ def _transpose(
     ct_t = lax.dot_general(
         ct.astype(b.dtype), b, to_t, precision=precision, preferred_element_type=t.aval.dtype
     )
-    params["out_dtype"] = np.dtype(x.aval.dtype)
-    ct_x = nf4_matmul_p(ct, packed, absmax, codebook, transpose=True, **params)
+    product = product.transposed(np.dtype(x.aval.dtype))
+    ct_x = nf4_matmul_p(ct, packed, absmax, codebook, product=product, **params)
     return ct_x, None, None, None, ct_t, None
 
 
@@ -182,12 +193,11 @@ def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **par
     if b_dim is None or jax.tree.leaves(weight_dims):
         return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, 4))
     # An adapter for each of the batch, on one weight: that is still read once, for all rows together.
-    out_dtype = params.pop("out_dtype")
-    dtype = accumulator_dtype(x.dtype)
-    product = functools.partial(nf4_matmul_p, transpose=False, out_dtype=dtype, **params)
-    y = product(x, *weight)[None] if x_dim is None else product(jnp.moveaxis(x, x_dim, 0), *weight)
+    product, dtype = params.pop("product"), accumulator_dtype(x.dtype)
+    multiply = functools.partial(nf4_matmul_p, product=product.of_dtype(dtype), **params)
+    y = multiply(x, *weight)[None] if x_dim is None else multiply(jnp.moveaxis(x, x_dim, 0), *weight)
     low = jax.vmap(lambda t, b: low_rank(t, b, dtype), (t_dim, b_dim))(t, b)
-    return (y + low).astype(out_dtype), 0
+    return (y + low).astype(product.out_dtype), 0
 
 
 def _partitioning(x: Any, packed: Any, absmax: Any, codebook: Any, t: Any, b: Any, **params: Any) -> Any:

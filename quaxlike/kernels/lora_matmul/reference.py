@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from ..multilinear import accumulator_dtype, precision_for
 from ..nf4_matmul.reference import matmul_reference
 from ..nf4_matmul.scales import NestedScales, dense_scales
+from ..product import Product
 
 
 def lora_matmul_reference(
@@ -17,9 +18,7 @@ def lora_matmul_reference(
     t: Float[Array, "*batch adapters rank"],
     b: Float[Array, "adapters free rank"],
     *,
-    shape: tuple[int, int],
-    block_size: int,
-    out_dtype: np.dtype,
+    product: Product,
 ) -> Float[Array, "*batch free"]:
     """`x @ W.T` plus `t @ b.T` of each adapter, rounded once."""
     accumulator = accumulator_dtype(x.dtype)
@@ -28,11 +27,11 @@ def lora_matmul_reference(
         packed,
         dense_scales(absmax),
         codebook,
-        shape=shape,
-        block_size=block_size,
+        shape=product.shape,
+        block_size=product.block_size,
         out_dtype=accumulator,
     )
-    return (y + low_rank(t, b, accumulator)).astype(out_dtype)
+    return (y + low_rank(t, b, accumulator)).astype(product.out_dtype)
 
 
 def low_rank(t: Array, b: Array, dtype: np.dtype) -> Array:

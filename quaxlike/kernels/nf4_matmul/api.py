@@ -1,5 +1,6 @@
 """The matmul with 4-bit weights as a primitive that knows its derivatives and picks its backend."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from ...primitives import Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import map_rows, nonzero, sum_tangents
+from ..product import Product
 from . import gpu, tpu
 from .reference import matmul_reference
 from .scales import NestedScales, dense_scales
@@ -69,17 +71,9 @@ def nf4_matmul(
     codebook = jnp.asarray(codebook, jnp.float32)
     check_weight("nf4_matmul", packed, absmax, codebook, shape, block_size)
     check_x("nf4_matmul", x, shape, transpose)
-    return bind(
-        nf4_matmul_p,
-        x,
-        packed,
-        absmax,
-        codebook,
-        shape=shape,
-        block_size=block_size,
-        transpose=transpose,
-        out_dtype=np.dtype(x.dtype if out_dtype is None else out_dtype),
-    )
+    out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+    product = Product((shape[0], shape[1]), block_size, transpose, out_dtype)
+    return bind(nf4_matmul_p, x, packed, absmax, codebook, product=product)
 
 
 def check_weight(
@@ -109,9 +103,11 @@ def check_weight(
             )
 
 
-def local_shape(x: Any, packed: Any, *operands: Any, **params: Any) -> dict[str, Any]:
+def local_shape(x: Any, packed: Any, *operands: Any, product: Product, **params: Any) -> dict[str, Any]:
     """The parameters for parts of the weight: rows of codes say of which shape it is."""
-    return params if packed.ndim == 1 else params | {"shape": (packed.shape[0], 2 * packed.shape[1])}
+    if packed.ndim == 2:
+        product = dataclasses.replace(product, shape=(packed.shape[0], 2 * packed.shape[1]))
+    return params | {"product": product}
 
 
 def dimensions(x: Any, packed: Any, absmax: Any, *, transpose: bool) -> tuple[list[str], str, str]:
@@ -127,8 +123,10 @@ def dimensions(x: Any, packed: Any, absmax: Any, *, transpose: bool) -> tuple[li
     return rows, f"{' '.join([*rows, contracted])}, {weight}", " ".join([*rows, free])
 
 
-def _partitioning(x: Any, packed: Any, absmax: Any, codebook: Any, **params: Any) -> Partitioning:
-    transpose = params["transpose"]
+def _partitioning(
+    x: Any, packed: Any, absmax: Any, codebook: Any, *, product: Product, **params: Any
+) -> Partitioning:
+    transpose = product.transpose
     rows, operands, result = dimensions(x, packed, absmax, transpose=transpose)
     sums = () if packed.ndim == 1 else ("n",) if transpose else ("k",)
     # What weights are spread over comes after the rows of `x`: with both over the same devices they are
@@ -148,8 +146,9 @@ def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
 
 
 def _reference(
-    x: Array, packed: Array, absmax: Array | NestedScales, codebook: Array, **params: Any
+    x: Array, packed: Array, absmax: Array | NestedScales, codebook: Array, *, product: Product
 ) -> Array:
+    params = {name: getattr(product, name) for name in ("shape", "block_size", "transpose", "out_dtype")}
     return matmul_reference(x, packed, dense_scales(absmax), codebook, **params)
 
 
@@ -173,12 +172,12 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> 
 
 
 def _transpose(
-    ct: Any, x: Any, packed: Any, absmax: Any, codebook: Any, *, transpose: bool, **params: Any
+    ct: Any, x: Any, packed: Any, absmax: Any, codebook: Any, *, product: Product, **params: Any
 ) -> Any:
     if not ad.is_undefined_primal(x):
         return NotImplemented  # the scales or the codebook: derived from the reference
-    params["out_dtype"] = np.dtype(x.aval.dtype)
-    ct_x = nf4_matmul_p(ct, packed, absmax, codebook, transpose=not transpose, **params)
+    product = product.transposed(np.dtype(x.aval.dtype))
+    ct_x = nf4_matmul_p(ct, packed, absmax, codebook, product=product, **params)
     return ct_x, None, None, None
 
 

@@ -15,11 +15,13 @@ from jaxtyping import Array
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from ..blockwise import dequantize_codebook
 from ..multilinear import accumulator_dtype, precision_for
+from ..product import Product
 from .scales import NestedScales, dense_scales
 
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's matmul.
-FUSED_ROWS = 128
+# `x @ W` reads them again for every 32.
+FUSED_ROWS = {False: 128, True: 64}
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
 # Weights decoded at a time, for up to so many rows of activations: 32 MiB of bfloat16, which the L2 cache of
@@ -27,41 +29,49 @@ REDUCED_ROWS = 2
 _CHUNKS = (1024, 1 << 24), (math.inf, 1 << 26)
 
 
-def choose(platform: str, x: Any, **params: Any) -> Choice:
+def choose(platform: str, x: Any, *, product: Product, **params: Any) -> Choice:
     """How the operation runs on a GPU."""
-    refusal = fused_refusal(platform, x, **params)
+    refusal = fused_refusal(platform, x, product, **params)
     if refusal is None:
         return Choice("gpu", "one fused kernel", fused)
-    if _is_reduced(x, **params):
+    if _is_reduced(x, product):
         return Choice("gpu", "one fused reduction over the rows of W", reduced)
     return Choice("gpu", f"decoded in chunks for the library's matmul: {refusal}", chunked)
+
+
+def choose_fused(platform: str, x: Any, **params: Any) -> Choice | str:
+    """The fused kernel, or why it does not take an operation."""
+    refusal = fused_refusal(platform, x, **params)
+    return Choice("gpu", "one fused kernel", fused) if refusal is None else refusal
 
 
 def fused_refusal(
     platform: str,
     x: Any,
+    product: Product,
     *,
-    shape: tuple[int, int],
-    block_size: int,
-    transpose: bool = False,
     partitioned: bool,
     low_rank: Any = None,
     **params: Any,
 ) -> str | None:
     """Why the fused kernel does not take an operation; None if it does. `low_rank`: `b` of all adapters."""
-    n, k = shape
-    rows = math.prod(x.shape[:-1])
+    (n, k), block = product.shape, product.block_size
+    rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
+    # What a thread decodes together has one scale: 64, 16 or, of a row that is contracted over, 8 codes.
+    unit = 8 if product.transpose else 16
     if partitioned:
         return PARTITIONED
-    if transpose:
-        return "the fused kernel contracts over the columns of W"
-    if not 0 < rows <= FUSED_ROWS:
-        return f"the fused kernel takes 1 to {FUSED_ROWS} rows of x, not {rows}"
+    if not 0 < rows <= most:
+        return f"the fused kernel takes 1 to {most} rows of x, not {rows}"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the fused kernel takes bfloat16 and float16, not {x.dtype}"
-    if block_size % 64 or k % block_size:
-        return f"the fused kernel takes blocks of a multiple of 64 codes within rows, not {block_size}"
-    if n == 0 or n * k // 2 >= 2**31:
+    if product.bits not in (4, 8):
+        return f"the fused kernel takes codes of 4 and 8 bits, not {product.bits}"
+    if block == 0 or block % unit or k % block:
+        return f"the fused kernel takes blocks of a multiple of {unit} codes within rows, not {block}"
+    if k % 64 or (product.transpose and n % 16):
+        return f"the fused kernel takes rows of a multiple of 64 columns, and 16 rows at a time, not {(n, k)}"
+    if n == 0 or n * product.row_bytes >= 2**31:
         return "the fused kernel addresses up to 2 GiB of codes"
     if low_rank is not None and math.prod(low_rank.shape) * 2 >= 2**31:
         return f"the fused kernel addresses up to 2 GiB of adapters, not those of shape {low_rank.shape}"
@@ -71,50 +81,81 @@ def fused_refusal(
 def fused(
     x: Array,
     packed: Array,
-    absmax: Array | NestedScales,
-    codebook: Array,
+    scales: Array | NestedScales,
+    table: Array,
     *low_rank: Array,
-    shape: tuple[int, int],
-    block_size: int,
-    out_dtype: np.dtype,
-    transpose: bool = False,
+    product: Product,
+    zeros: Array | None = None,
 ) -> Array:
-    """One kernel; `low_rank` is nothing, or `t` and `b` as in `lora_matmul_reference`."""
+    """One kernel.
+
+    **Arguments:**
+
+    - `packed`, `scales`, `zeros`: as `product` says they are stored, of any shape.
+    - `table`: the values of the codes.
+    - `low_rank`: nothing, or `t` and `b` as in `lora_matmul_reference`.
+    """
     from .mosaic import Problem, tiling_for
 
-    n, k = shape
-    lead, x = x.shape[:-1], x.reshape(-1, k)
-    if low_rank:
-        t, b = map(_padded, low_rank)
-        low_rank = t.reshape(x.shape[0], -1), b
+    lead, x = x.shape[:-1], x.reshape(-1, product.contracted)
     problem = Problem(
+        product,
         m=x.shape[0],
-        n=n,
-        k=k,
-        block_size=block_size,
-        adapters=low_rank[1].shape[0] if low_rank else 0,
-        rank=low_rank[1].shape[2] if low_rank else 0,
-        nested=isinstance(absmax, NestedScales),
         dtype=str(x.dtype),
-        out_dtype=str(out_dtype),
+        out_dtype=str(product.out_dtype),
+        adapters=low_rank[1].shape[0] if low_rank else 0,
+        rank=-(-low_rank[1].shape[2] // 16) * 16 if low_rank else 0,
+        scales=_kind(scales) if product.scales == "float" else product.scales,
+        zeros="float32" if zeros is None else str(zeros.dtype),
     )
     tiling = tiling_for(problem)
     if tiling.splits > 1:
         problem = problem._replace(out_dtype="float32")
-    scales = absmax if isinstance(absmax, NestedScales) else (absmax.reshape(-1),)
-    kernel = pallas_kernel(problem, tiling)
-    y = kernel(x, packed.reshape(-1), *scales, codebook, *low_rank)
-    return functools.reduce(operator.add, y).astype(out_dtype).reshape(*lead, n)
+    operands = scales if isinstance(scales, NestedScales) else (scales,)
+    numbers = [_in_words(z.reshape(-1)) for z in (*operands, *(() if zeros is None else (zeros,)))]
+    if low_rank:
+        t, b = map(_padded, low_rank)
+        t = t.reshape(x.shape[0], problem.adapters, problem.rank)
+        low_rank = t, b, *adapters_in_use(t, problem.groups, 8 * problem.token_tiles)
+    y = pallas_kernel(problem, tiling)(x, packed.reshape(-1), *numbers, table, *low_rank)
+    y = functools.reduce(operator.add, y) if tiling.splits > 1 else y[0]
+    return y.astype(product.out_dtype).reshape(*lead, product.free)
+
+
+def _kind(scales: Array | NestedScales) -> str:
+    return "nested" if isinstance(scales, NestedScales) else str(scales.dtype)
+
+
+def _in_words(numbers: Array) -> Array:
+    """Filled up to whole words of 32 bits, of which the kernel reads scales."""
+    return jnp.pad(numbers, (0, -numbers.size % (4 // min(numbers.dtype.itemsize, 4))))
+
+
+def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
+    """For each group of rows of `t`, the adapters that any of them takes, `(groups, adapters)`, and how many
+    these are, `(groups,)`; uint32."""
+    adapters = t.shape[1]
+    number = jnp.arange(adapters, dtype=np.uint32)
+    if adapters == 1:
+        return jnp.zeros((groups, 1), np.uint32), jnp.ones(groups, np.uint32)
+    taken = jnp.any(t != 0, axis=2)
+    taken = (
+        jnp.pad(taken, ((0, groups * size - len(taken)), (0, 0))).reshape(groups, size, adapters).any(axis=1)
+    )
+    place = jnp.cumsum(taken, axis=1, dtype=np.uint32) - np.uint32(1)
+    found = taken[:, :, None] & (place[:, :, None] == number[None, None])
+    order = jnp.sum(jnp.where(found, number[None, :, None], np.uint32(0)), axis=1, dtype=np.uint32)
+    return order, jnp.sum(taken, axis=1, dtype=np.uint32)
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
     """The fused kernel for a problem: a function of the arrays in `mosaic.emit`'s order to the terms of the
-    product, (splits, m, n)."""
+    product, (splits, m, features)."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from . import mosaic
 
-    def nf4_matmul(*refs: Any) -> None:
+    def stored_matmul(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def program(context: Any, *refs: Any) -> None:
             mosaic.emit(refs, problem, tiling)
@@ -122,8 +163,8 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
         program(*refs)
 
     return plgpu.kernel(
-        nf4_matmul,
-        out_type=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.n), problem.out_dtype),
+        stored_matmul,
+        out_type=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.product.free), problem.out_dtype),
         scratch_types=[plgpu.SMEM((mosaic.shared_words(problem, tiling),), jnp.uint32)],
         grid=(mosaic.blocks(problem, tiling),),
         grid_names=("block",),
@@ -133,11 +174,9 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
     )
 
 
-def _is_reduced(
-    x: Any, *, shape: tuple[int, int], block_size: int, transpose: bool = False, **params: Any
-) -> bool:
+def _is_reduced(x: Any, product: Product) -> bool:
     few = 0 < math.prod(x.shape[:-1]) <= REDUCED_ROWS
-    return transpose and few and shape[1] % block_size == 0
+    return product.transpose and few and product.shape[1] % product.block_size == 0
 
 
 def reduced(
@@ -146,23 +185,20 @@ def reduced(
     absmax: Array | NestedScales,
     codebook: Array,
     *,
-    shape: tuple[int, int],
-    block_size: int,
-    out_dtype: np.dtype,
-    transpose: bool,
+    product: Product,
 ) -> Array:
     """`x @ W` for a row or two of `x`, as sums over the rows of `W` that XLA fuses the decoding into."""
-    n, k = shape
+    n, k = product.shape
     lead = x.shape[:-1]
     dtype = accumulator_dtype(x.dtype)
     packed = packed.reshape(n, k // 2)
-    scales = jnp.repeat(dense_scales(absmax).reshape(n, -1), block_size // 2, axis=1).astype(dtype)
+    scales = jnp.repeat(dense_scales(absmax).reshape(n, -1), product.block_size // 2, axis=1).astype(dtype)
     # Even and odd columns.
     halves = [codebook[codes].astype(dtype) * scales for codes in (packed >> 4, packed & 15)]
     rows = x.reshape(-1, n).astype(dtype)
     sums = [[jnp.sum(row[:, None] * half, axis=0) for half in halves] for row in rows]
     y = jnp.stack([jnp.stack(of_row, axis=-1).reshape(k) for of_row in sums])
-    return y.astype(out_dtype).reshape(*lead, k)
+    return y.astype(product.out_dtype).reshape(*lead, k)
 
 
 def chunked(
@@ -171,17 +207,15 @@ def chunked(
     absmax: Array | NestedScales,
     codebook: Array,
     *low_rank: Array,
-    shape: tuple[int, int],
-    block_size: int,
-    out_dtype: np.dtype,
-    transpose: bool = False,
+    product: Product,
 ) -> Array:
     """Decodes some rows of `W` to the dtype of `x`, multiplies them by the library, and so on.
 
     Each weight is rounded once, from its exact float32 value. `low_rank` is nothing, or `t` and `b`
     as in `lora_matmul_reference`: more columns of `x` and of `W`.
     """
-    n, k = shape
+    (n, k), block_size, transpose = product.shape, product.block_size, product.transpose
+    out_dtype = product.out_dtype
     rows = _rows_per_chunk(n, k, block_size, math.prod(x.shape[:-1]))
     packed, scales = packed.reshape(-1), dense_scales(absmax).reshape(-1)
     b = None

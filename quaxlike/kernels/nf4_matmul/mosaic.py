@@ -1,23 +1,23 @@
-"""The fused matmul with 4-bit weights for few rows of activations, thread by thread.
+"""The fused matmul with stored weights for few rows of activations, thread by thread.
 
-A warp multiplies one or two tiles of 16 rows of `W` (features) by up to 64 rows of `x` (tokens), over
-some of the blocks of 64 columns; `mma.sync` contracts 16 columns at a time.
+A warp multiplies some tiles of 16 features of the result by up to 64 rows of `x` (tokens), over some of
+what is contracted; `mma.sync` contracts 16 numbers at a time.
 
-- *Codes are read as they are stored.* A sum does not depend on the order of its terms: within a
-  block of 64 columns, thread `quad` of a group of four takes columns 16·quad … 16·quad + 15 of `W`
-  and the same of `x`, wherever the instruction believes them to be. These are 8 consecutive bytes of
-  codes and 32 consecutive bytes of activations.
-- *A byte is decoded by one lookup.* It holds two neighbouring columns of one row: just what a
-  register of the instruction's first operand holds. A table in shared memory has that register for
-  each of the 256 bytes, once for each of the 32 banks, so that threads never wait for one another.
-- *Scales meet the accumulator.* The product with a block of 64 codes is summed apart and scaled as
-  it is added to the accumulator: one multiplication for 64 weights, and exact float32 scales. What
-  is rounded is the codebook alone, which costs less than rounding every weight.
-- *Bytes are in flight while others are multiplied.* Each step loads the codes of the next one.
+- *Codes are read as they are stored.* A sum does not depend on the order of its terms: for `x @ W.T`,
+  within a block of 64 columns, thread `quad` of a group of four takes columns 16·quad … 16·quad + 15 of `W`
+  and the same of `x`, wherever the instruction believes them to be. For `x @ W` it takes four neighbouring
+  rows of `W`, and eight neighbouring columns as features.
+- *A byte is decoded by one lookup*, in a table that has an entry for each of the 256 (`decode`).
+- *Scales meet the accumulator* where 64 columns share one and there are no zero points: the product with
+  these codes is summed apart and scaled as it is added: one multiplication for 64 weights, and exact
+  float32 scales. What is rounded is the codebook alone, which costs less than rounding every weight.
+  Elsewhere values are scaled in float32, and rounded once.
+- *Bytes are in flight while others are multiplied.* Each thread copies its own bytes of the next steps to a
+  ring in shared memory, and waits for no other thread.
 
-Warps that share rows of `W` add their sums through shared memory. Where there are too few rows of `W` to keep
-all of a GPU busy, blocks of threads share their columns, too: each writes its sum in float32, and these are
-added afterwards, always in the same order.
+Warps that share features add their sums through shared memory. Where there are too few features to keep all
+of a GPU busy, blocks of threads share what is contracted, too: each writes its sum in float32, and these
+are added afterwards, always in the same order.
 """
 
 import dataclasses
@@ -27,9 +27,12 @@ from typing import Any, NamedTuple
 
 from .. import lanes
 from ..lanes import Memory, Reg
+from ..product import Product
+from .decode import SIZES, TABLE_BYTES, Numbers, Table
 
-BLOCK = 64  # columns that a scale is applied to at once; a divisor of the quantisation block
-_CODE_TABLE = 256 * 32 * 4  # bytes
+BLOCK = 64  # columns that a scale is applied to at once, and that a warp takes
+_SHARED = 96 * 1024  # bytes of shared memory that every GPU from compute capability 8.0 on has
+_STAGES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +41,11 @@ class Tiling:
 
     **Attributes:**
 
-    - `row_tiles`: tiles of 16 rows of a warp.
-    - `row_warps`: warps beside each other along the rows.
-    - `k_warps`: warps that share the columns of the same rows.
-    - `unroll`: blocks of 64 columns that a warp takes at a time.
-    - `splits`: blocks of threads that share the columns of the same rows, each with a sum of its own.
+    - `row_tiles`: tiles of 16 features of a warp; 4 for `x @ W`.
+    - `row_warps`: warps beside each other along the features.
+    - `k_warps`: warps that share what is contracted for the same features.
+    - `unroll`: blocks of 64 columns (for `x @ W`, of 16 rows) that a warp takes at a time.
+    - `splits`: blocks of threads that do so, each with a sum of its own.
     """
 
     row_tiles: int
@@ -61,36 +64,51 @@ class Tiling:
 
 
 class Problem(NamedTuple):
-    """The sizes of a product.
+    """The sizes and dtypes of a product.
 
     **Attributes:**
 
-    - `m`: tokens; more than 64 are dealt with in groups, by different blocks of threads.
-    - `n`, `k`: the shape of `W`.
-    - `block_size`: codes that share a scale; a multiple of 64, and a divisor of `k`.
+    - `product`: the shape of `W`, and how it is stored.
+    - `m`: tokens; more than `group_size` are dealt with in groups, by different blocks of threads.
+    - `dtype`: of the activations, bfloat16 or float16.
+    - `out_dtype`: of the terms of the result.
     - `adapters`, `rank`: of the low-rank term; the rank is a multiple of 16. 0 if there is none.
-    - `nested`: whether scales are quantised in turn.
-    - `dtype`, `out_dtype`: of the activations (bfloat16 or float16) and of the result.
+    - `scales`, `zeros`: how scales and zero points are stored, as `decode.SIZES` has it.
     """
 
+    product: Product
     m: int
-    n: int
-    k: int
-    block_size: int
-    adapters: int
-    rank: int
-    nested: bool
-    dtype: str
-    out_dtype: str
+    dtype: str = "bfloat16"
+    out_dtype: str = "float32"
+    adapters: int = 0
+    rank: int = 0
+    scales: str = "float32"
+    zeros: str = "float32"
+
+    @property
+    def group_size(self) -> int:
+        # The features of a thread are four times as many for `x @ W`, and so are its accumulators.
+        return 32 if self.product.transpose else 64
 
     @property
     def groups(self) -> int:
-        return -(-self.m // 64)
+        return -(-self.m // self.group_size)
 
     @property
     def token_tiles(self) -> int:
         """Tiles of 8 tokens of a group."""
         return -(-self.m // (8 * self.groups))
+
+    @property
+    def exact(self) -> bool:
+        """Whether values are scaled one by one, in float32."""
+        p = self.product
+        return p.transpose or p.zeros is not None or p.block_size % BLOCK != 0
+
+    @property
+    def depth(self) -> int:
+        """How much a warp contracts at a time."""
+        return 16 if self.product.transpose else BLOCK
 
 
 # Chosen by registers, waves of blocks and traffic of activations, not measured: docs/performance.md
@@ -105,73 +123,90 @@ _TILINGS = (
     (4, 1, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
     (8, 1, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1)),
 )
+# Blocks of threads for `x @ W`, which are as many columns wide and share the rows.
+_TRANSPOSED = Tiling(row_tiles=4, row_warps=2, k_warps=4, unroll=1)
+_ENOUGH_BLOCKS, _MOST_SPLITS = 256, 8
 
 
 def tiling_for(p: Problem) -> Tiling:
     """The tiling for a problem, from the table."""
-    return next(t for tiles, n, k, t in _TILINGS if p.token_tiles <= tiles and p.n >= n and p.k >= k)
+    n, k = p.product.shape
+    if p.product.transpose:
+        most = min(_MOST_SPLITS, _ENOUGH_BLOCKS // blocks(p, _TRANSPOSED), n // 256)
+        return dataclasses.replace(_TRANSPOSED, splits=1 << max(most, 1).bit_length() - 1)
+    fits = lambda tiles, rows, columns: p.token_tiles <= tiles and n >= rows and k >= columns
+    tiling = next(tiling for *limits, tiling in _TILINGS if fits(*limits))
+    # Scaling value by value takes registers, and wider codes shared memory: more threads have less of both.
+    large = p.exact or p.product.bits == 8
+    return dataclasses.replace(tiling, k_warps=min(tiling.k_warps, 8)) if large else tiling
 
 
 def blocks(p: Problem, tiling: Tiling) -> int:
     """How many blocks of threads the program is for."""
-    return -(-p.n // tiling.rows) * p.groups * tiling.splits
+    return -(-p.product.free // tiling.rows) * p.groups * tiling.splits
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
-    """Words of shared memory: for the tables, and when these have been read, for the partial sums.
+    """Words of shared memory: for tables and the ring, and when these have been read, for the partial sums.
 
-    Sums are ordered by warp, token and row, padded so that the threads that store them meet
+    Sums are ordered by warp, token and feature, padded so that the threads that store them meet
     different banks.
     """
-    tables = _CODE_TABLE + (256 * 4 if p.nested else 0)
-    return max(tables // 4, tiling.k_warps * 8 * p.token_tiles * _stride(tiling))
+    tables = _tables(p)
+    ring = stages(p, tiling) * _stage_bytes(p, tiling)
+    return max((tables + ring) // 4, tiling.k_warps * 8 * p.token_tiles * _stride(tiling))
+
+
+def stages(p: Problem, tiling: Tiling) -> int:
+    """How many steps of a warp's bytes are in shared memory at a time."""
+    return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
+
+
+def _tables(p: Problem) -> int:
+    return TABLE_BYTES + (1024 if p.scales == "nested" else 0)
+
+
+def _stage_bytes(p: Problem, tiling: Tiling) -> int:
+    rows = 4 if p.product.transpose else 2 * tiling.row_tiles
+    of_scale = (2 if p.scales == "nested" else 1) + (p.product.zeros is not None)
+    codes = p.product.bits // 4 if p.product.transpose else p.product.bits // 2
+    return 4 * tiling.threads * tiling.unroll * rows * (codes + of_scale)
 
 
 def _stride(tiling: Tiling) -> int:
     return tiling.rows + 4
 
 
-class _Operands:
-    """The arrays in global memory, by name."""
-
-    def __init__(self, refs: Sequence[Memory], p: Problem) -> None:
-        self.x, self.packed, *refs = refs
-        if p.nested:
-            self.scale_codes, self.absmax, self.offset, self.scale_map, *refs = refs
-        else:
-            self.absmax, *refs = refs
-        self.codebook, *refs = refs
-        if p.adapters:
-            self.t, self.b = refs
-
-
 def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
-    """Emits the program: `out = x @ W.T`, plus `t @ b.T` of each adapter; in `tiling.splits` terms.
+    """Emits the program: the product, plus `t @ b.T` of each adapter; in `tiling.splits` terms.
 
     **Arguments:**
 
-    - `refs`: in global memory `x`, `packed`, the scales (`absmax`, or if nested its codes, their
-        absmax, the offset and the map), `codebook`, if there are adapters `t` and `b`, and `out`; in
-        shared memory `shared_words` words.
+    - `refs`: in global memory `x`, the codes, the scales (if nested their codes, their absmax, the offset and
+        the map), the zero points if there are any, the values of the codes, if there are adapters `t`, `b`
+        and for each group of tokens the adapters that it takes and how many, and `out`; in shared memory
+        `shared_words` words.
     """
     *operands, out, shared = map(Memory, refs)
-    warp = _Warp(_Operands(operands, p), shared, p, tiling)
+    warp = (_Transposed if p.product.transpose else _Warp)(operands, shared, p, tiling)
     acc = [lanes.number(0.0, "float32")] * (tiling.row_tiles * p.token_tiles * 4)
+    ahead = stages(p, tiling) - 1
 
-    if p.nested:
-        warp.fill_scale_table()
-        lanes.barrier()
-    first = warp.load(lanes.number(0, "u32"))
-    warp.fill_code_table()
+    for i in range(ahead):
+        warp.fetch(lanes.number(i, "u32"))
+    warp.scales.fill(warp.thread, tiling.threads)
+    warp.table.fill(warp.values, warp.thread, tiling.threads)
     lanes.barrier()
 
-    def step(i: Reg, carry: list[Reg]) -> list[Reg]:
-        held, acc = carry[: len(first)], carry[len(first) :]
-        following = warp.load(i + 1)
-        return following + warp.multiply(i, held, acc)
+    def step(i: Reg, acc: list[Reg]) -> list[Reg]:
+        lanes.wait_for_copies(ahead - 1)
+        held = warp.held(i)
+        warp.fetch(i + ahead)
+        return warp.multiply(i, held, acc)
 
-    steps = -(-p.k // (BLOCK * tiling.unroll * tiling.k_warps * tiling.splits))
-    acc = lanes.loop(steps, first + acc, step)[len(first) :]
+    steps = -(-p.product.contracted // (p.depth * tiling.unroll * tiling.k_warps * tiling.splits))
+    acc = lanes.loop(steps, acc, step)
+    lanes.wait_for_copies(0)
     if p.adapters:
         acc = warp.add_low_rank(acc)
     lanes.barrier()
@@ -179,10 +214,18 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
 
 class _Warp:
-    """The place of one thread, and the work of its warp."""
+    """The place of one thread, and the work of its warp for `x @ W.T`."""
 
-    def __init__(self, memory: _Operands, table: Memory, p: Problem, tiling: Tiling) -> None:
-        self.memory, self.table, self.p, self.tiling = memory, table, p, tiling
+    def __init__(self, operands: list[Memory], shared: Memory, p: Problem, tiling: Tiling) -> None:
+        self.x, self.codes, *operands = operands
+        of_scales = 4 if p.scales == "nested" else 1
+        self.scales = Numbers(p.scales, operands[:of_scales], shared)
+        operands = operands[of_scales:]
+        self.zeros = None
+        if p.product.zeros is not None:
+            self.zeros, *operands = Numbers(p.zeros, operands[:1], shared), *operands[1:]
+        self.values, *self.low_rank = operands
+        self.shared, self.p, self.tiling = shared, p, tiling
         self.thread = lanes.thread_index()
         self.lane = self.thread % 32
         self.group, self.quad = self.lane // 4, self.lane % 4
@@ -193,109 +236,169 @@ class _Warp:
         # Groups of tokens that share rows of `W` are neighbours, so that L2 serves all but one.
         place = lanes.block_index() // tiling.splits
         self.first_row = place // p.groups * tiling.rows
-        self.first_token = place % p.groups * (8 * p.token_tiles)
+        self.token_group = place % p.groups
+        self.first_token = self.token_group * (8 * p.token_tiles)
+        self.table = Table(shared, self.lane, p.product, p.dtype, exact=p.exact)
         # Past the end the last row is read again; what comes of it is not stored.
-        self.rows = [
-            lanes.minimum(self.first_row + self.row_in_block + self.group + 8 * i, p.n - 1)
-            for i in range(2 * tiling.row_tiles)
-        ]
         self.tokens = [
             lanes.minimum(self.first_token + self.group + 8 * i, p.m - 1) for i in range(p.token_tiles)
         ]
+        self.place_of_features()
 
-    def fill_scale_table(self) -> None:
-        """Writes the 256 values that the codes of nested scales stand for."""
-        for i in range(0, 256, self.tiling.threads):
-            at = lanes.minimum(self.thread + i, 255) * 4
-            (value,) = self.memory.scale_map.load(at, "float32")
-            store = functools.partial(self.table.store, at + _CODE_TABLE, value)
-            lanes.when(self.thread + i < 256, store)
-
-    def fill_code_table(self) -> None:
-        """Writes, for each byte, its two values as a register: 32 times, four of them at once."""
-        for i in range(0, 256 * 8, self.tiling.threads):
-            at = self.thread + i
-            byte = at // 8
-            values = [self.memory.codebook.load(code * 4, "float32")[0] for code in (byte // 16, byte % 16)]
-            even, odd = (lanes.widen(lanes.round_to(v, self.p.dtype)) for v in values)
-            self.table.store(at * 16, *[even | odd << 16] * 4)
-
-    def _block(self, step: Reg, i: int) -> tuple[Reg, Reg]:
-        """The `i`-th block of a step, and whether there is one; if not, the last one."""
-        block = self._share(step) * self.tiling.unroll + i
-        blocks = self.p.k // BLOCK
-        return lanes.minimum(block, blocks - 1), block < blocks
-
-    def _share(self, step: Reg) -> Reg:
-        """The number of a warp's step among those of all warps that share rows of `W`."""
-        return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
-
-    def load(self, step: Reg) -> list[Reg]:
-        """Codes (two words) and scale of each of the thread's rows, for each block of a step."""
-        p, regs = self.p, []
-        for i in range(self.tiling.unroll):
-            block, present = self._block(step, i)
-            for row in self.rows:
-                at = row * (p.k // 2) + block * (BLOCK // 2) + self.quad * 8
-                codes = self.memory.packed.stream(at, 2)
-                at = row * (p.k // p.block_size) + block // (p.block_size // BLOCK)
-                regs += [*codes, lanes.select(present, self._scale(at), 0.0)]
-        return regs
-
-    def _scale(self, at: Reg) -> Reg:
-        if not self.p.nested:
-            return self.memory.absmax.load(at * 4, "float32")[0]
-        code = lanes.widen(self.memory.scale_codes.load(at, "u8")[0])
-        mapped = self.table.load(code * 4 + _CODE_TABLE, "float32")[0]
-        absmax = self.memory.absmax.load(at // 256 * 4, "float32")[0]
-        offset = self.memory.offset.load(lanes.number(0, "u32"), "float32")[0]
-        return lanes.fma(mapped, absmax, offset)
-
-    def multiply(self, step: Reg, held: list[Reg], acc: list[Reg]) -> list[Reg]:
-        """Adds the products with the blocks of a step, whose codes and scales are held."""
-        acc, rows = list(acc), 2 * self.tiling.row_tiles
-        for i in range(self.tiling.unroll):
-            block, _ = self._block(step, i)
-            regs = held[3 * rows * i : 3 * rows * (i + 1)]
-            weights = [self._decode(regs[3 * r : 3 * r + 2]) for r in range(rows)]
-            scales = regs[2::3]
-            for j, token in enumerate(self.tokens):
-                x = self._activations(token, block)
-                for tile in range(self.tiling.row_tiles):
-                    upper, lower = weights[2 * tile : 2 * tile + 2]
-                    product = [lanes.number(0.0, "float32")] * 4
-                    for q in range(0, 8, 2):
-                        a = upper[q], lower[q], upper[q + 1], lower[q + 1]
-                        product = lanes.mma(product, a, x[q : q + 2], self.p.dtype)
-                    at = 4 * (j * self.tiling.row_tiles + tile)
-                    for e in range(4):
-                        acc[at + e] = lanes.fma(product[e], scales[2 * tile + e // 2], acc[at + e])
-        return acc
-
-    def _decode(self, words: list[Reg]) -> list[Reg]:
-        """The values of 8 bytes, two to a register."""
-        return [
-            self.table.load(((word >> shift) & 255) * 128 + self.lane * 4, "u32")[0]
-            for word in words
-            for shift in (0, 8, 16, 24)
+    def place_of_features(self) -> None:
+        n = self.p.product.shape[0]
+        self.rows = [
+            lanes.minimum(self.first_row + self.row_in_block + self.group + 8 * i, n - 1)
+            for i in range(2 * self.tiling.row_tiles)
         ]
 
-    def _activations(self, token: Reg, block: Reg) -> list[Reg]:
+    def feature(self, tile: int, e: int) -> Reg:
+        """The feature, within those of the block, that number `e` of a tile's accumulator is of."""
+        return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
+
+    def _share(self, step: Reg) -> Reg:
+        """The number of a warp's step among those of all warps that share features."""
+        return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
+
+    def _part(self, step: Reg, i: int) -> tuple[Reg, Reg]:
+        """The `i`-th part of what a step contracts, and whether there is one; if not, the last one."""
+        part = self._share(step) * self.tiling.unroll + i
+        parts = self.p.product.contracted // self.p.depth
+        return lanes.minimum(part, parts - 1), part < parts
+
+    def lines(self, part: Reg) -> list[tuple[Reg, Reg]]:
+        """The rows of `W` that the thread decodes codes of, and the first column of these."""
+        column = part * BLOCK + self.quad * 16
+        return [(row, column) for row in self.rows]
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of codes of a line."""
+        return 2 * self.p.product.bits
+
+    def _index(self, row: Reg, column: Reg) -> Reg:
+        """The number of the scale of a line."""
+        return row * self.p.product.row_blocks + column // self.p.product.block_size
+
+    def _copies(self, step: Reg) -> list[tuple[Memory, Reg, int, Reg]]:
+        """What the thread copies for a step: arrays, offsets, how many bytes, and whether they are there."""
+        p, out = self.p.product, []
+        for i in range(self.tiling.unroll):
+            part, present = self._part(step, i)
+            for row, column in self.lines(part):
+                at = row * p.row_bytes + (column // 2 if p.bits == 4 else column)
+                copies = [(self.codes, at, self.line_bytes)]
+                for numbers in filter(None, (self.scales, self.zeros)):
+                    copies += numbers.copies(self._index(row, column))
+                out += [(*copy, present) for copy in copies]
+        return out
+
+    def _slots(self, step: Reg, sizes: Sequence[int]) -> list[Reg]:
+        """Where in the ring what is copied for a step has its place."""
+        stage = step % stages(self.p, self.tiling) * _stage_bytes(self.p, self.tiling)
+        starts = [sum(sizes[:i]) * self.tiling.threads for i in range(len(sizes))]
+        base = stage + _tables(self.p)
+        return [base + start + self.thread * size for start, size in zip(starts, sizes, strict=True)]
+
+    def _sizes(self) -> list[int]:
+        words = self.scales.words + (0 if self.zeros is None else self.zeros.words)
+        lines = 4 if self.p.product.transpose else len(self.rows)
+        return [self.line_bytes, *[4] * words] * (lines * self.tiling.unroll)
+
+    def fetch(self, step: Reg) -> None:
+        """Begins to copy what the thread decodes in a step."""
+        copies = self._copies(step)
+        slots = self._slots(step, [size for _, _, size, _ in copies])
+        for (memory, at, size, present), slot in zip(copies, slots, strict=True):
+            memory.copy_to(at, self.shared, slot, size, present)
+        lanes.commit_copies()
+
+    def held(self, step: Reg) -> list[list[Reg]]:
+        """What was copied for a step."""
+        sizes = self._sizes()
+        return [
+            self.shared.load(slot, "u32", size // 4)
+            for slot, size in zip(self._slots(step, sizes), sizes, strict=True)
+        ]
+
+    def _scale(self, numbers: list[list[Reg]], row: Reg, column: Reg, present: Reg) -> tuple[Reg, Any]:
+        """The scale of a line, and what is added to its scaled values, if anything."""
+        index, p, count = self._index(row, column), self.p.product, self.scales.words
+        words = [word for words in numbers for word in words]
+        scale = lanes.select(present, self.scales.read(words[:count], index), 0.0)
+        if self.zeros is None:
+            return scale, None
+        zero = self.zeros.read(words[count:], index)
+        factor = {"points": lambda: scale * -1.0, "plus": lambda: 1.0, "minus": lambda: -1.0}[p.zeros or ""]()
+        return scale, lanes.select(present, zero * factor, 0.0)
+
+    def _decoded(self, step: Reg, i: int, held: list[list[Reg]]) -> list[tuple[list[Reg], Reg, Any]]:
+        """Of each line of a part: the words of its codes, its scale, and what is added."""
+        part, present = self._part(step, i)
+        lines = self.lines(part)
+        width = len(held) // self.tiling.unroll // len(lines)
+        held = held[i * len(lines) * width :]
+        return [
+            (held[j * width], *self._scale(held[j * width + 1 : (j + 1) * width], row, column, present))
+            for j, (row, column) in enumerate(lines)
+        ]
+
+    def _values(self, words: list[Reg], scale: Reg, shift: Any) -> list[Reg]:
+        """The values of a line in float32."""
+        values = self.table.values(words)
+        return [v * scale if shift is None else lanes.fma(v, scale, shift) for v in values]
+
+    def multiply(self, step: Reg, held: list[list[Reg]], acc: list[Reg]) -> list[Reg]:
+        """Adds the products with what was copied for a step."""
+        acc, tiles = list(acc), self.tiling.row_tiles
+        for i in range(self.tiling.unroll):
+            part, _ = self._part(step, i)
+            lines = self._decoded(step, i, held)
+            if self.p.exact:
+                values = [self._values(*line) for line in lines]
+                weights = [self._packed(v[::2], v[1::2]) for v in values]
+            else:
+                weights = [self.table.pairs(words) for words, _, _ in lines]
+            for j, token in enumerate(self.tokens):
+                x = self._activations(token, part)
+                for tile in range(tiles):
+                    upper, lower = weights[2 * tile : 2 * tile + 2]
+                    own = slice(4 * (j * tiles + tile), 4 * (j * tiles + tile) + 4)
+                    total = acc[own] if self.p.exact else [lanes.number(0.0, "float32")] * 4
+                    for q in range(0, 8, 2):
+                        a = upper[q], lower[q], upper[q + 1], lower[q + 1]
+                        total = lanes.mma(total, a, x[q : q + 2], self.p.dtype)
+                    if not self.p.exact:
+                        scales = [lines[2 * tile + e // 2][1] for e in range(4)]
+                        total = [lanes.fma(*terms) for terms in zip(total, scales, acc[own], strict=True)]
+                    acc[own] = total
+        return acc
+
+    def _packed(self, low: list[Reg], high: list[Reg]) -> list[Reg]:
+        return [lanes.pack(a, b, self.p.dtype) for a, b in zip(low, high, strict=True)]
+
+    def _activations(self, token: Reg, part: Reg) -> list[Reg]:
         """The thread's 16 columns of a block, two to a register."""
-        at = (token * self.p.k + block * BLOCK + self.quad * 16) * 2
-        return [r for half in (0, 16) for r in self.memory.x.load(at + half, "u32", 4)]
+        at = (token * self.p.product.contracted + part * BLOCK + self.quad * 16) * 2
+        return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
 
     def add_low_rank(self, acc: list[Reg]) -> list[Reg]:
-        """Adds `t @ b.T` of all adapters; thread `quad` takes columns 4·quad … 4·quad + 3 of 16 of both."""
-        of_adapter = self.p.rank // 16
-        tiles, t, b = self.p.adapters * of_adapter, self.memory.t, self.memory.b
+        """Adds `t @ b.T` of the adapters that any token of the group takes; thread `quad` takes columns
+        4·quad … 4·quad + 3 of 16 of both."""
+        p, of_adapter = self.p, self.p.rank // 16
+        t, b, used, counts = self.low_rank
+        (count,) = counts.load(self.token_group * 4, "u32")
+        tiles = count * of_adapter
+        warps = self.tiling.k_warps * self.tiling.splits
 
         def step(i: Reg, acc: list[Reg]) -> list[Reg]:
-            tile = self._share(i)
-            present, tile = tile < tiles, lanes.minimum(tile, tiles - 1)
-            adapter, column = tile // of_adapter, tile % of_adapter * 16 + self.quad * 4
-            t_at = lambda token: (token * (16 * tiles) + tile * 16 + self.quad * 4) * 2
-            b_at = lambda row: ((adapter * self.p.n + row) * self.p.rank + column) * 2
+            place = self._share(i)
+            present = place < tiles
+            place = lanes.select(present, place, 0)
+            (adapter,) = used.load((self.token_group * p.adapters + place // of_adapter) * 4, "u32")
+            column = place % of_adapter * 16 + self.quad * 4
+            t_at = lambda token: ((token * p.adapters + adapter) * p.rank + column) * 2
+            b_at = lambda row: ((adapter * p.product.shape[0] + row) * p.rank + column) * 2
             rows = [b.load(b_at(row), "u32", 2) for row in self.rows]
             rows = [[lanes.select(present, r, 0) for r in pair] for pair in rows]
             out: list[Reg] = []
@@ -303,23 +406,61 @@ class _Warp:
                 of_token = t.load(t_at(token), "u32", 2)
                 for upper, lower in zip(rows[::2], rows[1::2], strict=True):
                     a = upper[0], lower[0], upper[1], lower[1]
-                    out += lanes.mma(acc[len(out) : len(out) + 4], a, of_token, self.p.dtype)
+                    out += lanes.mma(acc[len(out) : len(out) + 4], a, of_token, p.dtype)
             return out
 
-        return lanes.loop(-(-tiles // (self.tiling.k_warps * self.tiling.splits)), acc, step)
+        return lanes.loop((tiles + (warps - 1)) // warps, acc, step)
+
+
+class _Transposed(_Warp):
+    """The same for `x @ W`: features are columns of `W`, 64 of a warp, and 16 rows are contracted at a time.
+
+    A line is eight columns of a row. Rows differ in their scales, so that values are scaled one by one; the
+    two rows that share a register of the instruction meet when they are rounded.
+    """
+
+    def place_of_features(self) -> None:
+        k = self.p.product.shape[1]
+        first = self.first_row + self.row_in_block + self.group * 8
+        self.column = lanes.minimum(first, k - 8)
+
+    def feature(self, tile: int, e: int) -> Reg:
+        return self.row_in_block + self.group * 8 + (2 * tile + e // 2)
+
+    def lines(self, part: Reg) -> list[tuple[Reg, Reg]]:
+        return [(part * 16 + self.quad * 4 + r, self.column) for r in range(4)]
+
+    @property
+    def line_bytes(self) -> int:
+        return self.p.product.bits
+
+    def multiply(self, step: Reg, held: list[list[Reg]], acc: list[Reg]) -> list[Reg]:
+        acc, tiles = list(acc), self.tiling.row_tiles
+        for i in range(self.tiling.unroll):
+            part, _ = self._part(step, i)
+            first, second, third, fourth = (self._values(*line) for line in self._decoded(step, i, held))
+            upper, lower = self._packed(first, second), self._packed(third, fourth)
+            for j, token in enumerate(self.tokens):
+                at = (token * self.p.product.contracted + part * 16 + self.quad * 4) * 2
+                x = self.x.load(at, "u32", 2)
+                for tile in range(tiles):
+                    even, odd = 2 * tile, 2 * tile + 1
+                    a = upper[even], upper[odd], lower[even], lower[odd]
+                    own = slice(4 * (j * tiles + tile), 4 * (j * tiles + tile) + 4)
+                    acc[own] = lanes.mma(acc[own], a, x, self.p.dtype)
+        return acc
 
 
 def _reduce(acc: list[Reg], warp: _Warp, sums: Memory, out: Memory) -> None:
-    """Adds the sums of the warps that share rows, and stores them."""
+    """Adds the sums of the warps that share features, and stores them."""
     p, tiling = warp.p, warp.tiling
-    tokens, stride = 8 * p.token_tiles, _stride(tiling)
+    tokens, stride, features = 8 * p.token_tiles, _stride(tiling), p.product.free
     for j in range(p.token_tiles):
         for tile in range(tiling.row_tiles):
             for e in range(4):
                 token = warp.k_warp * tokens + warp.quad * 2 + (8 * j + e % 2)
-                row = warp.row_in_block + warp.group + (16 * tile + 8 * (e // 2))
                 value = acc[4 * (j * tiling.row_tiles + tile) + e]
-                sums.store((token * stride + row) * 4, value)
+                sums.store((token * stride + warp.feature(tile, e)) * 4, value)
     lanes.barrier()
     for i in range(0, tiling.rows * tokens, tiling.threads):
         token, row = (warp.thread + i) // tiling.rows, (warp.thread + i) % tiling.rows
@@ -328,10 +469,10 @@ def _reduce(acc: list[Reg], warp: _Warp, sums: Memory, out: Memory) -> None:
         for k_warp in range(tiling.k_warps):
             at = ((held + k_warp * tokens) * stride + row) * 4
             total = total + sums.load(at, "float32")[0]
-        global_token, global_row = warp.first_token + token, warp.first_row + row
-        inside = (token < tokens) & (global_token < p.m) & (global_row < p.n)
-        size = 4 if p.out_dtype == "float32" else 2
+        global_token, feature = warp.first_token + token, warp.first_row + row
+        inside = (token < tokens) & (global_token < p.m) & (feature < features)
+        size = SIZES[p.out_dtype]
         split = lanes.block_index() % tiling.splits
-        at = ((split * p.m + global_token) * p.n + global_row) * size
+        at = ((split * p.m + global_token) * features + feature) * size
         result = lanes.round_to(total, p.out_dtype)
         lanes.when(inside, functools.partial(out.store, at, result))

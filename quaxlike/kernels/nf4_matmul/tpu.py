@@ -1,9 +1,9 @@
-"""The matmul with 4-bit weights on TPUs.
+"""The matmul with stored weights on TPUs.
 
-Codes are read as they are stored. A byte holds two neighbouring columns of a row of `W`; bytes lie
-along lanes, so that the high nibbles of a tile are its even columns and the low ones its odd columns.
-The two are multiplied apart, by the even and by the odd columns of `x`: nothing is interleaved. Both
-the codebook and the scales are looked up within the 128 lanes of a register.
+Codes are read as they are stored. A byte of two codes holds two neighbouring columns of a row of `W`; bytes
+lie along lanes, so that one half of each is an even column of a tile and the other an odd one. The two planes
+are multiplied apart, by the even and by the odd columns of `x`: nothing is interleaved. Both the codebook and
+the scales are looked up within the 128 lanes of a register; codes that are integers need no table.
 """
 
 import functools
@@ -18,22 +18,25 @@ from jax import lax
 from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
+from ..product import Product
 from .scales import NestedScales, dense_scales
 
 _LANES = 128
 _ROWS_OF_X = 256  # in a tile
 
 
-def choose(platform: str, x: Any, **params: Any) -> Choice | str:
+def choose(platform: str, x: Any, *, product: Product, partitioned: bool, **params: Any) -> Choice | str:
     """How the operation runs on a TPU, or why it does not."""
-    refusal = PARTITIONED if params["partitioned"] else pallas_tpu_refusal(platform)
+    refusal = PARTITIONED if partitioned else pallas_tpu_refusal(platform)
     if refusal is not None:
         return refusal
-    n, k = params["shape"]
-    block_size = params["block_size"]
-    if n % _LANES or k % (2 * _LANES):
-        return f"the TPU kernel takes shapes of multiples of 128 and 256, not {(n, k)}"
-    if block_size.bit_count() != 1 or block_size < 16 or k % block_size:
+    (n, k), block_size = product.shape, product.block_size
+    if product.bits not in (4, 8):
+        return f"the TPU kernel takes codes of 4 and 8 bits, not {product.bits}"
+    if n == 0 or k == 0 or n % _LANES or k % (product.planes * _LANES):
+        return f"the TPU kernel takes shapes of multiples of 128 and {product.planes * _LANES}, not {(n, k)}"
+    few = block_size.bit_count() == 1 and block_size >= 16 and k % block_size == 0
+    if not few and block_size != k:
         return f"the TPU kernel takes blocks of a power of two within rows, not {block_size}"
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the TPU kernel takes bfloat16 and float32, not {x.dtype}"
@@ -50,47 +53,60 @@ def matmul(
     absmax: Array | NestedScales,
     codebook: Array,
     *low_rank: Array,
-    shape: tuple[int, int],
-    block_size: int,
-    out_dtype: np.dtype,
-    transpose: bool = False,
+    product: Product,
+    zeros: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """The Pallas kernel; `low_rank` is nothing, or `t` and `b` as in `lora_matmul_reference`."""
-    n, k = shape
+    """The Pallas kernel.
+
+    **Arguments:**
+
+    - `packed`, `absmax`, `zeros`: codes, scales and zero points in floating dtypes, of any shape.
+    - `low_rank`: nothing, or `t` and `b` as in `lora_matmul_reference`.
+    """
+    (n, k), out_dtype, planes = product.shape, product.out_dtype, product.planes
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     rows = min(_ROWS_OF_X, -(-m // 16) * 16)
     as_rows = lambda z: jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % rows), (0, 0)))
     x = as_rows(x)
-    packed = packed.reshape(n, k // 2)
-    scales = dense_scales(absmax).reshape(n, k // block_size)
-    scales = jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % _LANES)))
-    table = jnp.pad(codebook, (0, _LANES - 16)).reshape(1, _LANES)
-    tile_n, tile_bytes = _tile(n, 512), _tile(k // 2, 1024)
-    weight = _Weight(packed, scales, table, block_size // 2, tile_n, tile_bytes)
-    if transpose:
-        even, odd = _transposed(x, weight, rows, out_dtype, interpret)
-        y = jnp.stack([even, odd], axis=-1).reshape(x.shape[0], k)
+    packed = packed.reshape(n, product.row_bytes)
+    of_blocks = [
+        jnp.pad(z, ((0, 0), (0, -z.shape[1] % _LANES)))
+        for z in (
+            z.reshape(n, product.row_blocks).astype(jnp.float32)
+            for z in (dense_scales(absmax), zeros)
+            if z is not None
+        )
+    ]
+    table = jnp.pad(codebook, (0, -codebook.size % _LANES)).reshape(1, -1)
+    tile_n, tile_bytes = _tile(n, 512), _tile(product.row_bytes, 2048 // planes)
+    weight = _Weight(packed, of_blocks, table, product, tile_n, tile_bytes)
+    if product.transpose:
+        y = jnp.stack(_transposed(x, weight, rows, out_dtype, interpret), axis=-1).reshape(x.shape[0], k)
     else:
         if low_rank:
             t, b = low_rank
             # Adapters beside each other, as one of the summed rank.
             low_rank = as_rows(t.reshape(m, -1)), jnp.moveaxis(b, 0, 1).reshape(n, -1)
-        y = _forward((x[:, 0::2], x[:, 1::2]), low_rank, weight, rows, out_dtype, interpret)
+        y = _forward([x[:, i::planes] for i in range(planes)], low_rank, weight, rows, out_dtype, interpret)
     return y[:m].reshape(*lead, y.shape[1])
 
 
 class _Weight(NamedTuple):
-    packed: Array  # (n, k / 2)
-    scales: Array  # (n, k / block_size), padded to whole registers
-    table: Array  # (1, 128)
-    block_bytes: int
+    packed: Array  # (n, bytes of a row)
+    of_blocks: list[Array]  # scales and zero points, (n, k / block_size), padded to whole registers
+    table: Array  # (1, 128), or (1, 256) for codes of 8 bits
+    product: Product
     tile_n: int
     tile_bytes: int
 
     @property
-    def operands(self) -> tuple[Array, Array, Array]:
-        return self.packed, self.scales, self.table
+    def operands(self) -> list[Array]:
+        return [self.packed, self.table, *self.of_blocks]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.product.block_size * self.product.bits // 8
 
     def specs(self, place: Callable[..., tuple[Any, Any]]) -> list[Any]:
         """How tiles of the operands are cut; `place` gives the tile's row and column in the grid."""
@@ -104,27 +120,47 @@ class _Weight(NamedTuple):
 
         return [
             pl.BlockSpec((self.tile_n, self.tile_bytes), place),
-            pl.BlockSpec((self.tile_n, _LANES), scales_at),
-            pl.BlockSpec((1, _LANES), lambda *grid: (0, 0)),
+            pl.BlockSpec((1, self.table.shape[1]), lambda *grid: (0, 0)),
+            *[pl.BlockSpec((self.tile_n, _LANES), scales_at) for _ in self.of_blocks],
         ]
 
-    def decode(self, refs: Sequence[Any], k: Any, dtype: Any) -> Iterator[tuple[Any, ...]]:
-        """For each 128 bytes of a tile's rows: where they are, their even and their odd columns."""
-        packed, scales, table = refs
+    def decode(self, refs: Sequence[Any], k: Any, dtype: Any) -> Iterator[tuple[Any, list[Array]]]:
+        """For each 128 bytes of a tile's rows: where they are, and their columns in planes."""
+        packed, table, *of_blocks = refs
         lane = lax.broadcasted_iota(jnp.int32, (self.tile_n, _LANES), 1)
-        lookup = functools.partial(jnp.take_along_axis, axis=1, mode="promise_in_bounds")
-        values = jnp.broadcast_to(table[...], (self.tile_n, _LANES))
         for start in range(0, self.tile_bytes, _LANES):
             at = slice(start, start + _LANES)
-            pairs = packed[:, at].astype(jnp.int32)
+            codes = packed[:, at].astype(jnp.int32)
             block = (k * self.tile_bytes + start + lane) // self.block_bytes % _LANES
-            scale = lookup(scales[...], block)
-            even, odd = ((lookup(values, code) * scale).astype(dtype) for code in (pairs >> 4, pairs & 15))
-            yield at, even, odd
+            if self.product.row_blocks == 1:
+                scale, *zero = (jnp.broadcast_to(z[:, :1], codes.shape) for z in of_blocks)
+            else:
+                scale, *zero = (_lookup(z[...], block) for z in of_blocks)
+            halves = [codes] if self.product.bits == 8 else [codes >> 4, codes & 15]
+            halves = halves[::-1] if self.product.low_first else halves
+            values = [self._scaled(self._values(table, half), scale, *zero) for half in halves]
+            yield at, [v.astype(dtype) for v in values]
+
+    def _values(self, table: Any, codes: Array) -> Array:
+        """What codes stand for, in float32."""
+        if self.product.bias is not None:
+            return (codes - self.product.bias).astype(jnp.float32)
+        parts = [
+            _lookup(jnp.broadcast_to(table[:, i : i + _LANES], codes.shape), codes & (_LANES - 1))
+            for i in range(0, table.shape[1], _LANES)
+        ]
+        return parts[0] if len(parts) == 1 else jnp.where(codes < _LANES, *parts)
+
+    def _scaled(self, values: Array, scale: Array, zero: Array | None = None) -> Array:
+        if zero is None:
+            return values * scale
+        if self.product.zeros == "points":
+            return (values - zero) * scale
+        return values * scale + zero if self.product.zeros == "plus" else values * scale - zero
 
 
 def _forward(
-    x: tuple[Array, Array],
+    x: list[Array],
     low_rank: Sequence[Array],
     weight: _Weight,
     rows: int,
@@ -134,10 +170,12 @@ def _forward(
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
-    m, (n, half_k) = x[0].shape[0], weight.packed.shape
+    m, (n, row_bytes) = x[0].shape[0], weight.packed.shape
+    of_weight = len(x) + len(weight.operands)
 
-    def kernel(x_even: Any, x_odd: Any, *refs: Any) -> None:
-        packed, scales, table, *low_rank_refs, out, acc = refs
+    def kernel(*refs: Any) -> None:
+        planes, weight_refs, low_rank_refs = refs[: len(x)], refs[len(x) : of_weight], refs[of_weight:-2]
+        out, acc = refs[-2:]
         k = pl.program_id(2)
 
         @pl.when(k == 0)
@@ -148,8 +186,9 @@ def _forward(
             else:
                 acc[...] = jnp.zeros_like(acc)
 
-        for at, even, odd in weight.decode((packed, scales, table), k, x_even.dtype):
-            acc[...] += _dot(x_even[:, at], even, 1) + _dot(x_odd[:, at], odd, 1)
+        for at, parts in weight.decode(weight_refs, k, planes[0].dtype):
+            products = [_dot(plane[:, at], w, 1) for plane, w in zip(planes, parts, strict=True)]
+            acc[...] += functools.reduce(jnp.add, products)
 
         @pl.when(k == pl.num_programs(2) - 1)
         def _() -> None:
@@ -166,57 +205,60 @@ def _forward(
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(m // rows, n // weight.tile_n, half_k // weight.tile_bytes),
-        in_specs=[of_x, of_x, *weight.specs(lambda i, n, k: (n, k)), *of_low_rank],
+        grid=(m // rows, n // weight.tile_n, row_bytes // weight.tile_bytes),
+        in_specs=[*[of_x] * len(x), *weight.specs(lambda i, n, k: (n, k)), *of_low_rank],
         out_specs=pl.BlockSpec((rows, weight.tile_n), lambda i, n, k: (i, n)),
         scratch_shapes=[pltpu.VMEM((rows, weight.tile_n), jnp.float32)],
         compiler_params=_compiler_params(),
         interpret=interpret,
-        name="nf4_matmul",
+        name="stored_matmul",
     )(*x, *weight.operands, *low_rank)
 
 
-def _transposed(
-    x: Array, weight: _Weight, rows: int, out_dtype: np.dtype, interpret: bool
-) -> tuple[Array, Array]:
-    """The even and the odd columns of `x @ W`."""
+def _transposed(x: Array, weight: _Weight, rows: int, out_dtype: np.dtype, interpret: bool) -> list[Array]:
+    """The columns of `x @ W`, in planes."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
-    m, (n, half_k) = x.shape[0], weight.packed.shape
+    m, (n, row_bytes), planes = x.shape[0], weight.packed.shape, weight.product.planes
 
     def kernel(x: Any, *refs: Any) -> None:
-        *weight_refs, out_even, out_odd, acc_even, acc_odd = refs
+        weight_refs, outs, accs = refs[: -2 * planes], refs[-2 * planes : -planes], refs[-planes:]
         step = pl.program_id(2)
 
         @pl.when(step == 0)
         def _() -> None:
-            acc_even[...] = jnp.zeros_like(acc_even)
-            acc_odd[...] = jnp.zeros_like(acc_odd)
+            for acc in accs:
+                acc[...] = jnp.zeros_like(acc)
 
-        for at, even, odd in weight.decode(weight_refs, pl.program_id(1), x.dtype):
-            acc_even[:, at] += _dot(x[...], even, 0)
-            acc_odd[:, at] += _dot(x[...], odd, 0)
+        for at, parts in weight.decode(weight_refs, pl.program_id(1), x.dtype):
+            for acc, w in zip(accs, parts, strict=True):
+                acc[:, at] += _dot(x[...], w, 0)
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _() -> None:
-            out_even[...] = acc_even[...].astype(out_even.dtype)
-            out_odd[...] = acc_odd[...].astype(out_odd.dtype)
+            for out, acc in zip(outs, accs, strict=True):
+                out[...] = acc[...].astype(out.dtype)
 
-    half = jax.ShapeDtypeStruct((m, half_k), out_dtype)
-    of_half = pl.BlockSpec((rows, weight.tile_bytes), lambda i, k, n: (i, k))
+    plane = jax.ShapeDtypeStruct((m, row_bytes), out_dtype)
+    of_plane = pl.BlockSpec((rows, weight.tile_bytes), lambda i, k, n: (i, k))
     of_x = pl.BlockSpec((rows, weight.tile_n), lambda i, k, n: (i, n))
     return pl.pallas_call(
         kernel,
-        out_shape=(half, half),
-        grid=(m // rows, half_k // weight.tile_bytes, n // weight.tile_n),
+        out_shape=[plane] * planes,
+        grid=(m // rows, row_bytes // weight.tile_bytes, n // weight.tile_n),
         in_specs=[of_x, *weight.specs(lambda i, k, n: (n, k))],
-        out_specs=(of_half, of_half),
-        scratch_shapes=[pltpu.VMEM((rows, weight.tile_bytes), jnp.float32)] * 2,
+        out_specs=[of_plane] * planes,
+        scratch_shapes=[pltpu.VMEM((rows, weight.tile_bytes), jnp.float32)] * planes,
         compiler_params=_compiler_params(),
         interpret=interpret,
-        name="nf4_matmul_transposed",
+        name="stored_matmul_transposed",
     )(x, *weight.operands)
+
+
+def _lookup(table: Array, index: Array) -> Array:
+    """For each lane the number of the table's row that is in the lane `index`."""
+    return jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
 
 
 def _compiler_params() -> Any:

@@ -1,0 +1,132 @@
+"""How threads of a GPU turn bytes of a weight into its values: the part of the kernel that knows formats.
+
+A table in shared memory has what each of the 256 bytes stands for, once for each of the 32 banks, so that
+threads never wait for one another.
+"""
+
+import functools
+from typing import Any
+
+from .. import lanes
+from ..lanes import Memory, Reg
+from ..product import Product
+
+TABLE_BYTES = 256 * 32 * 4
+_MAP_BYTES = 256 * 4
+
+#: Bytes of a scale or zero point, by how it is stored.
+SIZES = {
+    **{"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1},
+    **{"e4m3": 1, "e8m0": 1, "e8m0_half": 1, "nested": 1},
+}
+
+
+class Table:
+    """The values of codes, as `exact` float32, to be scaled one by one; or rounded to the dtype of the
+    activations, two to a register."""
+
+    def __init__(self, memory: Memory, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
+        self.memory, self.lane, self.dtype, self.exact = memory, lane, dtype, exact
+        self.bits, self.low_first = product.bits, product.low_first
+
+    def fill(self, values: Memory, thread: Reg, threads: int) -> None:
+        """Writes the entries of all bytes, four words at once."""
+        for i in range(0, 256 * 8, threads):
+            at = thread + i
+            self.memory.store(at * 16, *self._entry(values, at // 8))
+
+    def _entry(self, values: Memory, byte: Reg) -> list[Reg]:
+        codes = [byte] if self.bits == 8 else [byte // 16, byte % 16]
+        numbers = [values.load(code * 4, "float32")[0] for code in (codes[::-1] if self.low_first else codes)]
+        if self.exact:
+            return (numbers * 4)[:4]
+        rounded = [lanes.widen(lanes.round_to(v, self.dtype)) for v in numbers]
+        return [rounded[0] if self.bits == 8 else rounded[0] | rounded[1] << 16] * 4
+
+    def pairs(self, words: list[Reg]) -> list[Reg]:
+        """Neighbouring values, rounded, two to a register."""
+        entries = [self.memory.load(at * 128 + self.lane * 4, "u32")[0] for at in _bytes(words)]
+        if self.bits == 4:
+            return entries
+        return [low | high << 16 for low, high in zip(entries[::2], entries[1::2], strict=True)]
+
+    def values(self, words: list[Reg]) -> list[Reg]:
+        """All values, as float32."""
+        if self.bits == 8:
+            at = [byte * 128 + self.lane * 4 for byte in _bytes(words)]
+            return [self.memory.load(a, "float32")[0] for a in at]
+        at = [byte * 128 + self.lane % 16 * 8 for byte in _bytes(words)]
+        return [value for a in at for value in self.memory.load(a, "float32", 2)]
+
+
+def _bytes(words: list[Reg]) -> list[Reg]:
+    return [(word >> shift) & 255 for word in words for shift in (0, 8, 16, 24)]
+
+
+class Numbers:
+    """Scales or zero points in global memory, of which a thread copies the words that hold its own."""
+
+    def __init__(self, kind: str, refs: list[Memory], shared: Memory) -> None:
+        self.kind, self.size = kind, SIZES[kind]
+        self.memory, *nested = refs
+        self.nested: Any = None
+        if kind == "nested":
+            self.absmax, offset, self.map = nested
+            self.nested = offset.load(lanes.number(0, "u32"), "float32")[0]
+        self.shared = shared
+
+    @property
+    def words(self) -> int:
+        """How many words a thread copies for each number."""
+        return 2 if self.kind == "nested" else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        return _MAP_BYTES if self.kind == "nested" else 0
+
+    def fill(self, thread: Reg, threads: int) -> None:
+        """Writes the 256 values that the codes of nested scales stand for."""
+        for i in range(0, 256 if self.kind == "nested" else 0, threads):
+            at = lanes.minimum(thread + i, 255) * 4
+            (value,) = self.map.load(at, "float32")
+            lanes.when(thread + i < 256, functools.partial(self.shared.store, at + TABLE_BYTES, value))
+
+    def copies(self, index: Reg) -> list[tuple[Memory, Reg, int]]:
+        """What a thread copies for the number of this index: arrays, offsets, and how many bytes."""
+        at = index * self.size
+        out = [(self.memory, at if self.size == 4 else at // 4 * 4, 4)]
+        return out if self.kind != "nested" else [*out, (self.absmax, index // 256 * 4, 4)]
+
+    def read(self, words: list[Reg], index: Reg) -> Reg:
+        """The number of this index, from the words that were copied."""
+        word = words[0]
+        if self.kind == "float32":
+            return lanes.as_float32(word)
+        word = word >> index % (4 // self.size) * (8 * self.size)
+        if self.kind == "bfloat16":
+            return lanes.as_float32(word << 16)
+        if self.kind == "float16":
+            return lanes.from_float16(word)
+        byte = word & 255
+        if self.kind == "uint8":
+            return lanes.to_float32(byte)
+        if self.kind == "e4m3":
+            return _from_e4m3(byte)
+        if self.kind != "nested":
+            return _power_of_two(byte, int(self.kind == "e8m0_half"))
+        mapped = self.shared.load(byte * 4 + TABLE_BYTES, "float32")[0]
+        return lanes.fma(mapped, lanes.as_float32(words[1]), self.nested)
+
+
+def _from_e4m3(byte: Reg) -> Reg:
+    # As a float16 its exponent is too small by 8.
+    magnitude = byte & 127
+    value = lanes.from_float16((byte >> 7 << 15) | magnitude << 7) * 256.0
+    return lanes.select(magnitude < 127, value, float("nan"))
+
+
+def _power_of_two(byte: Reg, halved: int) -> Reg:
+    # What is below the least normal number has no exponent, but a bit of its own.
+    below = lanes.number(0x400000, "u32") >> (lanes.minimum(byte, halved) ^ halved)
+    bits = lanes.select(byte < 1 + halved, below, (byte - halved) << 23)
+    return lanes.as_float32(bits if halved else lanes.select(byte < 255, bits, 0x7FC00000))

@@ -1,0 +1,91 @@
+"""Weights in block formats run in the fused kernels, on GPUs and TPUs, as the reference does."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike import kernels
+from quaxlike.kernels.block_matmul import block_matmul_p
+from tests.primitives.jaxprs import equations
+from tests.samples import normal
+
+from .weights import relative_error, tpu_at_hand
+
+FUSED = [
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "fp8",
+    "q4_0",
+    "q4_1",
+    "q4_k",
+    "q8_0",
+    "iq4_nl",
+    "uint4_block",
+    "int8_block",
+]
+N, K = 128, 256
+
+
+def _product(codec, transpose, dtype=jnp.bfloat16, m=3, make=lambda fn, *args: fn(*args)):
+    w = make(functools.partial(ql.BlockArray.quantize, codec=codec), normal(N, K, dtype=dtype))
+    x = normal(m, N if transpose else K, dtype=dtype, seed=1)
+    return ql.quaxify(lambda x, w: x @ (w if transpose else w.T)), x, w
+
+
+def _choice(codec, transpose, platform, **options):
+    fn, x, w = _product(codec, transpose, make=jax.eval_shape, **options)
+    (eqn,) = [eqn for eqn in equations(jax.make_jaxpr(fn)(x, w)) if eqn.primitive is block_matmul_p]
+    with tpu_at_hand() if platform == "tpu" else contextlib.nullcontext():
+        return kernels.chosen_backend(*_operands(eqn), platform=platform, **_params(eqn))
+
+
+def _operands(eqn):
+    tree = eqn.params["in_tree"]
+    return eqn.primitive, *jax.tree.unflatten(tree, [v.aval for v in eqn.invars])
+
+
+def _params(eqn):
+    return {name: value for name, value in eqn.params.items() if name != "in_tree"}
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("codec", FUSED)
+def test_formats_are_fused(codec, transpose):
+    assert _choice(codec, transpose, "cuda").reason == "one fused kernel"
+    assert _choice(codec, transpose, "tpu").reason == "a Pallas kernel"
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "reason"),
+    [
+        ("int3_block", {}, "does not take codes of this format"),
+        ("q4_0", {"m": 129}, "1 to 128 rows of x, not 129"),
+        ("q4_0", {"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+    ],
+)
+def test_what_is_not_fused_is_told(codec, options, reason):
+    assert reason in _choice(codec, False, "cuda", **options).reason
+
+
+@pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "q8_0"])
+def test_lowers_for_cuda(codec):
+    fn, x, w = _product(codec, False, make=jax.eval_shape)
+    backward = lambda x, w: jax.grad(lambda x: jnp.sum(fn(x, w).astype(jnp.float32)))(x)
+    for f in (fn, backward):
+        assert "mosaic_gpu" in jax.jit(f).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "uint4_block", "fp8"])
+def test_the_tpu_kernel_interpreted(codec, transpose):
+    fn, x, w = _product(codec, transpose, jnp.float32)
+    with kernels.backend("tpu"):
+        y = jax.jit(fn)(x, w)
+    dense = np.float64(w.materialise())
+    assert relative_error(y, np.float64(x) @ (dense if transpose else dense.T)) < 1e-5
