@@ -140,8 +140,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         """For each array leaf, the partition spec that follows from `spec`, the one of the logical array.
 
-        Without it leaves of the logical shape take `spec` itself and an empty `spec` replicates all
-        leaves; anything else is an error that names this hook.
+        Without it leaves of the logical shape take `spec` itself, if their parts are those of the array, and
+        an empty `spec` replicates all leaves; anything else is an error that names this hook.
         """
         return NotImplemented
 

@@ -107,3 +107,11 @@ def test_results_of_iterations_are_stacked_where_their_leaves_are_rows():
     out = ql.quaxify(lambda x: jax.lax.map(lambda _: -x, jnp.arange(3)))(Twice(X))
     assert type(out) is Twice
     np.testing.assert_array_equal(out.array, jnp.broadcast_to(-X, (3, 3, 3)))
+
+
+def test_square_leaves_that_are_cut_along_another_axis_are_not_sharded_along_this_one():
+    mesh = jax.make_mesh((3,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
+    f = jax.shard_map(lambda x: -x, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    np.testing.assert_array_equal(ql.materialise(ql.quaxify(f)(Twice(X))), -2 * X)
+    with pytest.raises(ValueError, match=r"Define `Transposed.shard_spec\(spec\)`"):
+        ql.quaxify(f)(Transposed(X))

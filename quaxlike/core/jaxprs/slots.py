@@ -148,40 +148,56 @@ def _gives_leaves_back(slot: Slot) -> bool:
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
 
-@functools.lru_cache(maxsize=4096)
 def has_rows_in_leaves(slot: Slot) -> bool:
     """Whether the rows of the leaves make the rows of a Value whose type does not say it by `leading_axis`.
+    Not where a static field has an entry for each axis: it would not be that of a row."""
+    ndim = len(slot.aval.shape)
+    return (
+        ndim > 0
+        and slot.cls.leading_axis is Value.leading_axis
+        and not any(_is_per_axis(static, ndim) for static in _statics(slot.like))
+        and _is_cut_with_leaves(slot, 0, rows=True)
+    )
 
-    Each leaf has the shape of the array, whatever the sizes are, no static field says something of each axis,
-    and the rows materialise as the array does. A type that refuses to materialise is taken by its shapes.
+
+@functools.lru_cache(maxsize=4096)
+def _is_cut_with_leaves(slot: Slot, axis: int, *, rows: bool = False) -> bool:
+    """Whether parts of the leaves along an axis (halves, or rows) make the parts of a Value.
+
+    Each leaf has the shape of the array, whatever the sizes are, and the parts materialise as those of the
+    array. A type that refuses to materialise is taken by its shapes.
     """
     shape = slot.aval.shape
-    if (
-        not shape
-        or slot.cls.leading_axis is not Value.leading_axis
-        or any(a.shape != shape for a in slot.avals)
-        or any(_is_per_axis(static, len(shape)) for static in _statics(slot.like))
-    ):
+    if any(a.shape != shape for a in slot.avals):
         return False
-    sizes = tuple(range(2, 2 + len(shape)))  # tell the axes apart
-    whole, row = (
-        slot.with_avals(jax.core.ShapedArray(sizes[i:], a.dtype) for a in slot.avals) for i in range(2)
+    sizes = [2 + i for i in range(len(shape))]  # tell the axes apart
+    half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
+    if not rows:
+        sizes[axis] *= 2
+    whole, part = (
+        slot.with_avals(jax.core.ShapedArray(tuple(own), a.dtype) for a in slot.avals)
+        for own in (sizes, half)
     )
     try:
-        found = [(x.aval.shape, x.aval.dtype) for x in (whole, row)]
+        found = [(x.aval.shape, x.aval.dtype) for x in (whole, part)]
     except Exception:  # a type whose shapes are fixed
         return False
-    if found != [(sizes, slot.aval.dtype), (sizes[1:], slot.aval.dtype)]:
+    if found != [(tuple(own), slot.aval.dtype) for own in (sizes, half)]:
         return False
     numbers = np.sin(np.arange(math.prod(sizes) * len(slot))).reshape(len(slot), *sizes)
+
+    def cut(x: Any) -> list[Any]:
+        parts = jnp.split(x, sizes[axis] if rows else 2, axis)
+        return [jnp.squeeze(part, axis) for part in parts] if rows else parts
+
     with jax.core.eval_context():
         try:
             leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
             dense = materialise(whole.unflatten(leaves))
         except Exception:  # whatever a type does that refuses
             return True
-        rows = [materialise(row.unflatten([x[i] for x in leaves])) for i in range(len(dense))]
-        return all(map(np.array_equal, dense, rows))
+        parts = [materialise(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
+        return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
 
 
 def _statics(value: Value) -> list[Any]:
@@ -288,7 +304,8 @@ def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:
                 f"{len(slot)} array leaves; found {len(specs)}."
             )
         return specs
-    if all(part is None for part in spec) or all(a.shape == slot.aval.shape for a in slot.avals):
+    sharded = [axis for axis, names in enumerate(spec) if names is not None]
+    if all(_is_cut_with_leaves(slot, axis) for axis in sharded):
         return (spec,) * len(slot)
     raise ValueError(
         f"Cannot tell how {spec}, a spec for the array of shape {slot.aval.shape} that a "
