@@ -13,6 +13,7 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
+from .._checked import checked
 from ..arrays.quantized import FP4Array, NF4Array
 from ..core.values import is_value
 from ..sharding.reading import Rows
@@ -100,6 +101,7 @@ class Weights(dict[str, Any]):
         return cls(dict(zip(names, children, strict=True)), dict(storage), dict(metadata))
 
 
+@checked
 def load(path: str | os.PathLike[str]) -> Weights:
     """Reads a checkpoint: 4-bit weights stay packed.
 
@@ -128,6 +130,7 @@ def load(path: str | os.PathLike[str]) -> Weights:
     return Weights(checkpoint, checkpoint.storage, checkpoint.metadata)
 
 
+@checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The same as `load`, but reads each weight when it is looked up.
 
@@ -142,6 +145,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(open_tensors(path))
 
 
+@checked
 def save(
     path: str | os.PathLike[str],
     mapping: Mapping[str, Any],

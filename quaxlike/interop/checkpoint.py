@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._checked import checked
 from ..arrays.quantized import BlockArray, Int8Array
 from ..sharding.reading import Rows, read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
@@ -99,6 +100,7 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._weights)
 
 
+@checked
 def load(
     path: str | os.PathLike[str],
     *,
@@ -149,6 +151,7 @@ def load(
     return {name: read_onto(name, checkpoint.rows(name), mesh, rule) for name in checkpoint}
 
 
+@checked
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
     """The same as `load`, but reads each weight when it is looked up.
 
@@ -211,6 +214,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     )
 
 
+@checked
 def read_tokenizer(path: str | os.PathLike[str]) -> str:
     """The tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
 

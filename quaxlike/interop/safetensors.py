@@ -12,6 +12,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from .._checked import checked
 from ..core.values import is_value
 from ..surgery.select import path_of
 from .errors import CheckpointError, complain
@@ -25,6 +26,7 @@ _MANIFEST = "quaxlike"
 _Model = TypeVar("_Model")
 
 
+@checked
 def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
     """Writes the arrays of a model, quantised, adapted, sparse or plain, under their dotted names.
 
@@ -77,6 +79,7 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
     write_tensors(path, tensors, {_MANIFEST: manifest})
 
 
+@checked
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:

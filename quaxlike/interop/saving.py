@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .._checked import checked
 from ..arrays.quantized import BlockArray
 from ..core.values import is_value
 from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
@@ -16,6 +17,7 @@ from .pairs import Pair
 from .tensors import write_tensors
 
 
+@checked
 def save(
     path: str | os.PathLike[str],
     mapping: Mapping[str, Any],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..core.quaxify import quaxify
 from ..core.values import is_value
@@ -32,6 +33,7 @@ class _Odds(NamedTuple):
     key: Any
 
 
+@checked
 def generate(
     model: Decoder,
     ids: Int[Array | np.ndarray, "batch tokens"],
@@ -86,7 +88,10 @@ def generate(
     ids = np.asarray(ids)
     seen = np.ones(ids.shape, bool) if mask is None else np.asarray(mask).astype(bool)
     _check(model, ids, seen, max_new_tokens, temperature, top_k, top_p, key)
-    ends = np.atleast_1d(np.asarray([] if eos is None else eos, np.int32))
+    ends = np.atleast_1d(np.asarray([] if eos is None else eos))
+    if ends.size and ends.dtype.kind not in "iu":
+        raise TypeError(f"`eos` must be the number of a token, or several; found {eos!r}.")
+    ends = ends.astype(np.int32)
     choice = _Choice(temperature == 0, top_k, top_p is not None)
     odds = _Odds(jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p), key)
 
@@ -126,7 +131,11 @@ def _check(
         raise ValueError(f"`ids` must be from 0 to {c.vocab_size - 1}; found {first} to {last}.")
     if new < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1; found {new}.")
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+    if (
+        not temperature >= 0
+        or (top_k is not None and top_k < 1)
+        or (top_p is not None and not 0 < top_p <= 1)
+    ):
         raise ValueError(
             "`temperature` must not be negative, `top_k` at least 1 and `top_p` above 0 and at most 1; found "
             f"{temperature}, {top_k} and {top_p}."

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
 from ..interop.gguf import holds_gguf
@@ -34,6 +35,7 @@ ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
 }
 
 
+@checked
 def load(
     directory: str | os.PathLike[str],
     *,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxtyping import PyTree
 
+from .._checked import checked
 from .._files import copied
 from ..arrays.quantized import FP4Array, Int8Array, NF4Array
 from ..core.values import is_value
@@ -17,6 +18,7 @@ from ..surgery.trees import named_arrays
 from .loading import sources
 
 
+@checked
 def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
     """Writes a model to a directory that transformers loads.
 

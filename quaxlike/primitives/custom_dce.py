@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.errors import UnexpectedTracerError
 from jax.extend.core import DebugInfo
 
+from .._checked import checked
 from ..core import compat
 from .closures import becomes_array, extract_tracers, fill_tracers
 from .dce_call import Narrowed, RuleInProgressError, Used, dce_call_p, memoised
@@ -75,6 +76,7 @@ class custom_dce(Generic[_P, _T]):
 
     functions_held = ("fun", "_rule", "__wrapped__")  # what may have closed over tracers: see `closures`
 
+    @checked
     def __init__(self, fun: Callable[_P, _T], *, static_argnums: int | Sequence[int] = ()) -> None:
         functools.update_wrapper(self, fun)
         self.fun = fun

@@ -11,6 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..core.values import is_value
 from ..surgery.layouts import layouts_of
@@ -42,6 +43,7 @@ _NAMED = {
 Rule = Callable[[str, Any], Any]
 
 
+@checked
 def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rule:
     """Makes the rule by which the layers of a model are divided between devices: Megatron's.
 
@@ -175,6 +177,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
     return _ByName(specs, shapes)
 
 
+@checked
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: Rule | None = None) -> Rule:
     """Makes the rule by which every device stores an equal part of each weight, and gathers it to use it.
 

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..core.values import is_value
 from ..surgery.select import path_of
 from .specs import axes_of, leaf_specs_of, specs_for, unnested
@@ -17,6 +18,7 @@ from .specs import axes_of, leaf_specs_of, specs_for, unnested
 _Model = TypeVar("_Model")
 
 
+@checked
 def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Places a model on a mesh, each array as its partition spec says.
 
@@ -52,6 +54,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     return _each(model, mesh, specs, jax.device_put)
 
 
+@checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """What `shard` would give, with a `jax.ShapeDtypeStruct` of shape, dtype and sharding for each array.
 
@@ -88,6 +91,7 @@ def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
+@checked
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Tells the compiler, within `jax.jit`, how the arrays of a model are spread from here on.
 
@@ -143,6 +147,10 @@ def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) 
         )
 
     is_spec = lambda x: x is None or isinstance(x, jax.P) or is_value(x)
+    try:
+        jtu.tree_map(lambda spec, part: None, specs, model, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(f"`specs` must be specs in the structure of `model`, or a rule: {error}") from None
     return jtu.tree_map_with_path(place, specs, model, is_leaf=is_spec)
 
 

@@ -9,6 +9,7 @@ import jax.core
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..arrays.quantized.base import AbstractQuantizedArray
 from ..core.jaxprs.slots import Slot, leaf_specs
 from ..core.values import is_value
@@ -18,6 +19,7 @@ NamedRule = Callable[[str, Any], Any]
 Rule = NamedRule | Mapping[str, jax.P]
 
 
+@checked
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
     """Says how each array of a model is spread over the axes of a mesh, parts of Values included.
 
@@ -89,6 +91,8 @@ def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
     if is_value(spec):
         return spec
     spec = jax.P() if spec is None else spec
+    if not isinstance(spec, jax.P):
+        raise TypeError(f"{name}: expected a `jax.P`, None or a rule; found {spec!r}.")
     if len(spec) > len(leaf.shape):
         raise ValueError(f"{name}: {spec} has more axes than the array, which is of shape {leaf.shape}.")
     if not is_value(leaf):

@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
+from .._checked import checked
 from ..arrays.lora import (
     RANK,
     LoraArray,
@@ -30,6 +31,7 @@ from .options import check_choice, check_rank, check_several
 from .trees import named_arrays, replace
 
 
+@checked
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     """Puts the adapters of several models side by side on the base of the first.
 
@@ -66,6 +68,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     return replace(models[0], stacked)
 
 
+@checked
 def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     """One of the adapters that [`quaxlike.stack_adapters`][] put side by side.
 
@@ -111,6 +114,7 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     return out
 
 
+@checked
 def combine_adapters(
     models: Sequence[PyTree],
     weights: Sequence[float | int],

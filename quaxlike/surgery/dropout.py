@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray
 from .trees import named_arrays, replace
 
 
+@checked
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     """The model with the dropout of its adapters switched on, or off.
 

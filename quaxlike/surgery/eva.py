@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike, PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
@@ -25,6 +26,7 @@ from .select import Where, select_matrices
 from .trees import layer_of, replace
 
 
+@checked
 def input_moments(
     fn: Callable[..., Any],
     where: Where = "all-linear",
@@ -78,6 +80,7 @@ def input_moments(
     return measured
 
 
+@checked
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
     """An initialisation with the directions in which the inputs of each layer are largest; `b` is zero.
 
@@ -103,6 +106,7 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
     return init
 
 
+@checked
 def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None = None) -> dict[str, int]:
     """Shares ranks out among layers: to the directions that explain most of what goes into their layer.
 

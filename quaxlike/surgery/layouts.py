@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._checked import checked
 from . import conventions
 from .conventions import MATRIX
 from .notation import Layout
@@ -15,6 +16,7 @@ LayoutLike = str | Layout | None
 Layouts = LayoutLike | Mapping[str, LayoutLike]
 
 
+@checked
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     """Says for each array of a model which of its axes are outputs and which are inputs.
 

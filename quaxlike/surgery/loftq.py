@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..core.values import materialise
 from .inits import Init, as_matrix, dense_base, svd, with_factors
@@ -11,6 +12,7 @@ from .notation import Layout
 from .quantize import quantize_array
 
 
+@checked
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
     """An initialisation that quantises the base, and lets the adapter make up for the rounding.
 

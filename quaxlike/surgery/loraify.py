@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, row_norm
 from ..core.values import is_value, materialise
 from .inits import Init, as_matrix, initialise
@@ -20,6 +21,7 @@ from .select import Where, select_matrices
 from .trees import bias_of, layer_of, named_arrays, near, replace
 
 
+@checked
 def loraify(
     model: PyTree,
     *,

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
@@ -14,6 +15,7 @@ from .calibrate import fit
 from .trees import named_arrays, replace
 
 
+@checked
 def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
     """The model with all adapters added into its weights.
 
@@ -63,6 +65,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
     return out
 
 
+@checked
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     """Takes adapters out of the weights that they were merged into.
 

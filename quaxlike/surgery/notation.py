@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from .._checked import checked
+
 _WINDOW = "dhw"
 
 
@@ -31,6 +33,7 @@ class Layout:
     kind: Literal["linear", "matrix", "embedding", "conv", "other conv", "unknown", "other"] = "linear"
 
     @classmethod
+    @checked
     def parse(cls, text: str) -> "Layout":
         """Reads the notation. Raises `ValueError` for another letter, or no input or output."""
         n = len(text)

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..arrays.quantized import (
     CODECS,
@@ -36,6 +37,7 @@ _SCHEMES: dict[str, Callable[..., Any]] = {
 }
 
 
+@checked
 def quantize(
     model: PyTree,
     scheme: str = "nf4",
@@ -132,6 +134,7 @@ def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> 
     return fit(name, w, q, moments[name])
 
 
+@checked
 def fake_quantize(
     model: PyTree,
     scheme: str = "nf4",

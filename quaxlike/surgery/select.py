@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from .._checked import checked
 from .layouts import Layouts, hint, layouts_of
 from .notation import Layout
 from .options import check_names
@@ -22,6 +23,7 @@ Where = str | Sequence[str] | Callable[[str, Any], bool]
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 
 
+@checked
 def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None) -> dict[str, Any]:
     """The arrays of a model that `where` names.
 

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..core.quaxify import quaxify
 from ..core.values import is_value
 from .trees import path_of
 
 
+@checked
 def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     """Puts equal layers into one, whose arrays have a leading axis with an entry for each of them.
 
@@ -68,6 +70,7 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     return jtu.tree_unflatten(structure, stacked)
 
 
+@checked
 def unstack_layers(stacked: PyTree) -> list[Any]:
     """Takes apart what [`quaxlike.stack_layers`][] put together.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..core.values import is_value
 from .layouts import Layouts, layouts_of
@@ -129,6 +130,7 @@ def _axes(layout: Layout | None) -> str:
     return "" if layout is None or layout.kind == "other" else str(layout)
 
 
+@checked
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     """The arrays of a model: type, shape, size dense and as stored, and how much of them is trained.
 

@@ -6,10 +6,12 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..core.values import is_value
 
 
+@checked
 def trainable(model: PyTree) -> PyTree:
     """Which leaves of a model its adapters train.
 

@@ -14,9 +14,11 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..core.values import is_value
 
 
+@checked
 def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
     """The dotted name of a leaf, as state dicts write it.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ...core.jaxprs.slots import leading_axes
 from ...core.jaxprs.unify import widened, widened_part
 from ...core.operators import ArrayOperators
@@ -80,6 +81,7 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
+    @checked
     def __init__(
         self,
         w: ArrayLike | ArrayValue,
@@ -294,7 +296,12 @@ def _shape(lora: LoraArray) -> tuple[int, ...]:
 
 
 def _misfit(lora: LoraArray) -> str | None:
+    for name, part in (("magnitude", lora.magnitude), ("key", lora.key)):
+        if part is not None and not hasattr(part, "shape"):
+            return f"{name} must be an array, not {part!r}"
     matrix = (*lora.out_axes, *lora.in_axes)
+    if not all(type(axis) is int for axis in matrix):
+        return "out_axes and in_axes must be whole numbers"
     if len(set(matrix)) < len(matrix) or any(axis >= 0 for axis in matrix):
         return "out_axes and in_axes must name different axes, counted from the end"
     if lora.a.ndim <= len(lora.in_axes) or lora.b.ndim <= len(lora.out_axes):

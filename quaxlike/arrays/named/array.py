@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ...core.jaxprs.unify import OperandMismatch, widened
 from ...core.operators import ArrayOperators, run
 from ...core.quaxify import quaxify
@@ -22,6 +23,7 @@ Name = str | None
 class AxisError(OperandMismatch):
     """Axes whose names do not fit each other, or a name that an array does not have."""
 
+    @checked
     def __init__(self, message: str) -> None:
         super().__init__(message, NamedArray)
 
@@ -63,6 +65,7 @@ class NamedArray(AnnotatedArray):
 
     default_precedence = precedence.NAMED
 
+    @checked
     def __init__(self, array: ArrayLike | ArrayValue, names: Sequence[Name]) -> None:
         self.array = array if is_value(array) else jnp.asarray(array)
         self._names = tuple(names)

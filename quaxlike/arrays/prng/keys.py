@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..._checked import as_array, checked
 from ...core.operators import ArrayOperators
 from ...core.rules import register
 from ...core.values import ArrayValue
@@ -18,6 +19,7 @@ from ...primitives.classes import REARRANGEMENTS
 from .philox import philox4x32
 
 _IMPLEMENTATIONS: dict[str, Any] = {"philox4x32": philox4x32}
+_NAMES = ("threefry2x32", "rbg", "unsafe_rbg", *_IMPLEMENTATIONS)
 
 
 class KeyArray(ArrayOperators, ArrayValue):
@@ -42,10 +44,13 @@ class KeyArray(ArrayOperators, ArrayValue):
         ```
     """
 
-    data: jax.Array = eqx.field(converter=jnp.asarray)
+    data: jax.Array = eqx.field(converter=as_array)
     impl: str = eqx.field(static=True, default="threefry2x32")
 
     def __check_init__(self) -> None:
+        if not isinstance(self.impl, str):
+            raise TypeError(f"`impl` must be the name of a generator; found {self.impl!r}.")
+        _implementation(self.impl)
         _, words = _like(self.impl)
         if self.data.dtype != jnp.uint32 or self.data.shape[-1:] != (words,):
             raise ValueError(
@@ -71,7 +76,7 @@ class KeyArray(ArrayOperators, ArrayValue):
 
         `ValueError` for a key of another generator.
         """
-        for name in ("threefry2x32", "rbg", "unsafe_rbg", *_IMPLEMENTATIONS):
+        for name in _NAMES:
             if key.dtype == _like(name)[0]:
                 return cls(jax.random.key_data(key), name)
         raise ValueError(
@@ -91,6 +96,8 @@ class KeyArray(ArrayOperators, ArrayValue):
 
 
 def _implementation(name: str) -> Any:
+    if name not in _NAMES:
+        raise ValueError(f"`impl` must be {', '.join(_NAMES[:-1])} or {_NAMES[-1]}; found {name!r}.")
     return _IMPLEMENTATIONS.get(name, name)
 
 
@@ -102,6 +109,7 @@ def _like(impl: str) -> tuple[Any, int]:
     return jax.eval_shape(make).dtype, words.shape[-1]
 
 
+@checked
 def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
     """A key from a seed: `jax.random.key` as a [`quaxlike.arrays.prng.KeyArray`][].
 
@@ -110,6 +118,8 @@ def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
     - `seed`: an integer.
     - `impl`: the generator. Default: "threefry2x32".
     """
+    if not jnp.issubdtype(jnp.result_type(seed), jnp.integer):
+        raise TypeError(f"`seed` must be a whole number; found {seed!r}.")
     return KeyArray.from_jax(jax.random.key(seed, impl=_implementation(impl)))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, UInt8
 
+from ..._checked import checked
 from ...kernels import bits as bitstream
 from ...kernels.block_matmul import block_matmul
 from ...kernels.block_matmul.reference import join
@@ -50,6 +51,7 @@ class BlockArray(AbstractQuantizedArray):
     codec: Codec = eqx.field(static=True, default=CODECS["int4_block"])
 
     @classmethod
+    @checked
     def quantize(
         cls: type[_B],
         x: ArrayLike,

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, UInt8
 
+from ..._checked import checked
 from ...kernels import blockwise
 from ...kernels.nf4_matmul import nf4_matmul
 from .base import AbstractScaledArray, as_floating, quantize_stack
@@ -31,6 +32,7 @@ class AbstractCodebookArray(AbstractScaledArray):
     """The value that a block's largest magnitude is stored as."""
 
     @classmethod
+    @checked
     def quantize(
         cls: type[_C],
         x: ArrayLike,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int
 
+from ..._checked import checked
 from ...kernels import blockwise, int8_matmul
 from .base import AbstractScaledArray, as_floating, quantize_stack
 from .grid import Grid
@@ -22,6 +23,7 @@ class Int8Array(AbstractScaledArray):
     codes_per_entry = 1
 
     @classmethod
+    @checked
     def quantize(
         cls: type[_I],
         x: ArrayLike,

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float32, UInt8
 
 from ... import kernels
+from ..._checked import checked
 from ...kernels import blockwise
 
 
@@ -61,6 +62,7 @@ class NestedScales(eqx.Module):
             )
 
     @classmethod
+    @checked
     def quantize(cls, scale: Float32[Array, " blocks"]) -> "NestedScales":
         return cls(*blockwise.quantize_scales(scale))
 

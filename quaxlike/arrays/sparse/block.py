@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
+from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
@@ -59,6 +60,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
     @classmethod
+    @checked
     def from_dense(
         cls, w: ArrayLike, *, block_size: int = 128, density: float | None = None, balanced: bool = True
     ) -> "BlockSparseArray":
@@ -111,6 +113,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
         return cls.from_blocks(jnp.where(stored, blocks, jnp.zeros_like(blocks)), col_idx, k // block_size)
 
     @classmethod
+    @checked
     def from_blocks(cls, blocks: Any, col_idx: Any, columns: int) -> "BlockSparseArray":
         """A matrix of given blocks.
 
@@ -150,6 +153,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
         return cls(blocks, jnp.asarray(col_idx), jnp.asarray(transposed_idx))
 
     @classmethod
+    @checked
     def from_scipy(cls, matrix: Any, *, block_size: int = 128) -> "BlockSparseArray":
         """A matrix of `scipy.sparse`, in any of its formats; blocks without an entry are not stored.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..._checked import as_array
 from ...core.operators import ArrayOperators
 from ...core.rules import register
 from ...core.values import ArrayValue
@@ -39,8 +40,8 @@ class OneHotVector(ArrayOperators, ArrayValue):
         ```
     """
 
-    value: jax.Array = eqx.field(converter=jnp.asarray)
-    index: jax.Array = eqx.field(converter=jnp.asarray)
+    value: jax.Array = eqx.field(converter=as_array)
+    index: jax.Array = eqx.field(converter=as_array)
     length: int = eqx.field(static=True)
 
     linear = True

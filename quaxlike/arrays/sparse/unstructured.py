@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool
 
+from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
@@ -76,6 +77,7 @@ class SparseArray(ArrayOperators, SparseStack):
             check_places(np.stack([np.asarray(index) for index in self.indices], -1), self.sizes)
 
     @classmethod
+    @checked
     def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
         """Keeps the elements that are not zero, or those that are largest in magnitude.
 
@@ -120,6 +122,7 @@ class SparseArray(ArrayOperators, SparseStack):
         return cls._at_places(data, places, sizes)
 
     @classmethod
+    @checked
     def from_coo(cls, data: ArrayLike, indices: Any, shape: Sequence[int]) -> "SparseArray":
         """An array of elements at given places, in any order; elements at one place are added up.
 
@@ -180,6 +183,7 @@ class SparseArray(ArrayOperators, SparseStack):
         return cls(data, tuple(map(jnp.asarray, indices)), sizes, order)
 
     @classmethod
+    @checked
     def from_bcoo(cls, matrix: Any) -> "SparseArray":
         """A `jax.experimental.sparse.BCOO`. Its batch axes stay batch axes, its dense ones become sparse.
 
@@ -187,6 +191,8 @@ class SparseArray(ArrayOperators, SparseStack):
         """
         from jax.experimental import sparse
 
+        if not isinstance(matrix, sparse.BCOO):
+            raise TypeError(f"`matrix` must be a BCOO; found {matrix!r}.")
         if matrix.n_dense:
             matrix = sparse.bcoo_update_layout(matrix, n_dense=0, on_inefficient=None)
         batch = matrix.shape[: matrix.n_batch]
@@ -217,8 +223,13 @@ class SparseArray(ArrayOperators, SparseStack):
         )
 
     @classmethod
+    @checked
     def from_bcsr(cls, matrix: Any) -> "SparseArray":
         """A `jax.experimental.sparse.BCSR`."""
+        from jax.experimental import sparse
+
+        if not isinstance(matrix, sparse.BCSR):
+            raise TypeError(f"`matrix` must be a BCSR; found {matrix!r}.")
         return cls.from_bcoo(matrix.to_bcoo())
 
     def to_bcsr(self) -> Any:
@@ -230,6 +241,7 @@ class SparseArray(ArrayOperators, SparseStack):
         return sparse.BCSR((self.elements, self.indices[1], self.order[0]), shape=self.shape)
 
     @classmethod
+    @checked
     def from_scipy(cls, matrix: Any) -> "SparseArray":
         """An array of `scipy.sparse`, in any of its formats."""
         coo = matrix.tocoo()

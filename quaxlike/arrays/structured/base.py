@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from ..._checked import as_array
 from ...core.jaxprs.slots import leading_axes
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
@@ -171,7 +172,7 @@ def check_batches(matrix: StructuredMatrix) -> None:
 
 def as_part(x: Any) -> Any:
     """A field as an array; a Value as it is."""
-    return x if is_value(x) or not isinstance(x, int | float | complex | list | tuple) else jnp.asarray(x)
+    return x if is_value(x) or hasattr(x, "shape") else as_array(x)
 
 
 def _broadcast(part: Any, shape: tuple[int, ...]) -> Any:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ...core import compat
 from ...core.quaxify import quaxify
 from ...core.rules import register
@@ -26,6 +27,7 @@ from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
 
 
+@checked
 def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
     """`x` such that `matrix @ x = b`: `jnp.linalg.solve` under [`quaxlike.quaxify`][].
 
@@ -47,9 +49,14 @@ def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
         solve(DiagonalMatrix(jnp.array([1.0, 2.0])), jnp.ones(2))
         ```
     """
+    _check_square(matrix)
+    (*_, n), found = _shape_of(matrix), _shape_of(b)
+    if found[-2:][:1] != (n,):
+        raise ValueError(f"`b` must be of shape ({n},) or (*batch, {n}, k); found {found}.")
     return quaxify(jnp.linalg.solve)(matrix, b)
 
 
+@checked
 def logdet(matrix: ArrayLike | ArrayValue) -> Any:
     """The logarithm of the absolute value of the determinant: the second result of `jnp.linalg.slogdet`
     under [`quaxlike.quaxify`][].
@@ -71,7 +78,18 @@ def logdet(matrix: ArrayLike | ArrayValue) -> Any:
         logdet(KroneckerMatrix(2 * jnp.eye(30), jnp.eye(40)))  # of a matrix of shape (1200, 1200)
         ```
     """
+    _check_square(matrix)
     return quaxify(jnp.linalg.slogdet)(matrix)[1]
+
+
+def _shape_of(x: Any) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))
+
+
+def _check_square(matrix: Any) -> None:
+    shape = _shape_of(matrix)
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        raise ValueError(f"`matrix` must be of shape (*batch, n, n); found {shape}.")
 
 
 # -------------------------------------------------------------------------------------------------

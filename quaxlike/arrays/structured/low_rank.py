@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ..._checked import checked
 from ...core.jaxprs.unify import widened_part
 from ...core.quaxify import quaxify
 from ...core.values import Value, is_value, materialise, replace_fields
@@ -51,6 +52,7 @@ class LowRankUpdate(StructuredMatrix):
     FACTORS = ("base", "u")
     OTHERS: ClassVar[dict[str, int] | None] = {"u": 0, "v": 0}
 
+    @checked
     def __init__(self, base: Any, u: Any, v: Any = None) -> None:
         self.base, self.u = base, u
         self.v = u if v is None else v

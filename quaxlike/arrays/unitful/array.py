@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
+from ..._checked import as_array, checked
 from ...core.jaxprs.unify import OperandMismatch, widened
 from ...core.known_constants import may_be_placeholder
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
@@ -57,6 +58,7 @@ class Unit:
     # NumPy arrays leave `array * unit` to us.
     __array_ufunc__ = None
 
+    @checked
     def __init__(self, exponents: Union["Unit", str, Mapping[str, Any]] = {}) -> None:  # noqa: B006
         if isinstance(exponents, Unit):
             total = exponents._exponents
@@ -189,7 +191,7 @@ class Unitful(AnnotatedArray):
         ```
     """
 
-    array: Any = eqx.field(converter=lambda x: x if is_value(x) else jnp.asarray(x))
+    array: Any = eqx.field(converter=lambda x: x if is_value(x) else as_array(x))
     unit: Unit = eqx.field(static=True, converter=Unit)
 
     default_precedence = precedence.UNITFUL

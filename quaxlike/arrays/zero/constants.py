@@ -15,6 +15,7 @@ import wadler_lindig as wl
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ...core.compat import vary_alike
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
@@ -53,6 +54,7 @@ class Zero(ArrayOperators, ArrayValue):
     _shape: tuple[int, ...] = eqx.field(static=True)
     _dtype: np.dtype = eqx.field(static=True)
 
+    @checked
     def __init__(self, shape: int | Sequence[int] = (), dtype: Any = float) -> None:
         self._shape = _as_shape(shape)
         self._dtype = as_dtype(dtype)
@@ -97,6 +99,7 @@ class Full(ArrayOperators, ArrayValue):
     _shape: tuple[int, ...] = eqx.field(static=True)
     _dtype: np.dtype = eqx.field(static=True)
 
+    @checked
     def __init__(self, value: ArrayLike, shape: int | Sequence[int] = (), dtype: Any = None) -> None:
         self._shape = _as_shape(shape)
         self._dtype = as_dtype(value if dtype is None else dtype)

@@ -13,6 +13,7 @@ import wadler_lindig as wl
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
@@ -47,6 +48,7 @@ class Identity(ArrayOperators, ArrayValue):
     n: int = eqx.field(static=True)
     _dtype: np.dtype = eqx.field(static=True)
 
+    @checked
     def __init__(self, n: int, dtype: Any = float) -> None:
         self.n = n
         self._dtype = as_dtype(dtype)

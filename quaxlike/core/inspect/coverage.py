@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from ..._checked import checked
 from ..rules import (
     GLOBAL,
     Ambiguity,
@@ -23,6 +24,7 @@ from ..rules import (
 from ..values import ArrayValue, Value
 
 
+@checked
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
     """The rules that a type takes part in, sorted by primitive.
 
@@ -86,6 +88,7 @@ class RulesDiff:
         )
 
 
+@checked
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
     """Which primitives two types have rules for: what one can do and the other cannot.
 
@@ -113,6 +116,7 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
     return RulesDiff((first, second), {name: (of(name, found[0]), of(name, found[1])) for name in names})
 
 
+@checked
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
     """Checks that no two rules can match the same operands without one being the better match.
 

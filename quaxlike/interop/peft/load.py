@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..._checked import checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...surgery.conventions import MATRIX
@@ -42,6 +43,7 @@ SUFFIXES = {
 TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
+@checked
 def load_adapter(
     directory: str | os.PathLike[str],
     model: PyTree,
@@ -368,7 +370,9 @@ def renamed(name: str, rename: Rename) -> str:
     if rename is None:
         return name
     if callable(rename):
-        return rename(name)
+        if not isinstance(new := rename(name), str):
+            raise TypeError(f"`rename` must give a name for {name!r}; found {new!r}.")
+        return new
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         if (head := ".".join(parts[:n])) in rename:

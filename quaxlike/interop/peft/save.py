@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._checked import checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...surgery.layouts import Layouts, layouts_of
@@ -22,6 +23,7 @@ from .load import TOKENS, Rename, names_in_file
 from .parameters import is_stack, packed, wrapped_names
 
 
+@checked
 def save_adapter(
     directory: str | os.PathLike[str],
     model: PyTree,

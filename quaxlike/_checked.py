@@ -1,0 +1,128 @@
+"""Arguments of wrong types, told by the annotations of public functions."""
+
+import functools
+import inspect
+import linecache
+import re
+import reprlib
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from beartype.door import is_bearable
+from jax.typing import ArrayLike
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_HERE = str(Path(__file__).parent)
+
+
+def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Lets a function that fails deep inside say which argument is not what its annotation asks for.
+
+    Calls that succeed cost nothing, and errors that the library raises by itself stay as they are.
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            told = None if _is_ours(error.__traceback__) else _wrong_argument(fn, args, kwargs)
+            if told is None:
+                raise
+            cause = error
+        raise TypeError(told) from cause
+
+    return wrapped
+
+
+def _is_ours(traceback: TracebackType | None) -> bool:
+    """Whether the innermost frame is a `raise` of this library."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    file = traceback.tb_frame.f_code.co_filename
+    line = linecache.getline(file, traceback.tb_lineno) if file.startswith(_HERE) else ""
+    return line.lstrip().startswith("raise ")
+
+
+def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    """The message about the first argument that its annotation does not allow."""
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+        hints = typing.get_type_hints(fn)
+    except (NameError, TypeError):
+        return None
+    kinds = inspect.signature(fn).parameters
+    for name, value in bound.arguments.items():
+        if value is None and kinds[name].default is None:
+            continue
+        wanted = _wanted(name, value, hints.get(name, Any))
+        if kinds[name].kind in _SEVERAL or wanted is None:
+            continue
+        found = reprlib.repr(value)
+        kind = "" if isinstance(value, str | int | float | None) else f", a {type(value).__name__}"
+        owner = fn.__qualname__.removesuffix(".__init__")
+        return f"{owner}: `{name}` must be {wanted}; found {found}{kind}."
+    return None
+
+
+def _wanted(name: str, value: Any, hint: Any) -> str | None:
+    """The words for what an argument must be, where it is something else."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+        return "an array of numbers"
+    if name in _BY_NAME:
+        words, fits = _BY_NAME[name]
+        return None if _fits(fits, value) else words
+    return None if _fits(lambda x: is_bearable(x, hint), value) else _words(hint)
+
+
+def _fits(test: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        return test(value) is not False
+    except (AttributeError, TypeError, ValueError):
+        return False
+    except Exception:  # an annotation of names that the module does not have at run time
+        return True
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key) or (
+        getattr(x, "dtype", None) == np.uint32 and len(x.shape) > 0
+    )
+
+
+# Parameters whose annotations say less than they mean.
+_BY_NAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "key": ("a key of `jax.random`", _is_key),
+    "dtype": ("a dtype", lambda x: jax.numpy.zeros(0, x)),
+    "mesh": ("a mesh of devices", lambda x: isinstance(x.shape, Mapping)),
+    "magnitude": ("an array", lambda x: x.shape),
+    "static_argnums": ("whole numbers", lambda x: isinstance(x, int) or all(isinstance(i, int) for i in x)),
+}
+
+
+def _words(hint: Any) -> str:
+    if hint == ArrayLike:
+        return "an array or a number"
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
+
+
+def as_array(x: Any) -> jax.Array:
+    """`x` as an array of JAX, for fields of public types.
+
+    **Raises:** `TypeError` for what is none.
+    """
+    try:
+        return jax.numpy.asarray(x)
+    except (TypeError, ValueError):
+        found = reprlib.repr(x)
+    raise TypeError(f"expected an array or a number; found {found}, a {type(x).__name__}.")
