@@ -80,7 +80,7 @@ def _byte_level(vocab: dict[str, int], get: Any, bad: Any) -> dict[str, Any]:
     strangers = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocab.keys()]
     if strangers:
         raise bad("merges", f"{strangers[0]} are no tokens that together are a token")
-    if pre not in _PATTERNS:
+    if not isinstance(pre, str) or pre not in _PATTERNS:
         known = ", ".join(_PATTERNS)
         raise bad("pre", f"{known} can be read; found {pre!r}. Use the tokenizer.json of the model instead")
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

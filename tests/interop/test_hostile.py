@@ -175,3 +175,11 @@ def test_metadata_that_gguf_has_no_place_for(value, tmp_path):
     with pytest.raises(CheckpointError, match="'key': cannot be written"):
         interop.save(tmp_path / "x.gguf", {"a": jnp.ones(32)}, "gguf", metadata={"key": value})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_kind_of_tokeniser_that_is_no_text(tmp_path):
+    keys = {"model": "gpt2", "pre": [1], "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    interop.save(tmp_path / "x.gguf", {"a": jnp.ones(32)}, "gguf", metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"'tokenizer.ggml.pre': .* can be read; found \[1\]"):
+        interop.read_tokenizer(tmp_path / "x.gguf")
