@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +62,18 @@ class Follower:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+
+class Gathered(eqx.Module):
+    """A layer of which every device stores a part; it is whole while it is computed with."""
+
+    layer: Any
+    mesh: jax.sharding.Mesh = eqx.field(static=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        whole = jax.NamedSharding(self.mesh, jax.P())
+        gathered = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), self.layer)
+        return gathered(*arguments)
 
 
 class Devices:
@@ -130,11 +143,16 @@ class Devices:
         """Small arrays that every device has."""
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
-    def used(self, model: _Tree) -> _Tree:
-        """Within a step: the model as it is computed with. Parts of weights are gathered, packed."""
+    def used(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
+        """Within a step: the model as it is computed with. Parts of weights are gathered, packed; those of
+        layers that are scanned, one layer at a time."""
         if self.mesh is None or not self._fsdp:
             return model
-        return constrain(model, self.mesh, self._by_layers)
+        stacked = layers(model)
+        if self._has_model_axis or isinstance(stacked, list):
+            return constrain(model, self.mesh, self._by_layers)
+        rest = constrain(eqx.tree_at(layers, model, None), self.mesh, None)
+        return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def kept(self, state: _Tree) -> _Tree:
         """Within a step: the state as it is stored."""

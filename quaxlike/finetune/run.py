@@ -112,6 +112,7 @@ def _finetune(
         after = run.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
+    trained = trained.unstacked() if settings.scan_layers else trained  # together, on many processes
     if leads():
         peft.save_adapter(settings.output, trained, base_model=str(settings.model), task_type=task.peft_type)
         if settings.merge:
@@ -203,8 +204,6 @@ def _scanned(model: PyTree, settings: Settings) -> PyTree:
     """The model with its layers as one, where they shall be scanned."""
     if not settings.scan_layers:
         return model
-    if settings.mesh is not None:
-        raise FinetuneError("--scan-layers is for one device: leave out it or --mesh.")
     if not isinstance(model, Decoder):
         raise FinetuneError(
             f"--scan-layers is for decoders; {settings.model} holds a {type(model).__name__}."

@@ -65,7 +65,7 @@ class Program:
     ) -> None:
         def update(frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any) -> tuple[State, Any]:
             def loss(params: PyTree) -> Any:
-                model = prepared(devices.used(eqx.combine(params, frozen)), task, settings)
+                model = prepared(devices.used(eqx.combine(params, frozen), task.layers), task, settings)
                 return task.total(outputs_of(task, model, batch, keys), batch) / terms
 
             value, grads = jax.value_and_grad(loss)(state.params)

@@ -78,7 +78,7 @@ class Training:
         self.program = Program(task, self.optimiser, settings, devices)
 
         def evaluate(frozen: PyTree, params: PyTree, batch: Batch) -> PyTree:
-            model = prepared(devices.used(eqx.combine(params, frozen)), task, settings)
+            model = prepared(devices.used(eqx.combine(params, frozen), task.layers), task, settings)
             return devices.whole(outputs_of(task, model, batch, None))
 
         self._evaluate = jax.jit(evaluate)

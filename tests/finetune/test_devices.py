@@ -63,7 +63,15 @@ def losses(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["--mesh data=2,model=2 --block-size 32", "--mesh data=4 --fsdp"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "--mesh data=2,model=2 --block-size 32",
+        "--mesh data=4 --fsdp",
+        "--mesh data=2,model=2 --block-size 32 --scan-layers",
+        "--mesh data=4 --fsdp --scan-layers --remat",
+    ],
+)
 def test_the_losses_of_one_device(command, tmp_path, mesh):
     mesh = mesh.split()
     assert main([*command, "--output", str(tmp_path / "one"), *mesh[2 : 4 if "32" in mesh else 2]]) == 0

@@ -10,18 +10,24 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.interop import CheckpointError, peft
-from quaxlike.interop.tensors import open_tensors
+from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import load
 from quaxlike.surgery.trees import named_arrays
-from tests.fixtures import fixture
+from tests.fixtures import fixture, has_fixture
 from tests.models.fixtures import agree, expected, folder
 
-EXPERTS = ["qwen3_moe/all_linear", "qwen3_moe/experts_down_only_rslora", "gpt_oss/experts_rslora"]
-EMBEDDINGS = [
+_ALL = [
+    "qwen3_moe/all_linear", "qwen3_moe/experts", "qwen3_moe/experts_down_only_rslora", "mixtral/experts",
+    "mixtral/legacy_per_expert", "gpt_oss/all_linear_and_experts_of_one_layer", "gpt_oss/experts_rslora",
     "qwen2/embed_lora", "qwen2/embed_lora_tied", "qwen2/modules_to_save_embed",
     "qwen2/modules_to_save_embed_tied", "qwen2/trainable_tokens", "gemma3/embed_lora",
+    "gemma3/trainable_tokens", "llama_llama3/qv", "qwen3/all_linear_rslora", "phi3/fused",
 ]  # fmt: skip
-QUICK = [EXPERTS[1], EMBEDDINGS[1]]
+#: Most travel with the repository; where the full collection is, the tests run on all of them.
+CASES = [case for case in _ALL if has_fixture(f"models/{case.replace('/', '/adapters/')}")]
+QUICK = ["qwen3_moe/experts_down_only_rslora", "qwen2/embed_lora_tied"]
+#: PEFT writes the embedding along, or every adapter of an expert on its own; we do not.
+WRITTEN_OTHERWISE = ("embed_lora", "embed_lora_tied", "legacy_per_expert")
 
 
 def adapter(case):
@@ -31,7 +37,7 @@ def adapter(case):
 
 @pytest.mark.parametrize(
     "case",
-    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in EXPERTS + EMBEDDINGS],
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_logits_are_those_of_peft_and_survive_saving(case, tmp_path):
     name, _, which = case.partition("/")
@@ -56,18 +62,60 @@ def test_logits_are_those_of_peft_and_survive_saving(case, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
 
 
-@pytest.mark.parametrize("case", [*EXPERTS[1:], "qwen2/trainable_tokens"])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(WRITTEN_OTHERWISE)])
 def test_files_are_those_of_peft(case, tmp_path):
     base, _ = load(folder(case.partition("/")[0]))
     peft.save_adapter(tmp_path, peft.load_adapter(adapter(case), base))
     file = "adapter_model.safetensors"
     assert (tmp_path / file).read_bytes() == (adapter(case) / file).read_bytes()
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    if case == "qwen2/trainable_tokens":
-        assert config["trainable_token_indices"] == [5, 17, 40]
-        return
-    assert config["target_modules"] is None
-    assert all(".mlp.experts." in name for name in config["target_parameters"])
+    found, wanted = (
+        json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path, adapter(case))
+    )
+    tokens = wanted.get("trainable_token_indices")
+    assert found["trainable_token_indices"] == (
+        tokens["embed_tokens"] if isinstance(tokens, dict) else tokens
+    )
+    # What is no layer of PyTorch is named as a parameter, in full: stacks of experts and routers.
+    for entry in ("target_modules", "target_parameters"):
+        short = {name.rpartition(".")[2] for name in wanted.get(entry) or ()}
+        assert {name.rpartition(".")[2] for name in found.get(entry) or ()} == short
+
+
+def test_adapters_of_single_experts(tmp_path):
+    """As PEFT wrote them for transformers 4, and for some matrices alone."""
+    base, _ = load(folder("mixtral"))
+    stack = named_arrays(base)["model.layers.1.mlp.experts.gate_up_proj"]
+    layer, size = "model.layers.1.block_sparse_moe.experts.{}.w3", stack.shape[1] // 2
+    draw = np.random.default_rng(0).standard_normal
+    a, b = (draw((stack.shape[0], *shape)).astype(np.float32) for shape in ((2, stack.shape[2]), (size, 2)))
+    tensors = {}
+    for i in range(stack.shape[0]):
+        head = f"base_model.model.{layer.format(i)}"
+        tensors |= {f"{head}.lora_A.weight": a[i], f"{head}.lora_B.weight": b[i]}
+    write_tensors(tmp_path / "adapter_model.safetensors", tensors, {})
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["w3"],
+        "layers_to_transform": 1,
+    }
+    write = lambda **more: (tmp_path / "adapter_config.json").write_text(json.dumps(config | more))
+    for rslora, scale in ((False, 3 / 2), (True, 3 / 2**0.5)):
+        write(use_rslora=rslora)
+        lora = named_arrays(peft.load_adapter(tmp_path, base))["model.layers.1.mlp.experts.gate_up_proj"]
+        change = np.asarray(ql.materialise(lora) - stack)
+        np.testing.assert_allclose(change[:, :size], 0, atol=1e-6)
+        np.testing.assert_allclose(change[:, size:], scale * b @ a, atol=1e-4)
+    write(target_modules=["w3", "w2"])
+    with pytest.raises(CheckpointError, match=r"experts\.0\.w2\.lora_A\.weight.* is missing"):
+        peft.load_adapter(tmp_path, base)
+    write(target_modules=["w2"])
+    with pytest.raises(CheckpointError, match=r"w3\.lora_A\.weight.* target_modules does not name"):
+        peft.load_adapter(tmp_path, base)
+    write(alpha_pattern={"experts.0.w3": 9})
+    with pytest.raises(CheckpointError, match="must have one rank and one alpha"):
+        peft.load_adapter(tmp_path, base)
 
 
 def test_all_linear_layers_and_experts(tmp_path):
@@ -97,4 +145,4 @@ def test_experts_that_differ_in_shape(tmp_path):
     where = lambda model: model.model.layers[0].mlp.experts.down_proj
     model = eqx.tree_at(where, model, jnp.zeros((8, 48, 20)))
     with pytest.raises(CheckpointError, match=r"expected shape \(24, 20\); found \(24, 24\)"):
-        peft.load_adapter(adapter(EXPERTS[1]), model)
+        peft.load_adapter(adapter(QUICK[0]), model)

@@ -25,7 +25,15 @@ from ..errors import CheckpointError, complain
 from ..tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
-from .parameters import is_stack, is_targeted, renamed_stacks, stored_shapes, unpacked
+from .parameters import (
+    is_stack,
+    is_targeted,
+    of_experts_apart,
+    renamed_stacks,
+    stacked,
+    stored_shapes,
+    unpacked,
+)
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -97,6 +105,12 @@ def load_adapter(
     config, tensors = read_config(config_file), open_tensors(folder / pair.tensors)
     file = _File(tensors)
     model = _tied_as(config, file, model)
+    tensors_of = getattr(model, "tensors_of", lambda name: [name])
+    if rename is None:  # layers under the names that published files have for them
+        published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
+        rename = {
+            name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
+        }
     arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
     layouts = layouts_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
     stacks = [
@@ -104,6 +118,8 @@ def load_adapter(
         for new, (name, leaf) in arrays.items()
         if leaf is not None and is_stack(new, leaf.shape, layouts.get(name))
     ]
+    apart = of_experts_apart(file.adapters, {new: arrays[new][0] for new in stacks}, tensors_of)
+    apart = {new: {layer: file.adapters.pop(layer, {}) for layer in own} for new, own in apart.items()}
     file.adapters = renamed_stacks(file.adapters, stacks, config.target_parameters)
     layers = {
         layer_of(new): (name, leaf)
@@ -122,6 +138,9 @@ def load_adapter(
         loaded[name] = lora
         if lora_bias is not None:
             loaded[bias_name] = lora_bias
+    for new, experts in apart.items():
+        name, leaf = arrays[new]
+        loaded[name] = _adapter_of_experts(config, file, new, experts, leaf, layouts[name])
     for new, key in _beside(config, file, arrays).items():
         name, leaf = arrays[new]
         array = TrainableArray(file.read_as(key, stored_as(name, leaf.shape, layouts), leaf.shape))
@@ -156,18 +175,54 @@ def _stack_adapter(
     config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str], leaf: Any, layout: Any
 ) -> LoraArray:
     """The adapter of a stack of experts."""
-    if keys.keys() != {"a", "b"}:
-        raise file.complain(next(iter(keys.values())), f"expected lora_A and lora_B for {layer}")
-    if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
-        raise file.complain(
-            keys["a"], "adapters of target_parameters have no DoRA, no biases and no init of their own"
-        )
+    _check_plain(config, file, layer, keys)
     lora = blank(
         leaf, layout, config.rank(layer), dtype=None, alpha=config.alpha(layer), rslora=config.use_rslora,
         dropout=config.lora_dropout,
     )  # fmt: skip
     shapes = stored_shapes(lora)
     return unpacked(lora, file.read(keys["a"], shapes["a"]), file.read(keys["b"], shapes["b"]))
+
+
+def _adapter_of_experts(
+    config: AdapterConfig, file: "_File", stack: str, experts: Mapping[str, Any], leaf: Any, layout: Any
+) -> Any:
+    """A stack whose experts have adapters one by one, with its own; `experts` has their keys, by layer."""
+    for layer, keys in experts.items():
+        if config.targets(layer) and not keys:
+            raise file.complain(
+                f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer"
+            )
+        if keys and not config.targets(layer):
+            raise file.complain(
+                next(iter(keys.values())), "is not expected: target_modules does not name this layer"
+            )
+        if keys:
+            _check_plain(config, file, layer, keys)
+    adapted = {layer: keys for layer, keys in experts.items() if keys}
+    if not adapted:
+        return leaf
+    ranks = {(config.rank(layer), config.alpha(layer)) for layer in adapted}
+    if len(ranks) > 1:
+        found = next(iter(next(iter(adapted.values())).values()))
+        raise file.complain(found, f"the experts of {stack} must have one rank and one alpha; found {ranks}")
+    ((rank, alpha),) = ranks
+    each = len(experts) // leaf.shape[0]
+    lora = blank(
+        leaf, layout, each * rank, dtype=None, alpha=alpha * (each**0.5 if config.use_rslora else each),
+        rslora=config.use_rslora, dropout=config.lora_dropout,
+    )  # fmt: skip
+    a, b = (rank, lora.a.shape[-1]), (lora.b.shape[1] // each, rank)
+    read = lambda keys: (file.read(keys["a"], a), file.read(keys["b"], b)) if keys else None
+    return stacked(lora, [read(keys) for keys in experts.values()])
+
+
+def _check_plain(config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str]) -> None:
+    """Experts have the two factors alone."""
+    if keys.keys() != {"a", "b"}:
+        raise file.complain(next(iter(keys.values())), f"expected lora_A and lora_B for {layer}")
+    if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
+        raise file.complain(keys["a"], "adapters of experts have no DoRA, no biases and no init of their own")
 
 
 def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, leaf: Any) -> Any:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ...surgery.trees import layer_of
 from .axes import part_shapes, stored_as, why_not
 from .config import PREFIX, files_of
 from .load import TOKENS, Rename, names_in_file
-from .parameters import is_stack, packed, wrapped_names
+from .parameters import is_router, is_stack, packed, wrapped_names
 
 
 @checked
@@ -82,6 +82,8 @@ def save_adapter(
     if not adapters:
         raise ValueError("The model has no adapter to save: it holds no LoraArray.")
     stacks = [layer for layer, each in adapters.items() if is_stack(each.name, each.lora.shape, each.layout)]
+    every = [new for new, name, leaf in arrays if is_stack(name, leaf.shape, layouts[name])]
+    routers = [f"{layer}.weight" for layer in adapters if is_router(layer, every)]
     wrapped = wrapped_names(stacks)
     tensors: dict[str, Any] = {}
     for layer, adapter in adapters.items():
@@ -108,12 +110,17 @@ def save_adapter(
     config = {
         "base_model_name_or_path": base_model,
         "task_type": task_type,
-        **_layers(names, adapters, {new: layouts[name] for new, name, _ in arrays}),
+        **_layers(
+            names,
+            adapters,
+            {new: layouts[name] for new, name, _ in arrays},
+            {*stacks, *map(layer_of, routers)},
+        ),
         **_beside(names, adapters, trained),
         **({"lora_bias": True} if lora_bias else {}),
         **_trained_tokens(tokens),
         **({"ensure_weight_tying": True} if tied else {}),
-        **({"target_parameters": sorted(stacks)} if stacks else {}),
+        **({"target_parameters": sorted([*stacks, *routers])} if stacks or routers else {}),
     }
 
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
@@ -241,8 +248,9 @@ def _layers(
     names: Mapping[str, Any],
     adapters: Mapping[str, "_Adapter"],
     layouts: Mapping[str, Layout | None],
+    parameters: Collection[str],
 ) -> dict[str, Any]:
-    """The part of the configuration about the adapted layers."""
+    """The part of the configuration about the adapted layers; `parameters` are no layers to PEFT."""
     loras = {layer: adapter.lora for layer, adapter in adapters.items()}
 
     def shared(what: str, values: dict[str, Any]) -> Any:
@@ -274,7 +282,7 @@ def _layers(
         "fan_in_fan_out": any(map(_is_fan_in_fan_out, adapters.values())),
         "target_modules": _targets(
             names,
-            {layer: x for layer, x in adapters.items() if not is_stack(x.name, x.lora.shape, x.layout)},
+            {layer: x for layer, x in adapters.items() if layer not in parameters},
             layouts,
         ),
     }
