@@ -55,30 +55,32 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def write_llama(folder: Path, nbytes: int) -> int:
+def write_llama(
+    folder: Path, nbytes: int, *, hidden: int = _HIDDEN, wide: int = _WIDE, vocabulary: int = _VOCABULARY
+) -> int:
     """Writes a checkpoint of about this size, tensor by tensor; returns the size."""
     import ml_dtypes
     import numpy as np
 
     of_layer = {
-        "self_attn.q_proj.weight": (_HIDDEN, _HIDDEN),
-        "self_attn.k_proj.weight": (_HIDDEN, _HIDDEN),
-        "self_attn.v_proj.weight": (_HIDDEN, _HIDDEN),
-        "self_attn.o_proj.weight": (_HIDDEN, _HIDDEN),
-        "mlp.gate_proj.weight": (_WIDE, _HIDDEN),
-        "mlp.up_proj.weight": (_WIDE, _HIDDEN),
-        "mlp.down_proj.weight": (_HIDDEN, _WIDE),
-        "input_layernorm.weight": (_HIDDEN,),
-        "post_attention_layernorm.weight": (_HIDDEN,),
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.k_proj.weight": (hidden, hidden),
+        "self_attn.v_proj.weight": (hidden, hidden),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
     }
     count = lambda shapes: 2 * sum(int(np.prod(shape)) for shape in shapes.values())
-    shapes = {"model.embed_tokens.weight": (_VOCABULARY, _HIDDEN), "model.norm.weight": (_HIDDEN,)}
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
     layers = max(1, round((nbytes - count(shapes)) / count(of_layer)))
     for i in range(layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
     config = {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": _HIDDEN, "intermediate_size": _WIDE,
-        "num_hidden_layers": layers, "num_attention_heads": 16, "vocab_size": _VOCABULARY,
+        "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": wide,
+        "num_hidden_layers": layers, "num_attention_heads": 16, "vocab_size": vocabulary,
         "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
