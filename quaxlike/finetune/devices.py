@@ -149,7 +149,7 @@ class Devices:
         if self.mesh is None or not self._fsdp:
             return model
         stacked = layers(model)
-        if self._has_model_axis or isinstance(stacked, list):
+        if self._by_layers is not None or isinstance(stacked, list):
             return constrain(model, self.mesh, self._by_layers)
         rest = constrain(eqx.tree_at(layers, model, None), self.mesh, None)
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
