@@ -18,6 +18,8 @@ from quaxlike.arrays import named, sparse, structured, unitful, zero
 from quaxlike.arrays.lora import LoraBias
 from tests.samples import normal
 
+from . import users
+
 Make = Callable[..., Any]
 
 
@@ -123,6 +125,8 @@ CORNERS: dict[str, Make] = {
     "LoraBias": lambda k=0: LoraBias(_dense(k, 4), _dense(k + 1, 4), 0.5),
     "LoraBias, trained": lambda k=0: LoraBias(ql.TrainableArray(_dense(k, 4)), _dense(k + 1, 4), 0.5),
     "LoraBias, no bias": lambda k=0: LoraBias(None, _dense(k, 4), 0.5),
+    "a user's array and scale": lambda k=0: users.Scaled(_dense(k, 3, 3), _dense(k + 1)[0, 0]),
+    "a user's transpose": lambda k=0: users.Transposed(_dense(k, 3, 3)),
     "BlockArray": lambda k=0: ql.BlockArray.quantize(_dense(k), codec="q4_1"),
     "BlockArray, two levels": lambda k=0: ql.BlockArray.quantize(_dense(k, 2, 4, 4), codec="q3_k"),
     "NF4Array, trained scales": lambda k=0: ql.NF4Array.quantize(_dense(k), block_size=32, train_scales=True),
