@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import quaxlike as ql
+from tests import public_uses as uses
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _ROOMS = sorted(m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in ("core", "demo"))
@@ -51,6 +52,26 @@ def test_star_imports_give_what_is_public(name):
     del given["__builtins__"]
     assert set(given) == set(module.__all__)
     assert not (set(given) & sys.stdlib_module_names) - {"select"}  # `quaxlike.select`, of models
+
+
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.parametrize(
+    "use",
+    [
+        uses.types_and_rules,
+        uses.quaxified_functions_keep_their_types,
+        uses.arrays,
+        uses.primitives_and_meshes,
+    ],
+)
+def test_uses_as_type_checkers_see_them(use):
+    use()
+
+
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.parametrize("use", [uses.models, uses.files])
+def test_uses_of_files_as_type_checkers_see_them(use, tmp_path):
+    use(tmp_path)
 
 
 def test_documentation_names_no_private_path():

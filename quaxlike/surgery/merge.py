@@ -60,7 +60,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
         warnings.warn(
             f"Adapters were merged into quantised weights, which rounds them: {', '.join(requantised)}. "
             "Keep the adapters apart, or merge into the weights as they were before quantisation.",
-            stacklevel=2,
+            stacklevel=3,  # beyond `checked`
         )
     return out
 
