@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -140,6 +140,15 @@ def expert_parallel(model: PyTree, mesh: Any) -> Rule:
     return _by_kinds(model, mesh, None)
 
 
+def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """An array, and of a Value its parts, Values among them, too: where others of them are missing, as in the
+    halves that `eqx.partition` makes, these stand for themselves."""
+    yield name, x
+    if is_value(x):
+        for below, part in jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x and is_value(y)):
+            yield from _with_parts(f"{name}.{path_of(below)}", part)
+
+
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], Rule] | None:
     """What makes the rule by which a model is divided along the axes of a mesh, by their names; None if it is
     not."""
@@ -168,12 +177,8 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
         found = leaf_specs_of(name, leaf, None)
         if any(entry is not None for entry in own):
             found = _if_it_fits(name, leaf, own, mesh, needed, found)
-        specs[name], shapes[name] = found, tuple(leaf.shape)
-        if is_value(leaf):  # parts, where others of them are missing
-            for below, spec in jtu.tree_leaves_with_path(found):
-                specs[f"{name}.{path_of(below)}"] = spec
-            for below, x in jtu.tree_leaves_with_path(leaf):
-                shapes[f"{name}.{path_of(below)}"] = tuple(x.shape)
+        specs |= dict(_with_parts(name, found))
+        shapes |= {below: tuple(x.shape) for below, x in _with_parts(name, leaf)}
     return _ByName(specs, shapes)
 
 
@@ -253,7 +258,7 @@ class _ByName:
     def __call__(self, name: str, leaf: Any) -> Any:
         while True:
             if name in self.specs:
-                return self.specs[name] if self.shapes[name] == tuple(leaf.shape) else None
+                return self.specs[name] if self.shapes.get(name) == tuple(leaf.shape) else None
             _, dot, name = name.partition(".")
             if not dot:
                 return None

@@ -48,6 +48,7 @@ CHECKPOINTS = {
     "llama16bit": "peft_llama/base",
     "gpt2": "peft_gpt2/base",
     "bert": "peft_bert/base",
+    "mixtral": "models/mixtral/base",
 }
 
 

@@ -85,7 +85,13 @@ def test_partitioned_models_and_optimiser_states_go_with_the_model(kind: str):
     by_layer = tensor_parallel(model, MESH)
     rule = {"tensor_parallel": by_layer, "fsdp": fsdp(MESH), "both": fsdp(MESH, over=by_layer)}[kind]
     specs = specs_for(model, rule)
-    params, _ = eqx.partition(model, ql.trainable(model))
+    params, frozen = eqx.partition(model, ql.trainable(model))
+    is_packed = lambda x: isinstance(x, ql.NF4Array)
+    packed = lambda tree: [
+        (w.codes, w.scale) for w in jax.tree.leaves(tree, is_leaf=is_packed) if is_packed(w)
+    ]
+    assert packed(specs_for(eqx.filter(frozen, eqx.is_array), rule)) == packed(specs)
+    assert len(packed(specs)) == 7
     state = eqx.filter_eval_shape(optax.adam(1e-3).init, params)
     found = specs_for(state, rule)[0]
     assert found.count == jax.P()

