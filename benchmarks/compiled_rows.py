@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quaxlike import BlockArray, quaxify
 from quaxlike.kernels import (
     NestedScales,
     block_sparse_matmul,
@@ -71,8 +72,11 @@ def rows(platform: str) -> Iterator[Row]:
     yield nf4(large, 16, dtype=jnp.float32)
     yield nf4(large, 16, codebook="FP4")
     yield nf4(large, 16, nested=True)
-    for m in (1, 16, 4096):
+    for m in (1, 16, 64, 4096):
         yield nf4(large, m, transpose=True)
+    for codec, transpose in itertools.product(("mxfp4", "uint4_block", "q8_0"), (False, True)):
+        yield block(large, 16, codec, transpose)
+    yield block(large, 64, "mxfp4")
     for m, adapters in ((1, None), (64, None), (64, 32)):
         yield lora(large, m, adapters)
     for m, transpose in itertools.product((1, 16, 64, 4096), (False, True)):
@@ -95,6 +99,16 @@ def nf4(
     kind = ", double" * nested + ", x @ W" * transpose + ", float32" * (dtype == jnp.float32)
     x = _of((m, shape[not transpose]), dtype)
     return _row(codebook + kind, shape, m, fn, (x, *_four_bit(shape, nested)))
+
+
+def block(shape: tuple[int, int], m: int, codec: str, transpose: bool = False) -> Row:
+    """A weight in one of the block formats, as its array type stores it."""
+    of_array = functools.partial(BlockArray.quantize, codec=codec)
+    w = jax.eval_shape(of_array, _of(shape))
+    fn = quaxify(lambda x, w: x @ (w if transpose else w.T))
+    return _row(
+        f"BlockArray {codec}" + ", x @ W" * transpose, shape, m, fn, (_of((m, shape[not transpose])), w)
+    )
 
 
 def lora(shape: tuple[int, int], m: int, adapters: int | None) -> Row:

@@ -5,7 +5,7 @@ A stack is an array that is made of parts, each of which has the batch axes in f
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +13,7 @@ from jax import lax
 _S = TypeVar("_S", bound="Stack")
 
 
+@runtime_checkable
 class Stack(Protocol):
     """What the functions of this module ask of an array."""
 

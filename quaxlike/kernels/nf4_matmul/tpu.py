@@ -145,11 +145,12 @@ class _Weight(NamedTuple):
         """What codes stand for, in float32."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
-        parts = [
-            _lookup(jnp.broadcast_to(table[:, i : i + _LANES], codes.shape), codes & (_LANES - 1))
-            for i in range(0, table.shape[1], _LANES)
-        ]
-        return parts[0] if len(parts) == 1 else jnp.where(codes < _LANES, *parts)
+        spread = lambda lanes: jnp.broadcast_to(table[:, lanes], codes.shape)
+        if table.shape[1] == _LANES:
+            return _lookup(spread(slice(None)), codes)
+        low, high = (spread(slice(i, i + _LANES)) for i in (0, _LANES))
+        lane = codes & (_LANES - 1)
+        return jnp.where(codes < _LANES, _lookup(low, lane), _lookup(high, lane))
 
     def _scaled(self, values: Array, scale: Array, zero: Array | None = None) -> Array:
         if zero is None:
