@@ -42,7 +42,7 @@ def theirs(directory, z, adapter=None):
         return model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.numpy()[z["valid"]]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "mxfp4" not in name])
 def test_a_merged_model_has_the_logits_of_transformers(name, tmp_path):
     z = expected(name)
     base, _ = load(folder(name))

@@ -3,13 +3,17 @@
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import quaxlike as ql
+from quaxlike.models import load
 from tests.fixtures import DATA, FIXTURES, fixture
 
 _ALL = [
     "llama_llama3", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3",
-    "phi3_longrope", "mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "olmo2", "gpt2",
+    "phi3_longrope", "mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "gpt_oss_mxfp4", "olmo2", "gpt2",
 ]  # fmt: skip
 #: Most travel with the repository; where the full collection is, the tests run on all of it.
 MODELS = [name for name in _ALL if any((root / "models" / name).exists() for root in (DATA, FIXTURES))]
@@ -30,6 +34,12 @@ def legacy(name, tmp_path):
     (tmp_path / name / "config.json").chmod(0o644)
     (tmp_path / name / "config.json").write_text(json.dumps(json.loads(text)))
     return tmp_path / name
+
+
+def in_float32(name):
+    """The model; weights of 16 bits, and what quantised ones stand for, in float32, as the references are."""
+    model, _ = load(folder(name))
+    return jax.tree.map(lambda x: x.astype(jnp.float32), model, is_leaf=ql.is_value)
 
 
 def agree(found, wanted, atol=1e-4):

@@ -12,8 +12,8 @@ import quaxlike as ql
 from quaxlike.interop import CheckpointError
 from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError, load
-from quaxlike.surgery.select import named_arrays
-from tests.models.fixtures import MODELS, agree, expected, folder, legacy
+from quaxlike.surgery.trees import named_arrays, replace
+from tests.models.fixtures import MODELS, agree, expected, folder, in_float32, legacy
 
 FEW = ["llama_llama3", "gemma3", "qwen2_moe"]  # the others take long
 SHARED = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 11}
@@ -31,7 +31,7 @@ def logits_of(model, z):
 def test_logits(name):
     """Of a whole row, and of rows with padding on either side."""
     z = expected(name)
-    model, _ = load(folder(name))
+    model = in_float32(name)
     agree(logits_of(model, z)[z["valid"]], z["logits"][z["valid"]], 3e-4 if "longrope" in name else 1e-4)
 
 
@@ -46,21 +46,33 @@ def test_configurations_of_transformers_4_say_the_same(name, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients(name):
     z = expected(name)
-    model, _ = load(folder(name))
+    model = in_float32(name)
     ids = jnp.asarray(z["train_input_ids"])
+    arrays = named_arrays(model)
+    wanted = {key.removeprefix("grad::"): z[key] for key in z if key.startswith("grad::")}
+    wanted = {key: grad for key, grad in wanted.items() if not ql.is_value(arrays[key])}
 
-    def loss(model):
-        logits = jax.vmap(model)(ids, jnp.ones_like(ids, bool))[:, :-1]
+    def loss(weights):
+        whole = ql.quaxify(replace(model, weights))
+        logits = jax.vmap(whole)(ids, jnp.ones_like(ids, bool))[:, :-1]
         return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
-    value, grads = jax.jit(jax.value_and_grad(loss))(model)
+    with ql.on_materialise("error"):
+        value, grads = jax.jit(jax.value_and_grad(loss))({key: arrays[key] for key in wanted})
     agree(value, z["train_loss"], 1e-5)
-    grads = named_arrays(grads)
-    for key in z:
-        if key.startswith("grad::"):
-            wanted = z[key]
-            found = np.asarray(grads[key.removeprefix("grad::")])
-            assert np.linalg.norm(found - wanted) < 1e-4 * np.linalg.norm(wanted), key
+    for key, grad in wanted.items():
+        assert np.linalg.norm(np.asarray(grads[key]) - grad) < 1e-4 * np.linalg.norm(grad), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if "mxfp4" in name])
+def test_experts_of_4_bits_stand_for_what_transformers_makes_of_them(name):
+    z, arrays = expected(name), named_arrays(in_float32(name))
+    stacks = [key.removeprefix("dequant::") for key in z if key.startswith("dequant::")]
+    assert stacks
+    for key in stacks:
+        assert isinstance(arrays[key], ql.BlockArray)
+        np.testing.assert_array_equal(ql.materialise(arrays[key]), z[f"dequant::{key}"])
 
 
 @pytest.mark.parametrize("name", ["llama_llama3", pytest.param("qwen2", marks=pytest.mark.slow)])

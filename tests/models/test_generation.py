@@ -8,7 +8,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.models import generation, load
 from quaxlike.models.generation import generate
-from tests.models.fixtures import MODELS, expected, folder
+from tests.models.fixtures import MODELS, expected, folder, in_float32
 from tests.samples import wrong_types
 
 FEW = ["phi3_longrope"]  # the others take long
@@ -25,7 +25,7 @@ def qwen2():
 def test_greedy_tokens(name):
     """Of prompts padded on the left; by LongRoPE beyond the length at which frequencies switch."""
     z = expected(name)
-    model, _ = load(folder(name))
+    model = in_float32(name)
     options = {"mask": z["greedy_prompt_mask"], "max_new_tokens": 48, "eos": int(z["eos_token_id"])}
     with ql.on_materialise("error"):
         tokens = np.asarray(generate(model, z["greedy_prompt_ids"], **options | {"eos": None}))
@@ -45,6 +45,24 @@ def test_greedy_tokens_without_a_cache(qwen2):
     for i in range(n, n + 12):
         row[i] = whole(row, np.arange(64) < i)
     np.testing.assert_array_equal(row[n : n + 12], generate(model, ids[1:], max_new_tokens=12)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_no_cache_changes_a_token(name):
+    """Each of the 48 tokens is the likeliest after those before it, in whole passes over padded rows."""
+    z = expected(name)
+    model, tokens = in_float32(name), z["greedy_tokens"]
+    ids = np.concatenate([z["greedy_prompt_ids"], tokens], axis=1)
+    seen = np.concatenate([z["greedy_prompt_mask"], np.ones_like(tokens)], axis=1).astype(bool)
+    run = jax.jit(lambda ids, seen: jnp.argmax(jax.vmap(ql.quaxify(model))(ids, seen), axis=-1))
+    width = z["greedy_prompt_ids"].shape[1]
+    if "longrope" not in name:
+        np.testing.assert_array_equal(np.asarray(run(ids, seen))[:, width - 1 : -1], tokens)
+        return
+    for length in range(width, ids.shape[1]):  # which decides the frequencies
+        found = np.asarray(run(ids, seen & (np.arange(ids.shape[1]) < length)))
+        np.testing.assert_array_equal(found[:, length - 1], ids[:, length])
 
 
 @pytest.mark.slow

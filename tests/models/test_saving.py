@@ -13,10 +13,10 @@ from quaxlike.interop.tensors import open_tensors
 from quaxlike.models import load, save
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
-from tests.models.fixtures import agree, expected, folder
+from tests.models.fixtures import MODELS, agree, expected, folder
 
 FEW = ["gemma3", "mixtral"]
-MORE = ["llama_yarn", "phi3", "qwen2", "qwen2_moe", "qwen3_moe", "gpt_oss"]
+MORE = [name for name in MODELS if name not in FEW and "mxfp4" not in name]
 
 
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
