@@ -134,9 +134,10 @@ def check(name: str, printed: str) -> None:
         if layout == "fsdp":
             assert sum(gathered.values()) <= found["stored"]
             assert gathered["all-gather u8"] == found["codes"]
-        else:  # activations and shares of experts, no weights
+        else:  # activations, shares of experts, updates of adapters: less than the scales of weights alone
             assert "all-gather u8" not in gathered
-            assert sum(gathered.values()) < (0.05 if layout == "tensor" else 1) * found["codes"]
+            inputs = 8 * 12 * 128 * 4 if layout == "expert" else 0
+            assert sum(gathered.values()) - inputs < 0.25 * found["codes"]
         # All that is not whole on every device is spread evenly.
         assert found["of a device"] == found["whole"] + (found["stored"] - found["whole"]) / devices
         if layout == "expert":  # attention is on every device
