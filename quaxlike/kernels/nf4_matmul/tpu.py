@@ -216,7 +216,9 @@ def _forward(
     )(*x, *weight.operands, *low_rank)
 
 
-def _transposed(x: Array, weight: _Weight, rows: int, out_dtype: np.dtype, interpret: bool) -> list[Array]:
+def _transposed(
+    x: Array, weight: _Weight, rows: int, out_dtype: np.dtype, interpret: bool
+) -> Sequence[Array]:
     """The columns of `x @ W`, in planes."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
