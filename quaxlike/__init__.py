@@ -21,6 +21,7 @@ from .core.rules import AmbiguousRuleError, RuleError, RuleSet, register, regist
 from .core.values import ArrayValue, Value, is_value, materialise
 from .primitives import custom_dce
 from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters
+from .surgery.balance import balance
 from .surgery.dropout import with_dropout_key
 from .surgery.eva import eva, eva_ranks, input_moments
 from .surgery.layouts import layouts
@@ -116,6 +117,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "quantize",
     "fake_quantize",
     "loftq",
+    "balance",
     "eva",
     "eva_ranks",
     "input_moments",

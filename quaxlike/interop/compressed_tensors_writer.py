@@ -51,7 +51,7 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
     if len(w.shape) != 2 or getattr(w, "axes", ()):
         raise complain(path, name, "is no matrix quantised along its last axis; materialise it")
     if isinstance(w, Int8Array):
-        scale = np.asarray(w.dense_scale())
+        scale = np.asarray(w.scale)
         scheme = _scheme("int", 8, w.block if scale.shape[1] > 1 else None, True)
         return "int-quantized", scheme, {"weight": np.asarray(w.codes), "weight_scale": scale}
     floating = isinstance(w, BlockArray) and w.codec.scales == "float" and w.codec.group is None

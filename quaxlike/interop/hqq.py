@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.quantized import BlockArray, BlockScales, Codec
+from ..arrays.quantized.layout import reshaped
 from .blocks import FLOATS, INT32, UINT8, Layer, Weight, layers, weight
 from .tensors import Tensors
 
@@ -82,9 +83,9 @@ def _in_rows(
     as_stored = (lambda x: x.reshape(n, -1)) if whole else (lambda x: x.reshape(-1))
     scales = BlockScales(as_stored(scale), zero=as_stored(zero))
     out = BlockArray.from_codes(as_stored(codes), scales, codec=codec, block_size=size)
-    reshaped = out if whole else out.reshaped(shape)
-    assert reshaped is not None  # the last axis alone is cut
-    return reshaped
+    in_shape = out if whole else reshaped(out, shape)
+    assert in_shape is not None  # the last axis alone is cut
+    return in_shape
 
 
 def _in_columns(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
-from ..arrays.quantized.grid import Grid
+from ..arrays.quantized.grid import Grid, grid_of, with_codes
 
 _DAMPING = 0.01  # of the mean of the diagonal
 _AT_ONCE = 128  # columns whose errors are handed on together
@@ -39,8 +39,7 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     w = np.asarray(stored, np.float64)
     h = np.asarray(moments, np.float64)
     start = like.requantized(dense)
-    grid = start.grid()
-    if w.ndim != 2 or grid is None:
+    if w.ndim != 2:
         raise ValueError(
             f"{name}: calibration takes a matrix; found a "
             f"{type(like).__name__} of shape {tuple(dense.shape)}. Leave it out, or quantise it otherwise."
@@ -56,7 +55,7 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
 
 def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
     """The best codes and scales from `start` on, and what they cost."""
-    grid = start.grid()
+    grid = grid_of(start)
     firsts = [_rounded(w, h, grid), grid.places(w)]  # the nearest are better where little has changed
     firsts = [_improved(places, w, h, grid) for places in firsts]
     places = min(firsts, key=lambda places: _cost(grid.values(places) - w, h))
@@ -64,9 +63,9 @@ def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
     for _ in range(_ROUNDS):
         cost = _cost(grid.values(places) - w, h)
         if cost < least:
-            best, least = start.with_codes(grid.codes[places]), cost
+            best, least = with_codes(start, grid.codes[places]), cost
         start = _with_fitting_scales(start, places, w, h)
-        grid = start.grid()
+        grid = grid_of(start)
         places = _improved(places, w, h, grid)
     return best, least
 
@@ -125,7 +124,7 @@ def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.nd
     rows, count = w.shape
     if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:  # or blocks cross rows
         return start
-    grid, block = start.grid(), start.block
+    grid, block = grid_of(start), start.block
     values, scale = grid.table[places], grid.scale[:, ::block].copy()
     slope = (grid.values(places) - w) @ h
     for i, first in enumerate(range(0, count, block)):
@@ -148,7 +147,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     best, least = None, None
     for shrink in _SHRINKS:
         candidate = _shrunk(start, shrink)
-        grid = candidate.grid()
+        grid = grid_of(candidate)
         cost = (grid.values(grid.places(w)) - w) ** 2 * weight
         cost = cost.reshape(rows, -1)
         cost = np.pad(cost, [(0, 0), (0, -cost.shape[1] % start.block)])

@@ -28,13 +28,13 @@ from .notation import Layout
 from .select import Where, select_matrices
 from .trees import named_arrays, replace
 
-_SCHEMES: dict[str, Callable[..., Any]] = {
+_TYPES: dict[str, Callable[..., Any]] = {
     "nf4": NF4Array.quantize,
     "fp4": FP4Array.quantize,
     "int8": Int8Array.quantize,
     "int4": Int4Array.quantize,
-    **{name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS},
 }
+_SCHEMES = {name: functools.partial(BlockArray.quantize, codec=name) for name in CODECS} | _TYPES
 
 
 @checked
@@ -196,9 +196,8 @@ def _is_quantized(x: Any) -> bool:
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """The weight of this name, or the base of its adapter or its blocks, quantised: along its inputs."""
     if scheme not in _SCHEMES:
-        plain = [name for name in _SCHEMES if name not in CODECS]
         raise ValueError(
-            f"quantize takes one of the schemes {', '.join(plain)}; found {scheme!r}. The codecs of "
+            f"quantize takes one of the schemes {', '.join(_TYPES)}; found {scheme!r}. The codecs of "
             f"BlockArray are schemes, too: {', '.join(CODECS)}."
         )
     if isinstance(w, LoraArray):

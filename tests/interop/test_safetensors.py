@@ -145,7 +145,7 @@ def _field(name, node):
         (lambda m: m["values"]["w"].update(surprise=1), r"'w': .* the entries .*'surprise'.* make no known"),
         (_field("surprise", {"value": 1}), r"'w': .* NF4Array: missing or unknown fields: surprise"),
         (_field("codes", {"array": "elsewhere"}), r"'w': .* its tensor 'elsewhere' is missing"),
-        (_field("block_size", {"value": 32}), r"'w': .* in blocks of 32 takes codes of dtype uint8"),
+        (_field("block_size", {"value": 32}), r"'w': .* in blocks of 32 takes scale of shape"),
         (_field("block_size", {"value": "64"}), r"'w': cannot be rebuilt"),
         (_field("axes", {"tuple": [{"value": 3}]}), r"'w': .* axes \(3,\) do not permute"),
         (

@@ -2,7 +2,7 @@
 
 # They register rules.
 from . import convolution, dot, elementwise, experts, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from .base import AbstractQuantizedArray, AbstractScaledArray
+from .base import AbstractQuantizedArray
 from .block import BlockArray
 from .codebook import AbstractCodebookArray, FP4Array, Int4Array, NF4Array
 from .codecs import CODECS, Codec
@@ -13,7 +13,6 @@ __all__ = [
     "CODECS",
     "AbstractCodebookArray",
     "AbstractQuantizedArray",
-    "AbstractScaledArray",
     "BlockArray",
     "BlockScales",
     "Codec",

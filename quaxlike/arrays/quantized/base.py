@@ -12,10 +12,12 @@ act on the leaves and leave the shape true. Blocks may cross the inner axes, so 
 
 import abc
 import dataclasses
+import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,13 +29,13 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
+from ...kernels.block_matmul.reference import join
 from ...primitives import Partitioning
 from ...primitives.partitioning import is_spread
-from .grid import Grid, sorted_table
-from .scales import NestedScales, dense_scales
+from .codecs import Codec, Rows
+from .scales import BlockScales, NestedScales, dense_scales
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
-_S = TypeVar("_S", bound="AbstractScaledArray")
 
 
 class AbstractQuantizedArray(ArrayOperators, ArrayValue):
@@ -46,8 +48,9 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     **Arguments:**
 
-    - `codes`: `(*lead, n)`: bytes that hold two 4-bit codes each, or int8.
-    - `scale`: `(*lead, blocks)` float32, or [`NestedScales`][quaxlike.arrays.quantized.NestedScales].
+    - `codes`: `(*lead, n)`: bytes, packed as the codec says.
+    - `scale`: `(*lead, blocks)` float32; or [`NestedScales`][quaxlike.arrays.quantized.NestedScales], or
+        [`BlockScales`][quaxlike.arrays.quantized.BlockScales].
     - `block_size`: how many codes share a scale; None for all of the last axis.
     - `inner`: the trailing axes that are flattened into the last axis of `codes`; None for a single
         axis, as long as there are codes.
@@ -66,8 +69,11 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     logical_dtype: np.dtype = eqx.field(static=True, default=np.dtype(np.float32))
     train_scales: bool = eqx.field(static=True, default=False)
 
-    codes_per_entry: ClassVar[int]
-    """How many codes one element of `codes` holds."""
+    codec: eqx.AbstractVar[Codec]
+    """How codes and scales are read."""
+
+    order: eqx.AbstractVar[Any]
+    """For codes whose columns were sorted: which logical column each stored one is; else None."""
 
     def __check_init__(self) -> None:
         self.check_leaves()
@@ -76,23 +82,31 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     def check_leaves(self) -> None:
         """Raises `ValueError` unless codes and scales fit each other."""
-        inner = self.inner_shape
-        expected = [*self.codes.shape[:-1], -(-math.prod(inner) // max(self.block, 1))]
-        held = self.codes.shape[-1] * self.codes_per_entry
-        scale = self.scale.codes if isinstance(self.scale, NestedScales) else self.scale
-        wanted = np.uint8 if self.codes_per_entry == 2 else np.int8
-        fits = held - self.codes_per_entry < math.prod(inner) <= held
-        if self.codes.dtype != wanted or not fits or list(scale.shape) != expected:
-            raise ValueError(
-                f"{type(self).__name__} with inner axes {inner} in blocks of {self.block} takes codes of "
-                f"dtype {np.dtype(wanted)} and scales of shape {tuple(expected)}; found codes "
-                f"{self.codes.dtype}{list(self.codes.shape)} and scales of shape {tuple(scale.shape)}."
-            )
+        (rows, count), codec, scale = self.matrix, self.codec, self.scale
+        parts = (scale.codes if isinstance(scale, NestedScales) else scale, None, None, None)
+        parts = scale.parts() if isinstance(scale, BlockScales) else parts
+        zeros = codec.zeros is not None and codec.scales != "nibbles"
+        has = True, True, codec.group is not None, zeros
+        leaves = zip(("codes", "scale", "outer", "zero"), (self.codes, *parts), has, strict=False)
+        for (name, leaf, there), size in zip(leaves, codec.sizes(count, self.block), strict=False):
+            wanted = (*self.codes.shape[:-1], rows * size) if there else None
+            found = None if leaf is None else tuple(leaf.shape)
+            if found != wanted:
+                raise ValueError(f"{self._as_told} takes {name} of shape {wanted}; found {found}.")
+        dtype = np.dtype(np.int8 if codec.codes == "signed" else np.uint8)
+        if self.codes.dtype != dtype:
+            raise ValueError(f"{self._as_told} takes codes of dtype {dtype}; found {self.codes.dtype}.")
+        wanted = (*self.codes.shape[:-1], count)
+        if self.order is not None and self.order.shape != wanted:
+            raise ValueError(f"{self._as_told} takes order of shape {wanted}; found {self.order.shape}.")
+
+    @property
+    def _as_told(self) -> str:
+        return f"{type(self).__name__} with inner axes {self.inner_shape} in blocks of {self.block}"
 
     @abc.abstractmethod
-    def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
-        """Slices of the stored array along its first axis, dense, where that is no leading axis:
-        `(*batch, *stored_shape[1:])`."""
+    def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
+        """Codes, packed, and scales for rows of the stored array, as this one has them."""
 
     @abc.abstractmethod
     def matmul(
@@ -107,22 +121,6 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         """`x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `parts` are its leaves,
         on leading axes that together are axes of the matrix; nested scales have none. Of `self` only
         statics are read."""
-
-    @abc.abstractmethod
-    def times(self: _Q, factor: Float32[Array, ""]) -> _Q:
-        """This array times a scalar, which is multiplied into the scales."""
-
-    @abc.abstractmethod
-    def requantized(self: _Q, dense: Array) -> _Q:
-        """A dense array of the same shape, quantised as this one is."""
-
-    @abc.abstractmethod
-    def grid(self) -> Grid | None:
-        """What the codes of the stored matrix may stand for; None if it is no matrix."""
-
-    @abc.abstractmethod
-    def with_codes(self: _Q, codes: np.ndarray) -> _Q:
-        """The same scales with other codes, one a byte, for the rows and columns of `grid`."""
 
     # The array that this stands for
 
@@ -140,7 +138,13 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     @property
     def inner_shape(self) -> tuple[int, ...]:
         """The axes that are flattened into the last one of `codes`."""
-        return (self.codes.shape[-1] * self.codes_per_entry,) if self.inner is None else self.inner
+        return (self.codes.shape[-1] * 8 // self.codec.bits,) if self.inner is None else self.inner
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """How many rows of how many codes the last axis of `codes` holds: several that share an order."""
+        inner = self.inner_shape
+        return (1, math.prod(inner)) if self.order is None else (inner[0], math.prod(inner[1:]))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -155,22 +159,30 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     @property
     def block(self) -> int:
         """How many codes share a scale."""
-        return self.inner_shape[-1] if self.block_size is None else self.block_size
-
-    def joins(self, *, in_columns: bool) -> bool:
-        """Whether leading axes can be made axes of one large matrix: of its columns, beside the inner
-        axes, or else of its rows."""
-        size = math.prod(self.inner_shape)
-        return size % self.codes_per_entry == 0 and size % max(self.block, 1) == 0
+        return self.matrix[1] if self.block_size is None else self.block_size
 
     @property
     def parts(self) -> Any:
         """The leaves that `matmul` takes, a pytree."""
-        return self.codes, self.scale
+        return self.codes, self.scale, self.order
+
+    def block_scales(self) -> BlockScales:
+        """The scales as the codec reads them; shut off from gradients unless `train_scales`."""
+        scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
+        return scale if self.train_scales else jax.tree.map(lax.stop_gradient, scale)
+
+    def joins(self, *, in_columns: bool) -> bool:
+        """Whether leading axes can be made axes of one large matrix: of its columns, beside the inner
+        axes, or else of its rows."""
+        if self.order is not None or not (in_columns or self.codec.flat):
+            return self.order is None
+        return self.codec.cuts(self.matrix[1], self.block)
 
     def joined(self: _Q) -> _Q:
-        """The same array in a form whose leading axes may be made axes of one large matrix."""
-        return self
+        """The same array in a form whose leading axes may be made axes of one large matrix: nested scales
+        belong to one matrix, not to the larger one that is formed."""
+        nested = isinstance(self.scale, NestedScales)
+        return dataclasses.replace(self, scale=dense_scales(self.scale)) if nested else self
 
     def opened(self: _Q) -> _Q:
         """The same array with `train_scales`: gradients still do not flow into scales that were shut off."""
@@ -189,15 +201,6 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         """`fn`, which acts on leading axes only, done to each leaf."""
         return jax.tree.map(fn, self)
 
-    def untied(self: _Q) -> _Q:
-        """The same array with as many leading axes as whole blocks allow: nested scales, whose blocks
-        cross rows, become float32."""
-        return self
-
-    @abc.abstractmethod
-    def reshaped(self: _Q, shape: tuple[int, ...]) -> _Q | None:
-        """The stored array in another shape; None if that does not keep blocks whole."""
-
     def stored(self) -> Array:
         """The stored array, dense."""
         return self.with_axes(range(len(self.stored_shape))).materialise()
@@ -209,6 +212,77 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             part = self.map_lead(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False))
             return part.with_axes(range(len(part.stored_shape)))
         return self.rows_at(jnp.asarray(i))
+
+    # Its values
+
+    def rows_of_codes(self) -> tuple[Any, BlockScales]:
+        """Codes and scales with an axis of rows, where several of them share an order."""
+        codes, scales = self.codes, self.block_scales()
+        if self.order is None:
+            return codes, scales
+        rows = self.matrix[0]
+        return jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:-1], rows, -1), (codes, scales))
+
+    def _decode(self, codes: Any, scales: BlockScales) -> Float[Array, "*lead columns"]:
+        """Rows of codes to values, whose columns are in order."""
+        dense = _decoded((codes, *scales.parts()), Rows(self.codec, self.matrix[1], self.block))
+        if self.order is None:
+            return dense
+        back = jnp.broadcast_to(jnp.expand_dims(jnp.argsort(self.order), -2), dense.shape)
+        return jnp.take_along_axis(dense, back, axis=-1)
+
+    def materialise(self) -> Array:
+        leaves, treedef = jax.tree.flatten(self)
+        if self.order is not None or not is_spread(leaves):
+            return self._materialised().transpose(self.permutation)
+        # Each device decodes its rows, and its part of them if blocks fill these.
+        lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.tied_by()
+        last = lambda j, leaf: "k" if cut and leaf.shape[-1] > 1 else f"own{j}"
+        names = [lead if leaf.ndim == len(lead) else [*lead, last(j, leaf)] for j, leaf in enumerate(leaves)]
+        inner = ["k"] if cut else [f"inner{i}" for i in range(len(self.inner_shape))]
+        rule = Partitioning(f"{', '.join(map(' '.join, names))} -> {' '.join([*lead, *inner])}")
+        decode = lambda *leaves: [treedef.unflatten(leaves)._materialised()]
+        return rule.apply_to_types(decode)(*leaves)[0].transpose(self.permutation)
+
+    def _materialised(self) -> Array:
+        """The stored array."""
+        return self._decode(*self.rows_of_codes()).astype(self.logical_dtype).reshape(self.stored_shape)
+
+    def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
+        """Slices of the stored array along its first axis, dense, where that is no leading axis:
+        `(*batch, *stored_shape[1:])`."""
+        codes, scales = self.rows_of_codes()
+        shape = self.stored_shape[1:]
+        if self.order is None:
+            size = math.prod(shape)
+            columns = lax.broadcasted_iota(rows.dtype, (*rows.shape, size), rows.ndim)
+            index = jnp.expand_dims(rows * size, -1) + columns
+            dense = self.codec.at(index, self.block, (codes, *scales.parts()))
+        else:
+            taken = jax.tree.map(lambda leaf: leaf[rows.reshape(-1)], (codes, scales))
+            dense = self._decode(*taken)
+        return dense.reshape(*rows.shape, *shape).astype(self.logical_dtype)
+
+    def times(self: _Q, factor: Float32[Array, ""]) -> _Q:
+        """This array times a scalar, which is multiplied into the scales."""
+        if isinstance(self.scale, BlockScales):
+            codec, scale = self.scale.times(factor, self.codec)
+            return dataclasses.replace(self, scale=scale, codec=codec)
+        nested = isinstance(self.scale, NestedScales)
+        return dataclasses.replace(self, scale=self.scale.times(factor) if nested else self.scale * factor)
+
+    def requantized(self: _Q, dense: Array) -> _Q:
+        """A dense array of the same shape, quantised as this one is."""
+        stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
+        rows, count = self.matrix
+        rows_of = stored.reshape(*self.codes.shape[:-1], *([] if self.order is None else [rows]), count)
+        if self.order is not None:
+            index = jnp.broadcast_to(jnp.expand_dims(self.order, -2), rows_of.shape)
+            rows_of = jnp.take_along_axis(rows_of, index, axis=-1)
+        codes, scale = self.encoded(rows_of.astype(jnp.float32))
+        if self.order is not None:
+            codes, scale = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:-2], -1), (codes, scale))
+        return dataclasses.replace(self, codes=codes, scale=scale)
 
     # Hooks
 
@@ -241,6 +315,8 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     def tied_by(self) -> str:
         """The reason why inner axes cannot be divided among devices; none if they can."""
+        if self.order is not None:
+            return "its columns are out of order"
         if self.inner is not None or isinstance(self.scale, NestedScales):
             return f"the axes {self.inner_shape} share blocks"
         if self.block_size is not None and self.inner_shape[-1] % self.block:
@@ -249,94 +325,12 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return ""
 
 
-class AbstractScaledArray(AbstractQuantizedArray):
-    """A quantised array with one scale, or nested ones, a block: `decode(codes) * scale`."""
-
-    @classmethod
-    @abc.abstractmethod
-    def decode(
-        cls, codes: Array, scale: Array, inner: tuple[int, ...], block_size: int, dtype: np.dtype
-    ) -> Array:
-        """The dense array of shape `inner` for codes and scales without leading axes."""
-
-    @classmethod
-    @abc.abstractmethod
-    def decode_at(
-        cls, codes: Array, scale: Array, index: Int[Array, "*shape"], block_size: int
-    ) -> Float32[Array, "*shape"]:
-        """The elements at flat positions `index`, for codes and scales without leading axes."""
-
-    def materialise(self) -> Array:
-        leaves, treedef = jax.tree.flatten(self)
-        if not is_spread(leaves):
-            return self._decoded().transpose(self.permutation)
-        # Each device decodes its rows, and its part of them if blocks fill these.
-        lead = [f"lead{i}" for i in range(self.num_lead)]
-        cut = self.inner is None and self.inner_shape[-1] % max(self.block, 1) == 0
-        last = lambda j, leaf: "k" if cut and leaf.shape[-1] > 1 else f"own{j}"
-        names = [lead if leaf.ndim == len(lead) else [*lead, last(j, leaf)] for j, leaf in enumerate(leaves)]
-        inner = ["k"] if cut else [f"inner{i}" for i in range(len(self.inner_shape))]
-        rule = Partitioning(f"{', '.join(map(' '.join, names))} -> {' '.join([*lead, *inner])}")
-        decode = lambda *leaves: [treedef.unflatten(leaves)._decoded()]
-        return rule.apply_to_types(decode)(*leaves)[0].transpose(self.permutation)
-
-    def _decoded(self) -> Array:
-        """The stored array."""
-        inner, block_size = self.inner_shape, self.block
-        codes, scale = self.codes, self.dense_scale()
-        decode: Callable[..., Array] = lambda codes, scale: self.decode(
-            codes, scale, inner, block_size, self.logical_dtype
-        )
-        for _ in range(self.num_lead):
-            decode = jax.vmap(decode)
-        return decode(codes, scale)
-
-    def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
-        shape = self.stored_shape[1:]
-        size = math.prod(shape)
-        columns = lax.broadcasted_iota(rows.dtype, (*rows.shape, size), rows.ndim)
-        index = jnp.expand_dims(rows * size, -1) + columns
-        values = self.decode_at(self.codes, self.dense_scale(), index, self.block)
-        return values.reshape(*rows.shape, *shape).astype(self.logical_dtype)
-
-    def dense_scale(self) -> Float32[Array, "*lead blocks"]:
-        """The float32 scales, shut off from gradients unless `train_scales`."""
-        scale = dense_scales(self.scale)
-        return scale if self.train_scales else lax.stop_gradient(scale)
-
-    def _grid_of(self, values: np.ndarray) -> Grid | None:
-        """The grid for a table of the values of all codes."""
-        shape = self.stored_shape
-        if len(shape) != 2:
-            return None
-        # One row of codes for each of the matrix; or one for all, whose blocks may cross rows.
-        rows, count = (shape[0], shape[1]) if self.num_lead else (1, shape[0] * shape[1])
-        scale = np.asarray(dense_scales(self.scale), np.float64).reshape(rows, -1)
-        scale = np.repeat(scale, self.block, axis=1)[:, :count].reshape(shape)
-        return Grid(*sorted_table(values), scale, np.zeros_like(scale))
-
-    def joined(self: _S) -> _S:
-        # Nested scales belong to one matrix, not to the larger one that is formed.
-        return dataclasses.replace(self, scale=dense_scales(self.scale))
-
-    def times(self: _S, factor: Float32[Array, ""]) -> _S:
-        scale = self.scale
-        if not isinstance(scale, NestedScales):
-            return dataclasses.replace(self, scale=scale * factor)
-        nested = dataclasses.replace(scale, absmax=scale.absmax * factor, offset=scale.offset * factor)
-        return dataclasses.replace(self, scale=nested)
-
-    def requantized(self: _S, dense: Array) -> _S:
-        stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
-        cls: Any = type(self)
-        new = cls.quantize(
-            stored,
-            block_size=self.block_size,
-            double_quant=isinstance(self.scale, NestedScales),
-            stacked=self.num_lead,
-            train_scales=self.train_scales,
-        )
-        return new.with_axes(self.permutation)
+@functools.partial(jax.jit, static_argnames="rows", inline=True)
+def _decoded(parts: Any, rows: Rows) -> Float[Array, "*lead columns"]:
+    """Rows of codes to values, whose columns are in the order in which they are stored."""
+    if not parts[0].size:
+        return jnp.zeros((*parts[0].shape[:-1], rows.count))
+    return join(rows(parts), rows.count)
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:
@@ -367,3 +361,13 @@ def quantize_stack(cls: Any, x: ArrayLike, axis: int, stacked: int, options: dic
     for _ in range(stacked):
         quantize = jax.vmap(quantize)
     return quantize(x)
+
+
+def check_block_size(block_size: Any) -> None:
+    """Raises `ValueError` unless `block_size` is None or positive, `TypeError` if it is no whole number."""
+    if block_size is None:
+        return
+    if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
+        raise TypeError(f"block_size must be a whole number or None, got {block_size!r}.")
+    if block_size < 1:
+        raise ValueError(f"block_size must be positive or None, got {block_size}.")

@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int
 
 from ...kernels import bits as bitstream
+from ...kernels import blockwise
 from ...kernels.product import Product
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -33,7 +34,8 @@ class Codec:
     **Attributes:**
 
     - `bits`: of a code, 2 to 8.
-    - `codes`: `"integer"`, unsigned, from which `bias` is taken; `"e4m3"`, `"e5m2"`; or `"table"`.
+    - `codes`: `"integer"`, unsigned, from which `bias` is taken; `"signed"`, int8 but for -128; `"e4m3"`,
+        `"e5m2"`; or `"table"`.
     - `bias`: what is taken from integer codes.
     - `table`: the values of the codes.
     - `block`: the usual number of codes that share a scale; None for a whole row.
@@ -45,6 +47,9 @@ class Codec:
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
     - `dtype`: of the floating scales that `quantize` makes.
     - `limits`: for scales that are integers, the smallest and the largest.
+    - `high_first`: whether the first of two 4-bit codes is in the high half of their byte.
+    - `flat`: whether products take rows of codes one after the other, without gaps, so that blocks may cross
+        rows of the matrix.
     """
 
     bits: int
@@ -58,9 +63,13 @@ class Codec:
     zeros: str | None = None
     dtype: str = "float32"
     limits: tuple[int, int] = (0, 0)
+    high_first: bool = False
+    flat: bool = False
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
-        """What uint8 codes stand for."""
+        """What codes of 8 bits stand for."""
+        if self.codes == "signed":
+            return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         if self.codes == "integer":
             values = codes.astype(jnp.float32)
             return values - self.bias if self.bias else values
@@ -68,8 +77,20 @@ class Codec:
             return jnp.asarray(self.table, jnp.float32)[codes]
         return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
 
+    def all_values(self) -> Float32[np.ndarray, " codes"]:
+        """What codes 0, 1, … stand for."""
+        codes = np.arange(2**self.bits, dtype=np.uint8)
+        if self.codes == "integer":
+            return codes.astype(np.float32) - self.bias
+        if self.table is not None:
+            return np.asarray(self.table, np.float32)
+        narrow = np.int8 if self.codes == "signed" else _FLOAT8[self.codes]
+        return codes.view(narrow).astype(np.float32)
+
     def range(self) -> tuple[float | int, float | int]:
         """The smallest and the largest value of a code."""
+        if self.codes == "signed":
+            return -127, 127
         if self.codes == "integer":
             return -self.bias, 2**self.bits - 1 - self.bias
         largest = max(self.table) if self.table is not None else _LARGEST_FLOAT8[self.codes]
@@ -80,6 +101,9 @@ class Codec:
         low, high = self.range()
         if self.codes == "integer":
             return (jnp.clip(jnp.round(values), low, high) + self.bias).astype(jnp.uint8)
+        if self.codes == "signed":
+            whole = jnp.clip(jnp.round(values), low, high).astype(jnp.int8)
+            return lax.bitcast_convert_type(whole, jnp.uint8)
         if self.table is None:
             narrow = jnp.clip(values, low, high).astype(_FLOAT8[self.codes])
             return lax.bitcast_convert_type(narrow, jnp.uint8)
@@ -88,13 +112,27 @@ class Codec:
         places = jnp.searchsorted((ordered[:-1] + ordered[1:]) / 2, values)
         return jnp.asarray(order.astype(np.uint8))[places]
 
-    def num_blocks(self, count: int, block: int) -> int:
-        """How many blocks a row of this many codes has."""
-        return -(-count // max(block, 1))
+    def sizes(self, count: int, block: int) -> tuple[int, int, int, int, int]:
+        """How many bytes, scales, outer scales, zeros and outer zeros a row of this many codes has."""
+        blocks = -(-count // max(block, 1))
+        groups = -(-blocks // self.group) if self.group else min(blocks, 1)
+        return bitstream.num_bytes(count, self.bits), blocks, groups, blocks, groups
 
-    def num_groups(self, blocks: int) -> int:
-        """How many outer scales a row of this many blocks has."""
-        return -(-blocks // self.group) if self.group else min(blocks, 1)
+    def cuts(self, count: int, block: int) -> bool:
+        """Whether rows of codes may be cut into, or put together of, parts of this many."""
+        whole = count % max(block, 1) == 0 and count % bitstream.stride_of(self.bits) == 0
+        if self.group is None or not whole:
+            return whole
+        return self.group > 0 and count // max(block, 1) % self.group == 0
+
+    def pack(self, codes: Any) -> Any:
+        """The bytes of rows of codes, one a byte."""
+        packed = self._turned(bitstream.pack(codes, self.bits))
+        return packed.view(np.int8) if self.codes == "signed" else packed
+
+    def _turned(self, packed: Any) -> Any:
+        """Bytes with their halves in the order of the stream, or back."""
+        return packed >> np.uint8(4) | packed << np.uint8(4) if self.high_first else packed
 
     def scales_and_zeros(
         self, scale: Array, outer: Array | None, zero: Array | None, outer_zero: Array | None
@@ -124,6 +162,7 @@ class Codec:
         packed, *scales = parts
         scale, zero = self.scales_and_zeros(*scales)
         shrunk = self._shrunk(scales[0])
+        packed = self._turned(packed)
         codes = bitstream.planes(packed, self.bits)
         stride = len(codes)
         single = scale.shape[-1] == 1
@@ -132,20 +171,37 @@ class Codec:
         out = []
         for i, plane in enumerate(codes):
             width = len(range(i, count, stride))
-            along = lambda x, width=width: (
-                x if single else jnp.repeat(x, block // stride, axis=-1)[..., :width]
+            along: Callable[[Any], Any] = lambda x, width=width: (
+                x if x is None or single else jnp.repeat(x, block // stride, axis=-1)[..., :width]
             )
-            values, s = self.values(plane[..., :width]), along(scale)
-            if shrunk is not None:
-                values = values * along(shrunk)
-            if zero is None:
-                out.append(values * s)
-            elif self.zeros == "points":
-                out.append((values - along(zero)) * s)
-            else:
-                shift = along(zero)
-                out.append(values * s + shift if self.zeros == "plus" else values * s - shift)
+            out.append(self._value(plane[..., :width], along(scale), along(zero), along(shrunk)))
         return out
+
+    def at(self, index: Int[Array, "*shape"], block: int, parts: Sequence[Any]) -> Float32[Array, "*shape"]:
+        """The values at places of one row, whose `parts` are those of `planes`."""
+        packed, *scales = parts
+        packed = self._turned(packed)
+        stride = bitstream.stride_of(self.bits)
+        first, shift = index // stride * (stride * self.bits // 8), index % stride * self.bits
+        code = packed[first + shift // 8] >> (shift % 8).astype(packed.dtype)
+        if 8 % self.bits:  # a code may go on in the next byte
+            rest = packed[jnp.minimum(first + shift // 8 + 1, packed.shape[-1] - 1)]
+            left = 8 - shift % 8
+            code |= jnp.where(left < self.bits, rest << left.astype(packed.dtype), 0).astype(packed.dtype)
+        if self.bits < 8:
+            code &= np.uint8(2**self.bits - 1)
+        along: Callable[[Any], Any] = lambda x: None if x is None else x[index // max(block, 1)]
+        return self._value(code, *map(along, (*self.scales_and_zeros(*scales), self._shrunk(scales[0]))))
+
+    def _value(self, codes: Array, scale: Any, zero: Array | None, shrunk: Array | None) -> Array:
+        values = self.values(codes)
+        if shrunk is not None:
+            values = values * shrunk
+        if zero is None:
+            return values * scale
+        if self.zeros == "points":
+            return (values - zero) * scale
+        return values * scale + zero if self.zeros == "plus" else values * scale - zero
 
     def _inner(self, scale: Array) -> Array:
         if self.scales in _E8M0:  # by its bits: powers of two are not exact on every device
@@ -201,7 +257,7 @@ class Rows:
             block_size=self.block,
             bits=codec.bits,
             bias=codec.bias if codec.codes == "integer" else None,
-            low_first=True,
+            low_first=not codec.high_first,
             scales=codec.scales if self._reads_scales(decoded) else "float",
             zeros=codec.zeros,
         )
@@ -212,12 +268,16 @@ class Rows:
             scale, zero = self.codec.scales_and_zeros(scale, outer, zero, outer_zero)
         elif zero is not None and str(zero.dtype) not in ("uint8", "float32", "bfloat16", "float16"):
             zero = zero.astype(jnp.float32)
-        return codes, scale, self.codec.values(jnp.arange(2**self.codec.bits, dtype=jnp.uint8)), zero
+        return codes.view(np.uint8), scale, jnp.asarray(self.codec.all_values()), zero
 
 
 _integer = lambda bits, **options: Codec(bits, bias=2 ** (bits - 1), **options)
 _unsigned = functools.partial(Codec, zeros="points")
 _gguf = functools.partial(Codec, dtype="float16")
+
+_nibbles = lambda values: Codec(
+    4, "table", table=tuple(values.tolist()), block=64, high_first=True, flat=True
+)
 
 #: The formats that `BlockArray.quantize` and `quaxlike.quantize` know by name.
 CODECS: dict[str, Codec] = {
@@ -242,4 +302,9 @@ CODECS: dict[str, Codec] = {
     "mxfp4_gguf": Codec(4, "table", table=tuple(2 * x for x in E2M1), block=32, scales="e8m0_half"),
     "iq4_nl": _gguf(4, "table", table=IQ4_NL, block=32),
     "iq4_xs": _gguf(4, "table", table=IQ4_NL, block=32, scales="integer", group=8, limits=(-32, 31)),
+    # Those of the types of their own: NF4Array, FP4Array, Int4Array, Int8Array.
+    "nf4": _nibbles(blockwise.NF4),
+    "fp4": _nibbles(blockwise.FP4),
+    "int4": _nibbles(blockwise.INT4),
+    "int8": Codec(8, "signed"),
 }

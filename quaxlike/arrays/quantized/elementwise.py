@@ -1,13 +1,23 @@
-"""Arithmetic that is done on the scales alone."""
+"""Arithmetic that is done on scales, or on the tables of codes: factors, powers and the sums of penalties."""
 
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from ...core.rules import register, register_on_either_side
 from .base import AbstractQuantizedArray
+from .block import BlockArray
+from .dot import contract
+from .scales import BlockScales
+from .shape import with_free_axes
 
 
 @register("neg")
@@ -18,7 +28,17 @@ def _neg(w: AbstractQuantizedArray, **params: Any) -> Any:
 @register_on_either_side("mul", AbstractQuantizedArray, other=ArrayLike)
 def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     w, factor = (x, y) if isinstance(x, AbstractQuantizedArray) else (y, x)
-    return NotImplemented if isinstance(factor, AbstractQuantizedArray) else _scaled(w, jnp.asarray(factor))
+    return _scaled(w, jnp.asarray(factor))
+
+
+@register("mul")
+def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
+    """The square of an array; the product of two has no codes."""
+    leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
+    same = jax.tree.structure(x) == jax.tree.structure(y) and all(
+        a is b for a, b in zip(leaves, others, strict=True)
+    )
+    return _of_each(x, np.square, jnp.square) if same else NotImplemented
 
 
 @register("div")
@@ -27,9 +47,73 @@ def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
 
 
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
-    """`w` times a scalar. The product is rounded once for each block, not for each element.
+    """`w` times a scalar, or factors for whole rows of codes. The product is rounded once for each block, not
+    for each element.
 
     The scales may be frozen, but the factor need not be: it is reached through those of the result."""
-    if factor.ndim or not jnp.issubdtype(factor.dtype, jnp.floating):
+    if not jnp.issubdtype(factor.dtype, jnp.floating) or factor.ndim not in (0, w.ndim):
         return NotImplemented
-    return w.opened().times(factor.astype(jnp.float32))
+    factor = factor.astype(jnp.float32)
+    if factor.ndim:
+        axes = [axis for axis, size in enumerate(factor.shape) if size != 1]
+        free = with_free_axes(w.joined(), axes)
+        if free is None or any(factor.shape[axis] != w.shape[axis] for axis in axes):
+            return NotImplemented
+        factor = factor.transpose([free.permutation.index(i) for i in range(w.ndim)])
+        w, factor = free, factor.reshape(*factor.shape[: free.num_lead], 1)
+    return w.opened().times(factor)
+
+
+@register("square")
+def _square(w: AbstractQuantizedArray, **params: Any) -> Any:
+    return _of_each(w, np.square, jnp.square)
+
+
+@register("integer_pow")
+def _integer_pow(w: AbstractQuantizedArray, *, y: int, **params: Any) -> Any:
+    power = lambda x: x**y
+    return _of_each(w, power, power) if y > 0 else NotImplemented
+
+
+@register("abs")
+def _abs(w: AbstractQuantizedArray, **params: Any) -> Any:
+    return _of_each(w, np.abs, jnp.abs)
+
+
+def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]) -> Any:
+    """A function of each element that is one of codes times one of scales: an array of the same codes,
+    which stand for other values. Rounded as the function of codes and that of scales are."""
+    if w.codec.zeros is not None:
+        return NotImplemented
+    values = of_table(w.codec.all_values()).tolist()
+    table = tuple(math.nan if value != value else value for value in values)  # one NaN, which equals itself
+    codec = dataclasses.replace(w.codec, codes="table", bias=0, table=table, scales="float", group=None)
+    scale, _ = w.codec.scales_and_zeros(*w.block_scales().parts())
+    return BlockArray(
+        codes=w.codes.view(np.uint8),
+        scale=BlockScales(of_scale(scale)),
+        order=w.order,
+        codec=codec,
+        block_size=w.block_size,
+        inner=w.inner,
+        axes=w.axes,
+        logical_dtype=w.logical_dtype,
+        train_scales=w.train_scales,
+    )
+
+
+@register("reduce_sum")
+def _reduce_sum(w: AbstractQuantizedArray, *, axes: Sequence[int], **params: Any) -> Any:
+    """The sum along blocks is a product with ones; there is no dense array of the whole."""
+    if params.get("out_sharding") is not None:
+        return NotImplemented
+    summed = sorted(w.permutation[axis] for axis in axes)
+    inner = [name for name in summed if name >= w.num_lead]
+    first = inner or summed
+    left = [name for name in w.permutation if name not in first]
+    if not first:
+        return w
+    ones = jnp.ones([w.stored_shape[name] for name in first])
+    y: Array = contract(ones, tuple(first), w, tuple(left), np.dtype(np.float32))
+    rest = [i for i, name in enumerate(left) if name in summed]
+    return jnp.sum(y, axis=rest).astype(w.dtype)

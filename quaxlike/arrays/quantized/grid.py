@@ -1,8 +1,14 @@
 """What the codes of a quantised matrix may stand for, with its scales as they are."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
+
+from .base import AbstractQuantizedArray
+
+_Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
 
 class Grid(NamedTuple):
@@ -30,8 +36,29 @@ class Grid(NamedTuple):
         return self.table[places] * self.scale[:, columns] + self.shift[:, columns]
 
 
-def sorted_table(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The finite values of codes 0, 1, …, each once and in order, and their codes."""
-    values = np.asarray(values, np.float64)
-    table, codes = np.unique(np.where(np.isfinite(values), values, np.nan), return_index=True)
-    return table[np.isfinite(table)], codes[np.isfinite(table)].astype(np.uint8)
+def grid_of(w: AbstractQuantizedArray) -> Grid:
+    """The grid of a stored array that is a matrix."""
+    shape, codec, (_, count) = w.stored_shape, w.codec, w.matrix
+    scale, zero = codec.scales_and_zeros(*w.rows_of_codes()[1].parts())
+
+    def spread(x: Any) -> np.ndarray:
+        each = np.repeat(np.asarray(x, np.float64), max(w.block, 1), axis=-1)[..., :count]
+        return np.ascontiguousarray(np.broadcast_to(each, (*each.shape[:-1], count))).reshape(shape)
+
+    each = spread(scale)
+    signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
+    shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
+    # The finite values of codes, each once and in order.
+    values = codec.all_values().astype(np.float64)
+    low, high = codec.range()
+    table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)
+    finite = np.isfinite(table)
+    return Grid(table[finite], codes[finite].astype(np.uint8), each, shift)
+
+
+def with_codes(w: _Q, codes: np.ndarray) -> _Q:
+    """The same scales with other codes, one a byte, for the rows and columns of the grid."""
+    rows, count = w.matrix
+    lead = w.codes.shape[:-1]
+    packed = w.codec.pack(codes.astype(np.uint8).reshape(*lead, *([] if w.order is None else [rows]), count))
+    return dataclasses.replace(w, codes=jnp.asarray(packed.reshape(w.codes.shape)))

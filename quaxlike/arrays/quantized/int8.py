@@ -1,26 +1,22 @@
 """8-bit integer arrays."""
 
-import dataclasses
-import numbers
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Float32, Int
+from jaxtyping import Array, ArrayLike, Float
 
 from ..._checked import checked
 from ...kernels import blockwise, int8_matmul
-from .base import AbstractScaledArray, as_floating, quantize_stack
-from .grid import Grid
-from .scales import NestedScales, dense_scales
+from .base import AbstractQuantizedArray, as_floating, check_block_size, quantize_stack
+from .codecs import CODECS
 
 _I = TypeVar("_I", bound="Int8Array")
 
 
-class Int8Array(AbstractScaledArray):
+class Int8Array(AbstractQuantizedArray):
     """An 8-bit integer array: integers from -127 to 127, times a scale for each channel or block."""
 
-    codes_per_entry = 1
+    codec, order = CODECS["int8"], None
 
     @classmethod
     @checked
@@ -69,12 +65,7 @@ class Int8Array(AbstractScaledArray):
         stored, permutation = as_floating(cls, x, axis)
         if stored.ndim == 0:
             raise ValueError("Int8Array.quantize takes an array of at least one axis; found a scalar.")
-        if block_size is not None and (
-            isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral)
-        ):
-            raise TypeError(f"block_size must be a whole number or None, got {block_size!r}.")
-        if block_size is not None and block_size < 1:
-            raise ValueError(f"block_size must be positive or None, got {block_size}.")
+        check_block_size(block_size)
         codes, scale = blockwise.quantize_int(stored, 127, block_size)
         out = cls(
             codes=codes,
@@ -85,24 +76,8 @@ class Int8Array(AbstractScaledArray):
         )
         return out.with_axes(permutation)
 
-    @classmethod
-    def decode(
-        cls, codes: Array, scale: Array, inner: tuple[int, ...], block_size: int, dtype: np.dtype
-    ) -> Array:
-        return blockwise.dequantize_int(codes, scale, block_size=block_size, dtype=dtype)
-
-    @classmethod
-    def decode_at(
-        cls, codes: Array, scale: Array, index: Int[Array, "*shape"], block_size: int
-    ) -> Float32[Array, "*shape"]:
-        return codes[index].astype(jnp.float32) * scale[index // block_size]
-
-    def grid(self) -> Grid | None:
-        return self._grid_of(np.arange(-127.0, 128.0))
-
-    def with_codes(self: _I, codes: np.ndarray) -> _I:
-        integers = (codes.astype(np.int16) - 127).astype(np.int8)
-        return dataclasses.replace(self, codes=jnp.asarray(integers.reshape(self.codes.shape)))
+    def encoded(self, rows: Float[Array, "*lead n"]) -> tuple[Array, Array]:
+        return blockwise.quantize_int(rows, 127, self.block_size)
 
     def matmul(
         self,
@@ -113,32 +88,12 @@ class Int8Array(AbstractScaledArray):
         transpose: bool,
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
-        codes, scale = parts
+        codes, scale, _ = parts
         return int8_matmul(
             x,
             codes.reshape(shape),
-            dense_scales(scale).reshape(shape[0], -(-shape[1] // max(self.block, 1))),
+            scale.reshape(shape[0], -(-shape[1] // max(self.block, 1))),
             block_size=self.block,
             transpose=transpose,
             out_dtype=out_dtype,
         )
-
-    def joins(self, *, in_columns: bool) -> bool:
-        # Rows are cut into blocks on their own, so that more of them are a larger matrix in any case.
-        return not in_columns or self.codes.shape[-1] % max(self.block, 1) == 0
-
-    def reshaped(self: _I, shape: tuple[int, ...]) -> _I | None:
-        if self.axes or not shape or isinstance(self.scale, NestedScales):
-            return None
-        if shape[-1] == self.codes.shape[-1]:
-            scale = self.scale.reshape(*shape[:-1], self.scale.shape[-1])
-        elif len(shape) <= self.num_lead:
-            return None
-        elif shape[: self.num_lead] == self.codes.shape[:-1] and self.block_size is None:
-            rows = self.scale.reshape(*shape[: self.num_lead], *[1] * (len(shape) - self.num_lead))
-            scale = jnp.broadcast_to(rows, (*shape[:-1], 1))
-        elif shape[: self.num_lead] == self.codes.shape[:-1] and shape[-1] % self.block == 0:
-            scale = self.scale.reshape(*shape[:-1], shape[-1] // self.block)
-        else:
-            return None
-        return dataclasses.replace(self, codes=self.codes.reshape(shape), scale=scale)

@@ -1,5 +1,6 @@
 """Scales of blocks: those that codecs read, and those that are quantised in turn."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float32, UInt8
 from ... import kernels
 from ..._checked import checked
 from ...kernels import blockwise
+from .codecs import Codec
 
 
 class BlockScales(eqx.Module):
@@ -31,6 +33,23 @@ class BlockScales(eqx.Module):
 
     def parts(self) -> tuple[Any, Any, Any, Any]:
         return self.scale, self.outer, self.zero, self.outer_zero
+
+    def times(self, factor: Array, codec: Codec) -> "tuple[Codec, BlockScales]":
+        """These scales times a scalar, and the codec that reads them."""
+        wide = lambda x: x.astype(jnp.float32)
+        scaled = self
+        if self.outer is not None:
+            outer = self.outer / factor if codec.over else wide(self.outer) * factor
+            scaled = dataclasses.replace(self, outer=outer)
+        else:
+            scale, _ = codec.scales_and_zeros(*self.parts())
+            scaled = dataclasses.replace(self, scale=scale * factor)
+            codec = dataclasses.replace(codec, scales="float")
+        if codec.zeros in ("plus", "minus") and self.outer_zero is not None:
+            return codec, dataclasses.replace(scaled, outer_zero=wide(self.outer_zero) * factor)
+        if codec.zeros in ("plus", "minus") and self.zero is not None:
+            return codec, dataclasses.replace(scaled, zero=wide(self.zero) * factor)
+        return codec, scaled
 
 
 class NestedScales(eqx.Module):
@@ -65,6 +84,10 @@ class NestedScales(eqx.Module):
     @checked
     def quantize(cls, scale: Float32[Array, " blocks"]) -> "NestedScales":
         return cls(*blockwise.quantize_scales(scale))
+
+    def times(self, factor: Array) -> "NestedScales":
+        """These scales times a scalar."""
+        return dataclasses.replace(self, absmax=self.absmax * factor, offset=self.offset * factor)
 
     @property
     def table(self) -> Float32[np.ndarray, "256"]:

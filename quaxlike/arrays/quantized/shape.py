@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from ...core.rules import register
 from .base import AbstractQuantizedArray
+from .layout import reshaped, untied
 
 _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
@@ -31,7 +32,7 @@ def _convert_element_type(w: AbstractQuantizedArray, *, new_dtype: Any, **params
 def _reshape(w: AbstractQuantizedArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
     if any(value is not None for value in params.values()):
         return NotImplemented
-    out = w.reshaped(tuple(new_sizes))
+    out = reshaped(w, tuple(new_sizes))
     return NotImplemented if out is None else out
 
 
@@ -40,7 +41,7 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: 
     gone = {w.permutation[axis] for axis in dimensions}
     if any(axis >= w.num_lead for axis in gone):
         shape = tuple(size for axis, size in enumerate(w.shape) if axis not in dimensions)
-        out = w.reshaped(shape)
+        out = reshaped(w, shape)
         return NotImplemented if out is None else out
     left = [axis for axis in range(len(w.stored_shape)) if axis not in gone]
     out = jax.tree.map(lambda leaf: lax.squeeze(leaf, sorted(gone)), w)
@@ -64,7 +65,7 @@ def _broadcast_in_dim(
         lead = (*shape[:new], *w.codes.shape[:-1])
         return _broadcast_lead(w, lead, range(new, len(lead)))
     if all(size == 1 for axis, size in enumerate(shape) if axis not in broadcast_dimensions):
-        out = w.reshaped(tuple(shape))
+        out = reshaped(w, tuple(shape))
         return NotImplemented if out is None else out
     return NotImplemented
 
@@ -125,7 +126,7 @@ def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
     """The new axis comes first in what is stored."""
     ws = _alike(ws)
     if len({jax.tree.structure(w) for w in ws}) > 1:
-        ws = tuple(w.untied() for w in ws)
+        ws = tuple(untied(w) for w in ws)
         if len({jax.tree.structure(w) for w in ws}) > 1:
             return NotImplemented
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ws)
@@ -137,7 +138,7 @@ def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
 def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> Any:
     ws = _alike(ws)
     if len({jax.tree.structure(w.scale) for w in ws}) > 1:
-        ws = tuple(w.untied() for w in ws)
+        ws = tuple(untied(w) for w in ws)
     parts = [part for w in ws if (part := with_free_axes(w, [dimension])) is not None]
     if len(parts) < len(ws) or len({jax.tree.structure(part) for part in parts}) > 1:
         return NotImplemented
@@ -152,7 +153,7 @@ def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
     """`w` in a form in which these logical axes are leading axes; None if that would cut blocks."""
-    for form in (lambda: w, w.untied):
+    for form in (lambda: w, lambda: untied(w)):
         free = form()
         if all(free.permutation[axis] < free.num_lead for axis in axes):
             return free

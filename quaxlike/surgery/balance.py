@@ -1,0 +1,150 @@
+"""`balance`: the inputs of layers scaled so that rounding weights costs least where activations are large."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import ArrayLike, PyTree
+
+from ..core.values import is_value, materialise
+from .layouts import Layouts, known, layouts_of
+from .quantize import quantize_array
+from .trees import bias_of, layer_of, named_arrays, near, replace
+
+#: Whose outputs go into which layers, in decoders with the names of Llama (Mistral, Qwen2, Qwen3, Phi-3 with
+#: parts of its own): norms whose weight is multiplied with, and the half of a gated unit that is not gated.
+LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
+    r"(.*)\.input_layernorm": [rf"\1.self_attn.{name}_proj" for name in "qkv"],
+    r"(.*)\.post_attention_layernorm": [r"\1.mlp.gate_proj", r"\1.mlp.up_proj"],
+    r"(.*)\.mlp\.up_proj": [r"\1.mlp.down_proj"],
+}
+
+_STEPS = 20
+
+
+def balance(
+    model: PyTree,
+    moments: Mapping[str, ArrayLike],
+    scheme: str = "uint4_block",
+    *,
+    folds: Mapping[str, Sequence[str]] = LLAMA_FOLDS,
+    layout: Layouts = None,
+    **scheme_options: Any,
+) -> PyTree:
+    """Scales what goes into layers, so that [`quaxlike.quantize`][] loses less (AWQ).
+
+    Columns of a weight that meet large activations are multiplied by a factor, and rows of what comes before
+    are divided by it. The model computes the same as before; quantise it with this scheme then. Moments
+    for `calibrate` have to be measured anew.
+
+    **Arguments:**
+
+    - `model`: any pytree with dense weights.
+    - `moments`: for each weight the sum of `x xᵀ` over inputs of its layer, as
+        [`quaxlike.input_moments`][] gives it.
+    - `scheme`, `scheme_options`: as of [`quaxlike.quantize`][]: the rounding that is measured. Default:
+        `"uint4_block"`.
+    - `folds`: for layers, by regular expressions for their whole names, those that their outputs go into,
+        elementwise and nowhere else; groups of the expression may stand in these names. A layer is a norm
+        with a `weight` of one axis that it multiplies with, or a linear layer. Default:
+        `quaxlike.surgery.balance.LLAMA_FOLDS`.
+    - `layout`: as of [`quaxlike.quantize`][].
+
+    **Returns:**
+
+    The model, with other weights of the same shapes.
+
+    **Raises:**
+
+    `ValueError` if no layer has a name of `folds`, if one that is named is not there or not dense, if sizes
+    do not fit, or if `moments` lack a weight.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        model = [eqx.nn.LayerNorm(64), eqx.nn.Linear(64, 64, key=jax.random.key(0))]
+        run = lambda model, x: jax.vmap(lambda x: model[1](model[0](x)))(x)
+        x = jax.random.normal(jax.random.key(1), (32, 64))
+        moments = ql.input_moments(run)(model, x)
+        balanced = ql.balance(model, moments, "int4", folds={"0": ["1"]})
+        quantised = ql.quantize(balanced, "int4")
+        ```
+
+    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, which takes the mean magnitude of activations
+    where this takes the root of their mean square.
+    """
+    arrays = dict(named_arrays(model))
+    layouts = layouts_of(model, layout)
+    layers = {layer_of(name): name for name in arrays if layer_of(name) != name}
+    pairs = [
+        (layer, [match.expand(later) for later in laters])
+        for pattern, laters in folds.items()
+        for layer in layers
+        if (match := re.fullmatch(pattern, layer))
+    ]
+    if not pairs:
+        raise ValueError(f"No layer of the model has a name of `folds`: {', '.join(folds)}.")
+    new: dict[str, Any] = {}
+    for layer, laters in pairs:
+        for name in (layer, *laters):
+            if name not in layers:
+                raise ValueError(f"`folds` names {name}, which is no layer. {near(name, layers)}")
+        into = {name: known(name, arrays[name], layouts[name]) for name in (layers[x] for x in laters)}
+        columns = {name: _columns(name, arrays[name], axes.in_axes) for name, axes in into.items()}
+        moment = _moment_of(columns, moments)
+        size = len(moment)
+
+        def cost(factor: np.ndarray, columns: Any = columns, into: Any = into, moment: Any = moment) -> float:
+            total = 0.0
+            for name, w in columns.items():
+                scaled = _scaled(arrays[name], factor, into[name].in_axes[0])
+                rounded = materialise(quantize_array(name, scaled, scheme, into[name], **scheme_options))
+                error = _columns(name, rounded, into[name].in_axes) / factor - w
+                total += float(np.sum(error @ moment * error))
+            return total
+
+        magnitude = np.sqrt(np.maximum(np.diag(moment), np.finfo(np.float32).tiny))
+        powers = [magnitude ** (i / _STEPS) for i in range(_STEPS)]
+        best = min((p / np.sqrt(p.max() * p.min()) for p in powers), key=cost)
+        for name, axes in into.items():
+            new[name] = arrays[name] = _scaled(arrays[name], best, axes.in_axes[0])
+        earlier = layers[layer]
+        for name in {earlier, bias_of(earlier, arrays)} - {None}:
+            axis = -1
+            if arrays[name].ndim > 1:
+                axis = known(name, arrays[name], layouts[name]).out_axes[0]
+            if is_value(arrays[name]) or arrays[name].shape[axis] != size:
+                raise ValueError(
+                    f"{name} must be a dense array with {size} outputs, as many as {', '.join(laters)} take; "
+                    f"found a {type(arrays[name]).__name__} of shape {tuple(arrays[name].shape)}."
+                )
+            new[name] = arrays[name] = _scaled(arrays[name], 1 / best, axis)
+    return replace(model, new)
+
+
+def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
+    """A dense matrix as `(out, in)`."""
+    if is_value(w) or w.ndim != 2 or len(in_axes) != 1:
+        raise ValueError(f"balance takes dense matrices; {name} is a {type(w).__name__} of shape {w.shape}.")
+    return np.asarray(jnp.moveaxis(w, in_axes[0], -1), np.float64)
+
+
+def _moment_of(columns: Mapping[str, np.ndarray], moments: Mapping[str, ArrayLike]) -> np.ndarray:
+    """The second moments of the inputs that these layers share."""
+    for name, w in columns.items():
+        if name not in moments:
+            raise ValueError(f"balance has no inputs of {name}; it has those of {', '.join(moments)}.")
+        if np.shape(moments[name]) != (w.shape[1],) * 2:
+            found = np.shape(moments[name])
+            raise ValueError(f"{name}: moments must have shape {(w.shape[1],) * 2}; found {found}.")
+    return np.asarray(moments[next(iter(columns))], np.float64)
+
+
+def _scaled(x: Any, factor: np.ndarray, axis: int) -> Any:
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return x * jnp.asarray(factor.reshape(shape), x.dtype)
