@@ -92,7 +92,8 @@ def balance(
     for layer, laters in pairs:
         for name in (layer, *laters):
             if name not in layers:
-                raise ValueError(f"`folds` names {name}, which is no layer. {near(name, layers)}")
+                known_layers = {layer: arrays[weight] for layer, weight in layers.items()}
+                raise ValueError(f"`folds` names {name}, which is no layer. {near(name, known_layers)}")
         into = {name: known(name, arrays[name], layouts[name]) for name in (layers[x] for x in laters)}
         columns = {name: _columns(name, arrays[name], axes.in_axes) for name, axes in into.items()}
         moment = _moment_of(columns, moments)
