@@ -262,8 +262,8 @@ class Rows:
             zeros=codec.zeros,
         )
 
-    def operands(self, parts: Any, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
-        codes, scale, outer, zero, outer_zero = self._all(parts)
+    def operands(self, leaves: Any, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
+        codes, scale, outer, zero, outer_zero = self._all(leaves)
         if not self._reads_scales(decoded):
             scale, zero = self.codec.scales_and_zeros(scale, outer, zero, outer_zero)
         elif zero is not None and str(zero.dtype) not in ("uint8", "float32", "bfloat16", "float16"):
