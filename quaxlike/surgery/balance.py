@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
+from .._checked import checked
 from ..core.values import is_value, materialise
 from .layouts import Layouts, known, layouts_of
 from .quantize import quantize_array
@@ -24,6 +25,7 @@ LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
 _STEPS = 20
 
 
+@checked
 def balance(
     model: PyTree,
     moments: Mapping[str, ArrayLike],
