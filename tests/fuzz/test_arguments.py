@@ -1,5 +1,6 @@
 """Wrong arguments of public functions; about 4,000 of them by `python -m tests.fuzz --arguments`."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -46,3 +47,19 @@ def test_errors_from_elsewhere_are_kept():
 def test_own_errors_are_kept():
     with pytest.raises(ValueError, match="`b` must be of shape"):
         ql.arrays.structured.solve(jnp.eye(2), jnp.ones(3))
+
+
+def test_sizes_that_are_none():
+    for shape in [(-4,), (2.5,), ("4",)]:
+        with pytest.raises(ValueError, match="a shape of sizes that are not negative"):
+            ql.SparseArray.from_coo(jnp.ones(1), jnp.zeros((1, 1), int), shape)
+
+
+def test_warnings_name_the_line_of_the_user():
+    model = {"q_proj.weight": normal(2, 64)}
+    adapted = ql.loraify(
+        ql.quantize(model, where=["q_proj"]), rank=2, where=["q_proj"], key=jax.random.key(0)
+    )
+    with pytest.warns(UserWarning, match="which rounds them") as caught:
+        ql.merge(adapted)
+    assert caught[0].filename == __file__

@@ -141,6 +141,8 @@ class SparseArray(ArrayOperators, SparseStack):
                 "found indices that are traced. Make the array outside of them."
             )
         data, indices, shape = jnp.asarray(data), np.asarray(indices), tuple(shape)
+        if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+            raise ValueError(f"SparseArray takes a shape of sizes that are not negative; found {shape}.")
         batch = data.shape[:-1]
         sizes = shape[len(batch) :]
         if data.ndim < 1 or indices.shape != (*data.shape, len(sizes)) or shape[: len(batch)] != batch:
