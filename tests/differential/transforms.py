@@ -248,6 +248,14 @@ def scan_constant(f: Function) -> Function:
 
 
 @_inner
+def map_over_multiples(f: Function) -> Function:
+    """As many results as there are rows: what belongs to iterations and what belongs to rows looks alike."""
+    return lambda x, ops: lax.map(
+        lambda s: f(x * s.astype(x.dtype), ops), 1.0 + jnp.arange(x.shape[0] if x.ndim else 2)
+    )
+
+
+@_inner
 def scan_carry_from_array(f: Function) -> Function:
     """The carry starts as an array, and the value is added to it."""
     return lambda x, ops: lax.scan(lambda c, _: (c + f(x, ops), None), _zeros(f, x, ops), length=2)[0]
