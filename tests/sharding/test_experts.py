@@ -14,6 +14,7 @@ import quaxlike as ql
 from quaxlike.models import DecoderConfig
 from quaxlike.models.feed_forward import Experts
 from quaxlike.sharding import expert_parallel, fsdp, shard, specs_for, tensor_parallel
+from quaxlike.sharding.reading import usual_rule
 from tests.samples import normal
 
 KEY = jax.random.key(0)
@@ -61,6 +62,18 @@ def test_along_the_axis_of_layers_where_there_is_no_other():
         expert_parallel(model, odd)
     with pytest.raises(ValueError, match="called expert or ep; it has data"):
         expert_parallel(model, jax.sharding.AbstractMesh((4,), ("data",)))
+
+
+def test_read_and_fine_tuned_by_the_names_of_axes():
+    """The rule by which checkpoints are read, one weight at a time, and models placed."""
+    stack, matrix = (
+        jax.ShapeDtypeStruct((4, 64, 32), jnp.float32),
+        jax.ShapeDtypeStruct((64, 64), jnp.float32),
+    )
+    rule = usual_rule(MESH, fully=False)
+    assert rule("model.layers.0.mlp.experts.down_proj", stack) == jax.P("expert")
+    assert rule("model.layers.0.self_attn.q_proj.weight", matrix) == jax.P()
+    assert usual_rule(MESH)("model.layers.0.self_attn.q_proj.weight", matrix)[0] == ("data", "expert")
 
 
 @pytest.mark.parametrize("tokens", [8, pytest.param(1, marks=pytest.mark.slow)])
