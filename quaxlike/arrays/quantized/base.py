@@ -263,8 +263,8 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             dense = self._decode(*taken)
         return dense.reshape(*rows.shape, *shape).astype(self.logical_dtype)
 
-    def times(self: _Q, factor: Float32[Array, ""]) -> _Q:
-        """This array times a scalar, which is multiplied into the scales."""
+    def times(self: _Q, factor: Float32[Array, "..."]) -> _Q:
+        """This array times a scalar, or factors `(*lead, 1)`, which are multiplied into the scales."""
         if isinstance(self.scale, BlockScales):
             codec, scale = self.scale.times(factor, self.codec)
             return dataclasses.replace(self, scale=scale, codec=codec)

@@ -35,7 +35,7 @@ class BlockScales(eqx.Module):
         return self.scale, self.outer, self.zero, self.outer_zero
 
     def times(self, factor: Array, codec: Codec) -> "tuple[Codec, BlockScales]":
-        """These scales times a scalar, and the codec that reads them."""
+        """These scales times a scalar or factors `(*lead, 1)`, and the codec that reads them."""
         wide = lambda x: x.astype(jnp.float32)
         scaled = self
         if self.outer is not None:
