@@ -103,7 +103,7 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
 
 
 @register("reduce_sum")
-def _reduce_sum(w: AbstractQuantizedArray, *, axes: Sequence[int], **params: Any) -> Any:
+def _reduce_sum(w: AbstractQuantizedArray, *, axes: Sequence[Any], **params: Any) -> Any:
     """The sum along blocks is a product with ones; there is no dense array of the whole."""
     if params.get("out_sharding") is not None:
         return NotImplemented
