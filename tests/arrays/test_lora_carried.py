@@ -41,6 +41,8 @@ PROGRAMS = {
     "fori, scaled by a number": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c * 0.9, x), True),
     "fori, scaled": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c * y[0, 0], x), True),
     "fori, added to": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c + y, x), True),
+    "fori, transposed": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c.T, x[:3]), True),
+    "cond, transposed": (lambda x, y: lax.cond(holds(y), lambda: x[:3].T, lambda: x[:3]), True),
     "moving average": (lambda x, y: lax.fori_loop(0, 4, lambda i, c: c * 0.9 + x * 0.1, y), False),
     "moving average of itself": (lambda x, y: lax.fori_loop(0, 4, lambda i, c: c * 0.9 + x * 0.1, x), False),
     "at.add": (lambda x, y: jnp.stack([y, y]).at[1].add(x), False),

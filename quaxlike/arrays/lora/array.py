@@ -16,6 +16,7 @@ from ..._checked import checked
 from ...core.jaxprs.slots import leading_axes
 from ...core.jaxprs.unify import widened, widened_part
 from ...core.operators import ArrayOperators
+from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from ...primitives.partitioning import spread_like
 from .einsum import Labels, arrange, cast, common_dtype, contract
@@ -174,9 +175,11 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     def widen(self, like: Value) -> Value | NotImplementedType:
         """With a rank, batch axes and a base that both can have; the base is trained if that of `like` is."""
-        if not isinstance(like, LoraArray) or self._kind() != like._kind():
+        if not isinstance(like, LoraArray):
             return NotImplemented
-        x = self
+        x = _swapped(self) if (self.out_axes, self.in_axes) == (like.in_axes, like.out_axes) else self
+        if x._kind() != like._kind():
+            return NotImplemented
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
         x = opened(x) if like.train_base else x
@@ -223,6 +226,16 @@ def frozen(x: Any) -> Any:
 def opened(x: LoraArray) -> LoraArray:
     """The same array with a base that gradients flow to: to its arrays they still do not if they did not."""
     return x.replace(w=x.base, train_base=True)
+
+
+def _swapped(x: LoraArray) -> LoraArray:
+    """The same array with outputs as inputs: each factor in the place of the other. As it is, if a magnitude
+    or dropout tells them apart."""
+    if x.magnitude is not None or x.key is not None or x.dropout:
+        return x
+    move = quaxify(jnp.moveaxis)
+    a, b = move(x.b, -1, -1 - len(x.out_axes)), move(x.a, -1 - len(x.in_axes), -1)
+    return x.replace(a=a, b=b, out_axes=x.in_axes, in_axes=x.out_axes)
 
 
 def _with_batch_of(part: Any, like: Any, core: int) -> Any:

@@ -69,6 +69,8 @@ def unify(a: Slot, b: Slot, where: str) -> Slot:
         return a  # left to JAX, which has a message for it
     if a.treedef is not None and b.treedef is not None:
         a, b = settled(a), settled(b)
+        if _widened(b, a).has_form_of(a):
+            return a.strong()
     first, second = (b, a) if b.treedef is None else (a, b)  # a plain array first, to be lifted
     form = _widened(first, second)
     if form.treedef is None:
