@@ -4,6 +4,7 @@ A plain array is never boxed, so what is known of it stands beside it, for as lo
 only inside a `quaxify` that holds a Value of a type that has placeholders, such as a quantity in a unit.
 """
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -66,13 +67,24 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 def asks_for_constants(value: Value) -> bool:
     """Whether the type of a Value, or of one that it holds, has placeholders."""
-    cls: Any = type(value)
-    if has_placeholders(cls):
-        return True
-    parts = vars(value).values()
-    if any(isinstance(part, tuple | list | dict) for part in parts):  # of Values, or static
-        parts = jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x))
-    return any(kind_of(part) == "value" and asks_for_constants(part) for part in parts)
+    asks, names = _asking(type(value))
+    return asks or any(_part_asks(getattr(value, name, None)) for name in names)
+
+
+@functools.cache
+def _asking(cls: Any) -> tuple[bool, tuple[str, ...]]:
+    """Whether the type has placeholders, and its fields that may hold Values."""
+    names = (f.name for f in dataclasses.fields(cls) if not f.metadata.get("static"))
+    return has_placeholders(cls), tuple(names)
+
+
+def _part_asks(part: Any) -> bool:
+    kind = kind_of(part)
+    if kind == "value":
+        return asks_for_constants(part)
+    if kind == "array" or not isinstance(part, tuple | list | dict):
+        return False
+    return any(is_value(x) and asks_for_constants(x) for x in jtu.tree_leaves(part, is_leaf=is_value))
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
