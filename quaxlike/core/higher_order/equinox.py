@@ -20,7 +20,7 @@ builtin("select_if_vmap")(select)
 def _maybe_set(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    """Values written, where a predicate holds, into a buffer of Equinox's loops, which is lifted to their type."""
+    """Values written into a buffer of Equinox's loops, which is lifted to their type."""
     which, buffer, x, *index = operands
     if not is_value(x) or any(map(is_value, (which, *index))):
         return by_default(primitive, operands, params)
