@@ -8,8 +8,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.interop import peft
 from quaxlike.models import load, save
-from tests.fixtures import fixture, has_fixture
-from tests.models.fixtures import MODELS, agree, expected, folder
+from tests.models.fixtures import MODELS, adapter, agree, expected, folder, has_adapter, of_peft
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
 ADAPTERS = [
@@ -70,15 +69,13 @@ def test_other_dtypes(dtype, tmp_path):
     np.testing.assert_array_equal(weight.detach().float().numpy(), wanted)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in ADAPTERS if has_fixture(f"models/{case.replace('/', '/adapters/')}")]
-)
+@pytest.mark.parametrize("case", [case for case in ADAPTERS if has_adapter(case)])
 def test_adapters_have_the_logits_of_peft(case, tmp_path):
     """Routers, stacks of experts and trained tokens among them, in the files that we write."""
     name, _, which = case.partition("/")
     base, _ = load(folder(name))
-    model = peft.load_adapter(fixture(f"models/{name}/adapters/{which}"), base)
+    model = peft.load_adapter(adapter(case), base)
     peft.save_adapter(tmp_path, model, base_model="base", task_type="CAUSAL_LM")
     z = expected(name)
-    wanted = expected(name, "peft.npz")[f"{which}/logits"][z["valid"]]
+    wanted = of_peft(case)[f"{which}/logits"][z["valid"]]
     agree(theirs(folder(name), z, adapter=tmp_path), wanted, 2e-4)

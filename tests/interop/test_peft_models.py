@@ -13,8 +13,7 @@ from quaxlike.interop import CheckpointError, peft
 from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import load
 from quaxlike.surgery.trees import named_arrays
-from tests.fixtures import fixture, has_fixture
-from tests.models.fixtures import agree, expected, folder
+from tests.models.fixtures import adapter, agree, expected, folder, has_adapter, of_peft
 
 _ALL = [
     "qwen3_moe/all_linear", "qwen3_moe/experts", "qwen3_moe/experts_down_only_rslora", "mixtral/experts",
@@ -24,15 +23,10 @@ _ALL = [
     "gemma3/trainable_tokens", "llama_llama3/qv", "qwen3/all_linear_rslora", "phi3/fused",
 ]  # fmt: skip
 #: Most travel with the repository; where the full collection is, the tests run on all of them.
-CASES = [case for case in _ALL if has_fixture(f"models/{case.replace('/', '/adapters/')}")]
+CASES = [case for case in _ALL if has_adapter(case)]
 QUICK = ["qwen3_moe/experts_down_only_rslora", "qwen2/embed_lora_tied"]
 #: PEFT writes the embedding along, or every adapter of an expert on its own; we do not.
 WRITTEN_OTHERWISE = ("embed_lora", "embed_lora_tied", "legacy_per_expert")
-
-
-def adapter(case):
-    name, _, adapter = case.partition("/")
-    return fixture(f"models/{name}/adapters/{adapter}")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +35,7 @@ def adapter(case):
 )
 def test_logits_are_those_of_peft_and_survive_saving(case, tmp_path):
     name, _, which = case.partition("/")
-    z, wanted = expected(name), expected(name, "peft.npz")
+    z, wanted = expected(name), of_peft(case)
     base, _ = load(folder(name))
     model = peft.load_adapter(adapter(case), base)
     run = jax.jit(lambda model, ids, seen: jax.vmap(ql.quaxify(model))(ids, seen))

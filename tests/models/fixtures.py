@@ -9,7 +9,7 @@ import numpy as np
 
 import quaxlike as ql
 from quaxlike.models import load
-from tests.fixtures import DATA, FIXTURES, fixture
+from tests.fixtures import DATA, FIXTURES, fixture, has_fixture
 
 _ALL = [
     "llama_llama3", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3",
@@ -25,6 +25,20 @@ def folder(name):
 
 def expected(name, file="io.npz"):
     return np.load(fixture(f"models/{name}/{file}"))
+
+
+def adapter(case):
+    """The adapter of PEFT, "qwen2/embed_lora"."""
+    return fixture(f"models/{case.replace('/', '/adapters/')}")
+
+
+def has_adapter(case):
+    return has_fixture(f"models/{case.replace('/', '/adapters/')}")
+
+
+def of_peft(case):
+    """What PEFT makes of the adapter: the file beside it, where it is in the full collection alone."""
+    return np.load(adapter(case).parents[1] / "peft.npz")
 
 
 def legacy(name, tmp_path):

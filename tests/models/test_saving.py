@@ -13,7 +13,7 @@ from quaxlike.interop.tensors import open_tensors
 from quaxlike.models import load, save
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
-from tests.models.fixtures import MODELS, agree, expected, folder
+from tests.models.fixtures import MODELS, adapter, agree, expected, folder, of_peft
 
 FEW = ["gemma3", "mixtral"]
 MORE = [name for name in MODELS if name not in FEW and "mxfp4" not in name]
@@ -36,10 +36,10 @@ def test_what_was_read_is_written_again(name, tmp_path):
 @pytest.mark.slow
 def test_a_merged_adapter_gives_the_logits_of_peft(tmp_path):
     base, _ = load(folder("qwen3"))
-    adapted = peft.load_adapter(fixture("models/qwen3/adapters/all_linear_rslora"), base)
+    adapted = peft.load_adapter(adapter("qwen3/all_linear_rslora"), base)
     save(tmp_path, ql.merge(adapted.stacked()), folder("qwen3"))
     model, _ = load(tmp_path)
-    z, wanted = expected("qwen3"), expected("qwen3", "peft.npz")["all_linear_rslora/logits_merged"]
+    z, wanted = expected("qwen3"), of_peft("qwen3/all_linear_rslora")["all_linear_rslora/logits_merged"]
     logits = jax.jit(jax.vmap(model))(z["input_ids"], z["attention_mask"].astype(bool))
     agree(logits[z["valid"]], wanted[z["valid"]])
 
