@@ -210,7 +210,8 @@ def _check_units(
 ) -> None:
     """In half-metres the numbers of a result are larger by a power of two: the one that its unit says.
 
-    Not where `select_n` takes a plain array for one in the unit of the others.
+    Not where `select_n` takes a plain array for one in the unit of the others, nor where numbers are rounded
+    to whole units.
     """
     of_operands = {name: _metres(x) for name, x in operands.items()}
     if not any(of_operands.values()):
@@ -224,13 +225,19 @@ def _check_units(
     metres = ql.materialise(operands)
     half_metres = {name: x * 2 ** of_operands[name] if of_operands[name] else x for name, x in metres.items()}
     traced = jax.jit(f).trace(metres)
-    if any(eqn.primitive.name == "select_n" for eqn in equations(traced.jaxpr.jaxpr)):
+    if any(eqn.primitive.name == "select_n" or _rounds(eqn) for eqn in equations(traced.jaxpr.jaxpr)):
         return
     results, larger = (jtu.tree_leaves(_evaluated(traced, x)) for x in (metres, half_metres))
     for power, x, y in zip(map(_metres, returned), results, larger, strict=True):
         wrong = power is not None and _difference(y, np.asarray(x) * 2.0 ** float(power), tolerance)
         if wrong:
             raise Finding(programs, "unit", f"the unit of the result has m to the power of {power}")
+
+
+def _rounds(eqn: Any) -> bool:
+    to_integers = eqn.primitive.name == "convert_element_type" and _is_inexact(eqn.invars[0].aval)
+    to_integers = to_integers and not _is_inexact(eqn.outvars[0].aval)
+    return to_integers or eqn.primitive.name in ("ceil", "floor", "round")
 
 
 def _disturbed(noise: float, x: jax.Array) -> jax.Array:
