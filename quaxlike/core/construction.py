@@ -1,7 +1,9 @@
-"""Construction of Values: quick, and without arrays in static fields."""
+"""Construction of Values: quick, and without arrays in static fields. Construction of their classes: an error
+that a hook raises names the hook."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -11,12 +13,17 @@ import numpy as np
 
 
 class ValueMeta(type(eqx.Module)):
-    """Builds instances past Equinox's metaclass, which takes most of the time of an eager operation.
+    """Builds classes whose hooks are named in the errors that they raise, and instances quickly.
 
-    Only from the second instance on, so that Equinox checks the class once; and only for a class whose
-    construction does nothing but set its fields: no `__init__`, `__new__`, `__post_init__` or
-    `__check_init__` of its own, no converter and no default factory.
+    Equinox's metaclass takes most of the time of an eager operation. It is passed over only from the second
+    instance on, so that Equinox checks the class once; and only for a class whose construction does nothing
+    but set its fields: no `__init__`, `__new__`, `__post_init__` or `__check_init__` of its own, no converter
+    and no default factory.
     """
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
+        named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
+        return super().__new__(mcs, name, bases, namespace | named, **kwargs)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         names = _plain_fields.get(cls)
@@ -30,7 +37,7 @@ class ValueMeta(type(eqx.Module)):
                     raise
                 instance = _made(cls, args, kwargs)
             _check_statics(instance)
-            if names is None:
+            if cls not in _plain_fields:
                 _plain_fields[cls] = _fields_if_plain(cls)
             return instance
         instance = object.__new__(cls)
@@ -40,12 +47,50 @@ class ValueMeta(type(eqx.Module)):
         return instance
 
 
-# For each class that was instantiated: the names of its fields if its construction only sets them.
+# The hooks of a type, and what it is asked for by each.
+_HOOKS = {
+    "aval": "its shape and dtype",
+    "materialise": "its dense array",
+    "default": "a result where no rule matches",
+    "follows_rules": "whether rules are for it",
+    "promote": "a plain array as one of its kind",
+    "widen": "the form that it has in common with another Value",
+    "cotangent": "a cotangent as a backward function sees it",
+    "leading_axis": "the axes along which its leaves are cut into rows",
+    "shard_spec": "the partition specs of its leaves",
+}
+
+
+def _naming(hook: str, method: Any) -> Any:
+    """A hook whose errors have a note of the type and the hook."""
+    if isinstance(method, classmethod | staticmethod):
+        return type(method)(_naming(hook, method.__func__))
+    if not callable(method):
+        return method
+    call: Callable[..., Any] = method
+
+    @functools.wraps(call)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            of = args[0] if args and hook != "default" else None
+            cls = of if isinstance(of, type) else type(of)
+            name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
+            note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+    return named
+
+
+# For each class that was instantiated: the names of its fields if its construction only sets them, else None.
 # (JAX's registry of pytrees keeps these classes alive in any case.)
-_plain_fields: dict[type, tuple[str, ...]] = {}
+_plain_fields: dict[type, tuple[str, ...] | None] = {}
 
 
-def _fields_if_plain(cls: type) -> tuple[str, ...]:
+def _fields_if_plain(cls: type) -> tuple[str, ...] | None:
     fields = dataclasses.fields(cls)
     sets_fields_only = (
         _sets_fields(cls)
@@ -53,8 +98,7 @@ def _fields_if_plain(cls: type) -> tuple[str, ...]:
         and all(f.init and f.default_factory is dataclasses.MISSING for f in fields)
         and not any("converter" in f.metadata for f in fields)
     )
-    # A name too many for any call, where it does more: then every call takes the long way.
-    return tuple(f.name for f in fields) if sets_fields_only else ("",) * 256
+    return tuple(f.name for f in fields) if sets_fields_only else None
 
 
 def _sets_fields(cls: type) -> bool:

@@ -172,8 +172,7 @@ class ArrayValue(Value):
     """
 
     def aval(self) -> jax.core.ShapedArray:
-        """Shape and dtype of the array that this value stands for; inferred from `materialise` if not
-        overridden."""
+        """Shape and dtype of the array that this value stands for; without it, `materialise` tells."""
         with jax.core.eval_context():
             out = jax.eval_shape(type(self).materialise, as_shapes(self))
         return jax.core.ShapedArray(out.shape, out.dtype, weak_type=getattr(out, "weak_type", False))
@@ -384,7 +383,7 @@ def aval_of(value: Value) -> Any:
     key: list[Any] = [compat.x64_enabled(), cls]
     leaf_avals: list[Any] = []
     for name, static in fields:
-        part = _getattr(value, name)
+        part = getattr(value, name)
         if static:
             key.append(part)
             continue
@@ -431,7 +430,6 @@ def _remember(key: Any, aval: Any) -> Any:
     return aval
 
 
-_getattr = object.__getattribute__  # past the lookup of Equinox, which serves methods
 _fields: dict[type, list[tuple[str, bool]]] = {}
 _avals: dict[Any, Any] = {}
 
@@ -472,7 +470,10 @@ def _make_aval_of_shapes(value: Value, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
-    aval = type(value).aval(value)
+    try:
+        aval = type(value).aval(value)
+    except TypeError as error:
+        raise ValueError(f"{type(value).__name__} has no shape: its hooks raise {error!r}.") from error
     if isinstance(aval, jax.ShapeDtypeStruct):
         aval = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
     if not isinstance(aval, jax.core.AbstractValue):

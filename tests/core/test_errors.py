@@ -283,6 +283,66 @@ class TestValues:
             ql.quaxify(jax.lax.sin)(Wrong(X))
 
 
+class TestHooks:
+    """An error inside of a hook is the user's own, with a note that names the type and the hook."""
+
+    class Raising(Box):
+        def aval(self):
+            return jax.core.ShapedArray((2, 3), jnp.float32)
+
+        def materialise(self):
+            raise KeyError("mine")
+
+        @classmethod
+        def promote(cls, array, like):
+            raise KeyError("mine")
+
+        def widen(self, like):
+            raise KeyError("mine")
+
+        def leading_axis(self):
+            raise KeyError("mine")
+
+        def shard_spec(self, spec):
+            raise KeyError("mine")
+
+    class Inherits(Raising):
+        @staticmethod
+        def default(primitive, values, params):
+            raise KeyError("mine")
+
+    @pytest.mark.parametrize(
+        ("name", "cls", "use"),
+        [
+            ("Raising.materialise", Raising, lambda x, y: ql.materialise(x)),
+            ("Raising.promote", Raising, lambda x, y: jax.lax.cond(True, lambda: x, lambda: X)),
+            ("Inherits.widen", Inherits, lambda x, y: jax.lax.cond(True, lambda: x, lambda: y)),
+            ("Inherits.leading_axis", Inherits, lambda x, y: jax.lax.map(lambda row: row, x)),
+            ("Inherits.default", Inherits, lambda x, y: jnp.sin(x)),
+            ("Raising.shard_spec", Raising, lambda x, y: ql.sharding.specs_for(x, lambda *_: jax.P(None))),
+        ],
+    )
+    def test_named(self, name, cls, use):
+        run = use if "shard_spec" in name else ql.quaxify(use)
+        with pytest.raises(KeyError) as caught:
+            run(cls(X), Box(X))
+        assert caught.value.args == ("mine",)
+        assert any(f"{name}`, which quaxlike asked for" in note for note in caught.value.__notes__)
+
+    def test_a_type_error_where_a_shape_is_inferred(self):
+        """JAX would put its own in place of a TypeError."""
+
+        class Wrong(Box):
+            def materialise(self):
+                raise TypeError("mine")
+
+        with pytest.raises(
+            ValueError, match=r"Wrong has no shape: its hooks raise TypeError\('mine'\)"
+        ) as caught:
+            ql.quaxify(jnp.sin)(Wrong(X))
+        assert any("Wrong.materialise`" in note for note in caught.value.__cause__.__notes__)
+
+
 class TestLeaks:
     """A tracer that is kept beyond the quaxified function it belongs to."""
 
