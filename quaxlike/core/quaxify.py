@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from . import compat, recording
 from .policy import MaterialisationError
-from .rules import GLOBAL, Rule, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
+from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
 from .values import Value, is_value, kind_of
 
@@ -45,13 +45,10 @@ class _Quaxified(Generic[_P, _T]):
             compat.shorten_traceback(error)
             raise
         except RecursionError as error:
-            rule = _calls_itself(error)
-            if rule is None:
+            message = _endless(error)
+            if message is None:
                 raise
-            raise RuleError(
-                f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
-                "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
-            ) from None
+            raise RuleError(message) from None
 
     @functools.cached_property
     def _whole(self) -> Callable[..., Any] | None:
@@ -157,12 +154,33 @@ def quaxify(
     return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
 
 
-def _calls_itself(error: RecursionError) -> Rule | None:
-    """The rule that is called again and again, if there is one."""
+# Methods of a type that are called for its Values, which may call what calls them.
+_HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
+
+
+def _endless(error: RecursionError) -> str | None:
+    """What to say of a rule, or of a hook, that is called again and again; None if there is none.
+
+    Little of the stack is left here. What memoises its errors, as beartype does for plum, must not be called.
+    """
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    rules = (rule for layer in active_layers.get() for rule in layer)
-    found = max(rules, key=lambda rule: codes[rule.written.__code__], default=None)
-    return found if found is not None and codes[found.written.__code__] > 5 else None
+    often = {code: n for code, n in codes.items() if n > 5}
+    rules = [rule for layer in active_layers.get() for rule in layer.looked_at] if often else []
+    found = [rule for rule in rules if rule.written.__code__ in often]
+    if found:
+        rule = max(found, key=lambda rule: often[rule.written.__code__])
+        return (
+            f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
+            "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
+        )
+    hooks = [code for code in often if code.co_name in _HOOKS and not compat.is_ours(code.co_filename)]
+    if not hooks:
+        return None
+    hook = max(hooks, key=lambda code: often[code])
+    return (
+        f"`{hook.co_qualname}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, which "
+        "calls it again, without an end. Compute with the arrays that the Value holds."
+    )
 
 
 def _is_outermost() -> bool:

@@ -210,7 +210,7 @@ class QuaxTrace(jax.core.Trace):
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
-            rules = self.resolver.candidates(key)
+            rules = self.resolver.candidates(key, params.keys())
         if (recorder := recording.active()) is not None:
             rules = [functools.partial(recorder.follow, rule) for rule in rules]
         for rule in rules:

@@ -1,5 +1,7 @@
 """What authors of types and rules are told about mistakes."""
 
+import sys
+import traceback
 from typing import Any
 
 import equinox as eqx
@@ -52,6 +54,13 @@ class TestRegistration:
             @ql.register("dot_general", rules=rules)
             def annotated(x: Boxed, y: jax.Array, dimension_numbers: Any, **params): ...
 
+    def test_of_every_primitive_once_it_is_met(self, rules):
+        @ql.register("cumsum", rules=rules)
+        def rule(x: Boxed, axis: Any, **params): ...
+
+        with pytest.raises(TypeError, match=r"cumsum\(Boxed, Any\) at .* can never match: `axis` is a param"):
+            ql.quaxify(jnp.cumsum, rules=rules)(Boxed(jnp.ones(3)))
+
     def test_beside_a_type_of_values_an_operand_may_be_anything(self, rules):
         @ql.register("select_n", rules=rules)
         def rule(which, *cases: Boxed):
@@ -77,14 +86,84 @@ class TestRegistration:
         assert out == 0
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_rule_that_calls_itself(rules, wrap):
+ON_THE_WAY = {
+    "by quaxify": ql.quaxify(jnp.sin),
+    "jitted": ql.quaxify(jax.jit(jnp.sin)),
+    "by another function": ql.quaxify(jnp.vectorize(jnp.sin)),
+    "in a branch": ql.quaxify(lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.sin, x)),
+}
+
+
+@pytest.fixture
+def short_stack():
+    """Python gives up early: what is endless ends sooner."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(traceback.extract_stack()) + 600)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("short_stack")
+@pytest.mark.parametrize("call", ON_THE_WAY.values(), ids=ON_THE_WAY)
+def test_a_rule_that_calls_itself(rules, call):
     @ql.register("sin", rules=rules)
     def rule(x: Boxed, **params):
-        return ql.quaxify(jnp.sin)(x)
+        return call(Boxed(x.array))
 
     with pytest.raises(ql.RuleError, match=r"The rule sin\(Boxed\) at .* calls `sin` on operands"):
-        wrap(ql.quaxify(lambda x: -jnp.sin(x), rules=rules))(Boxed(jnp.ones(3)))
+        jax.jit(ql.quaxify(lambda x: -jnp.sin(x), rules=rules))(Boxed(jnp.ones(3)))
+
+    # What is memoised on the way, by plum and beartype, is as it was.
+    @ql.register_on_either_side("add", Boxed, rules=rules)
+    def add(primitive, x, y, **params):
+        return ql.quaxify(primitive.bind)(*(v.array if ql.is_value(v) else v for v in (x, y)))
+
+    assert ql.quaxify(lambda x: x + x, rules=rules)(Boxed(jnp.ones(3)))[0] == 2
+
+
+@pytest.mark.usefixtures("short_stack")
+def test_two_rules_that_call_each_other(rules):
+    @ql.register("sin", rules=rules)
+    def sin(x: Boxed, **params):
+        return ql.quaxify(jnp.cos)(x)
+
+    @ql.register("cos", rules=rules)
+    def cos(x: Boxed, **params):
+        return ql.quaxify(jnp.sin)(x)
+
+    with pytest.raises(ql.RuleError, match=r"The rule (sin|cos)\(Boxed\) at .* calls `(sin|cos)` on operands"):
+        ql.quaxify(jnp.sin, rules=rules)(Boxed(jnp.ones(3)))
+
+
+@pytest.mark.parametrize("bind", [jax.lax.sin_p.bind, jnp.sin], ids=["bind", "jnp"])
+def test_a_rule_that_binds_its_own_value(rules, bind):
+    @ql.register("sin", rules=rules)
+    def rule(x: Boxed, **params):
+        return bind(x, **(params if bind is not jnp.sin else {}))
+
+    with pytest.raises((RuntimeError, TypeError), match=r"inside a rule: call `quaxify` on the parts"):
+        ql.quaxify(jnp.sin, rules=rules)(Boxed(jnp.ones(3)))
+
+
+class _OnItself(Boxed):
+    @staticmethod
+    def default(primitive, values, params):
+        return ql.quaxify(primitive.bind)(*values, **params)
+
+
+class _OfItself(Boxed):
+    def aval(self):
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+    def materialise(self):
+        return ql.quaxify(lambda x: x * 1.0)(self)
+
+
+@pytest.mark.usefixtures("short_stack")
+@pytest.mark.parametrize("cls, hook", [(_OnItself, "default"), (_OfItself, "materialise")])
+def test_a_hook_that_calls_itself(cls, hook):
+    with pytest.raises(ql.RuleError, match=rf"`{cls.__name__}.{hook}` at .*test_feedback.py:\d+ computes with"):
+        ql.quaxify(jnp.sin)(cls(jnp.ones(3)))
 
 
 def test_other_recursion_is_what_it_was():

@@ -7,7 +7,7 @@ import itertools
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
@@ -35,6 +35,7 @@ class Rule:
     signature: "plum.Signature"
     takes_primitive: bool
     keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
+    operands: frozenset[str] = frozenset()  # the names of its operands
 
     @property
     def written(self) -> Callable[..., Any]:
@@ -93,6 +94,11 @@ class RuleSet:
     def __init__(self) -> None:
         self._rules: dict[jexc.Primitive, tuple[Rule, ...]] = {}
         self._waiting: dict[jexc.Primitive, list[tuple[Callable[..., Any], int]]] = {}
+
+    @property
+    def looked_at(self) -> list[Rule]:
+        """The rules that are not waiting for their primitive to be met."""
+        return [rule for rules in list(self._rules.values()) for rule in rules]
 
     def __iter__(self) -> Iterator[Rule]:
         return itertools.chain.from_iterable(rules for _, rules in self.items())
@@ -211,7 +217,7 @@ def register(
                     into.add_later(p, function, precedence)
                 else:
                     rule = Rule(p, function, *inspected)
-                    check_operands(rule)
+                    check_operands(rule, compat.parameters_of(p))
                     into.add(rule)
             _epoch += 1
             if _in_use:
@@ -282,7 +288,7 @@ def _as_primitive(primitive: Any) -> jexc.Primitive:
 
 def _inspect(
     function: Callable[..., Any], precedence: int
-) -> "tuple[plum.Signature, bool, frozenset[str] | None]":
+) -> "tuple[plum.Signature, bool, frozenset[str] | None, frozenset[str]]":
     import plum  # takes longer than all of this package
 
     types: list[Any] = []
@@ -298,6 +304,7 @@ def _inspect(
     parameters = inspect.signature(function).parameters
     _check_annotations(function, parameters.values(), hints)
     takes_primitive = False
+    operands: set[str] = set()
     for i, p in enumerate(parameters.values()):
         hint = _plain_hint(hints.get(p.name, Any))
         if p.kind is p.VAR_KEYWORD:
@@ -311,10 +318,12 @@ def _inspect(
             takes_primitive = True
         elif p.default is p.empty:
             types.append(hint)
+            operands.add(p.name)
         elif keywords is not None:  # has a default: a parameter of the primitive, not an operand
             keywords.add(p.name)
     signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
-    return signature, takes_primitive, None if keywords is None else frozenset(keywords)
+    named = None if keywords is None else frozenset(keywords)
+    return signature, takes_primitive, named, frozenset(operands)
 
 
 def _check_annotations(
@@ -347,15 +356,13 @@ def _place(function: Callable[..., Any]) -> str:
     return f"`{function.__name__}` at {code.co_filename}:{code.co_firstlineno}"
 
 
-def check_operands(rule: Rule) -> None:
+def check_operands(rule: Rule, params: Collection[str]) -> None:
     """Raises a `TypeError` if a rule takes a parameter of its primitive by position: it would never match."""
-    params = compat.parameters_of(rule.primitive)
-    for p in inspect.signature(rule.function).parameters.values():
-        if _is_required(p) and p.name in params:
-            raise TypeError(
-                f"The rule {rule} can never match: `{p.name}` is a parameter of `{rule.primitive}`, and "
-                f"comes by keyword. Put a `*` before it: `def _(x: ..., *, {p.name}, **params)`."
-            )
+    for name in rule.operands.intersection(params):
+        raise TypeError(
+            f"The rule {rule} can never match: `{name}` is a parameter of `{rule.primitive}`, and "
+            f"comes by keyword. Put a `*` before it: `def _(x: ..., *, {name}, **params)`."
+        )
 
 
 def signature_of(types: Iterable[Any]) -> "plum.Signature":

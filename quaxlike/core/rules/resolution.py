@@ -4,8 +4,9 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.extend.core as jexc
 
 from ..values import Value
 from .checks import Checked, RuleError
-from .registry import GLOBAL, Rule, RuleSet, epoch, lock, signature_of, type_name
+from .registry import GLOBAL, Rule, RuleSet, check_operands, epoch, lock, signature_of, type_name
 
 if TYPE_CHECKING:
     import plum
@@ -33,10 +34,15 @@ class Resolver:
         self.cache: dict[Any, list[Callable[..., Any]]] = {}
         self._made_at = made_at
 
-    def candidates(self, key: tuple[Any, ...]) -> list[Callable[..., Any]]:
+    def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
         """The rules for `key`, a primitive and then for each operand the class of a Value or None for
-        anything else. Best first; they are asked in turn while they return `NotImplemented`."""
+        anything else. Best first; they are asked in turn while they return `NotImplemented`.
+
+        **Raises:** `TypeError` for a rule that takes one of the primitive's `params` by position.
+        """
         primitive, *types = key
+        for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
+            check_operands(rule, params)
         operands = signature_of(jax.Array if t is None else t for t in types)
         found: list[Callable[..., Any]] = []
         for layer in self.layers:
