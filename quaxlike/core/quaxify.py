@@ -178,8 +178,8 @@ def _endless(error: RecursionError) -> str | None:
         return None
     hook = max(hooks, key=lambda code: often[code])
     return (
-        f"`{hook.co_qualname}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, which "
-        "calls it again, without an end. Compute with the arrays that the Value holds."
+        f"`{hook.co_qualname}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, "
+        "which calls it again, without an end. Compute with the arrays that the Value holds."
     )
 
 
