@@ -57,6 +57,8 @@ PROGRAMS = {
     "vmap over weights": lambda w, v: jax.vmap(lambda w: w @ X.T)(jnp.stack([w, v])),
     "stack, scan": lambda w, v: lax.scan(lambda x, w: (x @ w.T @ w, None), X, jnp.stack([w, v]))[0],
     "cond": lambda w, v: lax.cond(X[0, 0] > 0, lambda w, v: w, lambda w, v: v, w, v) @ X.T,
+    "cond, scaled": lambda w, v: lax.cond(X[0, 0] > 0, lambda: w, lambda: -2.0 * w) @ X.T,
+    "loop, scaled": lambda w, v: lax.fori_loop(0, 2, lambda _, w: -2.0 * w, w) @ X.T,
     "rows": lambda w, v: w[INDEX],
     "row": lambda w, v: w[1],
     "scaled": lambda w, v: (-w * 2.0) @ X.T,

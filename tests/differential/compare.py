@@ -124,8 +124,10 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
 
         @jax.jit
         def dense(varied: Any) -> Any:
-            move = lambda x, by: jnp.where(jnp.isfinite(x) | (by == 0), x, 0) + by if _is_number(x) else x
-            return jtu.tree_map(move, ql.materialise(build(varied)), moved)
+            # What does not move keeps the sign of its zeros.
+            move = lambda x, by: jnp.where(by == 0, x, jnp.where(jnp.isfinite(x), x, 0) + by)
+            keep = lambda x, by: move(x, by) if _is_number(x) else x
+            return jtu.tree_map(keep, ql.materialise(build(varied)), moved)
 
         def of_arrays(f: Any, varied: Any, _: Any) -> Any:
             return f(*dense(varied))

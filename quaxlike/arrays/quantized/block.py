@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, Int8, UInt8
 
 from ..._checked import checked
+from ...core.values import Value
 from ...kernels.block_matmul import block_matmul
 from .base import AbstractQuantizedArray, as_floating, check_block_size, quantize_stack
 from .codecs import CODECS, Codec, Rows
@@ -151,6 +152,17 @@ class BlockArray(AbstractQuantizedArray):
             logical_dtype=jnp.dtype(dtype),
             train_scales=train_scales,
         )
+
+    def widen(self: _B, like: Value) -> _B:
+        """With scales as wide as those of `like`, if that is this type of array times a factor."""
+        out = super().widen(like)
+        if not isinstance(like, BlockArray) or out._form() == like._form():
+            return out
+        scaled = out.opened().times(jnp.float32(1))
+        return scaled if scaled._form() == like._form() else out
+
+    def _form(self) -> Any:
+        return self.codec, self.train_scales, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
 
     def encoded(self, rows: Float[Array, "*lead n"]) -> tuple[Array, BlockScales]:
         like = self.rows_of_codes()[1].parts()
