@@ -126,8 +126,8 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         def dense(varied: Any) -> Any:
             # What does not move keeps the sign of its zeros.
             move = lambda x, by: jnp.where(by == 0, x, jnp.where(jnp.isfinite(x), x, 0) + by)
-            keep = lambda x, by: move(x, by) if _is_number(x) else x
-            return jtu.tree_map(keep, ql.materialise(build(varied)), moved)
+            either = lambda x, by: move(x, by) if _is_number(x) else x | by if _is_boolean(x) else x
+            return jtu.tree_map(either, ql.materialise(build(varied)), moved)
 
         def of_arrays(f: Any, varied: Any, _: Any) -> Any:
             return f(*dense(varied))
@@ -145,8 +145,9 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     arrays = ql.materialise(jtu.tree_unflatten(treedef, leaves))
     arrays = (arrays.pop("x"), arrays)
     still = jtu.tree_map(jnp.zeros_like, arrays)
+    by = lambda new, x: new - jnp.where(jnp.isfinite(x), x, 0) if _is_number(x) else new
     moves = lambda change: jtu.tree_map(
-        lambda x: change(x) - jnp.where(jnp.isfinite(x), x, 0) if _is_number(x) else x, arrays
+        lambda x: by(change(x), x) if _is_number(x) or _is_boolean(x) else x, arrays
     )
     reference = lambda leaves, varied, moved: both(leaves, moved)[1](varied, others)
     found = lambda leaves, varied: both(leaves)[0](varied, others)
@@ -256,7 +257,7 @@ def _below_one(x: jax.Array) -> jax.Array:
 
 
 def _above_one(x: jax.Array) -> jax.Array:
-    return _below_one(x) + 1
+    return (_below_one(x) + 1).astype(x.dtype)
 
 
 def _evaluated(traced: Any, *args: Any) -> Any:
@@ -286,6 +287,10 @@ def _integers(arrays: Any) -> list[Any]:
 
 def _is_number(x: Any) -> bool:
     return jnp.issubdtype(_dtype(x), jnp.number)
+
+
+def _is_boolean(x: Any) -> bool:
+    return _dtype(x) == bool
 
 
 def _declines(operands: Any, error: Exception) -> bool:
