@@ -290,7 +290,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_boolean(x: Any) -> bool:
-    return _dtype(x) == bool
+    return jnp.issubdtype(_dtype(x), jnp.bool_)
 
 
 def _declines(operands: Any, error: Exception) -> bool:
