@@ -57,6 +57,11 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _nbytes(value: Any) -> int:
+    """The bytes of the leaves: those that the value takes, not those of the array that it stands for."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+
+
 def _attribute(name: str) -> property:
     return property(lambda self: run(operator.attrgetter(name), self))
 
@@ -170,6 +175,7 @@ class ArrayOperators:
         """As `jax.Array.at`: `x.at[index].set(y)` and its siblings."""
         return _At(self)
 
+    nbytes = property(_nbytes)
     T = _attribute("T")
     mT = _attribute("mT")
     real = _attribute("real")

@@ -201,6 +201,7 @@ def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any
 # Messages
 # -------------------------------------------------------------------------------------------------
 
+_OF_ANY_NUMBER = ("concatenate", "sort", "optimization_barrier")  # of operands
 _warned_for_types: set[Any] = set()
 _warned_lock = threading.Lock()
 
@@ -241,11 +242,11 @@ class _Loss:
         """The rule that the author of the type can write."""
         if self.hint:
             return self.hint
+        types = [type(x).__name__ if is_value(x) else "jax.Array" for x in self.operands]
         names = [*"xyzuvw", *(f"x{i}" for i in range(6, len(self.operands)))]
-        operands = ", ".join(
-            f"{name}: {type(x).__name__ if is_value(x) else 'jax.Array'}"
-            for name, x in zip(names, self.operands, strict=False)
-        )
+        operands = ", ".join(f"{name}: {t}" for name, t in zip(names, types, strict=False))
+        if self.what in _OF_ANY_NUMBER:
+            operands = f"*xs: {' | '.join(dict.fromkeys(types))}"
         return (
             f'To keep the type, write a rule:\n  @quaxlike.register("{self.what}")\n'
             f"  def _({operands}, **params): ..."

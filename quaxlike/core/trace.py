@@ -236,7 +236,10 @@ class QuaxTrace(jax.core.Trace):
             return self.enter(self.unwrap_tree(value))
         # A transform inside the quaxified function traced its arrays: built there, or passed to a jitted
         # function, which takes a Value that is not traced apart. This level would leave that transform out.
-        hint = "Pass it into that transform as a traced Value, or call `quaxify` inside of it."
+        hint = (
+            "Use its operators (`@` for `jnp.matmul`), pass it into that transform as an argument, or call "
+            "`quaxify` inside of it."
+        )
         return dense(value, "a Value that an inner transform took apart", hint=hint)
 
     # What arrives through methods of its own, because it carries functions

@@ -34,7 +34,8 @@ class ETPPrimitive(DefinedPrimitive):
         **Arguments:**
 
         - `rule`: `rule(g, trace, **params) -> trace`; `g` has the shape of y, `trace` is a dict by
-            trainable. For y = x @ w the trace is `(..., in, out)` and the rule `trace * g[..., None, :]`.
+            trainable. For y = x @ w its `"weight"` has the shape `(..., in, out)`, and the rule returns
+            `{"weight": trace["weight"] * g[..., None, :]}`.
 
         **Returns:** the rule.
         """
@@ -45,8 +46,8 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: `rule(x, g, weights, **params) -> dict`: for each trainable the cotangent, in the shape
-            of the weight, for the cotangent `g` of y (summed over a batch).
+        - `rule`: `rule(x, g, weights, **params) -> dict`: for each trainable of the dict `weights` the
+            cotangent, in the shape of the weight, for the cotangent `g` of y (summed over a batch).
 
         **Returns:** the rule.
         """
@@ -58,7 +59,8 @@ class ETPPrimitive(DefinedPrimitive):
         **Arguments:**
 
         - `rule`: `rule(x_var, y_var, weight_vars, num_states) -> dict` of zeros, for each trainable
-            `(batch..., *weight, num_states)`. The variables have an `aval`; `x_var` is None without input.
+            `(batch..., *weight, num_states)`. `weight_vars` is a dict by trainable. Each variable has an
+            `aval`; `x_var` is None without input.
 
         **Returns:** the rule.
         """
@@ -124,6 +126,7 @@ def register_primitive(
     y_outvar_index: int = 0,
     multiple_results: bool = False,
     batching: Callable[..., Any] | None = None,
+    replace: bool = False,
 ) -> ETPPrimitive:
     """Makes an ETP primitive of a function; all that JAX asks of a primitive is derived from it.
 
@@ -151,14 +154,20 @@ def register_primitive(
         Default: `{"weight": 1}`.
     - `x_invar_index`: the position of the input, None for a primitive without.
     - `y_outvar_index`: the position of y among the results of the equation.
-    - `multiple_results`, `batching`: see [`define_primitive`][quaxlike.primitives.define_primitive].
+    - `multiple_results`, `batching`, `replace`: see
+        [`define_primitive`][quaxlike.primitives.define_primitive].
 
     **Returns:** the primitive.
 
     **Raises:** `ValueError` for a name that is taken.
     """
     primitive = define_primitive(
-        name, impl_fn, multiple_results=multiple_results, batching=batching, cls=ETPPrimitive
+        name,
+        impl_fn,
+        multiple_results=multiple_results,
+        batching=batching,
+        cls=ETPPrimitive,
+        replace=replace,
     )
     primitive.batched = batched
     primitive.gradient_enabled = gradient_enabled

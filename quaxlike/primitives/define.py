@@ -311,6 +311,7 @@ def define_primitive(
     batching: Callable[..., Any] | None = None,
     partitioning: Partitioning | Callable[..., Partitioning] | None = None,
     cls: type[_DefinedT] = DefinedPrimitive,
+    replace: bool = False,
 ) -> _DefinedT:
     """Makes a JAX primitive of a function, with everything that JAX asks of a primitive derived.
 
@@ -362,6 +363,8 @@ def define_primitive(
         compiler cannot look into; a [`Partitioning`][quaxlike.primitives.Partitioning], or a
         function that makes one of the operands' types (leaves) and the parameters.
     - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
+    - `replace`: whether the name may be that of a primitive defined before, as where a cell of a notebook
+        runs again. Rules are of one primitive: those of the former one are not those of this one.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 
@@ -377,9 +380,12 @@ def define_primitive(
                 "is reserved; give it another name"
             )
     with _lock:
-        if name in _defined:
-            raise ValueError(f"a primitive called {name!r} was already defined from {_defined[name]}")
-        if name in compat.named_primitives():
+        if name in _defined and not replace:
+            raise ValueError(
+                f"a primitive called {name!r} was already defined from {_defined[name]}; "
+                "say `replace=True` to define it anew"
+            )
+        if name not in _defined and name in compat.named_primitives():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX or of a library")
         _defined[name] = _where(impl)
     platforms: dict[str | None, Callable[..., Any] | None]

@@ -84,7 +84,8 @@ def jit(
     **Arguments:**
 
     - `fn`: the function, or method; absent when used with options alone.
-    - the others: as for `jax.jit`, with its defaults. Only those given are passed on.
+    - the others: as for `jax.jit`, with its defaults. Only those given are passed on; None counts as not
+        given for an option that the installed JAX has not.
 
     **Returns:**
 
@@ -120,8 +121,13 @@ def jit(
         "abstracted_axes": abstracted_axes,
         "compiler_options": compiler_options,
     }
-    given = {name: value for name, value in options.items() if value is not _UNSET}
-    unknown = given.keys() - inspect.signature(jax.jit).parameters.keys()
+    known = inspect.signature(jax.jit).parameters.keys()
+    given = {
+        name: value
+        for name, value in options.items()
+        if value is not _UNSET and (value is not None or name in known)
+    }
+    unknown = given.keys() - known
     if unknown:
         raise TypeError(
             f"jax.jit of JAX {jax.__version__} has no option {', '.join(sorted(unknown))}. Leave it out."

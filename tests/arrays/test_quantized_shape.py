@@ -132,6 +132,12 @@ def test_rows_are_looked_up_on_codes(quantize, shape, look_up):
 
 
 @pytest.mark.slow
+def test_printing():
+    w = ql.NF4Array.quantize(jnp.ones((4, 64)))
+    assert repr(w) == "NF4Array(f32[4,64], codes=u8[4,32], scale=f32[4,1], block_size=64)"
+    assert "codes=None" in repr(eqx.partition(w, lambda x: False)[0])
+
+
 def test_an_embedding():
     layer = eqx.nn.Embedding(6, 50, key=jax.random.key(0))
     w = ql.NF4Array.quantize(layer.weight)

@@ -340,6 +340,9 @@ def test_nothing_is_left_at_run_time():
 
 def test_printing():
     assert str(2.5 * newton) == "2.5 m·kg·s⁻²"
+    assert f"{2.5 * newton:.2f} or {metre}" == "2.50 m·kg·s⁻² or m"
+    for unit in (newton, metre**0.5, metre / metre):
+        assert Unit(str(unit)) == unit
     assert eqx.tree_pformat(X) == "f32[3] m"
     assert "f32[3] m" in repr((X,))
 

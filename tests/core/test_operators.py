@@ -212,6 +212,11 @@ def test_attributes(name):
     same(getattr(MATRIX, name), getattr(MATRIX.materialise(), name))
 
 
+def test_nbytes():
+    assert MATRIX.nbytes == MATRIX.array.nbytes
+    assert ql.quaxify(lambda x: jnp.asarray(x.nbytes))(MATRIX) == MATRIX.array.nbytes
+
+
 @pytest.mark.parametrize(
     "index",
     [0, -1, slice(None, None, 2), (0, slice(1, None)), (..., None), jnp.array([1, 0]), (jnp.array(1), 2)],

@@ -401,6 +401,11 @@ class TestMessage:
         note = "\n".join(caught.value.__notes__)
         assert "tanh: no rule for (Refusing f32[2,3])" in note
 
+    def test_a_primitive_of_any_number_of_operands(self):
+        with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError) as caught:
+            ql.quaxify(lambda x: jnp.concatenate([x, x, X]))(Plain(X))
+        assert "def _(*xs: Plain | jax.Array, **params): ..." in str(caught.value)
+
     def test_keys(self):
         class Keys(ql.ArrayValue):
             key: jax.Array

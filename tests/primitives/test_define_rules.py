@@ -234,8 +234,9 @@ def test_names():
     define_primitive("test_taken", jnp.sin)
     with pytest.raises(ValueError, match=r"'test_taken' was already defined from"):
         define_primitive("test_taken", jnp.cos)
+    assert define_primitive("test_taken", jnp.cos, replace=True)(0.0) == 1.0
     with pytest.raises(ValueError, match="'dot_general' is taken by a primitive of JAX or of a library"):
-        define_primitive("dot_general", jnp.dot)
+        define_primitive("dot_general", jnp.dot, replace=True)
     with pytest.raises(ValueError, match=r"must be an identifier, got 'a\.b'"):
         define_primitive("a.b", jnp.sin)
     with pytest.raises(ValueError, match="has a parameter 'forms'"):

@@ -123,6 +123,7 @@ def test_only_options_given_are_handed_on(monkeypatch: pytest.MonkeyPatch):
 def test_options_that_jax_has_given_up(use):
     with pytest.raises(TypeError, match=r"jax.jit of JAX [\d.]+ has no option abstracted_axes. Leave it out"):
         use({"abstracted_axes": {0: "n"}})
+    assert use({"abstracted_axes": None})(jnp.float32(2.0), 3) == 8.0
 
 
 def test_all_options_of_jax_are_known():

@@ -24,6 +24,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import wadler_lindig as wl
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
@@ -123,6 +124,21 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         statics are read."""
 
     # The array that this stands for
+
+    def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
+        fields = [(f, getattr(self, f.name, None)) for f in dataclasses.fields(self)]
+        shown = [(f.name, x) for f, x in fields if not (f.metadata.get("static") and x == f.default)]
+        try:
+            stands_for = [wl.TextDoc(self.aval().str_short(short_dtypes=True))]
+        except AttributeError:  # leaves that are no arrays, as in a half of a partitioned model
+            stands_for = []
+        return wl.bracketed(
+            begin=wl.TextDoc(f"{type(self).__name__}("),
+            docs=[*stands_for, *wl.named_objs(shown, **kwargs)],
+            sep=wl.comma,
+            end=wl.TextDoc(")"),
+            indent=kwargs.get("indent", 2),
+        )
 
     def aval(self) -> jax.core.ShapedArray:
         shape = self.stored_shape

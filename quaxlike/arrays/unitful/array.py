@@ -14,6 +14,7 @@ from jaxtyping import ArrayLike
 from ..._checked import as_array, checked
 from ...core.jaxprs.unify import OperandMismatch, widened
 from ...core.known_constants import may_be_placeholder
+from ...core.recording import user_source
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
 from .. import precedence
 from ..annotated import AnnotatedArray
@@ -24,7 +25,7 @@ class DimensionError(OperandMismatch):
     """Arrays whose units do not fit each other, or do not fit what is done to them."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, Unitful)
+        super().__init__(f"{message}\n  at {user_source()[0]}", Unitful)
 
 
 class Unit:
@@ -35,9 +36,9 @@ class Unit:
 
     **Arguments:**
 
-    - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a text, `"m/s^2"`, in
-        which `/` divides by the one factor that follows. The derived units Hz, N, Pa, J, W, C, V, F, ohm, S,
-        Wb, T, H and rad have their symbols too.
+    - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a text: `"m/s^2"`, in which
+        `/` divides by the one factor that follows, or what `str` makes of a unit. The derived units Hz, N,
+        Pa, J, W, C, V, F, ohm, S, Wb, T, H and rad have their symbols too.
 
     **Raises:**
 
@@ -229,6 +230,9 @@ class Unitful(AnnotatedArray):
 
     def __str__(self) -> str:
         return f"{self.array} {self.unit}"
+
+    def __format__(self, spec: str) -> str:
+        return f"{format(self.array, spec)} {self.unit}"
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.pdoc(self.array, **kwargs) + wl.TextDoc(f" {self.unit}")

@@ -156,9 +156,9 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
     # 0, infinity and NaN are so in any unit.
     units = {unit_of(x) for x in operands if not may_be_placeholder(x)} - {UNKNOWN}
     if len(units) > 1:
+        hint = " Give a number its unit by multiplying with it." if Unit() in units else ""
         raise DimensionError(
-            f"`{primitive}` takes arrays in the same unit; found ({_units(operands)}). Give a number its "
-            "unit by multiplying with it."
+            f"`{primitive}` takes arrays in the same unit; found ({_units(operands)}).{hint}"
         )
     return units.pop() if units else next(x.unit for x in operands if isinstance(x, Unitful))
 

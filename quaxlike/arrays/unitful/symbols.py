@@ -25,7 +25,8 @@ _FACTOR = re.compile(
     r"\s*(?P<op>[*/·]?)\s*(?P<name>[A-Za-z]+|1)"
     r"(\s*(\^|\*\*)\s*(?P<power>[-+]?\d+(\.\d+)?|\([-+]?\d+(/\d+)?\)))?"
 )
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_PLAIN, _RAISED = "-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
+_RAISE, _LOWER = str.maketrans(_PLAIN, _RAISED), str.maketrans(_RAISED, _PLAIN)
 
 
 def of_symbol(name: str) -> tuple[Fraction, ...]:
@@ -43,12 +44,12 @@ def of_symbol(name: str) -> tuple[Fraction, ...]:
 def parse(text: str) -> list[tuple[str, Fraction]]:
     """The factors of a unit, and the power of each."""
     factors, at = [], 0
-    text = text.strip()
+    text = re.sub(f"[{_RAISED}]+", lambda power: "^" + power[0].translate(_LOWER), text.strip())
     while at < len(text):
         match = _FACTOR.match(text, at)
         if match is None:
             raise ValueError(f"Cannot read the unit {text!r} from {text[at:]!r} on; write it as 'kg*m/s^2'.")
-        if match["name"] != "1":
+        if match["name"] not in ("1", "dimensionless"):
             power = Fraction((match["power"] or "1").strip("()"))
             factors.append((match["name"], -power if match["op"] == "/" else power))
         at = match.end()
@@ -59,4 +60,4 @@ def superscript(e: Fraction) -> str:
     """A power behind a symbol."""
     if e == 1:
         return ""
-    return str(e).translate(_SUPERSCRIPTS) if e.denominator == 1 else f"^({e})"
+    return str(e).translate(_RAISE) if e.denominator == 1 else f"^({e})"
