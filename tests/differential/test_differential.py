@@ -38,6 +38,7 @@ def _no_findings(name, drawn):
     assert not found.findings, "\n\n".join(found.findings.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_materialises(name, default_promotion):
     x = TYPES[name]()

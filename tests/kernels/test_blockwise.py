@@ -16,7 +16,7 @@ from tests.fixtures import fixture
 
 _CASES = json.loads(fixture("nf4/cases.json").read_text())["cases"]
 _ARRAYS = dict(np.load(fixture("nf4/cases.npz")))
-_TRANSFORMS = [pytest.param(lambda f: f, id="eager"), pytest.param(jax.jit, id="jit")]
+_TRANSFORMS = [pytest.param(lambda f: f, id="eager"), pytest.param(jax.jit, id="jit", marks=pytest.mark.slow)]
 
 
 def _stored(case, name):
