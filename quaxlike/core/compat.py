@@ -367,11 +367,6 @@ def _is_internal(file: str) -> bool:
     return file.startswith(_STDLIB) and "-packages" not in file
 
 
-def is_ours(file: str) -> bool:
-    """Whether a file belongs to this package."""
-    return file.startswith(_OURS)
-
-
 def is_library(file: str) -> bool:
     """Whether a file belongs to an installed library, and not to the user's own code."""
     return f"-packages{os.sep}" in file

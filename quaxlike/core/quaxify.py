@@ -173,7 +173,7 @@ def _endless(error: RecursionError) -> str | None:
             f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
             "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
         )
-    hooks = [code for code in often if code.co_name in _HOOKS and not compat.is_ours(code.co_filename)]
+    hooks = [code for code in often if code.co_name in _HOOKS]
     if not hooks:
         return None
     hook = max(hooks, key=lambda code: often[code])

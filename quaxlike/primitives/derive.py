@@ -35,7 +35,7 @@ def jvp(
 ) -> tuple[Any, Any]:
     out = p.bind(*primals, **params)
     results = out if p.multiple_results else [out]
-    tangents_out = _tangents(p, primals, results, tangents, params)
+    tangents_out = result_tangents(p, primals, results, tangents, params)
     return out, (tangents_out if p.multiple_results else tangents_out[0])
 
 
@@ -63,7 +63,7 @@ def symbolic_tangents(
 # -------------------------------------------------------------------------------------------------
 
 
-def _tangents(
+def result_tangents(
     p: "DefinedPrimitive",
     primals: Sequence[Any],
     results: Sequence[Any],
@@ -106,7 +106,7 @@ def _batched_tangents(
 
     def per_example(primals: list[Any], results: list[Any], live: list[Any]) -> list[Any]:
         zeros = [zero_tangent(x) for x, nz in zip(primals, nonzero, strict=True) if not nz]
-        out = _tangents(parent, primals, results, merge(nonzero, live, zeros), below)
+        out = result_tangents(parent, primals, results, merge(nonzero, live, zeros), below)
         outputs[:] = [not is_zero(t) for t in out]
         return split(outputs, out)[0]
 
