@@ -178,10 +178,14 @@ def route(
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
     """The experts of each token and their shares.
 
-    Shares that are made to add up to one are the softmax of the chosen logits alone, as GPT-OSS has it.
+    Shares that are made to add up to one are the softmax of the chosen logits alone. They are computed as
+    that, so that the gradient of an expert that no token chose is zero, and not what is left by rounding:
+    Adam would make a whole step of it, another one on each mesh.
     """
-    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    share, chosen = lax.top_k(probabilities, config.num_experts_per_tok)
+    logits, dtype = logits.astype(jnp.float32), logits.dtype
     if config.norm_topk_prob:
-        share = share / jnp.sum(share, axis=-1, keepdims=True)
-    return chosen, share.astype(logits.dtype)
+        best, chosen = lax.top_k(logits, config.num_experts_per_tok)
+        share = jax.nn.softmax(best, axis=-1)
+    else:
+        share, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), config.num_experts_per_tok)
+    return chosen, share.astype(dtype)

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,3 +76,61 @@ def test_look_ups_out_of_bounds(kind, fill):
         ]
 
     agrees(program, ARRAYS[kind], jnp.array([1, 99, -1, -99, 0]))
+
+
+STACKS = {
+    "stacked": (((3,), (3,), (3,)), {}),
+    "stacked dora": (((3,), (3,), (3,)), {"dora": True}),
+    "stacked, transposed": (((3,), (3,), (3,)), {"transposed": True}),
+    "adapters on one base": (((), (3,), (3,)), {}),
+    "one adapter": (((3,), (), ()), {}),
+    "stacked qlora": (((3,), (3,), (3,)), {"quantise": functools.partial(ql.NF4Array.quantize, stacked=1)}),
+    "stacked qlora, transposed": (
+        ((3,), (3,), (3,)),
+        {
+            "quantise": lambda w: ql.quaxify(jnp.matrix_transpose)(
+                ql.NF4Array.quantize(jnp.matrix_transpose(w), stacked=1)
+            ),
+            "transposed": True,
+        },
+    ),
+    "int8": (((3,), (3,), (3,)), {"quantise": ql.Int8Array.quantize}),
+}
+
+
+LOOK_UPS = {
+    "dynamic slices": lambda w, i: lax.dynamic_index_in_dim(w, i, keepdims=False),
+    "take": lambda w, i: jnp.take(w, i, 0),
+}
+QUICK = [("dynamic slices", "stacked qlora"), ("take", "adapters on one base")]
+
+
+@pytest.mark.parametrize(
+    ("look_up", "kind"),
+    [
+        pytest.param(look_up, kind, marks=() if (look_up, kind) in QUICK else pytest.mark.slow)
+        for look_up in LOOK_UPS
+        for kind in STACKS
+        if look_up != "take" or kind in ("stacked", "adapters on one base")
+    ],
+)
+def test_matrices_of_a_stack_stay_adapted(look_up, kind):
+    """Another one for each of a batch, as experts of one token each are: gradients by every leaf, too."""
+    batch, options = STACKS[kind]
+    stack = adapted(batch, **options).replace(train_base=True)
+    trained, rest = eqx.partition(stack, eqx.is_inexact_array)
+    x, at = normal(4, 64, seed=2), jnp.array([2, 0, 2, 1])
+
+    def loss(trained, x, read):
+        def one(w, x, i):
+            w = LOOK_UPS[look_up](read(w), i)
+            return (w.T if w.shape[-1] == 4 else w) @ x
+
+        y = ql.quaxify(jax.vmap(one, in_axes=(None, 0, 0)))(eqx.combine(trained, rest), x, at)
+        return jnp.sum(jnp.sin(y)), y
+
+    with ql.on_materialise("error"):
+        got = jax.jit(jax.value_and_grad(functools.partial(loss, read=lambda w: w), (0, 1), True))(trained, x)
+    want = jax.value_and_grad(functools.partial(loss, read=ql.materialise), (0, 1), True)(trained, x)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)

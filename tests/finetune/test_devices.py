@@ -80,6 +80,14 @@ def test_the_losses_of_one_device(command, tmp_path, mesh):
 
 
 @pytest.mark.slow
+def test_experts_of_their_own_devices(command, tmp_path):
+    command[1] = str(checkpoint(tmp_path / "experts", "mixtral"))
+    assert main([*command, "--output", str(tmp_path / "one")]) == 0
+    assert main([*command, "--output", str(tmp_path / "many"), "--mesh", "data=2,expert=2"]) == 0
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.slow
 def test_generation_on_a_mesh(command, capsys):
     arguments = ["--model", command[1], "--prompt", "one two", "--max-new-tokens", "4"]
     written = []

@@ -12,6 +12,7 @@ import quaxlike as ql
 from quaxlike.interop import CheckpointError
 from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError, load
+from quaxlike.models.feed_forward import route
 from quaxlike.surgery.trees import named_arrays, replace
 from tests.models.fixtures import MODELS, agree, expected, folder, in_float32, legacy
 
@@ -40,6 +41,23 @@ def test_configurations_of_transformers_4_say_the_same(name, tmp_path):
     config = json.loads((folder(name) / "config.json").read_text())
     old = json.loads((legacy(name, tmp_path) / "config.json").read_text())
     assert DecoderConfig.from_json(config) == DecoderConfig.from_json(old)
+
+
+def test_an_expert_that_no_token_chose_has_no_gradient():
+    """Not even what rounding leaves: Adam would make a whole step of it."""
+    config = DecoderConfig.from_json(SHARED | {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8, "norm_topk_prob": True,
+    })  # fmt: skip
+    logits = jnp.asarray([[0.3, -7.0, 1.1, 0.2], [2.5, -6.0, 0.7, 2.4]])
+    chosen, share = route(logits, config)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    best = -np.sort(-probabilities)[:, :2]
+    np.testing.assert_array_equal(chosen, [[2, 0], [0, 3]])
+    np.testing.assert_allclose(share, best / best.sum(-1, keepdims=True), rtol=1e-6)
+    gradient = jax.grad(lambda logits: jnp.sum(jnp.sin(3 * route(logits, config)[1])))(logits)
+    assert (gradient[:, 1] == 0).all()
+    assert np.count_nonzero(gradient) == 4
 
 
 @pytest.mark.slow

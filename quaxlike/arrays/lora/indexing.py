@@ -1,4 +1,5 @@
-"""Parts of an adapted array: slices of it are adapted, rows that are looked up (embeddings) are dense."""
+"""Parts of an adapted array: slices of it are adapted, and so are matrices of a stack that are looked up
+(experts); rows that are looked up (embeddings) are dense."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jaxtyping import ArrayLike
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..bounds import dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
-from .array import RANK, LoraArray, labels, row_scale
+from .array import RANK, LoraArray, labels, matrix_labels, row_scale
 from .dot import add, multiply
 from .einsum import Labels, arrange, cast, common_dtype, contract
 from .shape import each
@@ -120,6 +121,13 @@ def _gather(
         part = jax.lax.gather(part, columns, numbers, tuple(sizes), mode=mode, fill_value=outside, **params)
         return part, [*index_labels, *kept]
 
+    matrix = matrix_labels(x)
+    whole = not matrix & gone and all(slice_sizes[i] == x.shape[i] for i in matrix)
+    if whole and not masked and (x.key is None or not x.key.ndim):
+        stack = _stack(x, gathered, out, fill_value)
+        if stack is not None:
+            return stack
+
     def rows(w: Any, a: Any, b: Any) -> Any:
         w = arrange(*gathered(w, w_labels, fill_value), out)
         dtype = common_dtype(a, b)
@@ -131,3 +139,33 @@ def _gather(
     if x.magnitude is not None:
         y = multiply(y, arrange(*gathered(*row_scale(x), 1), out))
     return filled(y, in_bounds(*where), dnums, fill) if masked else y
+
+
+def _stack(
+    x: LoraArray, gathered: Callable[..., tuple[Any, Labels]], out: Labels, fill_value: Any
+) -> LoraArray | None:
+    """Whole matrices that are looked up, each with its own adapter; `out` are the labels of the axes of the
+    result. None if a part would lack a batch axis behind one that it has."""
+    matrix, (w_labels, a_labels, b_labels) = matrix_labels(x), labels(x)
+    batch = [i for i in out if i not in matrix]
+
+    def part_of(part: Any, own: Labels, outside: Any) -> Any:
+        part, found = gathered(part, own, outside)
+        order = out if matrix <= set(found) else [*batch, *(i for i in found if i not in batch)]
+        has = [i for i in order if i in found]
+        return arrange(part, found, has) if has == order[len(order) - len(has) :] else None
+
+    def parts(w: Any, a: Any, b: Any, magnitude: Any) -> Any:
+        scaled = None if magnitude is None else part_of(magnitude, b_labels[:-1], 1)
+        return (
+            part_of(w, w_labels, fill_value),
+            part_of(a, a_labels, 0),
+            part_of(b, b_labels, 0),
+            scaled,
+        )
+
+    w, a, b, magnitude = quaxify(parts)(x.w, x.a, x.b, x.magnitude)
+    if any(part is None for part in (w, a, b)) or (magnitude is None) != (x.magnitude is None):
+        return None
+    at = lambda axes: tuple(out.index(x.ndim + axis) - len(out) for axis in axes)
+    return x.replace(w=w, a=a, b=b, magnitude=magnitude, out_axes=at(x.out_axes), in_axes=at(x.in_axes))

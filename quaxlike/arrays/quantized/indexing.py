@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..bounds import clamped_start
 from .base import AbstractQuantizedArray
@@ -57,8 +58,9 @@ def _gather(
 ) -> Any:
     dims = dimension_numbers
     mode = lax.GatherScatterMode.from_any(mode)
-    if w.permutation != tuple(range(len(w.shape))):
-        return NotImplemented
+    if w.axes:
+        out, order = _of_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
+        return out if out is NotImplemented else quaxify(lambda out: lax.transpose(out, order))(out)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
     if fills and not (fill_value is None or np.isnan(fill_value)):
         return NotImplemented
@@ -108,6 +110,34 @@ def _gather(
     order = [*lead_places, *inner_places]
     out = out.with_axes([order.index(place) for place in range(out_ndim)])
     return out.materialise() if len(w.shape) <= 2 else out
+
+
+def _of_stored(
+    w: AbstractQuantizedArray,
+    indices: ArrayLike,
+    dims: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    **params: Any,
+) -> tuple[Any, Sequence[int]]:
+    """The same look-up in the array as it is stored, and the order of the axes of what it gives."""
+    stored = w.permutation
+    gone = {stored[axis] for axis in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
+    pairs = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
+    paired = sorted((stored[axis], other) for axis, other in pairs)
+    of_stored = dims._replace(
+        collapsed_slice_dims=tuple(sorted(stored[axis] for axis in dims.collapsed_slice_dims)),
+        start_index_map=tuple(stored[axis] for axis in dims.start_index_map),
+        operand_batching_dims=tuple(axis for axis, _ in paired),
+        start_indices_batching_dims=tuple(other for _, other in paired),
+    )
+    sizes = [slice_sizes[stored.index(axis)] for axis in range(len(stored))]
+    plain = w.with_axes(range(len(stored)))
+    out = _gather(plain, indices, dimension_numbers=of_stored, slice_sizes=sizes, **params)
+    kept = [axis for axis in stored if axis not in gone]
+    order = list(range(np.ndim(indices) - 1 + len(kept)))
+    for place, axis in zip(dims.offset_dims, kept, strict=True):
+        order[place] = dims.offset_dims[sorted(kept).index(axis)]
+    return out, order
 
 
 def _nan_of(dtype: Any) -> Any:
