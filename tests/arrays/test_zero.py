@@ -189,7 +189,7 @@ def test_identity():
     "subscripts",
     ["ij,jk->ik", "ij,kj->ik", "abj,ij->abi", "ij,abj->iab", "bij,bkj->bik", "i,j->ij", "ij,ij->"],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_products_with_full(subscripts, dtype):
     """The other side is summed once; no matrix product is left, and nothing of the size of the `Full`."""
     sizes = dict(zip("abijk", (2, 3, 4, 5, 6), strict=True))
