@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import ArrayLike
 
 from ...core.rules import register
 from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
-from ..bounds import dynamic_slice_in_dim
+from ..bounds import clamped_start, dynamic_slice_in_dim
 from .block import BlockSparseArray
+from .rows import lines
 from .stacks import broadcast_stack, is_stacked
 
 
@@ -74,5 +76,9 @@ def _slice(
 @register("dynamic_slice")
 def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any) -> Any:
     touched = [i for i, size in enumerate(x.shape) if slice_sizes[i] != size]
+    if not x.num_batch and len(touched) == 1 and slice_sizes[touched[0]] == 1:
+        (axis,) = touched
+        line = lines(x, axis, clamped_start(starts[axis], x.shape[axis], 1))
+        return line if line is NotImplemented else jnp.expand_dims(line, axis)
     cut = lambda leaf, i: dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
     return _cut(x, cut, touched)

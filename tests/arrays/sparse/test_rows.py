@@ -1,0 +1,70 @@
+"""Rows and columns of sparse matrices, looked up at positions that are data."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+
+from .test_unstructured import W, agrees, thinned
+
+BLOCKS = ql.BlockSparseArray.from_dense(thinned(8, 12), block_size=2, density=0.4)
+RAGGED = ql.BlockSparseArray.from_dense(thinned(8, 12), block_size=2, density=0.4, balanced=False)
+MATRICES = {
+    "elements": W,
+    "elements, transposed": ql.quaxify(jnp.transpose)(W),
+    "blocks": BLOCKS,
+    "blocks, transposed": BLOCKS.T,
+    "ragged blocks": RAGGED,
+    "nothing": ql.SparseArray.from_dense(jnp.zeros((8, 12))),
+}
+IDS = jnp.array([[3, 0, 7], [3, 3, 1]])
+LOOKED_UP = {
+    "take": lambda w, ids: jnp.take(w, ids, axis=0),
+    "columns": lambda w, ids: jnp.take(w, ids, axis=1),
+    "clipped": lambda w, ids: jnp.take(w, ids - 2, axis=0, mode="clip"),
+    "filled": lambda w, ids: jnp.nan_to_num(jnp.take(w, 3 * ids, axis=0), nan=-1.0),
+    "mapped": lambda w, ids: jax.vmap(jax.vmap(lambda i: lax.dynamic_index_in_dim(w, i, 0, False)))(ids),
+    "kept axis": lambda w, ids: jax.vmap(lambda i: lax.dynamic_slice_in_dim(w, i, 1, 1))(ids[0]),
+    "one": lambda w, ids: jnp.sin(w[ids[0, 0]]),
+}
+
+
+QUICK = ("elements", "blocks")
+
+
+@pytest.mark.parametrize("what", LOOKED_UP)
+@pytest.mark.parametrize(
+    "matrix", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in MATRICES]
+)
+def test_are_those_of_the_dense_matrix(matrix, what):
+    agrees(LOOKED_UP[what], MATRICES[matrix], IDS)
+
+
+@pytest.mark.parametrize("matrix", QUICK)
+def test_have_gradients(matrix):
+    """Of the stored elements, those of the dense matrix."""
+    w = MATRICES[matrix]
+    trained, rest = eqx.partition(w, eqx.is_inexact_array)
+    call = ql.quaxify(lambda w, ids: jnp.sum(jnp.sin(jnp.take(w, ids, axis=0)) * jnp.take(w, ids, axis=0)))
+    with ql.on_materialise("error"):
+        found = jax.grad(lambda trained: call(eqx.combine(trained, rest), IDS))(trained)
+    expected = jax.grad(lambda trained: call(ql.materialise(eqx.combine(trained, rest)), IDS))(trained)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("matrix", ["elements", "blocks"])
+def test_embeddings_of_tokens(matrix):
+    layer = eqx.nn.Embedding(8, 12, key=jax.random.key(0))
+    agrees(lambda w, ids: jax.vmap(eqx.tree_at(lambda e: e.weight, layer, w))(ids), MATRICES[matrix], IDS[0])
+
+
+def test_of_elements_in_no_order_are_those_of_the_whole():
+    unordered = W.placed(W.data, W.indices, W.sizes)
+    with ql.on_materialise("allow"):
+        found = ql.quaxify(jnp.take)(unordered, IDS, axis=0)
+    np.testing.assert_allclose(found, jnp.take(ql.materialise(W), IDS, axis=0))
