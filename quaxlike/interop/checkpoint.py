@@ -1,5 +1,6 @@
 """`load` and `open_checkpoint`: checkpoints of every known format, which is found by itself."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -92,6 +93,12 @@ class Checkpoint(Mapping[str, Any]):
         if self._dtype is None or not isinstance(value, BlockArray | Int8Array):
             return value
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
+
+    def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
+        """The same weights; block arrays among them stand for this dtype."""
+        out = copy.copy(self)
+        out._dtype = dtype
+        return out
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

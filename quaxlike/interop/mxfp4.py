@@ -35,12 +35,14 @@ def _read(layer: Layer) -> Any:
     return small_floats(raw, scale, codec="mxfp4", block=32, count=2 * raw.shape[-1])
 
 
-def as_transformers(name: str, w: Any) -> Any:
-    """Weights of experts with the axes that they have unquantised: (experts, in, out)."""
+def turned(name: str, w: Any) -> Any:
+    """Weights of experts from (experts, out, in), as they are in files, to (experts, in, out), as they are
+    unquantised; and back. Others stay as they are."""
     is_expert = isinstance(w, BlockArray) and w.codec == CODECS["mxfp4"] and len(w.shape) == 3
     if not is_expert or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return w
-    return w.with_axes((0, 2, 1))
+    first, *rest = w.permutation
+    return w.with_axes((first, *rest[::-1]))
 
 
 def tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from ..core.quaxify import quaxify
 from ..sharding.reading import Rows
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .mxfp4 import as_transformers
+from .mxfp4 import turned
 
 
 def sources_of(
@@ -79,7 +79,7 @@ def rows_of(
     rows = weights.rows(file)
 
     def read(*span: int) -> Any:
-        return checked(as_transformers(name, rows.read(*span) if span else weights[file]), *span)
+        return checked(turned(name, rows.read(*span) if span else weights[file]), *span)
 
     return Rows(rows.count, read, rows.step) if rows.count == shape[0] else Rows(None, read)
 
@@ -89,7 +89,7 @@ def taken_apart(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]])
     out: dict[str, Any] = {}
     for name, files in sources.items():
         leaf = arrays[name]
-        parts = [leaf]
+        parts = [turned(name, leaf)]
         if len(files) > 1:
             each, rows = len(files) // leaf.shape[0], leaf.shape[1]
             cut = quaxify(lambda x, i, at, size=rows // each: x[i, at : at + size])

@@ -1,4 +1,4 @@
-"""`save`: weights by name as a checkpoint that other programs read."""
+"""`save` and `save_like`: weights by name as a checkpoint that other programs read."""
 
 import json
 import os
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from .._checked import checked
-from ..arrays.quantized import BlockArray
+from .._files import copied
+from ..arrays.quantized import CODECS, BlockArray, FP4Array, Int8Array, NF4Array
 from ..core.values import is_value
 from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
-from .errors import complain
+from .errors import CheckpointError, complain
 from .pairs import Pair
 from .tensors import write_tensors
 
@@ -102,5 +103,58 @@ def _write_folder(
         write_tensors(path, tensors, {"format": "pt", **metadata})
         return
     path.mkdir(parents=True, exist_ok=True)
-    quantized = {"quantization_config": settings} if settings else {}
-    Pair(path).write(tensors, json.dumps({**config, **quantized}, indent=1).encode())
+    config = dict(config)
+    before = config.pop("quantization_config", None) or {}
+    if settings:
+        same = before.get("quant_method") == settings["quant_method"]
+        config["quantization_config"] = {**before, **settings} if same else settings
+    Pair(path).write(tensors, json.dumps(config, indent=1).encode())
+
+
+def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Writes weights to a folder in the format that their types ask for, with copies of the tokeniser, the
+    templates and the settings of generation of another checkpoint.
+
+    **Arguments:**
+
+    - `source`: the other checkpoint.
+    - `directory`: is made if it does not exist.
+    - `mapping`, `config`: as of `save`.
+
+    **Raises:** `CheckpointError` for types that no format takes; then nothing is written.
+    """
+    formats = {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
+    if len(formats) > 1:
+        raise CheckpointError(
+            f"{directory}: the weights are in several formats, {', '.join(sorted(formats))}; a checkpoint is "
+            "in one of them. Materialise the others."
+        )
+    written = _FOLDERS[next(iter(formats), "bitsandbytes")](directory, mapping)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_dir() and file.name == "additional_chat_templates":
+            (directory / file.name).mkdir(exist_ok=True)
+            for template in file.iterdir():
+                copied(template, directory / file.name)
+        elif file.suffix in (".json", ".jinja", ".txt", ".model") and not _of_weights(file.name):
+            copied(file, directory)
+    _write_folder(directory, *written, config)
+
+
+def _of_weights(name: str) -> bool:
+    return name == "config.json" or name.endswith(".index.json")
+
+
+def _format_of(directory: Path, name: str, value: Any) -> str:
+    if isinstance(value, BlockArray):
+        return "mxfp4" if value.codec == CODECS["mxfp4"] else "compressed-tensors"
+    if type(value) not in _OF_TYPES:
+        raise CheckpointError(
+            f"{directory}: {name} is a {type(value).__name__}; a checkpoint holds plain arrays, "
+            f"{', '.join(kind.__name__ for kind in (*_OF_TYPES, BlockArray))}. Merge adapters, and "
+            "materialise the others."
+        )
+    return _OF_TYPES[type(value)]
+
+
+_OF_TYPES = {NF4Array: "bitsandbytes", FP4Array: "bitsandbytes", Int8Array: "compressed-tensors"}

@@ -1,7 +1,7 @@
 """Models in plain Equinox that read the checkpoints of transformers."""
 
+from ..interop.model_config import UnsupportedConfigError
 from .bert import Bert, BertConfig, BertForSequenceClassification, mean_pooled
-from .config import UnsupportedConfigError
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 from .generation import generate

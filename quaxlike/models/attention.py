@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from .families import DecoderConfig
-from .layers import Part, each, linear, norm
+from .layers import Hidden, Part, each, linear, norm
 from .rope import rotate
 
 
@@ -46,8 +46,8 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         self._fill(c, **parts, sinks=jnp.zeros(c.num_attention_heads) if family.sinks else None)
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], context: Context, memory: Memory | None, start: Any
-    ) -> tuple[Float[Array, "tokens hidden"], Memory | None]:
+        self, x: Hidden, context: Context, memory: Memory | None, start: Any
+    ) -> tuple[Hidden, Memory | None]:
         c, n = self.config, len(x)
         if c.family.fused:
             both = c.num_attention_heads + c.num_key_value_heads
@@ -81,7 +81,7 @@ def attend(
     scale: float | int | None = None,
     softcap: float | int = 0.0,
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "tokens hidden"]:
+) -> Hidden:
     """Softmax attention (Vaswani et al., 2017); several query heads may share a key head.
 
     **Arguments:**

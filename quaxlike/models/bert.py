@@ -9,11 +9,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from ..interop.model_config import Config
 from .attention import attend
-from .config import Config
-from .layers import each
+from .layers import Hidden, Ids, Seen, each
+
+Mask = Bool[Array, "tokens tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class BertEmbeddings(eqx.Module):
     token_type_embeddings: eqx.nn.Embedding
     LayerNorm: eqx.nn.LayerNorm
 
-    def __call__(self, ids: Int[Array, " tokens"], types: Int[Array, " tokens"]) -> Array:
+    def __call__(self, ids: Ids, types: Ids) -> Hidden:
         positions = jnp.arange(len(ids))
         x = each(self.word_embeddings, ids) + each(self.token_type_embeddings, types)
         return each(self.LayerNorm, x + each(self.position_embeddings, positions))
@@ -55,7 +57,7 @@ class BertSelfAttention(eqx.Module):
     value: eqx.nn.Linear
     n_heads: int = eqx.field(static=True)
 
-    def __call__(self, x: Float[Array, "tokens hidden"], mask: Bool[Array, "tokens tokens"]) -> Array:
+    def __call__(self, x: Hidden, mask: Mask) -> Hidden:
         heads = lambda layer: each(layer, x).reshape(len(x), self.n_heads, -1)
         return attend(heads(self.query), heads(self.key), heads(self.value), mask)
 
@@ -66,7 +68,7 @@ class BertOutput(eqx.Module):
     dense: eqx.nn.Linear
     LayerNorm: eqx.nn.LayerNorm
 
-    def __call__(self, x: Float[Array, "tokens wide"], residual: Float[Array, "tokens hidden"]) -> Array:
+    def __call__(self, x: Float[Array, "tokens wide"], residual: Hidden) -> Hidden:
         return each(self.LayerNorm, each(self.dense, x) + residual)
 
 
@@ -79,7 +81,7 @@ class BertAttention(eqx.Module):
     def __init__(this, attention: BertSelfAttention, output: BertOutput) -> None:
         this.self, this.output = attention, output
 
-    def __call__(this, x: Float[Array, "tokens hidden"], mask: Bool[Array, "tokens tokens"]) -> Array:
+    def __call__(this, x: Hidden, mask: Mask) -> Hidden:
         return this.output(this.self(x, mask), x)
 
 
@@ -94,7 +96,7 @@ class BertLayer(eqx.Module):
     intermediate: Dense
     output: BertOutput
 
-    def __call__(self, x: Float[Array, "tokens hidden"], mask: Bool[Array, "tokens tokens"]) -> Array:
+    def __call__(self, x: Hidden, mask: Mask) -> Hidden:
         x = self.attention(x, mask)
         wide = jax.nn.gelu(each(self.intermediate.dense, x), approximate=False)
         return self.output(wide, x)
@@ -132,12 +134,7 @@ class Bert(eqx.Module):
         self.encoder = BertEncoder([layer() for _ in range(config.num_hidden_layers)])
         self.pooler = Dense(linear(hidden, hidden))
 
-    def __call__(
-        self,
-        ids: Int[Array, " tokens"],
-        seen: Bool[Array, " tokens"],
-        types: Int[Array, " tokens"] | None = None,
-    ) -> Float[Array, "tokens hidden"]:
+    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Hidden:
         x = self.embeddings(ids, jnp.zeros_like(ids) if types is None else types)
         mask = jnp.broadcast_to(seen, (len(ids), len(ids)))
         for layer in self.encoder.layer:
@@ -156,17 +153,12 @@ class BertForSequenceClassification(eqx.Module):
         self.bert = Bert(config, key=bert)
         self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
 
-    def __call__(
-        self,
-        ids: Int[Array, " tokens"],
-        seen: Bool[Array, " tokens"],
-        types: Int[Array, " tokens"] | None = None,
-    ) -> Float[Array, " classes"]:
+    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
         first = self.bert(ids, seen, types)[0]
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))
 
 
-def mean_pooled(x: Float[Array, "tokens hidden"], seen: Bool[Array, " tokens"]) -> Float[Array, " hidden"]:
+def mean_pooled(x: Hidden, seen: Seen) -> Float[Array, " hidden"]:
     """The mean over the tokens that are no padding, of norm one: an embedding of the sentence."""
     weights = seen.astype(x.dtype)
     mean = weights @ x / jnp.maximum(jnp.sum(weights), 1)

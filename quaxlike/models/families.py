@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .config import Config, UnsupportedConfigError, refused
+from ..interop.model_config import Config, UnsupportedConfigError, refused
 from .rope import Rope, rope_for
 
 

@@ -9,9 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..kernels.multilinear import varying_zeros
-from ..sharding.meshes import expert_axis, mesh_of
+from ..sharding.experts import sum_over_experts
 from .families import DecoderConfig
-from .layers import Part, each, linear
+from .layers import Hidden, Part, each, linear
 
 
 class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
@@ -26,7 +26,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
         }
         self._fill(c, **parts, down_proj=linear(c, size, c.hidden_size, c.mlp_bias, last))
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def __call__(self, x: Hidden) -> Hidden:
         family = self.config.family
         act = jax.nn.silu if family.activation == "silu" else jax.nn.gelu  # by tanh
         if not family.gated:
@@ -52,13 +52,13 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
             parts["shared_expert_gate"] = eqx.nn.Linear(c.hidden_size, 1, use_bias=False, key=gate)
         self._fill(c, **parts, experts=Experts(c, experts))
 
-    def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def __call__(self, x: Hidden) -> Hidden:
         y, shared = self.part("experts")(x, *route(self.logits(x), self.config)), self.part("shared_expert")
         if shared is None:
             return y
         return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
 
-    def logits(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens experts"]:
+    def logits(self, x: Hidden) -> Float[Array, "tokens experts"]:
         """Those of the router."""
         return each(self.part(self.config.family.router), x)
 
@@ -75,61 +75,28 @@ class Experts(eqx.Module):
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         n, hidden, size = config.num_local_experts, config.hidden_size, config.moe_intermediate_size
-        make = lambda key, n_out, n_in: (
-            0.02
-            * jax.random.normal(
-                key, (n, n_in, n_out) if config.family.experts == "in_out" else (n, n_out, n_in)
-            )
-        )
+        self.config, bias = config, config.family.expert_bias
         up, down = jax.random.split(key)
+        order = 1 if self._layout == "oi" else -1
+        make = lambda key, *sizes: 0.02 * jax.random.normal(key, (n, *sizes[::order]))
         self.gate_up_proj, self.down_proj = make(up, 2 * size, hidden), make(down, hidden, size)
-        bias = config.family.expert_bias
         self.gate_up_proj_bias = jnp.zeros((n, 2 * size)) if bias else None
         self.down_proj_bias = jnp.zeros((n, hidden)) if bias else None
-        self.config = config
+
+    @property
+    def _layout(self) -> str:
+        return "io" if self.config.family.experts == "in_out" else "oi"
 
     @property
     def weight_layouts(self) -> dict[str, str]:
         """For `quaxlike.layouts`: how the matrices of the stacks are stored."""
-        layout = "io" if self.config.family.experts == "in_out" else "oi"
-        return {"gate_up_proj": layout, "down_proj": layout}
+        return dict.fromkeys(("gate_up_proj", "down_proj"), self._layout)
 
     def __call__(
-        self,
-        x: Float[Array, "tokens hidden"],
-        chosen: Int[Array, "tokens choices"],
-        share: Float[Array, "tokens choices"],
-    ) -> Float[Array, "tokens hidden"]:
-        """Sums what the chosen experts make of each token, by their shares.
-
-        On a mesh whose devices can share the experts evenly ([`quaxlike.sharding.expert_parallel`][]) each
-        runs its own, on all tokens, and one sum over devices follows. No weight moves.
-        """
-        mesh = mesh_of((self, x))
-        axis = None if mesh is None else expert_axis(mesh, self._count)
-        if axis is None:
-            return self._sum(x, chosen, share)
-
-        def of_device(
-            own: Experts, numbers: Array, x: Array, chosen: Array, share: Array
-        ) -> Float[Array, "tokens hidden"]:
-            chosen = chosen - numbers[0]
-            is_own = (chosen >= 0) & (chosen < len(numbers))
-            y = own._sum(x, jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0))
-            return lax.psum(y, axis)
-
-        whole, cut = jax.P(), jax.P(axis)
-        return jax.shard_map(
-            of_device,
-            mesh=mesh,
-            in_specs=(cut, cut, whole, whole, whole),
-            out_specs=whole,
-            axis_names={axis},
-        )(self, jnp.arange(self._count), x, chosen, share)
-
-    @property
-    def _count(self) -> int:
-        return self.gate_up_proj.shape[0]
+        self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
+    ) -> Hidden:
+        """Sums what the chosen experts make of each token, by their shares."""
+        return sum_over_experts(Experts._sum, self, self.gate_up_proj.shape[0], x, chosen, share)
 
     def _sum(self, x: Array, chosen: Array, share: Array) -> Array:
         """The sum over the experts that are here.
@@ -137,7 +104,7 @@ class Experts(eqx.Module):
         Few tokens (decoding) look their experts up. Many pass through all experts in turn, those of others
         with a share of 0: no array grows with tokens times experts, whatever type the stacks are of.
         """
-        n, (tokens, choices) = self._count, chosen.shape
+        n, (tokens, choices) = self.gate_up_proj.shape[0], chosen.shape
         zeros = varying_zeros(x.shape, x.dtype, x, share)
         if tokens * choices < n:
             pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
@@ -156,7 +123,7 @@ class Experts(eqx.Module):
 
         return lax.scan(add_expert, zeros, (self, shares.T))[0]
 
-    def _one(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def _one(self, x: Hidden) -> Hidden:
         """One expert, whose matrices have no leading axis."""
         wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
         if self.config.family.interleaved:  # SwiGLU as GPT-OSS has it
@@ -169,7 +136,7 @@ class Experts(eqx.Module):
         return self._product(wide, self.down_proj, self.down_proj_bias)
 
     def _product(self, x: Array, w: Array, bias: Array | None) -> Array:
-        y = x @ w if self.config.family.experts == "in_out" else x @ w.T
+        y = x @ w if self._layout == "io" else x @ w.T
         return y if bias is None else y + bias[None]
 
 

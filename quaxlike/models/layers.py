@@ -7,9 +7,13 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .families import FAMILIES, DecoderConfig
+
+Ids = Int[Array, " tokens"]
+Seen = Bool[Array, " tokens"]
+Hidden = Float[Array, "tokens hidden"]
 
 
 class Part(eqx.Module):

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
 from ..interop.gguf import holds_gguf
-from ..interop.json_text import read_json_file
+from ..interop.model_config import UnsupportedConfigError
 from ..interop.pairs import Pair
 from ..interop.pieces import rows_of, sources_of
-from ..sharding.reading import Rows, read_onto, usual_rule
+from ..sharding.reading import read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
 from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
-from .config import UnsupportedConfigError
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 
@@ -88,12 +88,24 @@ def load(
     skeleton, config, weights = open_model(directory)
     if sharding is not None and mesh is None:
         raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
-    place = _placed(skeleton, quantize, mesh, sharding)
-    read = _in_float32 if weights.format in _ALL_QUANTISED else lambda rows: rows
-    arrays, loaded = named_arrays(skeleton), {}
+    options = {"scheme": quantize} if isinstance(quantize, str) else quantize
+    chosen = quantizers(skeleton, **options) if options else {}
+
+    def made(name: str, leaf: Any) -> Any:
+        """A weight, or rows of it, as the model has it."""
+        leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
+        return leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
+
+    arrays, loaded, rule = named_arrays(skeleton), {}, None
+    if mesh is not None and sharding is None:
+        like = {name: eqx.filter_eval_shape(partial(made, name), leaf) for name, leaf in arrays.items()}
+        rule = usual_rule(mesh, replace(skeleton, like))
+    elif sharding is not None:
+        rule = by_name(sharding, arrays)
     for name, files in sources(skeleton, weights, directory).items():
         rows = rows_of(name, files, tuple(arrays[name].shape), weights, directory)
-        loaded[name] = place(name, read(rows))
+        rows = dataclasses.replace(rows, then=partial(made, name))
+        loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
     return replace(skeleton, loaded), config
 
 
@@ -103,16 +115,15 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     **Raises:** as `load`, for what does not take reading weights.
     """
     path = Pair(Path(directory)).config_path()
-    if path.is_file():
-        config = read_json_file(path, "the configuration")
-        weights = open_checkpoint(directory, dtype=_dtype(config))
-    elif holds_gguf(Path(directory)):
-        path, weights = Path(directory), open_checkpoint(directory)
-        config = dict(weights.config)
-    else:
+    if not path.is_file() and not holds_gguf(Path(directory)):
         raise FileNotFoundError(
             f"There is no {path}: a checkpoint directory has config.json in it, or a GGUF file."
         )
+    weights = open_checkpoint(directory)
+    path, config = path if path.is_file() else Path(directory), dict(weights.config)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if weights.format != "gguf" and dtype in ("bfloat16", "float16"):
+        weights = weights.standing_for(dtype)
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedConfigError(f"{path} has architectures={names!r}; it must be a list of names.")
@@ -144,48 +155,6 @@ def sources(model: Any, names: Iterable[str], directory: Any) -> dict[str, list[
     # Some files repeat the embedding that the output layer is tied to.
     optional = ("lm_head.weight",) if model.part("lm_head") is None else ()
     return sources_of(named_arrays(model), names, directory, published=model.tensors_of, optional=optional)
-
-
-def _placed(skeleton: Any, quantize: Any, mesh: Any, sharding: Any) -> Callable[[str, Rows], Any]:
-    """How each weight is read: quantised, and onto the mesh."""
-    options = {"scheme": quantize} if isinstance(quantize, str) else quantize
-    chosen = quantizers(skeleton, **options) if options else {}
-
-    def quantized(name: str, leaf: Any) -> Any:
-        return leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
-
-    if mesh is None:
-        return lambda name, rows: quantized(name, rows.read())
-    rule = _rule(skeleton, quantized, mesh) if sharding is None else by_name(sharding, named_arrays(skeleton))
-
-    def place(name: str, rows: Rows) -> Any:
-        own = dataclasses.replace(rows, then=lambda leaf: quantized(name, leaf))
-        return read_onto(name, own, mesh, rule)
-
-    return place
-
-
-def _rule(skeleton: Any, quantized: Callable[[str, Any], Any], mesh: Any) -> Any:
-    """The rule of a model, whose weights are told by their layers; those of files that are quantised already
-    by their names."""
-    usual = usual_rule(mesh)
-    like = {
-        name: eqx.filter_eval_shape(lambda leaf, name=name: quantized(name, leaf), leaf)
-        for name, leaf in named_arrays(skeleton).items()
-    }
-    by_layers = usual_rule(mesh, replace(skeleton, like))
-    same = lambda name, leaf: jax.tree.structure(leaf) == jax.tree.structure(like[name])
-    return lambda name, leaf: (by_layers if same(name, leaf) else usual)(name, leaf)
-
-
-def _in_float32(rows: Rows) -> Rows:
-    return dataclasses.replace(rows, read=lambda *part: rows.read(*part).astype(jnp.float32))
-
-
-def _dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype of 16 bits that a configuration names, for quantised weights to stand for."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    return name if name in ("bfloat16", "float16") else None
 
 
 #: Formats in which embeddings are quantised, so that no weight says in which dtype activations are.

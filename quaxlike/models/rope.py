@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .config import UnsupportedConfigError, is_finite, refused
+from ..interop.model_config import UnsupportedConfigError, is_finite, refused
 
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..core.values import is_value
+from ..surgery.trees import named_arrays
 from .layouts import Rule, divides_layers, fsdp
 from .placing import refusal
 from .specs import leaf_specs_of, unnested
@@ -60,16 +61,19 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
 
     **Arguments:**
 
-    - `model`: tells layers by their classes. Default: by the names of weights alone.
+    - `model`: tells layers by their classes. Default, and for weights that are stored in another form than
+        in the model: by the names of weights alone.
     - `fully`: whether weights are spread along the others, too.
     """
     by_layers = None
     if rule_for := divides_layers(mesh):
-        by_layers = (
-            (lambda name, leaf: rule_for({name: leaf}, mesh)(name, leaf))
-            if model is None
-            else rule_for(model, mesh)
-        )
+        like = {} if model is None else named_arrays(model)
+        whole: Any = None if model is None else rule_for(model, mesh)
+
+        def by_layers(name: str, leaf: Any) -> Any:
+            known = name in like and jtu.tree_structure(leaf) == jtu.tree_structure(like[name])
+            return (whole if known else rule_for({name: leaf}, mesh))(name, leaf)
+
     return fsdp(mesh, over=by_layers) if fully else by_layers or (lambda name, leaf: None)
 
 

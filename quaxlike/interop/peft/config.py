@@ -1,7 +1,6 @@
 """`adapter_config.json`."""
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from ...surgery.loraify import value_for
 from ...surgery.patterns import PatternError, compiled, fullmatch
 from ..errors import complain
 from ..json_text import read_json_file
+from ..model_config import is_finite
 from ..pairs import Pair
 
 PREFIX = "base_model.model."
@@ -97,10 +97,6 @@ def _is_int(x: Any) -> bool:
     return type(x) is int
 
 
-def _is_number(x: Any) -> bool:
-    return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
-
-
 def _is_names(x: Any) -> bool:
     return isinstance(x, list) and all(isinstance(name, str) for name in x)
 
@@ -139,7 +135,7 @@ def _is_tokens(x: Any) -> bool:
 
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("a positive integer", lambda x: _is_int(x) and x > 0),
-    "lora_alpha": ("a number", _is_number),
+    "lora_alpha": ("a number", is_finite),
     "target_modules": ("a regular expression or a list of names", _is_pattern),
     "exclude_modules": ("a regular expression or a list of names", _is_pattern),
     "rank_pattern": (
@@ -148,11 +144,11 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "alpha_pattern": (
         "numbers by pattern",
-        lambda x: _is_by_pattern(x, _is_number),
+        lambda x: _is_by_pattern(x, is_finite),
     ),
     "bias": ("'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
     "lora_bias": ("true or false", _is_flag),
-    "lora_dropout": ("a number from 0 to 1", lambda x: _is_number(x) and 0 <= x < 1),
+    "lora_dropout": ("a number from 0 to 1", lambda x: is_finite(x) and 0 <= x < 1),
     "use_rslora": ("true or false", _is_flag),
     "use_dora": ("true or false", _is_flag),
     "fan_in_fan_out": ("true or false", _is_flag),
