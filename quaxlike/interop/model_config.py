@@ -1,10 +1,13 @@
 """A checkpoint's `config.json`: the entries that a model reads, and what it refuses."""
 
+import contextlib
 import dataclasses
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
+
+import numpy as np
 
 _C = TypeVar("_C", bound="Config")
 
@@ -58,6 +61,38 @@ def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedCon
 def is_finite(x: Any) -> bool:
     """Whether a value of a configuration is a number."""
     return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
+
+
+def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
+    """An entry that is a whole number where it is given. **Raises:** `UnsupportedConfigError`."""
+    value = entries.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise refused(name, value, label, "whole numbers that are not negative")
+    return default if value is None else value
+
+
+def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:
+    """Raises `UnsupportedConfigError` unless these entries are numbers where they are given."""
+    for name in names:
+        value = entries.get(name)
+        if value is not None and not (is_finite(value) and value >= 0):
+            raise refused(name, value, label, "finite numbers that are not negative")
+
+
+@contextlib.contextmanager
+def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
+    """Raises `UnsupportedConfigError` where an entry is missing, or nothing can be computed from them."""
+    try:
+        with np.errstate(divide="raise", invalid="raise", over="raise"):
+            yield
+    except KeyError as error:
+        raise UnsupportedConfigError(f"config.json has no {error} among its {kind}: {entries}.") from None
+    except UnsupportedConfigError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise UnsupportedConfigError(
+            f"config.json has {kind} that {label} cannot compute with: {error}. Found {entries}."
+        ) from None
 
 
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {

@@ -5,8 +5,7 @@ from .bert import Bert, BertConfig, BertForSequenceClassification, mean_pooled
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 from .generation import generate
-from .loading import load
-from .saving import save
+from .loading import load, save
 
 __all__ = [
     "FAMILIES",

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from .families import DecoderConfig
-from .layers import Hidden, Part, each, linear, norm
+from .layers import Hidden, Part, each, linears, norm
 from .rope import rotate
 
 
@@ -32,14 +32,10 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         wide, narrow = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         sizes = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow}
         sizes = {"qkv_proj": wide + 2 * narrow} if family.fused else sizes
-        bias = c.attention_bias if family.qkv_bias is None else family.qkv_bias
-        last, *keys = jax.random.split(key, 4)
-        parts: dict[str, Any] = {
-            name: linear(c, c.hidden_size, size, bias, key)
-            for (name, size), key in zip(sizes.items(), keys, strict=False)
-        }
-        bias = c.attention_bias if family.output_bias is None else family.output_bias
-        parts["o_proj"] = linear(c, wide, c.hidden_size, bias, last)
+        bias = lambda of_family: c.attention_bias if of_family is None else of_family
+        first, last = jax.random.split(key)
+        parts = linears(c, c.hidden_size, sizes, bias(family.qkv_bias), first)
+        parts |= linears(c, wide, {"o_proj": c.hidden_size}, bias(family.output_bias), last)
         if family.qk_norm:
             sizes = (c.head_dim, c.head_dim) if family.qk_norm == "heads" else (wide, narrow)
             parts |= {"q_norm": norm(c, sizes[0]), "k_norm": norm(c, sizes[1])}
@@ -50,9 +46,8 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
     ) -> tuple[Hidden, Memory | None]:
         c, n = self.config, len(x)
         if c.family.fused:
-            both = c.num_attention_heads + c.num_key_value_heads
-            ends = [c.num_attention_heads * c.head_dim, both * c.head_dim]
-            parts = jnp.split(each(self.part("qkv_proj"), x), ends, axis=-1)
+            q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+            parts = jnp.split(each(self.part("qkv_proj"), x), [q, q + kv], axis=-1)
         else:
             parts = [each(self.part(f"{name}_proj"), x) for name in "qkv"]
         if c.family.qk_norm == "whole":

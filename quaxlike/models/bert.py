@@ -46,9 +46,8 @@ class BertEmbeddings(eqx.Module):
     LayerNorm: eqx.nn.LayerNorm
 
     def __call__(self, ids: Ids, types: Ids) -> Hidden:
-        positions = jnp.arange(len(ids))
         x = each(self.word_embeddings, ids) + each(self.token_type_embeddings, types)
-        return each(self.LayerNorm, x + each(self.position_embeddings, positions))
+        return each(self.LayerNorm, x + each(self.position_embeddings, jnp.arange(len(ids))))
 
 
 class BertSelfAttention(eqx.Module):
@@ -81,9 +80,6 @@ class BertAttention(eqx.Module):
     def __init__(this, attention: BertSelfAttention, output: BertOutput) -> None:
         this.self, this.output = attention, output
 
-    def __call__(this, x: Hidden, mask: Mask) -> Hidden:
-        return this.output(this.self(x, mask), x)
-
 
 class Dense(eqx.Module):
     """A linear layer under the name `dense`."""
@@ -97,7 +93,7 @@ class BertLayer(eqx.Module):
     output: BertOutput
 
     def __call__(self, x: Hidden, mask: Mask) -> Hidden:
-        x = self.attention(x, mask)
+        x = self.attention.output(self.attention.self(x, mask), x)
         wide = jax.nn.gelu(each(self.intermediate.dense, x), approximate=False)
         return self.output(wide, x)
 

@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..surgery.stacking import stack_layers, unstack_layers
+from ..utils.batches import largest_of_batch
 from .attention import Attention, Context, Memory
 from .families import FAMILIES, DecoderConfig
 from .feed_forward import MLP, SparseMLP
-from .layers import Part, each, norm
-from .rope import of_batch
+from .layers import Hidden, Ids, Part, Seen, each, norm
 
 _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
 
@@ -26,8 +26,8 @@ class Layer(Part, roles=f"self_attn mlp {' '.join(_NORMS)}"):
         self._fill(config, self_attn=Attention(config, attention), mlp=feed_forward, **norms)
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], context: Context, memory: Memory | None, start: Any
-    ) -> tuple[Float[Array, "tokens hidden"], Memory | None]:
+        self, x: Hidden, context: Context, memory: Memory | None, start: Any
+    ) -> tuple[Hidden, Memory | None]:
         before, after, before_mlp, after_mlp = self.config.family.norms
         y, memory = self.part("self_attn")(self.normed(before, x), context, memory, start)
         x = x + self.normed(after, y)
@@ -52,23 +52,18 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
 
     def __call__(
         self,
-        ids: Int[Array, " tokens"],
+        ids: Ids,
         seen: Bool[Array, " room"],
         memory: Any = None,
         start: Any = 0,
         length: Any = None,
-        segments: Int[Array, " tokens"] | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], Any]:
+        segments: Ids | None = None,
+    ) -> tuple[Hidden, Any]:
         """The hidden states of the tokens from place `start` on, and the memory with theirs in it.
 
-        **Arguments:**
-
-        - `ids`: these tokens.
-        - `seen`: of all places, those that hold a token and no padding.
-        - `memory`: what `Decoder.memory` made, as long as `seen`. Default: none is kept; `ids` are all.
-        - `start`: where the tokens belong.
-        - `length`: of the text, where its frequencies depend on it. Default: as many as are `seen`.
-        - `segments`: as of `Decoder.hidden`, where no memory is kept.
+        `seen` tells of all places which hold a token and no padding: as many as `memory` has room for, which
+        `Decoder.memory` made; without one, those of `ids`. `length` is that of the text, where frequencies
+        depend on it; as many as are `seen` unless told. `segments` are as of `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -79,7 +74,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
-            length = of_batch(last + 1)
+            length = largest_of_batch(last + 1)  # transformers picks them once for a batch
         contexts = self._contexts(seen, positions, start, length, x.dtype, segments)
         kinds = [int(window) for window in c.windows]
         if isinstance(layers, list):
@@ -140,9 +135,7 @@ class Decoder(Part, roles="model lm_head"):
         own = None if config.tie_word_embeddings else _head(config, head)
         self._fill(config, model=Body(config, body), lm_head=own)
 
-    def __call__(
-        self, ids: Int[Array, " tokens"], seen: Bool[Array, " tokens"]
-    ) -> Float[Array, "tokens vocab"]:
+    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens vocab"]:
         """The logits of one sequence.
 
         **Arguments:**
@@ -152,12 +145,7 @@ class Decoder(Part, roles="model lm_head"):
         """
         return self.logits(self.hidden(ids, seen))
 
-    def hidden(
-        self,
-        ids: Int[Array, " tokens"],
-        seen: Bool[Array, " tokens"],
-        segments: Int[Array, " tokens"] | None = None,
-    ) -> Float[Array, "tokens hidden"]:
+    def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
         """The hidden states that the output layer sees, of one sequence or of several in a row.
 
         **Arguments:**
@@ -168,7 +156,7 @@ class Decoder(Part, roles="model lm_head"):
         """
         return self.body(ids, seen, segments=segments)[0]
 
-    def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float[Array, "tokens vocab"]:
+    def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
         """The output layer."""
         head = self.part("lm_head")
         out = hidden @ self.embedding.T if head is None else each(head, hidden)
@@ -197,8 +185,7 @@ class Decoder(Part, roles="model lm_head"):
         return [empty() for _ in self.layers] if isinstance(self.layers, list) else empty(c.num_hidden_layers)
 
     def stacked(self) -> "Decoder":
-        """The same model with its layers as one ([`quaxlike.stack_layers`][]), which is scanned: the time to
-        compile does not grow with their number."""
+        """The same model with its layers as one, which is scanned ([`quaxlike.stack_layers`][])."""
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self) -> "Decoder":

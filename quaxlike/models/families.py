@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..interop.model_config import Config, UnsupportedConfigError, refused
+from ..interop.model_config import Config, UnsupportedConfigError, refused, whole
 from .rope import Rope, rope_for
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # the entries of the table are compared by identity
 class Family:
     """The options of a decoder that its architecture decides; the defaults are those of Llama."""
 
@@ -60,9 +60,6 @@ class Family:
     """Entries of `config.json` where these are absent."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values that entries must have."""
-
-    __hash__ = object.__hash__  # the entries of the table are compared by identity
-    __eq__ = object.__eq__
 
 
 _GEMMA = Family(
@@ -184,11 +181,10 @@ class DecoderConfig(Config):
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
+        fields |= dict.fromkeys(("windows", "sparse", "ropes"))  # which follow from the others
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
-        for computed in ("windows", "sparse", "ropes"):
-            fields.pop(computed, None)
         activation = family.renamed.get("hidden_act", "hidden_act")
         required = {activation: family.activation, "hidden_activation": (family.activation, None)}
         out = cls.read(fields, label, **required, **family.required)
@@ -223,28 +219,20 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
             raise refused("layer_types", types, label, needed)
         return tuple(known[kind] for kind in types)
     if family.windows == "upper":
-        first = _whole(fields, "max_window_layers", 28, label)
+        first = whole(fields, "max_window_layers", 28, label)
         return tuple(i >= first for i in layers)
-    default = _whole(fields, "_sliding_window_pattern", family.windows, label)
-    every = _whole(fields, "sliding_window_pattern", default, label) if family.windows else 0
+    default = whole(fields, "_sliding_window_pattern", family.windows, label)
+    every = whole(fields, "sliding_window_pattern", default, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 
 def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
-    step = _whole(fields, "decoder_sparse_step", 1, label) or 1
+    step = whole(fields, "decoder_sparse_step", 1, label) or 1
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple):
         raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
     sparse = lambda i: bool(config.family.experts) and i not in dense and (i + 1) % step == 0
     return tuple(map(sparse, range(config.num_hidden_layers)))
-
-
-def _whole(fields: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """An entry that is a whole number where it is given."""
-    value = fields.get(name)
-    if value is not None and (type(value) is not int or value < 0):
-        raise refused(name, value, label, "whole numbers that are not negative")
-    return default if value is None else value
 
 
 def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, label: str) -> tuple[Rope, ...]:

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ..kernels.multilinear import varying_zeros
 from ..sharding.experts import sum_over_experts
 from .families import DecoderConfig
-from .layers import Hidden, Part, each, linear
+from .layers import Hidden, Part, each, linears
 
 
 class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
@@ -19,12 +18,9 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
         c, family = config, config.family
         sizes = {"up_proj": size, "gate_proj": size} if family.gated else {"up_proj": size}
         sizes = {"gate_up_proj": 2 * size} if family.gated and family.fused else sizes
-        last, *keys = jax.random.split(key, 3)
-        parts = {
-            name: linear(c, c.hidden_size, n, c.mlp_bias, key)
-            for (name, n), key in zip(sizes.items(), keys, strict=False)
-        }
-        self._fill(c, **parts, down_proj=linear(c, size, c.hidden_size, c.mlp_bias, last))
+        first, last = jax.random.split(key)
+        parts = linears(c, c.hidden_size, sizes, c.mlp_bias, first)
+        self._fill(c, **parts, **linears(c, size, {"down_proj": c.hidden_size}, c.mlp_bias, last))
 
     def __call__(self, x: Hidden) -> Hidden:
         family = self.config.family
@@ -96,32 +92,8 @@ class Experts(eqx.Module):
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
         """Sums what the chosen experts make of each token, by their shares."""
-        return sum_over_experts(Experts._sum, self, self.gate_up_proj.shape[0], x, chosen, share)
-
-    def _sum(self, x: Array, chosen: Array, share: Array) -> Array:
-        """The sum over the experts that are here.
-
-        Few tokens (decoding) look their experts up. Many pass through all experts in turn, those of others
-        with a share of 0: no array grows with tokens times experts, whatever type the stacks are of.
-        """
-        n, (tokens, choices) = self.gate_up_proj.shape[0], chosen.shape
-        zeros = varying_zeros(x.shape, x.dtype, x, share)
-        if tokens * choices < n:
-            pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
-
-            def add_choice(y: Array, pair: Any) -> tuple[Array, None]:
-                token, i, part = pair
-                own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), self)
-                return y.at[token].add(part * own._one(x[token][None])[0]), None
-
-            return lax.scan(add_choice, zeros, pairs)[0]
-        shares = jnp.zeros((tokens, n), share.dtype).at[jnp.arange(tokens)[:, None], chosen].add(share)
-
-        def add_expert(y: Array, part: Any) -> tuple[Array, None]:
-            expert, share = part
-            return y + share[:, None] * expert._one(x), None
-
-        return lax.scan(add_expert, zeros, (self, shares.T))[0]
+        count = self.gate_up_proj.shape[0]
+        return sum_over_experts(Experts._one, self, x, chosen, share, count=count)
 
     def _one(self, x: Hidden) -> Hidden:
         """One expert, whose matrices have no leading axis."""

@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,22 +16,6 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value
 from ..surgery.adapters import choose_adapter
 from .decoder import Decoder
-
-
-class _Choice(NamedTuple):
-    """How the next token is chosen, as far as the program depends on it."""
-
-    greedy: bool
-    top_k: int | None
-    by_mass: bool
-
-
-class _Odds(NamedTuple):
-    """The rest of it, as arrays."""
-
-    temperature: Any
-    top_p: Any
-    key: Any
 
 
 @checked
@@ -49,13 +34,13 @@ def generate(
 ) -> Int[Array, "batch new"]:
     """Goes on with texts, token by token.
 
-    Keys and values of earlier tokens are kept. Lengths are rounded up to powers of two, so that few programs
-    are compiled: one for the prompts of a length, and one that adds a token.
+    Keys and values of earlier tokens are kept. Lengths are rounded up to powers of two: one program is
+    compiled for the prompts of a length, and one that adds a token.
 
     **Arguments:**
 
-    - `model`: a decoder; its weights may be Values. With adapters of
-        [`quaxlike.stack_adapters`][], as many as there are texts, each text has its own.
+    - `model`: its weights may be Values. With as many adapters of [`quaxlike.stack_adapters`][] as there
+        are texts, each text has its own.
     - `ids`: the prompts, padded on the left.
     - `max_new_tokens`: how many tokens are added at most.
     - `mask`: which of `ids` are no padding. Default: all.
@@ -66,10 +51,8 @@ def generate(
     - `key`: a PRNG key, needed where tokens are drawn.
     - `on_token`: is called with each new token of all texts, an array `(batch,)`, as soon as it is known.
 
-    **Returns:**
-
-    The new tokens, `(batch, max_new_tokens)`. After its end a text is filled with the `pad_token_id` of
-    `config.json`, or else the first of `eos`.
+    **Returns:** the new tokens, `(batch, max_new_tokens)`. After its end a text is filled with the
+    `pad_token_id` of `config.json`, or else the first of `eos`.
 
     **Raises:** `ValueError` for arguments that do not fit each other or the model.
 
@@ -92,13 +75,11 @@ def generate(
     if ends.size and ends.dtype.kind not in "iu":
         raise TypeError(f"`eos` must be the number of a token, or several; found {eos!r}.")
     ends = ends.astype(np.int32)
-    choice = _Choice(temperature == 0, top_k, top_p is not None)
-    odds = _Odds(jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p), key)
-
-    steps: list[Any] = []
-    done = np.zeros(len(ids), bool)
+    as_array = lambda x: None if x is None else jnp.float32(x)
+    sampling = _Sampling(as_array(temperature or None), as_array(top_p), key, top_k)
+    steps, done = list[Any](), np.zeros(len(ids), bool)
     fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
-    for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, choice, odds):
+    for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling):
         if ends.size or on_token is not None:
             token = np.where(done, np.int32(fill), np.asarray(token))
             done |= np.isin(token, ends)
@@ -121,21 +102,17 @@ def _check(
             f"`ids` must be integers of shape (batch, tokens); found {ids.dtype} of shape {ids.shape}."
         )
     if seen.shape != ids.shape or not seen[:, -1].all():
+        ending = np.flatnonzero(~seen[..., -1]).tolist()
         raise ValueError(
             f"`mask` must be of the shape of `ids`, {ids.shape}, with padding on the left only, so that each "
-            f"row ends with a token; found the shape {seen.shape}"
-            + (f", rows {np.flatnonzero(~seen[:, -1]).tolist()} end with padding." if seen.ndim == 2 else ".")
+            f"row ends with a token; found the shape {seen.shape}, where the rows {ending} end with padding."
         )
     c, first, last = model.config, ids[seen].min(), ids[seen].max()
     if first < 0 or last >= c.vocab_size:
         raise ValueError(f"`ids` must be from 0 to {c.vocab_size - 1}; found {first} to {last}.")
     if new < 1:
         raise ValueError(f"`max_new_tokens` must be at least 1; found {new}.")
-    if (
-        not temperature >= 0
-        or (top_k is not None and top_k < 1)
-        or (top_p is not None and not 0 < top_p <= 1)
-    ):
+    if not (temperature >= 0 and (top_k is None or top_k >= 1) and (top_p is None or 0 < top_p <= 1)):
         raise ValueError(
             "`temperature` must not be negative, `top_k` at least 1 and `top_p` above 0 and at most 1; found "
             f"{temperature}, {top_k} and {top_p}."
@@ -145,14 +122,36 @@ def _check(
     needed, most = int(seen.sum(1).max()) + new, c.max_position_embeddings
     if c.family.learned_positions and needed > most:
         raise ValueError(f"The model has {most} positions; prompt and new tokens need {needed}.")
-    counts = {leaf.shape[0] for leaf in jax.tree.leaves(model, is_leaf=is_value) if _is_stacked(leaf)}
-    if counts - {len(ids)}:
-        other = min(counts - {len(ids)})
-        raise ValueError(f"There are {len(ids)} texts and {other} adapters; one is for each.")
+    if counts := {adapter.shape[0] for adapter in _stacked_adapters(model)} - {len(ids)}:
+        raise ValueError(f"There are {len(ids)} texts and {min(counts)} adapters; one is for each.")
+
+
+class _Sampling(eqx.Module):
+    """How the next token is chosen: the likeliest where there is no temperature."""
+
+    temperature: Array | None
+    top_p: Array | None
+    key: Any
+    top_k: int | None = eqx.field(static=True)
+
+    def __call__(self, logits: Float[Array, "batch vocab"], step: Any) -> Int[Array, " batch"]:
+        if self.temperature is None:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = logits.astype(jnp.float32) / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p is not None:
+            order = jnp.sort(logits, axis=-1, descending=True)
+            mass = jax.nn.softmax(order, axis=-1)
+            inside = jnp.cumsum(mass, axis=-1) - mass < self.top_p
+            least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(jax.random.fold_in(self.key, step), logits).astype(jnp.int32)
 
 
 def _tokens(
-    model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, choice: _Choice, odds: _Odds
+    model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling
 ) -> Iterator[Any]:
     """The new tokens, `(batch,)` each."""
     longest = int(seen.sum(1).max())
@@ -165,25 +164,24 @@ def _tokens(
         width = _rounded(rows.shape[1])
         room, blank = width + _rounded(until - len(made)), width - rows.shape[1]
         rows = np.pad(rows, ((0, 0), (blank, 0)))
-        kept = np.pad(seen, ((0, 0), (blank, 0)))
-        kept = np.pad(kept, ((0, 0), (0, room - kept.shape[1])), constant_values=True)
+        behind = room - blank - seen.shape[1]
+        kept = np.pad(seen, ((0, 0), (blank, behind)), constant_values=(False, True))
         start, memory = 0, None
         while len(made) < until:
             count = len(made)
             at, length, step = map(jnp.int32, (start, longest + count, count))
-            token, memory = _next(model, rows, kept, memory, at, length, odds, step, choice=choice)
+            token, memory = _next(model, rows, kept, memory, at, length, sampling, step)
             made.append(token)
             yield token
             start, rows = max(width, start + 1), token[:, None]
 
 
-@functools.partial(jax.jit, static_argnames="choice", donate_argnames="memory")
+@functools.partial(jax.jit, donate_argnames="memory")
 def _next(
-    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, odds: _Odds, step: Any, *,
-    choice: _Choice,
-) -> tuple[Array, Any]:  # fmt: skip
+    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, sampling: _Sampling, step: Any
+) -> tuple[Array, Any]:
     """The token after the last of each row, and the memory with these rows in it; at first it is None."""
-    stacked = any(_is_stacked(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_value))
+    stacked = bool(_stacked_adapters(model))
     if memory is None:
         memory = model.memory(seen.shape[1], model.embedding.dtype)
         memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)), memory)
@@ -196,27 +194,12 @@ def _next(
         return quaxify(last)(choose_adapter(model, i) if stacked else model, *of_row)
 
     logits, memory = jax.vmap(row)(jnp.arange(len(ids)), ids, seen, memory)
-    return _chosen(logits, choice, odds, step), memory
+    return sampling(logits, step), memory
 
 
-def _chosen(logits: Float[Array, "batch vocab"], choice: _Choice, odds: _Odds, step: Any) -> Array:
-    if choice.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / odds.temperature
-    if choice.top_k is not None and choice.top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, choice.top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if choice.by_mass:
-        order = jnp.sort(logits, axis=-1, descending=True)
-        mass = jax.nn.softmax(order, axis=-1)
-        inside = jnp.cumsum(mass, axis=-1) - mass < odds.top_p
-        least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(jax.random.fold_in(odds.key, step), logits).astype(jnp.int32)
-
-
-def _is_stacked(leaf: Any) -> bool:
-    return isinstance(leaf, LoraArray) and len(leaf.shape) > len(leaf.w.shape)
+def _stacked_adapters(model: Decoder) -> list[LoraArray]:
+    leaves = jax.tree.leaves(model, is_leaf=is_value)
+    return [x for x in leaves if isinstance(x, LoraArray) and len(x.shape) > len(x.w.shape)]
 
 
 def _rounded(n: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -67,9 +68,13 @@ class Conv1D(eqx.Module):
         return x @ self.weight + self.bias
 
 
-def linear(config: DecoderConfig, n_in: int, n_out: int, bias: bool, key: Any) -> Any:
+def linears(
+    config: DecoderConfig, n_in: int, sizes: Mapping[str, int], bias: bool, key: Any
+) -> dict[str, Any]:
+    """Linear layers by their roles, `sizes` their numbers of outputs."""
     make = Conv1D if config.family.conv1d else eqx.nn.Linear
-    return make(n_in, n_out, bias, key=key)
+    keys = jax.random.split(key, len(sizes))
+    return {role: make(n_in, n, bias, key=k) for (role, n), k in zip(sizes.items(), keys, strict=True)}
 
 
 def norm(config: DecoderConfig, size: int) -> Any:

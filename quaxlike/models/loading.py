@@ -1,4 +1,4 @@
-"""Reads a checkpoint directory of transformers into a model."""
+"""`load` and `save`: models as checkpoint directories of transformers."""
 
 import dataclasses
 import os
@@ -10,14 +10,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
 from ..interop.gguf import holds_gguf
+from ..interop.json_text import read_json_file
 from ..interop.model_config import UnsupportedConfigError
 from ..interop.pairs import Pair
-from ..interop.pieces import rows_of, sources_of
+from ..interop.pieces import rows_of, sources_of, taken_apart
+from ..interop.saving import save_like
 from ..sharding.reading import read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
@@ -57,23 +60,14 @@ def load(
     - `quantize`: how the weights of linear layers and experts are stored: a scheme of
         [`quaxlike.quantize`][], or its options with the entry `"scheme"`. Each is quantised as it is read, so
         that no more than one of them is dense at a time. Default: as in the file.
-    - `mesh`: of devices, of one process or of many. Each gets its part of every weight as it is read, and
-        quantised; a process reads the rows alone that its own devices store, where no blocks cross them, and
-        at most one weight is whole in its memory. Default: all on one device.
-    - `sharding`: how weights are spread over the mesh, as `rule` of [`quaxlike.sharding.specs_for`][]: specs
-        by regular expressions, or a rule such as that of [`quaxlike.sharding.fsdp`][]. Default: along an axis
-        of the mesh that is called `"model"`, `"tensor"` or `"tp"` as [`quaxlike.sharding.tensor_parallel`][]
-        says, along others as [`quaxlike.sharding.fsdp`][].
+    - `mesh`, `sharding`: as of [`quaxlike.interop.load`][]; weights are quantised on the way. Default of
+        `sharding`: also told by the classes of layers, as [`quaxlike.sharding.tensor_parallel`][] does.
 
-    **Returns:**
+    **Returns:** the model, and its `config.json`; of a GGUF file, what that would say.
 
-    The model, and its `config.json`; of a GGUF file, what that would say.
-
-    **Raises:**
-
-    `FileNotFoundError`; `UnsupportedConfigError` for another architecture or an option that the models do
-    not have; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a dtype that no
-    model computes with; `ValueError` for a `sharding` that a weight cannot follow, or without a mesh.
+    **Raises:** `FileNotFoundError`; `UnsupportedConfigError` for another architecture or an option that the
+    models do not have; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a dtype
+    that no model computes with; `ValueError` for a `sharding` that a weight cannot follow, or without a mesh.
 
     !!! example
 
@@ -96,17 +90,56 @@ def load(
         leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
         return leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
 
-    arrays, loaded, rule = named_arrays(skeleton), {}, None
-    if mesh is not None and sharding is None:
+    arrays, loaded, rule = named_arrays(skeleton), dict[str, Any](), lambda name, leaf: None
+    if sharding is not None:
+        rule = by_name(sharding, arrays)
+    elif mesh is not None:
         like = {name: eqx.filter_eval_shape(partial(made, name), leaf) for name, leaf in arrays.items()}
         rule = usual_rule(mesh, replace(skeleton, like))
-    elif sharding is not None:
-        rule = by_name(sharding, arrays)
     for name, files in sources(skeleton, weights, directory).items():
         rows = rows_of(name, files, tuple(arrays[name].shape), weights, directory)
         rows = dataclasses.replace(rows, then=partial(made, name))
         loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
     return replace(skeleton, loaded), config
+
+
+@checked
+def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
+    """Writes a model to a directory that transformers loads.
+
+    Arrays have the names that they have in the checkpoint that the model was read from, experts one by one
+    if they are so there. Its tokeniser, templates and settings of generation are copied.
+
+    **Arguments:**
+
+    - `directory`: is made if it does not exist.
+    - `model`: as [`quaxlike.models.load`][] gave it, with other weights: plain arrays; `NF4Array` or
+        `FP4Array`, which are written as bitsandbytes does; `BlockArray` of the codec `mxfp4`, as GPT-OSS is
+        published; `Int8Array` and other `BlockArray`, as compressed-tensors does. Merge adapters first.
+    - `source`: the directory that it was read from.
+
+    **Raises:** `CheckpointError` for weights of other types, or of several formats; then nothing is written.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+        from quaxlike.interop import peft
+
+        def merged(base, adapter, out):
+            model, _ = ql.models.load(base)
+            ql.models.save(out, ql.merge(peft.load_adapter(adapter, model)), base)
+        ```
+    """
+    source = Path(source)
+    config = read_json_file(Pair(source).config_path(), "the configuration")
+    model = model.unstacked() if hasattr(model, "unstacked") else model
+    arrays, names = named_arrays(model), list(open_checkpoint(source))
+    if "lm_head.weight" in arrays and "lm_head.weight" not in names:
+        names.append("lm_head.weight")
+        config["tie_word_embeddings"] = False
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
+    save_like(source, Path(directory), taken_apart(arrays, sources(model, names, source)), config)
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
@@ -124,20 +157,15 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     dtype = config.get("dtype") or config.get("torch_dtype")
     if weights.format != "gguf" and dtype in ("bfloat16", "float16"):
         weights = weights.standing_for(dtype)
-    names = config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UnsupportedConfigError(f"{path} has architectures={names!r}; it must be a list of names.")
-    known = [name for name in names if name in ARCHITECTURES]
-    if not known and weights.format == "gguf" and not config:
-        name = weights.metadata.get("general.architecture")
-        raise UnsupportedConfigError(
-            f"{path} is of the architecture {name!r}; of GGUF, {', '.join(gguf_models.ARCHITECTURES)} are "
-            "supported. `quaxlike.interop.load` reads its weights."
-        )
+    names = config.get("architectures")
+    known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
     if not known:
+        is_gguf = weights.format == "gguf" and not config
+        found = weights.metadata.get("general.architecture") if is_gguf else names
         raise UnsupportedConfigError(
-            f"{path} names the architecture {', '.join(names) or 'of no model'}; supported are "
-            f"{', '.join(ARCHITECTURES)}."
+            f"{path} is of the architecture {found!r}; of {'GGUF' if is_gguf else 'transformers'}, "
+            f"{', '.join(gguf_models.ARCHITECTURES if is_gguf else ARCHITECTURES)} are supported. "
+            "`quaxlike.interop.load` reads its weights."
         )
     read, make = ARCHITECTURES[known[0]]
     for name in ("num_hidden_layers", "n_layer"):
@@ -150,11 +178,9 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 def sources(model: Any, names: Iterable[str], directory: Any) -> dict[str, list[str]]:
     """For each array of a model the tensors of a checkpoint that make it up."""
-    if not isinstance(model, Decoder):
-        return sources_of(named_arrays(model), names, directory)
-    # Some files repeat the embedding that the output layer is tied to.
-    optional = ("lm_head.weight",) if model.part("lm_head") is None else ()
-    return sources_of(named_arrays(model), names, directory, published=model.tensors_of, optional=optional)
+    published = getattr(model, "tensors_of", lambda name: [name])
+    optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
+    return sources_of(named_arrays(model), names, directory, published=published, optional=optional)
 
 
 #: Formats in which embeddings are quantised, so that no weight says in which dtype activations are.

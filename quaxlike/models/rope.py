@@ -8,12 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..interop.model_config import UnsupportedConfigError, is_finite, refused
+from ..interop.model_config import check_numbers, computing, refused
 
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -41,9 +40,9 @@ class Rope(NamedTuple):
 
 
 _NUMBERS = (
-    *("rope_theta", "factor", "partial_rotary_factor", "low_freq_factor", "high_freq_factor"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    "original_max_position_embeddings",
+    *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
 
 
@@ -58,58 +57,40 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
 
     **Raises:** `UnsupportedConfigError` for another kind, or numbers that no rotation can be computed from.
     """
-    if not isinstance(rope, Mapping):
-        raise refused("rope_parameters", rope, label, "an object")
-    try:
-        with np.errstate(divide="raise", invalid="raise", over="raise"):
-            return _rope_for(rope, config, label)
-    except KeyError as error:
-        raise UnsupportedConfigError(f"config.json has no {error} among its rope settings: {rope}.") from None
-    except UnsupportedConfigError:
-        raise
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise UnsupportedConfigError(
-            f"config.json has rope settings that {label} cannot compute with: {error}. Found {rope}."
-        ) from None
-
-
-def _rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _TYPES:
-        raise refused("rope_type", kind, label, " or ".join(map(repr, _TYPES)))
-    for name in _NUMBERS:
-        value = rope.get(name)
-        if value is not None and not (is_finite(value) and value >= 0):
-            raise refused(name, value, label, "finite numbers that are not negative")
-    share = rope.get("partial_rotary_factor")
-    share = 1.0 if share is None else share
-    if not 0 < share <= 1:
-        raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
-    dim, theta = int(config.head_dim * share), rope["rope_theta"]
-    inverse = 1 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    most, given = config.max_position_embeddings, rope.get("original_max_position_embeddings")
-    original = given or config.original_max_position_embeddings or most
-    scale = rope.get("attention_factor")
-    if kind == "longrope":
-        factor = rope.get("factor") or most / original
-        grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        for name in ("short_factor", "long_factor"):
-            numbers = isinstance(rope[name], list) and all(type(x) in (int, float) for x in rope[name])
-            if not numbers or len(rope[name]) != len(inverse):
-                raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
-        short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
-        return Rope(short, scale or grown, long, original)
-    kept: Any = 1.0  # how much of each wave is not stretched
-    if kind == "linear":
-        kept = 0.0
-    elif kind == "llama3":  # slow waves are stretched, fast ones kept, those between blended
-        turns = original * inverse / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-    elif kind == "yarn":
-        kept = 1 - _yarn_ramp(rope, dim, theta, original)
-    inverse = kept * inverse + (1 - kept) * inverse / (1.0 if kind == "default" else rope["factor"])
-    return Rope(tuple(inverse.tolist()), (scale or _yarn_scale(rope)) if kind == "yarn" else 1.0)
+    with computing(rope, "rope settings", label):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in _TYPES:
+            raise refused("rope_type", kind, label, " or ".join(map(repr, _TYPES)))
+        check_numbers(rope, _NUMBERS, label)
+        share = rope.get("partial_rotary_factor")
+        share = 1.0 if share is None else share
+        if not 0 < share <= 1:
+            raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
+        dim, theta = int(config.head_dim * share), rope["rope_theta"]
+        inverse = 1 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+        most, given = config.max_position_embeddings, rope.get("original_max_position_embeddings")
+        original = given or config.original_max_position_embeddings or most
+        scale = rope.get("attention_factor")
+        if kind == "longrope":
+            factor = rope.get("factor") or most / original
+            grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            for name in ("short_factor", "long_factor"):
+                numbers = isinstance(rope[name], list) and all(type(x) in (int, float) for x in rope[name])
+                if not numbers or len(rope[name]) != len(inverse):
+                    raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
+            short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
+            return Rope(short, scale or grown, long, original)
+        kept: Any = 1.0  # how much of each wave is not stretched
+        if kind == "linear":
+            kept = 0.0
+        elif kind == "llama3":  # slow waves are stretched, fast ones kept, those between blended
+            turns = original * inverse / (2 * math.pi)
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            kept = np.clip((turns - low) / (high - low), 0, 1)
+        elif kind == "yarn":
+            kept = 1 - _yarn_ramp(rope, dim, theta, original)
+        inverse = kept * inverse + (1 - kept) * inverse / (1.0 if kind == "default" else rope["factor"])
+        return Rope(tuple(inverse.tolist()), (scale or _yarn_scale(rope)) if kind == "yarn" else 1.0)
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
@@ -140,17 +121,3 @@ def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] |
     first, second = jnp.split(turned, 2, axis=-1)
     turned = turned * cos + jnp.concatenate([-second, first], axis=-1) * sin
     return turned if dim == x.shape[-1] else jnp.concatenate([turned, rest], axis=-1)
-
-
-@jax.custom_batching.custom_vmap
-def of_batch(length: Any) -> Any:
-    """The length of a text; in a batch (`jax.vmap`), that of the longest.
-
-    Transformers picks the frequencies of LongRoPE once for a batch.
-    """
-    return length
-
-
-@of_batch.def_vmap
-def _of_batch_vmap(axis_size: int, in_batched: Any, length: Any) -> Any:
-    return of_batch(jnp.max(length, axis=0) if in_batched[0] else length), False

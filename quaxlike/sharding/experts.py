@@ -1,4 +1,4 @@
-"""Sums over experts on a mesh: each device runs its own."""
+"""Sums over experts, on one device or on a mesh, where each device runs its own."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -8,41 +8,72 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ..kernels.multilinear import varying_zeros
 from .meshes import expert_axis, mesh_of
 
 _Experts = TypeVar("_Experts")
 
 
 def sum_over_experts(
-    run: Callable[[_Experts, Array, Array, Array], Array],
+    one: Callable[[_Experts, Array], Array],
     experts: _Experts,
-    count: int,
     x: Float[Array, "tokens hidden"],
     chosen: Int[Array, "tokens choices"],
     share: Float[Array, "tokens choices"],
+    *,
+    count: int,
 ) -> Float[Array, "tokens hidden"]:
-    """`run(experts, x, chosen, share)`, which sums what the chosen experts make of each token.
+    """The sum of what the chosen experts make of each token, by their shares.
 
     On a mesh whose devices can share the experts evenly ([`quaxlike.sharding.expert_parallel`][]) each runs
     its own, on all tokens, and one sum over devices follows. No weight moves.
 
     **Arguments:**
 
-    - `run`: may be given a part of the experts; `chosen` then counts within it.
-    - `experts`: `count` of them, along the first axis of all arrays in it.
-    - `share`: what each choice is multiplied by.
+    - `one`: called with an expert and tokens; of the same shape.
+    - `experts`: all of them, `count`, along the first axis of every array and Value in it.
+    - `chosen`, `share`: of each token, the numbers of its experts, and what they are multiplied by.
     """
     mesh = mesh_of((experts, x))
     axis = None if mesh is None else expert_axis(mesh, count)
     if axis is None:
-        return run(experts, x, chosen, share)
+        return _sum(one, experts, x, chosen, share, count)
 
     def of_device(own: Any, numbers: Array, x: Array, chosen: Array, share: Array) -> Array:
         chosen = chosen - numbers[0]
         is_own = (chosen >= 0) & (chosen < len(numbers))
-        return lax.psum(run(own, x, jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0)), axis)
+        chosen, share = jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0)
+        return lax.psum(_sum(one, own, x, chosen, share, len(numbers)), axis)
 
     whole, cut = jax.P(), jax.P(axis)
     specs = (cut, cut, whole, whole, whole)
     mapped = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=whole, axis_names={axis})
     return mapped(experts, jnp.arange(count), x, chosen, share)
+
+
+def _sum(
+    one: Callable[[Any, Array], Array], experts: Any, x: Array, chosen: Array, share: Array, count: int
+) -> Array:
+    """The sum over the experts that are here.
+
+    Few tokens (decoding) look their experts up. Many pass through all experts in turn, those of others with a
+    share of 0: no array grows with tokens times experts, whatever type the stacks are of.
+    """
+    tokens, choices = chosen.shape
+    zeros = varying_zeros(x.shape, x.dtype, x, share)
+    if tokens * choices < count:
+        pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
+
+        def add_choice(y: Array, pair: Any) -> tuple[Array, None]:
+            token, i, part = pair
+            own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), experts)
+            return y.at[token].add(part * one(own, x[token][None])[0]), None
+
+        return lax.scan(add_choice, zeros, pairs)[0]
+    shares = jnp.zeros((tokens, count), share.dtype).at[jnp.arange(tokens)[:, None], chosen].add(share)
+
+    def add_expert(y: Array, part: Any) -> tuple[Array, None]:
+        expert, share = part
+        return y + share[:, None] * one(expert, x), None
+
+    return lax.scan(add_expert, zeros, (experts, shares.T))[0]

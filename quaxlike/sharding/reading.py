@@ -65,15 +65,16 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
         in the model: by the names of weights alone.
     - `fully`: whether weights are spread along the others, too.
     """
-    by_layers = None
+    by_layers: Rule | None = None
     if rule_for := divides_layers(mesh):
         like = {} if model is None else named_arrays(model)
         whole: Any = None if model is None else rule_for(model, mesh)
 
-        def by_layers(name: str, leaf: Any) -> Any:
+        def by_layer(name: str, leaf: Any) -> Any:
             known = name in like and jtu.tree_structure(leaf) == jtu.tree_structure(like[name])
             return (whole if known else rule_for({name: leaf}, mesh))(name, leaf)
 
+        by_layers = by_layer
     return fsdp(mesh, over=by_layers) if fully else by_layers or (lambda name, leaf: None)
 
 

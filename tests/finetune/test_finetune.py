@@ -303,7 +303,7 @@ def test_options_that_do_not_fit(kind, lines, options, message, run, tmp_path):
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "names the architecture MambaForCausalLM; supported are",
+            r"is of the architecture \['MambaForCausalLM'\]; of transformers, BertModel, ",
         ),
         ({"hidden_act": "relu"}, "config.json has hidden_act='relu'; LlamaConfig supports 'silu'"),
         (

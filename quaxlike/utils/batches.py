@@ -1,0 +1,17 @@
+"""Numbers that a whole batch shares."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_batching.custom_vmap
+def largest_of_batch(x: Any) -> Any:
+    """`x` itself; under `jax.vmap` the largest of the batch, for all of it."""
+    return x
+
+
+@largest_of_batch.def_vmap
+def _largest_of_batch_vmap(axis_size: int, in_batched: Any, x: Any) -> Any:
+    return largest_of_batch(jnp.max(x, axis=0) if in_batched[0] else x), False
