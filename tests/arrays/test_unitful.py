@@ -352,3 +352,31 @@ def test_a_carry_without_leaves_that_changes_its_form():
     found = ql.quaxify(lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c * 2.0, x))(x)
     assert found.unit == metre
     np.testing.assert_array_equal(found.array, 4 * np.eye(3))
+
+
+INTERPOLATIONS = {
+    "clamped": lambda x, xp, fp, period: jnp.interp(x, xp, fp),
+    "extrapolated": lambda x, xp, fp, period: jnp.interp(x, xp, fp, left="extrapolate", right="extrapolate"),
+    "periodic": lambda x, xp, fp, period: jnp.interp(x, xp, fp, period=period),
+}
+
+
+@pytest.mark.parametrize("how", INTERPOLATIONS)
+def test_interpolation(how):
+    arrays = jnp.array([-1.0, 0.5, 1.5, 5.0]), jnp.arange(3.0), jnp.array([0.0, 10.0, 5.0]), jnp.array(2.5)
+    x, xp, fp, period = map(Unitful, arrays, ("m", "m", "s", "m"))
+    interp = INTERPOLATIONS[how]
+    same(jax.jit(ql.quaxify(interp))(x, xp, fp, period), interp(*arrays), "s")
+    slope = ql.quaxify(jax.grad(lambda *args: jnp.sum(interp(*args))))(x, xp, fp, period)
+    same(slope, jax.grad(lambda *args: jnp.sum(interp(*args)))(*arrays), "s/m")
+    with pytest.raises(DimensionError, match=r"arrays in the same unit; found \((m, s|s, m)\)"):
+        ql.quaxify(interp)(x, fp, xp, period)
+
+
+def test_only_the_smallest_numbers_stand_for_zero_in_comparisons():
+    compare = ql.quaxify(lambda x: jnp.abs(x) <= 1e-14)
+    same(compare(X), [False, False, False])
+    with pytest.raises(DimensionError, match=r"found \(m, dimensionless\)"):
+        ql.quaxify(lambda x: jnp.abs(x) <= 1e-12)(X)
+    with pytest.raises(DimensionError, match=r"found \(m, dimensionless\)"):
+        ql.quaxify(lambda x: x + 1e-14)(X)

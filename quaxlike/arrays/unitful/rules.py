@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
@@ -171,8 +172,18 @@ def _same(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register_on_either_side(_RATIOS, Unitful, precedence=precedence.UNITFUL)
 def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    _common(primitive, (x, y))
+    if primitive.name not in COMPARISONS or not (_stands_for_zero(x) or _stands_for_zero(y)):
+        _common(primitive, (x, y))
     return _bind(primitive, (x, y), params)
+
+
+def _stands_for_zero(x: Any) -> bool:
+    """Whether a plain array is known to hold a number within the rounding of the rounding of 1, with which
+    libraries compare instead of 0, as `jnp.interp` does."""
+    number, dtype = constant_of(x), jnp.result_type(x)
+    if number is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return bool(abs(number) <= jnp.finfo(dtype).eps ** 2)
 
 
 @register_on_either_side(
