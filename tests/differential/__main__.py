@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 
@@ -39,31 +40,36 @@ def main() -> int:
         "initializer": importlib.import_module,
         "initargs": ("tests.conftest",),  # the settings of JAX under test
     }
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, **of_workers) as pool:
-        while running or time.monotonic() < until:
-            while len(running) < args.jobs and time.monotonic() < until:
-                known = frozenset(total.findings)
-                future = pool.submit(
-                    hunt_for,
-                    (order[seed % len(order)],),
-                    seed_=seed,
-                    examples=args.examples,
-                    known=known,
-                    until=until,
-                )
-                running[future] = seed
-                seed += 1
-            done, _ = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
-            for future in done:
-                of_seed, tally = running.pop(future), future.result()
-                for key, text in tally.findings.items():
-                    if key not in total.findings:
-                        print(
-                            f"\n--- finding {len(total.findings) + 1}, seed {of_seed}: {key}\n{text}",
-                            flush=True,
-                        )
-                        total.findings[key] = text
-                total.merge(tally)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with concurrent.futures.ProcessPoolExecutor(args.jobs, **of_workers) as pool:
+            while running or time.monotonic() < until:
+                while len(running) < args.jobs and time.monotonic() < until:
+                    known = frozenset(total.findings)
+                    future = pool.submit(
+                        hunt_for,
+                        (order[seed % len(order)],),
+                        seed_=seed,
+                        examples=args.examples,
+                        known=known,
+                        until=until,
+                    )
+                    running[future] = seed
+                    seed += 1
+                done, _ = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+                for future in done:
+                    of_seed, tally = running.pop(future), future.result()
+                    for key, text in tally.findings.items():
+                        if key not in total.findings:
+                            print(
+                                f"\n--- finding {len(total.findings) + 1}, seed {of_seed}: {key}\n{text}",
+                                flush=True,
+                            )
+                            total.findings[key] = text
+                    total.merge(tally)
+    except KeyboardInterrupt:  # what ran until then is told
+        for worker in multiprocessing.active_children():
+            worker.kill()
     print(f"\n{total}\n\nseeds {first} to {seed - 1}: {len(total.findings)} findings")
     return bool(total.findings)
 
