@@ -117,14 +117,10 @@ def route(
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
     """The experts of each token and their shares.
 
-    Shares that are made to add up to one are the softmax of the chosen logits alone. They are computed as
-    that, so that the gradient of an expert that no token chose is zero, and not what is left by rounding:
-    Adam would make a whole step of it, another one on each mesh.
+    Shares that are made to add up to one are the softmax of the chosen logits alone: the gradient of an
+    expert that no token chose is then zero, and no rounding of which Adam would make a whole step.
     """
-    logits, dtype = logits.astype(jnp.float32), logits.dtype
-    if config.norm_topk_prob:
-        best, chosen = lax.top_k(logits, config.num_experts_per_tok)
-        share = jax.nn.softmax(best, axis=-1)
-    else:
-        share, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), config.num_experts_per_tok)
-    return chosen, share.astype(dtype)
+    softmax = lambda x: jax.nn.softmax(x, axis=-1)
+    scores, overall = logits.astype(jnp.float32), not config.norm_topk_prob
+    share, chosen = lax.top_k(softmax(scores) if overall else scores, config.num_experts_per_tok)
+    return chosen, (share if overall else softmax(share)).astype(logits.dtype)
