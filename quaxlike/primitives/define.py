@@ -13,7 +13,7 @@ from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import ad, batching, mlir, xla
 
 from ..core import compat
-from . import derive, taylor
+from . import costs, derive, taylor
 from .batch import batch
 from .forms import Batch, Flat, Form, Jvp, Transpose, Vjp
 from .layout import Rules, unflatten, without_form, without_tree
@@ -85,6 +85,7 @@ class DefinedPrimitive(Primitive):
         ad.primitive_transposes[self] = functools.partial(derive.transpose, self)
         batching.fancy_primitive_batchers[self] = functools.partial(batch, self)
         taylor.register(self)
+        costs.register(self)
         for platform in impls:
             lowered = functools.partial(self._evaluate_on, platform)
             rule = mlir.lower_fun(lowered, multiple_results=multiple_results)

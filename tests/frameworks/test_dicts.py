@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 
 import quaxlike as ql
 
@@ -92,3 +93,16 @@ def test_boxes_of_linen_are_no_part_of_names():
     assert isinstance(model["params"]["kernel"], nn.Partitioned)
     with ql.on_materialise("error"):
         ql.quaxify(nn.Dense(4, kernel_init=init).apply)(model, X)
+
+
+def test_serialization_of_flax():
+    variables, apply = in_linen()
+    changed = KINDS["QLoRA"](variables, ql.traced_layouts(apply, variables, X))
+    to_state = lambda value: {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(value))}
+    from_state = lambda value, state: jax.tree.unflatten(jax.tree.structure(value), list(state.values()))
+    for cls in (ql.LoraArray, ql.Int8Array):
+        serialization.register_serialization_state(cls, to_state, from_state)
+    blank = jax.tree.map(jnp.zeros_like, changed)
+    restored = serialization.from_bytes(blank, serialization.to_bytes(changed))
+    assert jax.tree.structure(restored) == jax.tree.structure(changed)
+    jax.tree.map(np.testing.assert_array_equal, restored, changed)

@@ -1,6 +1,7 @@
 """The sparse matmul, and the product at stored elements alone, as primitives that are each other's
 derivatives."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -148,3 +149,13 @@ csr_sampled_matmul_p = define_primitive(
     transpose=_sampled_transpose,
     batching=_sampled_batching,
 )
+
+
+@csr_matmul_p.slot("flops").register
+def _matmul_flops(x: Any, data: Any, *index: Any, **params: Any) -> int:
+    return 2 * math.prod(x.shape[:-1]) * data.size
+
+
+@csr_sampled_matmul_p.slot("flops").register
+def _sampled_flops(by_rows: Any, by_columns: Any, rows: Any, *index: Any, **params: Any) -> int:
+    return 2 * math.prod(by_rows.shape[:-1]) * rows.size
