@@ -101,8 +101,8 @@ def _is_key(x: Any) -> bool:
 
 # Parameters whose annotations say less than they mean.
 _BY_NAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "key": ("a key of `jax.random`", _is_key),
-    "dtype": ("a dtype", lambda x: jax.numpy.zeros(0, x)),
+    **dict.fromkeys(["key", "rng"], ("a key of `jax.random`", _is_key)),
+    **dict.fromkeys(["dtype", "out_dtype"], ("a dtype", lambda x: jax.numpy.zeros(0, x))),
     "mesh": ("a mesh of devices", lambda x: isinstance(x.shape, Mapping)),
     "magnitude": ("an array", lambda x: x.shape),
     "static_argnums": ("whole numbers", lambda x: isinstance(x, int) or all(isinstance(i, int) for i in x)),

@@ -15,6 +15,7 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 import numpy as np
 
+from .._checked import checked
 from ..core.jaxprs.slots import leading_axes
 from ..core.operators import ArrayOperators
 from ..core.policy import dense, dense_operands
@@ -265,6 +266,7 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return of_each
 
 
+@checked
 def materialize_nested(x: Any, full: bool = False) -> Any:
     """Materialises an ImplicitArray of which fields may be ImplicitArrays; these dispatch meanwhile.
 

@@ -1,6 +1,7 @@
 """The shape and dtype that an ImplicitArray is given."""
 
 import dataclasses
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class Declared:
 
     @staticmethod
     def of(shape: Sequence[int], dtype: Any, fields: Sequence[tuple[int, ...]]) -> "Declared":
-        shape, n = tuple(shape), 0
+        shape, n = _as_shape(shape), 0
         while fields and n < len(shape) and all(s[n : n + 1] == shape[n : n + 1] for s in fields):
             n += 1
         return Declared(shape[n:], tuple(len(s) - n for s in fields), n, dtype)
@@ -44,7 +45,23 @@ class Declared:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    try:
+        return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    except TypeError:
+        found = reprlib.repr(dtype)
+    raise TypeError(f"An ImplicitArray takes a dtype as `dtype`; found {found}.")
+
+
+def _as_shape(shape: Any) -> tuple[int, ...]:
+    try:
+        sizes: tuple[Any, ...] = tuple(shape)
+    except TypeError:
+        sizes = (None,)
+    if isinstance(shape, str) or any(getattr(x, "ndim", 0) or not hasattr(x, "__index__") for x in sizes):
+        raise TypeError(
+            f"An ImplicitArray takes a sequence of sizes as `shape`; found {reprlib.repr(shape)}."
+        )
+    return sizes
 
 
 def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax.extend.core as jexc
 
+from .._checked import checked
 from ..core import rules as core_rules
 from ..core.quaxify import quaxify
 from ..core.values import Value, materialise
@@ -62,6 +63,7 @@ class _Implicit:
 implicit = use_implicit = _Implicit()
 
 
+@checked
 def register(
     primitive: jexc.Primitive | str | Sequence[jexc.Primitive | str],
     /,
@@ -124,11 +126,13 @@ def _names_a_type(hint: Any) -> bool:
     return any(isinstance(h, type) and issubclass(h, Value) for h in members)
 
 
+@checked
 def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any:
     """The primitive on plain arrays."""
     return bind(primitive, args, params)
 
 
+@checked
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
     """The primitive with every ImplicitArray among its operands materialised."""
     return bind(primitive, materialise(vals), params or {})

@@ -11,11 +11,13 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._checked import checked
 from ..core.quaxify import quaxify, value_of
 from ..core.values import aval_of, is_value, materialise
 from .array import ImplicitArray, bind
 
 
+@checked
 def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The straight-through estimator: computes `fn`, and differentiates as if it were the identity.
 

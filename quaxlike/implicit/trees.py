@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
+from .._checked import checked
 from ..core.values import is_value
 
 
@@ -23,6 +24,7 @@ def leaf_predicate(x: Any) -> bool:
     return is_value(x)
 
 
+@checked
 def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any], bool]) -> Callable[..., Any]:
     """A function of `jax.tree` or `jax.tree_util` that stops at more nodes.
 
@@ -63,6 +65,7 @@ def fields(x: Any) -> tuple[list[Any], Any]:
     return jtu.tree_flatten(x, is_leaf=lambda y: y is not x and is_value(y))
 
 
+@checked
 def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
     """Takes the outermost layer of ImplicitArrays apart; those inside of them are leaves.
 
@@ -77,6 +80,7 @@ def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
     return leaves, jtu.tree_structure(around.unflatten(hollow))
 
 
+@checked
 def implicit_depth(tree: PyTree) -> int:
     """How deep ImplicitArrays are nested: 0 if there are none, 1 if none is inside of another."""
     inside = [x for x in tree_leaves_with_implicit(tree) if is_value(x)]

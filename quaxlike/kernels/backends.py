@@ -91,7 +91,11 @@ def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, 
 
     **Returns:** the [`Choice`][quaxlike.kernels.Choice].
     """
+    if not isinstance(primitive, DefinedPrimitive):
+        raise TypeError(f"chosen_backend takes a primitive such as nf4_matmul_p; found {primitive!r}.")
     platform = _device_platform() if platform is None else platform
+    if not isinstance(platform, str):
+        raise TypeError(f'chosen_backend takes the name of a platform, such as "cuda"; found {platform!r}.')
     return primitive.slot("backend")(platform, *operands, **params)
 
 

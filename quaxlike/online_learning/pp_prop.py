@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from .._checked import checked
 from .graph import Op, Relation
 from .learner import Learner, Linearised, Weights
 from .step import Step
@@ -46,6 +47,7 @@ class PPProp(Learner):
     Communications, 2026).
     """
 
+    @checked
     def __init__(
         self, step: Callable[..., tuple[PyTree, PyTree]], *, decay: float | int, **options: Any
     ) -> None:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .._checked import checked
 from ..primitives import DefinedPrimitive, define_primitive
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -115,6 +116,7 @@ class ETPPrimitive(DefinedPrimitive):
                 self.slot(slot).register(rule)
 
 
+@checked
 def register_primitive(
     name: str,
     impl_fn: Callable[..., Any],
@@ -192,6 +194,7 @@ def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
     return is_etp_primitive(primitive) and primitive.gradient_enabled
 
 
+@checked
 def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | None = None) -> dict[str, int]:
     """The positions of the trainable operands, by name, of an equation with these parameters."""
     if primitive.trainable_invars_fn is None:
@@ -199,11 +202,13 @@ def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | No
     return primitive.trainable_invars_fn({} if params is None else params)
 
 
+@checked
 def get_x_invar_index(primitive: ETPPrimitive) -> int | None:
     """The position of the input among the operands; None if there is none."""
     return primitive.x_invar_index
 
 
+@checked
 def get_y_outvar_index(primitive: ETPPrimitive) -> int:
     """The position of y among the results."""
     return primitive.y_outvar_index

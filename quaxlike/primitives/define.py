@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import ad, batching, mlir, xla
 
+from .._checked import checked
 from ..core import compat
 from . import costs, derive, taylor
 from .batch import batch
@@ -298,6 +299,7 @@ class DefinedPrimitive(Primitive):
 _DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
 
 
+@checked
 def define_primitive(
     name: str,
     impl: Callable[..., Any],

@@ -52,6 +52,9 @@ class Partitioning:
     shared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        sequences = (self.sums, self.first, self.shared)
+        if not isinstance(self.rule, str) or not all(isinstance(x, Sequence) for x in sequences):
+            raise TypeError(f"a Partitioning takes a text and sequences of names; found {self!r}")
         if not re.fullmatch(r"[\w\s,]*->[\w\s,]*", self.rule):
             raise ValueError(
                 f"cannot read the partitioning rule {self.rule!r}; it gives the dimensions of each "

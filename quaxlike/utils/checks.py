@@ -11,6 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .._checked import checked
+
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -43,6 +45,7 @@ def is_traced(x: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
 
 
+@checked
 def no_jax_tracing(fn: _F) -> _F:
     """Keeps a function from being called with values that JAX traces.
 

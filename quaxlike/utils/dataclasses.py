@@ -54,6 +54,8 @@ def field(
             name: str = field(default="layer", static=True)
         ```
     """
+    if not isinstance(metadata, Mapping | None):
+        raise TypeError(f"field takes a mapping as `metadata`; found {metadata!r}.")
     made = dataclasses.field(
         default=cast(Any, default),
         default_factory=cast(Any, default_factory),
@@ -202,6 +204,8 @@ def dataclass(
     """
 
     def decorate(cls: Any) -> Any:
+        if not isinstance(cls, type):
+            raise TypeError(f"dataclass decorates a class; found {cls!r}.")
         if cls in made:
             return cls
         if issubclass(cls, eqx.Module):

@@ -11,11 +11,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from .._checked import checked
 from .trees import ARRAY_LIKE, at, describing, map_with_path
 
 _T = TypeVar("_T")
 
 
+@checked
 def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: SupportsIndex) -> jax.Array:
     """Whether each item of `a` is in `b`, by a table of `max_item` booleans.
 
@@ -49,7 +51,12 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
             "isin: `max_item` is the size of a table and must be a Python integer, found a traced "
             "value. Make it static, such as by jax.jit(..., static_argnames='max_item')."
         )
-    size = operator.index(max_item)
+    try:
+        size = operator.index(max_item)
+    except TypeError:
+        size = None
+    if size is None:
+        raise TypeError(f"isin: `max_item` must be a whole number, found {max_item!r}.")
     if size < 0:
         raise ValueError(f"isin: `max_item` must not be negative, found {size}.")
     # The row after the last is for all items outside; it ends up False.
@@ -72,6 +79,7 @@ def _rows(name: str, items: Any, size: int) -> jax.Array:
     return jnp.where((wide >= 0) & (wide < size), wide, size)
 
 
+@checked
 def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T]:
     """Sums pytrees leaf by leaf, with rounding errors that do not grow with the number of summands.
 

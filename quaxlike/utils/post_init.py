@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
+from .._checked import checked
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -80,6 +82,7 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
     return _post_init_set_to(True)
 
 
+@checked
 def skip_post_init_if_disabled(
     f: Callable[Concatenate[_T, _P], None],
 ) -> Callable[Concatenate[_T, _P], None]:

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._checked import checked
+
 _fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
 
 
+@checked
 def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = ()) -> Iterator[jax.Array]:
     """An endless chain of fresh random keys.
 
@@ -51,7 +54,7 @@ def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = (
     if any(size < 0 for size in sizes):
         raise ValueError(f"key_chain: `shape` must have no negative number, found {sizes}.")
     is_new_style = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    if rng.ndim != (0 if is_new_style else 1):
+    if rng.ndim != (0 if is_new_style else 1) or not (is_new_style or rng.dtype == jnp.uint32):
         raise ValueError(
             f"key_chain: `rng` must be one key, found {rng.dtype} of shape {rng.shape}. "
             "Map over several keys with jax.vmap."

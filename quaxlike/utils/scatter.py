@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._checked import checked
 from .trees import ARRAY_LIKE, NUMBER, at, describing, map_with_path
 
 _T = TypeVar("_T")
@@ -57,6 +58,7 @@ class HasScatterArgs(Protocol):
         ...
 
 
+@checked
 def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) -> _T:
     """Sets rows of every leaf: `leaf.at[idxs].set(value_leaf, **args)`.
 

@@ -11,12 +11,14 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from .._checked import checked
 from ..primitives.forms import merge, split
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+@checked
 def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
     """Makes a function run sequentially under `jax.vmap`: once for each item, in a `jax.lax.scan`.
 

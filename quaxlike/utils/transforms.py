@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
 import jax
 import jax.numpy as jnp
 
+from .._checked import checked
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Ts = TypeVarTuple("_Ts")
 _R = TypeVar("_R")
@@ -60,6 +62,7 @@ def jit(
     abstracted_axes: Any = ...,
     compiler_options: Mapping[str, Any] | None = ...,
 ) -> Callable[[_F], _F]: ...
+@checked
 def jit(
     fn: Any = None,
     *,
@@ -107,7 +110,7 @@ def jit(
         power(jnp.arange(4.0), 3)
         ```
     """
-    options = {
+    options: dict[str, Any] = {
         "in_shardings": in_shardings,
         "out_shardings": out_shardings,
         "static_argnums": static_argnums,
@@ -122,7 +125,7 @@ def jit(
         "compiler_options": compiler_options,
     }
     known = inspect.signature(jax.jit).parameters.keys()
-    given = {
+    given: dict[str, Any] = {
         name: value
         for name, value in options.items()
         if value is not _UNSET and (value is not None or name in known)
@@ -134,6 +137,8 @@ def jit(
         )
     if fn is None:
         return lambda fn: jax.jit(fn, **given)
+    if not callable(fn):
+        raise TypeError(f"jit takes a function; found {fn!r}.")
     return jax.jit(fn, **given)
 
 
@@ -143,6 +148,7 @@ def vectorize(pyfunc: _F, *, excluded: Set[int | str] = ..., signature: str | No
 def vectorize(
     pyfunc: None = None, *, excluded: Set[int | str] = ..., signature: str | None = ...
 ) -> Callable[[_F], _F]: ...
+@checked
 def vectorize(
     pyfunc: Any = None,
     *,
@@ -236,6 +242,7 @@ def _name(fun: Callable[..., Any]) -> str:
     return getattr(fun, "__qualname__", repr(fun))
 
 
+@checked
 def shard_map(
     f: _F,
     /,
@@ -335,6 +342,7 @@ def linearize(
 def linearize(
     fn: Callable[[*_Ts], _R], *primals: *_Ts, has_aux: Literal[False] = False
 ) -> tuple[_R, Callable[[*_Ts], _R]]: ...
+@checked
 def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """`jax.linearize`, typed: the value of a function and its derivative as a linear function.
 

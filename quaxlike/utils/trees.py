@@ -10,6 +10,8 @@ import numpy as np
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
+from .._checked import checked
+
 _T = TypeVar("_T")
 
 NUMBER = (bool, int, float, complex)
@@ -41,6 +43,7 @@ class PyTreeDef(Protocol[_T]):
         ...
 
 
+@checked
 def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTreeDef[_T]:
     """The structure of a pytree, which knows the tree's type.
 
@@ -92,6 +95,7 @@ class SupportsTreeMatch(Protocol):
         ...
 
 
+@checked
 def tree_map(
     fn: Callable[..., Any],
     tree: _T,
@@ -157,7 +161,13 @@ def map_with_path(
 
         return jax.tree_util.tree_map_with_path(visit, *trees, is_leaf=stops_here)
 
-    return go((), (tree, *trees), stops)
+    try:
+        return go((), (tree, *trees), stops)
+    except ValueError as error:
+        if not str(error).startswith("pytree structure error"):
+            raise
+        told = error
+    raise ValueError(f"Trees that are mapped over together must be of one structure. {told}") from told
 
 
 def _has_tree_match(node: Any) -> bool:
@@ -182,6 +192,7 @@ def at(path: tuple[Any, ...]) -> str:
     return f" at {keystr(path)}" if path else ""
 
 
+@checked
 def tree_stack(*trees: _T) -> _T:
     """Stacks the leaves of trees along a new axis 0.
 
@@ -211,6 +222,7 @@ def tree_stack(*trees: _T) -> _T:
     return _leafwise("tree_stack", lambda *leaves: jnp.stack(leaves), *trees)
 
 
+@checked
 def tree_concat(*trees: _T) -> _T:
     """Concatenates the leaves of trees along axis 0.
 
@@ -245,6 +257,7 @@ def tree_concat(*trees: _T) -> _T:
     return _leafwise("tree_concat", concatenate, *trees)
 
 
+@checked
 def tree_zeros_like(tree: _T) -> _T:
     """Zeros of the shapes and dtypes of a tree's leaves.
 
@@ -271,6 +284,7 @@ def tree_zeros_like(tree: _T) -> _T:
     return _leafwise("tree_zeros_like", jnp.zeros_like, tree)
 
 
+@checked
 def tree_where_broadcast_last(accept: ArrayLike, t1: _T, t2: _T) -> _T:
     """Selects between the leaves of two trees by a condition on their leading axes.
 

@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--files", type=int, help="ends after so many")
-    parser.add_argument("--arguments", action="store_true", help="wrong arguments, about 4,000 of them")
+    parser.add_argument("--arguments", action="store_true", help="wrong arguments, about 7,000 of them")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--readers", nargs="+", choices=READERS, default=list(READERS), metavar="NAME")
     arguments = parser.parse_args()

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import linecache
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import quaxlike as ql
 from quaxlike import arrays, interop, models, sharding
 from quaxlike.interop import bitsandbytes, peft, safetensors
 from tests.fixtures import fixture
+from tests.fuzz.parts import parts
 
 #: One of each kind: missing, a truth value, numbers out of range or none, texts, containers, arrays, other.
 WRONG: tuple[Any, ...] = (
@@ -150,7 +152,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "fsdp": (sharding.fsdp, {"mesh": mesh}),
         "tensor_parallel": (sharding.tensor_parallel, {"model": model, "mesh": mesh}),
     }
-    return surgery | core | kinds | files
+    return surgery | core | kinds | files | parts()
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -182,7 +184,7 @@ def problem(label: str, call: Callable[[], Any]) -> str | None:
         return None
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        line = Path(frame.filename).read_text("utf-8").splitlines()[frame.lineno - 1] if frame.lineno else ""
+        line = linecache.getline(frame.filename, frame.lineno or 0)
         if f"{Path(ql.__file__).parent}" in frame.filename and line.lstrip().startswith("raise "):
             return None
         place = f"{Path(frame.filename).name}:{frame.lineno}"

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from tests.kills.kill import kills
+from tests.kills.runs import kills_of_runs
 from tests.kills.writers import WRITERS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Processes cannot be killed so there.")
@@ -18,3 +19,8 @@ def test_kills_of_an_adapter():
 @pytest.mark.parametrize("name", WRITERS)
 def test_kills(name):
     assert not kills(name, 3)
+
+
+@pytest.mark.slow
+def test_kills_of_runs():
+    assert not kills_of_runs(3)

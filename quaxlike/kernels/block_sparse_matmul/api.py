@@ -10,12 +10,14 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int32
 
+from ..._checked import checked
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import map_rows, sum_tangents
 from . import gpu, tpu
 from .reference import matmul_reference, sampled_reference
 
 
+@checked
 def block_sparse_matmul(
     x: Float[Array, "*batch contracted"],
     blocks: Float[Array, "..."],

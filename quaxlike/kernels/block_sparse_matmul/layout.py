@@ -8,7 +8,10 @@ one past the last, as in JAX's BCOO.
 import numpy as np
 from jaxtyping import Int
 
+from ..._checked import checked
 
+
+@checked
 def transposed_index(
     col_idx: Int[np.ndarray, "rows slots"], columns: int
 ) -> Int[np.ndarray, "columns slots_transposed"]:

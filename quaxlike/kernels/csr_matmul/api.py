@@ -10,6 +10,7 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
+from ..._checked import checked
 from ...primitives import define_primitive
 from ..multilinear import map_rows, sum_tangents
 from . import cpu
@@ -17,6 +18,7 @@ from .layout import CsrIndex
 from .reference import matmul_reference, sampled_reference
 
 
+@checked
 def csr_matmul(
     x: Shaped[Array, "*batch contracted"],
     data: Shaped[Array, " elements"],
@@ -67,6 +69,7 @@ def csr_matmul(
     return csr_matmul_p(x, data, *map(jnp.asarray, index), transpose=transpose, out_dtype=dtype)
 
 
+@checked
 def csr_sampled_matmul(
     by_rows: Shaped[Array, "*batch N"],
     by_columns: Shaped[Array, "*batch K"],

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from ..._checked import checked
+
 
 class CsrIndex(NamedTuple):
     """The index of a matrix `(N, K)` of which some elements are stored, in the order of their rows.
@@ -27,6 +29,7 @@ class CsrIndex(NamedTuple):
     column_ptr: Any
 
 
+@checked
 def csr_index(
     rows: Int[np.ndarray, " elements"], columns: Int[np.ndarray, " elements"], shape: tuple[int, int]
 ) -> CsrIndex:

@@ -7,12 +7,14 @@ from jax.interpreters import ad
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8
 
+from ..._checked import checked
 from ...primitives import Partitioning, define_primitive
 from ...primitives.partitioning import is_spread
 from ..multilinear import map_rows, sum_tangents, vary_alike
 from .reference import tiled, whole
 
 
+@checked
 def int8_matmul(
     x: Float[Array, "*batch contracted"],
     codes: Int8[Array, "n k"],
@@ -55,6 +57,8 @@ def int8_matmul(
     """
     n, k = codes.shape
     block_size = max(k, 1) if block_size is None else block_size
+    if block_size < 1:
+        raise ValueError(f"int8_matmul: block_size must be at least 1, or None; got {block_size!r}")
     if scale.shape != (n, -(-k // block_size)):
         raise ValueError(
             f"int8_matmul: scale of a weight of shape {(n, k)} in blocks of {block_size} must have shape "

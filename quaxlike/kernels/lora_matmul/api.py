@@ -11,6 +11,7 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from ..._checked import checked
 from ...primitives import Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero, precision_for
@@ -21,6 +22,7 @@ from ..product import Product
 from .reference import lora_matmul_reference, low_rank
 
 
+@checked
 def lora_matmul(
     x: Float[Array, "*batch features"],
     packed: UInt8[Array, " bytes"] | UInt8[Array, "n bytes"],

@@ -10,6 +10,7 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
+from ..._checked import checked
 from ...primitives import Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import map_rows, nonzero, sum_tangents
@@ -19,6 +20,7 @@ from .reference import matmul_reference
 from .scales import NestedScales, dense_scales
 
 
+@checked
 def nf4_matmul(
     x: Float[Array, "... contracted"],
     packed: UInt8[Array, " bytes"] | UInt8[Array, "n bytes"],

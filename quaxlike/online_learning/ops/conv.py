@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ..primitive import register_primitive, vjp_of, zeros_like_output
-from .dense import weight_and_bias
+from .dense import check_shapes, weight_and_bias
 
 _SPATIAL = "DHW"
 
@@ -93,6 +94,7 @@ etp_conv_p.register_etp_rules(
 )
 
 
+@checked
 def conv(
     x: ArrayLike,
     kernel: ArrayLike,
@@ -117,6 +119,28 @@ def conv(
 
     **Returns:** `(batch, *space, out)`.
     """
+    check_shapes(
+        "conv",
+        "`x` of shape (batch, *space, in), `kernel` of shape (*window, in, out) and `bias` of shape (out,)",
+        lambda x, kernel, bias: (
+            3 <= len(x) == len(kernel) <= 5 and x[-1] == kernel[-2] and bias in (kernel[-1:], (1,), ())
+        ),
+        x=x,
+        kernel=kernel,
+        bias=() if bias is None else bias,
+    )
+    axes = jnp.ndim(kernel) - 2
+    by_axis: dict[str, Sequence[Any] | None] = {"strides": strides, "dilation": dilation}
+    if isinstance(padding, str):
+        if padding not in ("SAME", "SAME_LOWER", "VALID"):
+            raise ValueError(
+                f'conv takes "SAME", "VALID" or pairs of integers as `padding`; found {padding!r}.'
+            )
+    else:
+        by_axis["padding"] = padding
+    for name, given in by_axis.items():
+        if given is not None and len(given) != axes:
+            raise ValueError(f"conv takes {axes} `{name}`, one for each axis of space; found {given!r}.")
     params: dict[str, Any] = {
         "strides": None if strides is None else tuple(strides),
         "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ..primitive import ETPPrimitive, register_primitive, vjp_of, zeros_like_output, zeros_like_weights
 
 
@@ -63,6 +65,15 @@ for _p in (etp_mm_p, etp_mv_p):
     )
 
 
+def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
+    """Raises an error unless the shapes of the operands fit each other."""
+    shapes = {key: np.shape(x) for key, x in operands.items()}
+    if not fit(**shapes):
+        found = ", ".join(f"`{key}` of shape {shape}" for key, shape in shapes.items())
+        raise ValueError(f"{name} takes {expected}; found {found}.")
+
+
+@checked
 def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
     """`x @ w + bias`, with `w` and `bias` trained online.
 
@@ -74,5 +85,13 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
     **Returns:** `(..., out)`.
     """
+    check_shapes(
+        "matmul",
+        "`x` of shape (..., in), `w` of shape (in, out) and `bias` of shape (out,)",
+        lambda x, w, bias: len(w) == 2 and x[-1:] == w[:1] and bias in (w[1:], (1,), ()),
+        x=x,
+        w=w,
+        bias=() if bias is None else bias,
+    )
     primitive = etp_mv_p if jnp.ndim(x) == 1 else etp_mm_p
     return primitive(x, w) if bias is None else primitive(x, w, bias, has_bias=True)

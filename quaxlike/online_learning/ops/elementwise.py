@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ..primitive import register_primitive, zeros_like_output
 
 
@@ -31,6 +32,7 @@ etp_elemwise_p.register_etp_rules(
 )
 
 
+@checked
 def elementwise(w: ArrayLike) -> jax.Array:
     """`w` itself, trained online; for weights that meet the state element by element.
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ..primitive import register_primitive, zeros_like_output, zeros_like_weights
-from .dense import onto_batched, scale_columns
+from .dense import check_shapes, onto_batched, scale_columns
 
 
 def _look_up(indices: Any, table: Any) -> jax.Array:
@@ -39,6 +40,7 @@ etp_emb_p.register_etp_rules(
 )
 
 
+@checked
 def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
     """`table[indices]`, with `table` trained online.
 
@@ -51,4 +53,9 @@ def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
 
     **Returns:** `(..., features)`.
     """
+    if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
+        raise TypeError(f"embedding takes integers as `indices`; found {jnp.result_type(indices)}.")
+    check_shapes(
+        "embedding", "a `table` of shape (vocabulary, features)", lambda table: len(table) == 2, table=table
+    )
     return etp_emb_p(indices, table)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ..primitive import register_primitive, vjp_of, zeros_like_output
-from .dense import onto_batched, scale_columns
+from .dense import check_shapes, onto_batched, scale_columns
 
 
 def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
@@ -64,6 +65,7 @@ for _p in (etp_lora_mm_p, etp_lora_mv_p):
     )
 
 
+@checked
 def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0) -> jax.Array:
     """`scale * x @ b @ a`, with `b` and `a` trained online.
 
@@ -76,5 +78,13 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
 
     **Returns:** `(..., out)`.
     """
+    check_shapes(
+        "lora_matmul",
+        "`x` of shape (..., in), `b` of shape (in, rank) and `a` of shape (rank, out)",
+        lambda x, b, a: len(b) == len(a) == 2 and x[-1:] == b[:1] and b[1] == a[0],
+        x=x,
+        b=b,
+        a=a,
+    )
     primitive = etp_lora_mv_p if jnp.ndim(x) == 1 else etp_lora_mm_p
     return primitive(x, b, a, scale=scale)

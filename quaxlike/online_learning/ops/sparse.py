@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ..primitive import register_primitive, vjp_of, zeros_like_output, zeros_like_weights
-from .dense import onto_batched
+from .dense import check_shapes, onto_batched
 
 _Indices = Sequence[int] | np.ndarray | jax.Array
 
@@ -26,7 +27,10 @@ class SparsePattern:
     **Raises:** `ValueError` for entries outside of the shape.
     """
 
+    @checked
     def __init__(self, rows: _Indices, columns: _Indices, shape: tuple[int, int]) -> None:
+        if isinstance(rows, str) or isinstance(columns, str):
+            raise TypeError(f"rows and columns of a SparsePattern are integers; found {rows!r}, {columns!r}")
         self.rows, self.columns = (np.array(i, dtype=np.int32) for i in (rows, columns))
         self.shape = tuple(shape)
         if self.rows.ndim != 1 or self.rows.shape != self.columns.shape:
@@ -84,6 +88,7 @@ for _p in (etp_sp_mm_p, etp_sp_mv_p):
     )
 
 
+@checked
 def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.Array:
     """`x @ w` for a sparse w, with its entries trained online.
 
@@ -95,5 +100,12 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
 
     **Returns:** `(..., out)`.
     """
+    check_shapes(
+        f"sparse_matmul by a pattern of {pattern!r}",
+        "`x` of shape (..., in) and `data` of shape (entries,)",
+        lambda x, data: x[-1:] == pattern.shape[:1] and data in (pattern.rows.shape, ()),
+        x=x,
+        data=data,
+    )
     primitive = etp_sp_mv_p if jnp.ndim(x) == 1 else etp_sp_mm_p
     return primitive(x, data, pattern=pattern)

@@ -1,0 +1,90 @@
+"""Runs of `python -m quaxlike.finetune --merge=dense`, which are killed, and go on until they end."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from quaxlike.finetune.__main__ import main
+from tests.finetune.test_finetune import LINES, checkpoint, write
+
+_TIMED = "metrics.jsonl"  # holds the time of each step
+
+
+def _run(folder: Path, output: Path) -> None:
+    """The process that is killed. It compiles nothing that an earlier one compiled."""
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        raise SystemExit(main(_options(folder, output)))
+
+
+def _options(folder: Path, output: Path) -> list[str]:
+    return [
+        f"--model={folder / 'model'}", f"--data={folder / 'data.jsonl'}", f"--output={output}", "--rank=4",
+        "--batch-size=8", "--held-out=0.2", "--steps=12", "--checkpoint-every=2", "--merge=dense",
+    ]  # fmt: skip
+
+
+def kills_of_runs(count: int, seed: int = 0) -> list[str]:
+    """Kills runs so many times in all; what is wrong with what they leave.
+
+    A run goes on after each kill, and must end with the files of one that was not killed, to the byte.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.kills.runs"])  # so that each process need not import JAX
+    draw, problems, killed = random.Random(seed), list[str](), 0
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent)
+        checkpoint(folder / "model", "llama", eos_token_id=3)
+        write(folder / "data.jsonl", LINES["text"])
+
+        def started(output: Path) -> Any:
+            child = context.Process(target=_run, args=(folder, output), daemon=True)
+            child.start()
+            return child
+
+        whole, output = folder / "whole", folder / "output"
+        for _ in range(2):  # the second has nothing to compile
+            shutil.rmtree(whole, ignore_errors=True)
+            start = time.monotonic()
+            started(whole).join()
+            seconds = time.monotonic() - start
+        expected = _files(whole)
+        while killed < count:
+            shutil.rmtree(output, ignore_errors=True)
+            while True:
+                child = started(output)
+                # The end is short, and there is most to be written.
+                child.join(draw.triangular(0, 1.3 * seconds, seconds) if killed < count else None)
+                if child.exitcode is not None:
+                    break
+                os.kill(child.pid, signal.SIGKILL)
+                child.join()
+                killed += 1
+                found = _files(output)
+                models = [x for x in found if x.endswith("model.safetensors")]
+                torn = [x for x in models if found[x] != expected[x]]
+                problems += [f"finetune, kill {killed}: {torn} is not what a whole run writes"] * bool(torn)
+            if child.exitcode:
+                problems.append(f"finetune, after kill {killed}: ended with status {child.exitcode}")
+            found = _files(output)
+            differing = sorted(x for x in found.keys() | expected.keys() if found.get(x) != expected.get(x))
+            if differing != [_TIMED]:
+                problems.append(
+                    f"finetune, after kill {killed}: {differing} differ from those of a whole run"
+                )
+    return problems
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
