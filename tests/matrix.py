@@ -44,58 +44,86 @@ def lowest() -> list[str]:
     return [f"{name}=={bound}" for name, bound in re.findall(r'"([\w-]+)>=([\d.]+)"', block)]
 
 
-def run_pair(python: str, pins: list[str], pre: bool, tests: list[str]) -> tuple[str, str]:
-    """The versions of Python and JAX, and what became of the tests."""
+def run_pair(python: str, pins: list[str], pre: bool, tests: list[str], minutes: float) -> tuple[str, str]:
+    """The versions of Python and JAX, and what became of the tests. Environments share the cache of pip."""
     with tempfile.TemporaryDirectory() as folder:
         own = str(Path(folder, "bin", "python"))
-        subprocess.run([python, "-m", "venv", folder], check=True)
-        install = [
-            own,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            *(["--pre"] if pre else []),
-            "-e",
-            ".[test]",
-            *pins,
-        ]
-        installed = subprocess.run(install, cwd=_ROOT, capture_output=True, text=True)
-        if installed.returncode:
-            return "", f"not installed: {installed.stderr.strip().splitlines()[-1][:60]}"
+        _output([python, "-m", "venv", folder], minutes)
+        pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _output([*pip, *(["--pre"] if pre else []), "-e", ".[test]", *pins], minutes)
         code = "import jax, equinox; print(f'JAX {jax.__version__}, Equinox {equinox.__version__}')"
-        versions = subprocess.run([own, "-c", code], capture_output=True, text=True).stdout.strip()
-        ran = subprocess.run([own, "-m", "pytest", "-q", *tests], cwd=_ROOT, capture_output=True, text=True)
-        print(ran.stdout if ran.returncode else "", end="", flush=True)
-        return versions, ran.stdout.strip().splitlines()[-1].strip("= ")
+        versions = _output([own, "-c", code], minutes).strip()
+        ran = _run([own, "-m", "pytest", "-q", *tests], minutes)
+        print(ran.stdout + ran.stderr if ran.returncode else "", end="", flush=True)
+        told = (ran.stdout.strip() or ran.stderr.strip() or "nothing was told").splitlines()[-1].strip("= ")
+        return versions, told if ran.returncode == 0 else f"FAILED ({ran.returncode}): {told}"
+
+
+def _run(command: list[str], minutes: float) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=60 * minutes)
+
+
+def _output(command: list[str], minutes: float) -> str:
+    """What a command prints.
+
+    **Raises:** `CalledProcessError` if it fails.
+    """
+    ran = _run(command, minutes)
+    if ran.returncode:
+        raise subprocess.CalledProcessError(ran.returncode, command[1:4], ran.stdout, ran.stderr)
+    return ran.stdout
+
+
+def _row(
+    version: str, pins: list[str], pre: bool, tests: list[str], minutes: float
+) -> tuple[str, str, str, str, float]:
+    """A row of the table; a row that fails is told, and the next one comes."""
+    start, python, versions = time.monotonic(), find_python(version), ""
+    if python is None:
+        told = "no such Python here"
+    else:
+        try:
+            versions, told = run_pair(python, pins, pre, tests, minutes)
+        except subprocess.TimeoutExpired:
+            told = f"FAILED: took more than {minutes:g} minutes"
+        except subprocess.CalledProcessError as error:
+            last = (error.stderr.strip() or error.stdout.strip() or "nothing was told").splitlines()[-1]
+            told = f"FAILED: {' '.join(error.cmd)}: {last[:100]}"
+        except OSError as error:
+            told = f"FAILED: {error}"
+    return version, " ".join(pins), versions, told, time.monotonic() - start
+
+
+def _line(version: str, pins: str, versions: str, told: str, seconds: float) -> str:
+    return f"{version:5} {pins[:40]:40} {versions:32} {seconds:6.0f} s  {told}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
     parser.add_argument("--python", nargs="+", help="these versions alone, such as 3.11")
+    parser.add_argument("--jax", nargs="+", help="these releases alone, such as 0.11")
     parser.add_argument("--lowest", action="store_true", help="the lower bounds of pyproject.toml alone")
     parser.add_argument("--pre", action="store_true", help="the newest pre-release of JAX alone")
-    parser.add_argument("tests", nargs="*", help="what pytest is given; default: all quick tests")
+    parser.add_argument("--minutes", type=float, default=120.0, help="that a row may take (default: 120)")
+    parser.add_argument("tests", nargs="*", help="what pytest is given, after --; default: all quick tests")
     arguments = parser.parse_args()
     pairs = [(version, [pin]) for version, pin in PAIRS]
     if arguments.lowest:
         pairs = [("3.11", lowest())]
     if arguments.pre:
         pairs = [("3.13", ["jax", "jaxlib"])]
-    rows, failed = [], False
-    for version, pins in pairs:
-        if arguments.python and version not in arguments.python:
-            continue
-        start, python = time.monotonic(), find_python(version)
-        if python is None:
-            rows.append((version, " ".join(pins), "", "no such Python here", 0.0))
-            continue
-        versions, told = run_pair(python, pins, arguments.pre, arguments.tests)
-        failed |= not versions or "failed" in told or "error" in told or "passed" not in told
-        rows.append((version, " ".join(pins), versions, told, time.monotonic() - start))
-    for version, pins, versions, told, seconds in rows:
-        print(f"{version:5} {pins[:40]:40} {versions:32} {seconds:6.0f} s  {told}")
-    return int(failed)
+    rows = []
+    try:
+        for version, pins in pairs:
+            if arguments.python and version not in arguments.python:
+                continue
+            if arguments.jax and not any(pins[0].startswith(f"jax=={release}") for release in arguments.jax):
+                continue
+            rows.append(_row(version, pins, arguments.pre, arguments.tests, arguments.minutes))
+            print(_line(*rows[-1]), flush=True)
+    finally:  # also when it is interrupted
+        print("\n", *(_line(*row) for row in rows), sep="\n", flush=True)
+    return int(any(told.startswith("FAILED") for _, _, _, told, _ in rows))
 
 
 if __name__ == "__main__":

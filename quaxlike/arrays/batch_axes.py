@@ -15,7 +15,7 @@ _S = TypeVar("_S", bound="Stack")
 
 @runtime_checkable
 class Stack(Protocol):
-    """What the functions of this module ask of an array."""
+    """An array, as the functions of this module need it."""
 
     @property
     def num_batch(self) -> int:

@@ -148,7 +148,7 @@ def _static_fields(cls: type) -> tuple[str, ...]:
 
 
 def leaves_of(static: Any) -> list[Any]:
-    """What a static field holds. Its dictionaries may have keys that cannot be sorted."""
+    """The contents of a static field. Its dictionaries may have keys that cannot be sorted."""
     if isinstance(static, dict):
         return [leaf for part in (*static.keys(), *static.values()) for leaf in leaves_of(part)]
     if isinstance(static, list | tuple | set | frozenset):

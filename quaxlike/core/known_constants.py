@@ -100,8 +100,8 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """What each result of a primitive is filled with, from what its operands are filled with; None where
-    it is not known. Perhaps for more results than there are."""
+    """The number that each result of a primitive is filled with, from those of its operands; None where it is
+    not known. Perhaps for more results than there are."""
     if name in _MOVES:
         return numbers
     if name in _UNSET:

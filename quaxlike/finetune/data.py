@@ -230,7 +230,7 @@ def _packed(texts: Sequence[Example]) -> Example:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """What is trained on, and a share that is held out, at least one of several; the order of the file is
+    """Examples to train on, and a share that is held out, at least one of several; the order of the file is
     kept."""
     n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
     chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())

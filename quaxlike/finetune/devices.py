@@ -172,7 +172,7 @@ class Devices:
         )
 
     def from_the_leader(self, tree: _Tree) -> _Tree:
-        """What the first process has, bit for bit, in all; they call it at once."""
+        """The first process's value, bit for bit, in all processes; they call this at once."""
         if jax.process_count() == 1:
             return tree
         leaves, structure = jax.tree.flatten(tree)

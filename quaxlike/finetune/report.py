@@ -1,4 +1,4 @@
-"""What a run tells along the way: a bar, and figures for programs that draw them."""
+"""Reports of a run along the way: a bar, and figures for programs that draw them."""
 
 import json
 import struct

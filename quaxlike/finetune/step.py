@@ -91,7 +91,7 @@ class Program:
         return self._compiled[shape]
 
     def memory(self, *arguments: Any) -> Memory:
-        """What the step with these arguments takes."""
+        """The memory that the step takes with these arguments."""
         frozen, state = arguments[:2]
         analysis = self.compiled(*arguments).memory_analysis()
         activations = getattr(analysis, "temp_size_in_bytes", None)

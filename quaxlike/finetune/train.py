@@ -84,7 +84,7 @@ class Training:
         self._evaluate = jax.jit(evaluate)
 
     def memory(self, state: State) -> Memory:
-        """What a step with the longest texts takes. Its program is compiled."""
+        """The memory of a step with the longest texts, whose program is compiled."""
         longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
         batch = collate([longest] * self.settings.batch_size, self.max_length)
         return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
@@ -125,7 +125,7 @@ class Training:
         return self.task.metrics(joined, whole)
 
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:
-        """What step `i` takes beside model and state."""
+        """The arguments of step `i` beside model and state."""
         devices, keys = self._devices, self._keys(i)
         return devices.batch(batch), devices.everywhere(jnp.float32(terms)), devices.batch(keys)
 

@@ -193,7 +193,7 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Any]:
-    """What `config.json` of transformers says about a model; nothing if its architecture is not in the table.
+    """`config.json` of transformers for a model; nothing if its architecture is not in the table.
 
     **Arguments:**
 

@@ -28,7 +28,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What `tokenizer.json` says, for the vocabulary of a GGUF file.
+    """The contents of `tokenizer.json` for the vocabulary of a GGUF file.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""What a kernel must know of a product with a stored weight, beside the arrays."""
+"""The description of a product with a stored weight that a kernel needs beside the arrays."""
 
 import dataclasses
 

@@ -296,7 +296,7 @@ _progress = threading.local()
 
 
 def _refused(identity: object) -> frozenset[Used]:
-    """What the rule is just being traced for. A call of the function by its own rule does not ask the
+    """The call for which the rule is being traced. A call of the function by its own rule does not ask the
     rule for that again: it would never end."""
     return getattr(_progress, "refused", {}).get(identity, frozenset())
 

@@ -118,7 +118,7 @@ class Partitioning:
         return out
 
     def part(self, fn: Flat, spread: Mapping[str, Any], mesh: Any) -> Flat:
-        """What each device computes of `fn`, on its parts of the operands."""
+        """`fn` as each device computes it, on its parts of the operands."""
         summed = tuple(axis for name in self.sums for axis in _axes(spread.get(name)))
         if not summed:
             return fn

@@ -150,8 +150,8 @@ def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], Rule] | None:
-    """What makes the rule by which a model is divided along the axes of a mesh, by their names; None if it is
-    not."""
+    """The maker of the rule that divides a model along the axes of a mesh, by their names; None if nothing is
+    divided."""
     if set(MODEL_AXES) & set(mesh.shape):
         return tensor_parallel
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None

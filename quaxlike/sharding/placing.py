@@ -56,7 +56,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 @checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """What `shard` would give, with a `jax.ShapeDtypeStruct` of shape, dtype and sharding for each array.
+    """The result of `shard`, with a `jax.ShapeDtypeStruct` of shape, dtype and sharding for each array.
 
     Libraries for checkpoints, such as Orbax, read arrays straight to where these say: on a mesh of another
     shape than that of the devices that wrote them, on one device, or by another number of processes.

@@ -1,4 +1,4 @@
-"""What classes of layers, and names of arrays, say about the axes of weights.
+"""Conventions of classes of layers, and of names of arrays, about the axes of weights.
 
 Classes are known by their names and the package that they are from: none of these packages is imported.
 """
@@ -110,7 +110,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """What the layer that holds a weight says about it; "not known" if its class is none of these."""
+    """The layout that the layer of a weight implies; "not known" if its class is none of these."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -145,7 +145,7 @@ _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
 
 
 def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
-    """What the name of an array of two or more axes says about it, with the shape of the bias beside it.
+    """The layout that the name of an array of two or more axes implies, with the shape of the bias beside it.
 
     `shapes` are those of the other arrays of the model."""
     *above, field = re.split(r"[./]", name)

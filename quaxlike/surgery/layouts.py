@@ -114,7 +114,7 @@ def _found(name: str, leaf: Any, owner: Any, arrays: Mapping[str, Any]) -> Layou
 
 
 def _checked(name: str, leaf: Any, layout: LayoutLike, arrays: Mapping[str, Any]) -> Layout | None:
-    """What the user says, if it can be so."""
+    """The user's own layout, if it is possible."""
     if layout is None:
         return None
     layout = Layout.parse(layout) if isinstance(layout, str) else layout

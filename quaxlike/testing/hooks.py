@@ -26,7 +26,7 @@ HOOKS: dict[str, Callable[["Subject"], bool]] = {}
 
 
 class Wrong(Exception):
-    """What a hook says is not so."""
+    """A promise of a hook that is not kept."""
 
 
 @dataclasses.dataclass
@@ -109,7 +109,7 @@ def _statics(s: Subject) -> bool:
 
 
 def _parts(static: Any, depth: int = 3) -> list[Any]:
-    """What a static field holds, inside of objects too."""
+    """The contents of a static field, inside of objects too."""
     found: list[Any] = []
     for leaf in leaves_of(static):
         inside = vars(leaf) if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type) else {}

@@ -47,7 +47,7 @@ _MOST = 24  # programs compiled as one
 
 
 def run_all(table: Mapping[str, Program], on: Callable[[str, Program, Any], Any], value: Any) -> Results:
-    """What `on(mode, program, value)` gives for each program and mode; the modes but "eager" compiled."""
+    """The results of `on(mode, program, value)` for each program and mode; the modes but "eager" compiled."""
     found: Results = {}
     for name, program in table.items():
         if "eager" in program.modes:

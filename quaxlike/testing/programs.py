@@ -52,7 +52,7 @@ def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
 
 
 def steps(x: Any) -> jax.Array:
-    """What loops run over, in the dtype of an array."""
+    """The numbers that loops run over, in the dtype of an array."""
     return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 

@@ -64,7 +64,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """What is found under the name of a class."""
+    """The object under the name of a class."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)

@@ -19,7 +19,7 @@ class Check:
     """The first hook or rule that is wrong, if something failed: a hook by its name, a rule with the file and
     the line of it."""
     message: str = ""
-    """What it did, and what was expected."""
+    """Its result, and the expected one."""
     dense_at: str = ""
     """The first primitive for which the value was materialised."""
 
@@ -29,7 +29,7 @@ class Check:
 
 
 class TypeReport:
-    """What [`quaxlike.testing.check_type`][] found. Prints as a table."""
+    """The findings of [`quaxlike.testing.check_type`][]. Prints as a table."""
 
     def __init__(self, subject: str, checks: Sequence[Check], never_met: Sequence[str]) -> None:
         self.subject = subject

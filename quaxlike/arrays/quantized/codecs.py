@@ -67,7 +67,7 @@ class Codec:
     flat: bool = False
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
-        """What codes of 8 bits stand for."""
+        """The numbers that codes of 8 bits stand for."""
         if self.codes == "signed":
             return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         if self.codes == "integer":
@@ -78,7 +78,7 @@ class Codec:
         return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
 
     def all_values(self) -> Float32[np.ndarray, " codes"]:
-        """What codes 0, 1, … stand for."""
+        """The numbers that codes 0, 1, … stand for."""
         codes = np.arange(2**self.bits, dtype=np.uint8)
         if self.codes == "integer":
             return codes.astype(np.float32) - self.bias
@@ -215,7 +215,7 @@ class Codec:
         return scale.astype(jnp.float32)
 
     def _shrunk(self, scale: Array) -> Array | None:
-        """What is left of scales below the least normal number, 2**-126, which stands in for them: devices
+        """The remainder of scales below the least normal number, 2**-126, which stands in for them: devices
         take such numbers for zero, though their multiples are none."""
         if self.scales not in _E8M0:
             return None

@@ -1,4 +1,4 @@
-"""What the codes of a quantised matrix may stand for, with its scales as they are."""
+"""The numbers that codes of a quantised matrix may stand for, with its scales as they are."""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeVar

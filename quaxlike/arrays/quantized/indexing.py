@@ -141,7 +141,7 @@ def _of_stored(
 
 
 def _nan_of(dtype: Any) -> Any:
-    """What a leaf of this dtype holds where there is no value: all bits set is NaN in eight bits, too."""
+    """The content of a leaf of this dtype where there is no value: all bits set is NaN in eight bits, too."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return np.nan
     return 255 if dtype == np.uint8 else 0

@@ -190,7 +190,7 @@ def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
 
 
 def _of_tied_head(model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
-    """What PEFT has for an output layer that is the embedding: its change once more."""
+    """The entries of PEFT for an output layer that is the embedding: its change once more."""
     if getattr(model, "untied", None) is None or any(name.startswith("lm_head") for name in tensors):
         return {}
     if getattr(model, "lm_head", None) is not None:

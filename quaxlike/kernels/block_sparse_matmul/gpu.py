@@ -148,7 +148,7 @@ def sampled(
 
 
 class _Place(NamedTuple):
-    """What a block of threads computes: both operands' tiles at each step, and where the result goes."""
+    """The work of a block of threads: both operands' tiles at each step, and where the result goes."""
 
     left_at: Callable[[Any], tuple[Any, Any]]
     right_at: Callable[[Any], tuple[Any, Any]]

@@ -92,7 +92,7 @@ class Numbers:
             lanes.when(thread + i < 256, functools.partial(self.shared.store, at + TABLE_BYTES, value))
 
     def copies(self, index: Reg) -> list[tuple[Memory, Reg, int]]:
-        """What a thread copies for the number of this index: arrays, offsets, and how many bytes."""
+        """The copies of a thread for the number of this index: arrays, offsets, and how many bytes."""
         at = index * self.size
         out = [(self.memory, at if self.size == 4 else at // 4 * 4, 4)]
         return out if self.kind != "nested" else [*out, (self.absmax, index // 256 * 4, 4)]

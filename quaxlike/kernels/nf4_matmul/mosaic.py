@@ -281,7 +281,7 @@ class _Warp:
         return row * self.p.product.row_blocks + column // self.p.product.block_size
 
     def _copies(self, step: Reg) -> list[tuple[Memory, Reg, int, Reg]]:
-        """What the thread copies for a step: arrays, offsets, how many bytes, and whether they are there."""
+        """Copies of the thread for a step: arrays, offsets, how many bytes, and whether they are there."""
         p, out = self.p.product, []
         for i in range(self.tiling.unroll):
             part, present = self._part(step, i)
@@ -314,7 +314,7 @@ class _Warp:
         lanes.commit_copies()
 
     def held(self, step: Reg) -> list[list[Reg]]:
-        """What was copied for a step."""
+        """The numbers that were copied for a step."""
         sizes = self._sizes()
         return [
             self.shared.load(slot, "u32", size // 4)

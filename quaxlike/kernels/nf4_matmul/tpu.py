@@ -142,7 +142,7 @@ class _Weight(NamedTuple):
             yield at, [v.astype(dtype) for v in values]
 
     def _values(self, table: Any, codes: Array) -> Array:
-        """What codes stand for, in float32."""
+        """The numbers that codes stand for, in float32."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
         spread = lambda lanes: jnp.broadcast_to(table[:, lanes], codes.shape)
