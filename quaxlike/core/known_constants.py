@@ -49,7 +49,7 @@ _CODE = {
     **dict.fromkeys(["checkpoint", "jit", "pjit", "remat", "remat2"], "jaxpr"),
     **dict.fromkeys(["closed_call", "custom_jvp_call", "custom_vjp_call"], "call_jaxpr"),
 }
-# What holds no number yet.
+# Uninitialised buffers.
 _UNSET = frozenset(["empty", "empty2"])
 # What returns nothing: the callback of `eqx.error_if`, which raises, has a result all the same.
 _RAISING = "equinox._errors"

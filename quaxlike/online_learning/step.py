@@ -62,9 +62,9 @@ class Step:
     ) -> tuple[list[Any], list[Any]]:
         """The next state and the output, with what is not in the traces for derivatives.
 
-        By a shift of a next state: what it does to the output, directly and through ops, but not what it
-        does to other states otherwise, since the traces of those know. By parameters: all but what weights
-        that are traced do to the state by their own op.
+        Derivatives with respect to a shift of a next state: its effect on the output, directly and through
+        ops, without its effect on other states, which is in the traces. Derivatives with respect to
+        parameters: all but the effect of traced weights on the state by their own op.
         """
         # Two worlds side by side, equal in value. In `seen`, which the output and the inputs of ops are
         # computed in, states are shifted and weights are live. In `inner`, where states come from, states

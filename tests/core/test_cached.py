@@ -102,10 +102,12 @@ def test_without_jit_the_rule_is_asked():
     assert CALLS == ["dot_general"] * 2
 
 
-@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.vmap(f, in_axes=(None, 0)), jax.hessian])
-def test_under_transforms(transform: Any):
-    w, x = _scaled(), jnp.arange(6.0).reshape(2, 3)
-    x = x if "vmap" in str(transform.__code__.co_names) else x[0]
+@pytest.mark.parametrize(
+    ("transform", "shape"),
+    [(jax.grad, (3,)), (lambda f: jax.vmap(f, in_axes=(None, 0)), (2, 3)), (jax.hessian, (3,))],
+)
+def test_under_transforms(transform: Any, shape: tuple[int, ...]):
+    w, x = _scaled(), jnp.linspace(0.0, 2.0, np.prod(shape)).reshape(shape)
     quaxified = ql.quaxify(lambda w, x: jnp.sum(_layers([w, w], x)))
     f = lambda array, x: quaxified(Scaled(array, w.scale), x)
     g = lambda array, x: jnp.sum(_layers([array * w.scale] * 2, x))

@@ -127,9 +127,8 @@ def test_repeated_eager_control_flow_is_traced_once():
     def f(x):
         return lax.scan(body, x, length=3)[0]
 
-    hits = ql.on_materialise("error")
     x = strict(jnp.ones(2))
-    with hits:
+    with ql.on_materialise("error"):
         f(x)
         n = len(subjaxpr.memo)
         f(x)

@@ -59,7 +59,7 @@ def test_an_unknown_backend():
         pass
 
 
-def test_a_backend_that_was_asked_for_in_vain_is_told(recwarn):
+def test_a_backend_that_was_asked_for_in_vain_is_told():
     with (
         kernels.backend("tpu"),
         pytest.warns(kernels.KernelFallbackWarning, match="nf4_matmul runs"),

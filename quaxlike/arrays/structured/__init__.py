@@ -1,4 +1,4 @@
-"""Matrices that are known by less than their elements.
+"""Structured matrices: diagonal, tridiagonal, Kronecker product, low-rank update.
 
 A product, a linear system or a determinant costs what the structure asks for: `jnp.linalg.solve`,
 `jnp.linalg.inv`, `jnp.linalg.slogdet` and `jnp.linalg.det` reach it under `quaxify`.

@@ -134,7 +134,7 @@ def _fraction(power: Any) -> Fraction:
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# While it is looked into which of a loop's placeholders have units: goes with any unit, and takes it.
+# A wildcard, used while the units of a loop's placeholders are inferred: goes with any unit, and takes it.
 UNKNOWN = _unit("unknown")
 # Of derivatives by the numbers inside of a Unitful, which have no unit: goes with any unit, and stays.
 ANY = _unit("any")

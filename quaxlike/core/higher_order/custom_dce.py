@@ -23,7 +23,7 @@ def _custom_dce(
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what=what)
-    # The rule is asked when the traces of now have ended, and must not keep them.
+    # The rule runs after the current traces end, so it must not capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     @functools.cache

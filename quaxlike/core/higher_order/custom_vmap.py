@@ -29,7 +29,7 @@ def _custom_vmap(
     rule, in_tree, out_tree = params["rule"], params["in_tree"], params["out_tree"]
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, call, slots, what=what)
-    # The rule is asked when the traces of now may have ended, and must not keep them.
+    # The rule may run after the current traces end, so it must not capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     def rule_on_leaves(axis_size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:

@@ -1,4 +1,4 @@
-"""Primitives whose code is written for arrays of bytes: an error that names the code, not a wrong result."""
+"""Clear errors for primitives that need plain arrays."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

@@ -60,7 +60,7 @@ class _Plan:
             flags = (named, compat.has_context(eqn), takes_functions)
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
-        # Most functions of jax.numpy are one equation on their operands, which then takes no list of places.
+        # Fast path: most functions of jax.numpy are one equation on their own operands.
         alone = [s for s in self.steps if (s.inputs, s.outputs) == (self.invars, self.outvars)]
         self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
