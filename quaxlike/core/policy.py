@@ -166,8 +166,12 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
     try:
         return [materialise(v) for v in values]
     except Exception as error:
-        error.add_note(f"Raised when it had to be materialised, by\n{loss.message}")
+        if not any(note.startswith(_WHEN) for note in getattr(error, "__notes__", ())):  # deeper down
+            error.add_note(f"{_WHEN}\n{loss.message}")
         raise
+
+
+_WHEN = "Raised when it had to be materialised, by"
 
 
 def _strictest(values: Sequence[Value]) -> Mode:

@@ -13,7 +13,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from . import compat, recording
+from . import compat, recording, values
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
@@ -154,8 +154,10 @@ def quaxify(
     return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
 
 
-# Methods of a type that are called for its Values, which may call what calls them.
+# Methods of a type that are called for its Values, which may call what calls them; the core's functions by
+# these names call them.
 _HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
+_CALLERS = values.__file__
 
 
 def _endless(error: RecursionError) -> str | None:
@@ -173,7 +175,7 @@ def _endless(error: RecursionError) -> str | None:
             f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
             "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
         )
-    hooks = [code for code in often if code.co_name in _HOOKS]
+    hooks = [code for code in often if code.co_name in _HOOKS and code.co_filename != _CALLERS]
     if not hooks:
         return None
     hook = max(hooks, key=lambda code: often[code])
