@@ -8,10 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from ..primitives.partitioning import is_spread
 
 # Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: work enough for
 # each step to be shared between cores, and fewer passes over activations and accumulator.
@@ -54,6 +57,8 @@ def contract_rows(
     tiles, rows = _tiling(x.shape[0], n, k)
     widths = [len(range(i, k, stride)) for i in range(stride)]
     acc = [jnp.zeros_like(x, shape=(x.shape[0], width)) for width in widths]
+    if is_spread((x,)):  # over explicit axes of a mesh: rows stay where they are
+        acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]
     acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
     if tiles * rows < n:
         acc = add(acc, tiles * rows, n - tiles * rows)

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..sharding.experts import sum_over_experts
+from ..sharding.explicit import whole_rows
 from .families import DecoderConfig
 from .layers import Hidden, Part, each, linears
 
@@ -117,10 +118,8 @@ def route(
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
     """The experts of each token and their shares.
 
-    Shares that are made to add up to one are the softmax of the chosen logits alone: the gradient of an
-    expert that no token chose is then zero, and no rounding of which Adam would make a whole step.
+    Where they shall add up to one, the softmax is of the chosen logits alone, and others have no gradient.
     """
-    softmax = lambda x: jax.nn.softmax(x, axis=-1)
-    scores, overall = logits.astype(jnp.float32), not config.norm_topk_prob
-    share, chosen = lax.top_k(softmax(scores) if overall else scores, config.num_experts_per_tok)
-    return chosen, (share if overall else softmax(share)).astype(logits.dtype)
+    scores, overall = whole_rows(logits).astype(jnp.float32), not config.norm_topk_prob
+    share, chosen = lax.top_k(jax.nn.softmax(scores) if overall else scores, config.num_experts_per_tok)
+    return chosen, (share if overall else jax.nn.softmax(share)).astype(logits.dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..sharding.explicit import rows_of
 from .families import FAMILIES, DecoderConfig
 
 Ids = Int[Array, " tokens"]
@@ -85,4 +86,4 @@ def norm(config: DecoderConfig, size: int) -> Any:
 
 def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:
     """A layer of one token, applied to each of them."""
-    return jax.vmap(layer)(x)
+    return rows_of(layer, x) if isinstance(layer, eqx.nn.Embedding) else jax.vmap(layer)(x)

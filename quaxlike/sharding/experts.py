@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from ..core.quaxify import quaxify
 from ..kernels.multilinear import varying_zeros
+from .explicit import divided_along
 from .meshes import expert_axis, mesh_of
 
 _Experts = TypeVar("_Experts")
@@ -36,7 +38,11 @@ def sum_over_experts(
     """
     mesh = mesh_of((experts, x))
     axis = None if mesh is None else expert_axis(mesh, count)
-    if axis is None:
+    stacks, numbers = experts, jnp.arange(count)
+    if mesh is not None and axis is not None and axis in mesh.explicit_axes:
+        stacks = divided_along(axis, experts)
+        numbers = jax.sharding.reshard(numbers, jax.NamedSharding(mesh, jax.P(axis)))
+    if axis is None or stacks is None:
         return _sum(one, experts, x, chosen, share, count)
 
     def of_device(own: Any, numbers: Array, x: Array, chosen: Array, share: Array) -> Array:
@@ -47,8 +53,8 @@ def sum_over_experts(
 
     whole, cut = jax.P(), jax.P(axis)
     specs = (cut, cut, whole, whole, whole)
-    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=whole, axis_names={axis})
-    return mapped(experts, jnp.arange(count), x, chosen, share)
+    mapped = jax.shard_map(quaxify(of_device), mesh=mesh, in_specs=specs, out_specs=whole, axis_names={axis})
+    return mapped(stacks, numbers, x, chosen, share)
 
 
 def _sum(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.sharding import fsdp, shard, tensor_parallel
+from quaxlike.models import Decoder, DecoderConfig
+from quaxlike.sharding import constrain, fsdp, shard, tensor_parallel
 from tests.samples import normal
 from tests.sharding.test_communication import exchanged
 
@@ -116,3 +117,58 @@ def test_eagerly_and_on_another_mesh():
             x = jax.device_put(X, jax.P("data"))
             y = ql.quaxify(lambda m, x: _run(m, x, out_sharding=jax.P("data", None)))(model, x)
         _agree(y, expected)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "vocab_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+_EXPERTS = _LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", ["tensor parallel", "fully sharded", "tensor parallel experts", "fully sharded experts"]
+)
+def test_a_decoder(layout: str):
+    """The gradient that a fine-tuning run takes, of which nothing is left to the compiler to divide."""
+    config = DecoderConfig.from_json(_EXPERTS if "experts" in layout else _LLAMA)
+    model = _adapted(ql.quantize(Decoder(config, key=KEY), "nf4", block_size=32))
+    ids: Any = np.random.default_rng(0).integers(0, 32, (4, 6)).astype(np.int32)
+
+    def step(model: Any, ids: Any, used: Any = _as_it_is, told: Any = _as_it_is) -> Any:
+        params, rest = eqx.partition(model, ql.trainable(model))
+        frozen, static = eqx.partition(rest, eqx.is_array)
+
+        def loss(params: Any, frozen: Any, ids: Any) -> Any:
+            model = used(eqx.combine(params, frozen, static))
+            logits = ql.quaxify(lambda m, ids: jax.vmap(m)(ids, jnp.ones_like(ids, bool)))(model, ids)
+            scores = told(jax.nn.log_softmax(logits))[:, :-1]
+            return -jnp.mean(jnp.take_along_axis(scores, ids[:, 1:, None], -1))
+
+        with ql.on_materialise("error"):
+            return jax.jit(jax.value_and_grad(loss))(params, frozen, ids)
+
+    with jax.set_mesh(MESH):
+        if layout.startswith("tensor parallel"):  # the output layer divides the vocabulary
+            rule, rows = tensor_parallel(model, MESH), jax.P("data")
+            options = {"told": lambda scores: constrain(scores, MESH, rows)}
+        else:
+            rule, rows = fsdp(MESH), jax.P(("data", "model"))
+            options = {"used": lambda model: constrain(model, MESH, None)}
+        placed = shard(model, MESH, rule)
+        found = step(placed, jax.device_put(ids, rows), **options)
+    for gradient, x in zip(
+        jax.tree.leaves(found[1]),
+        jax.tree.leaves(eqx.filter(placed, ql.trainable(placed))),
+        strict=True,
+    ):
+        assert gradient.sharding == x.sharding
+    _agree(found, step(model, ids))
