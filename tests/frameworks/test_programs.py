@@ -48,19 +48,6 @@ def in_recurrent_cells():
     return net.init(KEY, X[None]), lambda variables, x: net.apply(variables, jnp.stack([x, jnp.cos(x)]))
 
 
-class _Convolutions(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Conv(32, (3,), strides=2)(nn.gelu(nn.Conv(32, (3,))(x)))
-
-
-def in_convolutions():
-    net = _Convolutions()
-    return net.init(KEY, X[None]), lambda variables, x: net.apply(
-        variables, jnp.stack([x, jnp.cos(x), x * x])
-    )
-
-
 def in_nnx():
     graph, state = nnx.split(
         nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.LayerNorm(32, rngs=nnx.Rngs(1)))
@@ -128,7 +115,6 @@ PROGRAMS = {
     "Linen": in_linen,
     "Linen, WeightNorm": with_normalised_weights,
     "Linen, OptimizedLSTMCell": in_recurrent_cells,
-    "Linen, Conv": in_convolutions,
     "Haiku": in_haiku,
     "NNX": in_nnx,
     "diffrax": in_diffrax,
