@@ -55,7 +55,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("train_base", [False, True])
+@pytest.mark.parametrize("train_base", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_differentiates_as_the_dense_array(train_base, x64):
     adapted = {}
 

@@ -12,7 +12,7 @@ from quaxlike.kernels import bits as bitstream
 from tests.samples import normal
 
 #: One for each way in which codes, scales and zeros are stored; the others differ in numbers.
-_QUICK = ("uint4_block", "int3_block", "q2_k", "nvfp4")
+_QUICK = ("int3_block", "q2_k")
 
 
 def _ordered(k=0):
@@ -132,7 +132,10 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("codec", ["q4_k", "mxfp4", "Int8Array", "columns out of order"])
+_UNLIKE = ("mxfp4", "Int8Array", "columns out of order")
+
+
+@pytest.mark.parametrize("codec", ["q4_k", *(pytest.param(name, marks=pytest.mark.slow) for name in _UNLIKE)])
 def test_masks_and_norms(codec):
     w, v = MAKE[codec](), jnp.asarray(normal(4, 32, seed=3))
     run = lambda w, v: {name: program(w, v) for name, program in DENSE.items()}

@@ -18,6 +18,7 @@ WEIGHTS = {
     "two levels": lambda: ql.BlockArray.quantize(_X, codec="nvfp4"),
     "three bits": lambda: ql.BlockArray.quantize(_X, codec="int3_block", block_size=32),
 }
+_QUICK = ("rows of blocks", "two levels")
 PROGRAMS = {
     "squares": lambda w, r: jnp.sum(w**2),
     "itself": lambda w, r: jnp.sum(w * w),
@@ -28,7 +29,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in WEIGHTS],
+)
 def test_penalties_and_sums_are_taken_of_codes(name):
     w, r = WEIGHTS[name](), jnp.asarray(normal(6, 1, seed=1))
     programs = dict(PROGRAMS)
