@@ -132,7 +132,10 @@ GENERAL = {
         *(f"tests/arrays/test_{name}.py" for name in ("bounds", "annotated", "pairs", "every_pair")),
         "tests/conformance/test_weights.py",
     ],
-    "core": ["tests/core", "tests/conformance/test_strict.py", "tests/primitives", "tests/test_programs.py"],
+    "core": [
+        *("tests/core", "tests/conformance/test_strict.py", "tests/primitives", "tests/test_programs.py"),
+        "tests/sharding/test_explicit.py",
+    ],
     "surgery": ["tests/surgery"],
 }
 
