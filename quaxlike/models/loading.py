@@ -135,6 +135,10 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
     config = read_json_file(Pair(source).config_path(), "the configuration")
     model = model.unstacked() if hasattr(model, "unstacked") else model
     arrays, names = named_arrays(model), list(open_checkpoint(source))
+    if not arrays:
+        raise TypeError(
+            f"models.save takes a model as models.load gives it; found {model!r}, without arrays."
+        )
     if "lm_head.weight" in arrays and "lm_head.weight" not in names:
         names.append("lm_head.weight")
         config["tie_word_embeddings"] = False
