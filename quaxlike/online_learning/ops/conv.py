@@ -127,7 +127,7 @@ def conv(
         ),
         x=x,
         kernel=kernel,
-        bias=() if bias is None else bias,
+        bias=bias,
     )
     axes = jnp.ndim(kernel) - 2
     by_axis: dict[str, Sequence[Any] | None] = {"strides": strides, "dilation": dilation}

@@ -66,10 +66,11 @@ for _p in (etp_mm_p, etp_mv_p):
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
-    """Raises an error unless the shapes of the operands fit each other."""
-    shapes = {key: np.shape(x) for key, x in operands.items()}
+    """Raises an error unless the shapes of the operands fit each other; that of None is `()`."""
+    shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
     if not fit(**shapes):
-        found = ", ".join(f"`{key}` of shape {shape}" for key, shape in shapes.items())
+        given = [key for key, x in operands.items() if x is not None]
+        found = ", ".join(f"`{key}` of shape {shapes[key]}" for key in given)
         raise ValueError(f"{name} takes {expected}; found {found}.")
 
 
@@ -91,7 +92,7 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
         lambda x, w, bias: len(w) == 2 and x[-1:] == w[:1] and bias in (w[1:], (1,), ()),
         x=x,
         w=w,
-        bias=() if bias is None else bias,
+        bias=bias,
     )
     primitive = etp_mv_p if jnp.ndim(x) == 1 else etp_mm_p
     return primitive(x, w) if bias is None else primitive(x, w, bias, has_bias=True)
