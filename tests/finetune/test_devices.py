@@ -141,7 +141,8 @@ def test_the_process_that_all_meet_at_is_gone(tmp_path):
 def test_each_of_two_processes_is_killed(command, tmp_path):
     """The other ends soon and names it; the same commands go on to what an unbroken run comes to. The first
     process is the one that they all meet at."""
-    command = [*command, "--mesh", "data=2", "--steps", "60", "--checkpoint-every", "2"]
+    alone = [*command, "--steps", "60", "--checkpoint-every", "2"]
+    command = [*alone, "--mesh", "data=2"]
     checkpoint = tmp_path / "broken" / "checkpoint.safetensors"
 
     def begin(out):
@@ -175,3 +176,7 @@ def test_each_of_two_processes_is_killed(command, tmp_path):
     finish(begin(tmp_path / "whole"))
     adapters = [tmp_path / name / "adapter_model.safetensors" for name in ("broken", "whole")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+    assert main([*alone, "--output", str(tmp_path / "alone")]) == 0
+    found, expected = (losses(tmp_path / name)[:10] for name in ("whole", "alone"))
+    assert found == pytest.approx(expected, rel=1e-6)
