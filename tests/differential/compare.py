@@ -177,7 +177,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     if (
         problem is None
         and _loses_nans(results, expected)
-        and _loses_nans(results, again(_below_one), again(_above_one))
+        and _loses_nans(results, expected, again(_below_one), again(_above_one))
     ):
         raise Finding(programs, "no NaN", f"{results}, expected {expected}"[:1200])
     if problem is None:
