@@ -3,4 +3,5 @@
 from importlib.util import find_spec
 
 if not all(map(find_spec, ("flax", "haiku", "numpyro"))):
-    collect_ignore = ["test_dicts.py", "test_nnx.py", "test_nnx_transforms.py", "test_programs.py"]
+    parts = ("dicts", "nnx", "nnx_transforms", "programs", "twins")
+    collect_ignore = [f"test_{part}.py" for part in parts]

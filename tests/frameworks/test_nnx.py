@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import quaxlike as ql
-from quaxlike.interop import peft, safetensors
+from quaxlike.interop import safetensors
 
 pytestmark = pytest.mark.frameworks
 
@@ -25,21 +25,6 @@ class Block(nnx.Module):
 
     def __call__(self, x):
         return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
-
-
-class Twin(eqx.Module):
-    up: eqx.nn.Linear
-    norm: eqx.nn.LayerNorm
-    down: eqx.nn.Linear
-
-
-def twin_of(block):
-    make = lambda layer: eqx.tree_at(
-        lambda m: (m.weight, m.bias),
-        eqx.nn.Linear(*layer.kernel[...].shape, key=KEY),
-        (layer.kernel[...].T, layer.bias[...]),
-    )
-    return Twin(make(block.up), eqx.nn.LayerNorm(32), make(block.down))
 
 
 def lora(model):
@@ -102,23 +87,6 @@ def test_type_is_kept(kind, program):
     with ql.on_materialise("error"):
         y = nnx.jit(ql.quaxify(run))(model, X)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"dora": True}, {"init": "pissa"}, {"modules_to_save": ["norm", "down"]}]
-)
-def test_adapters_and_files_are_those_of_the_equinox_twin(options, tmp_path):
-    block = Block(nnx.Rngs(0))
-    keywords = {"rank": 2, "key": KEY, **options}
-    model, twin = ql.loraify(block, **keywords), ql.loraify(twin_of(block), **keywords)
-    peft.save_adapter(tmp_path / "twin", twin)
-    peft.save_adapter(tmp_path / "nnx", model)
-    for file in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "twin" / file).read_bytes() == (tmp_path / "nnx" / file).read_bytes()
-    again = peft.load_adapter(tmp_path / "nnx", block)
-    if not options.get("init"):
-        assert eqx.tree_equal(nnx.state(again), nnx.state(model))
-    np.testing.assert_allclose(ql.merge(model)(X), block(X), atol=1e-5)
 
 
 def test_attention_of_heads():

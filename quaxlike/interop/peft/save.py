@@ -260,7 +260,8 @@ def _layers(
         return next(iter(values.values()))
 
     def pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        common, _ = Counter(values.values()).most_common(1)[0]
+        counts = Counter(values.values())
+        common = max(counts, key=lambda value: (counts[value], -value))  # whatever the order of the layers
         out: dict[str, Any] = {}
         for layer, value in values.items():
             last = layer.rpartition(".")[2]
