@@ -190,6 +190,14 @@ def test_an_update_averaged_in_a_loop():
         _agrees(lambda a: jax.lax.fori_loop(0, 3, lambda i, c: 0.5 * c + 0.5 * a, a), a)
 
 
+def test_a_stack_of_updates_of_one_base_in_a_loop():
+    """Base and `v` are shared by the stack before the first iteration, and not after it."""
+    a, y = LowRankUpdate(normal(4, 4), normal(2, 4, 1), normal(4, 1)), normal(2, 4, 4)
+    found = _agrees(lambda a: jax.lax.fori_loop(0, 3, lambda i, c: 0.5 * c + y, a), a)
+    assert isinstance(found, LowRankUpdate)
+    _agrees(lambda a: jax.lax.scan(lambda c, _: (a, None), jnp.zeros_like(a), length=2)[0], a)
+
+
 def test_branches_with_updates_of_other_ranks():
     a, b = (LowRankUpdate(DiagonalMatrix(normal(4)), normal(4, rank)) for rank in (1, 3))
     for taken in (True, False):

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from ..._checked import as_array
 from ...core.jaxprs.slots import leading_axes
+from ...core.jaxprs.unify import widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
-from ...core.values import ArrayValue, is_value, replace_fields
+from ...core.values import ArrayValue, Value, is_value, replace_fields
 
 _M = TypeVar("_M", bound="StructuredMatrix")
 
@@ -120,6 +121,18 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
             parts[name] = quaxify(lambda part, factor, ndim=n + core: by(lead(part, ndim), factor))(
                 parts[name], of_part
             )
+        return self.with_parts(parts)
+
+    def widen(self: _M, like: Value) -> _M | NotImplementedType:
+        """With the batch axes on each part that it has in `like`."""
+        if type(like) is not type(self):
+            return NotImplemented
+        parts = {}
+        for name, part in self.parts.items():
+            n, other = self.CORE[name], getattr(like, name)
+            batch = max(part.shape[: part.ndim - n], other.shape[: other.ndim - n], key=len)
+            stacked = quaxify(_broadcast)(part, (*batch, *part.shape[part.ndim - n :]))
+            parts[name] = widened_part(stacked, other)
         return self.with_parts(parts)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from ..._checked import checked
-from ...core.jaxprs.unify import widened_part
 from ...core.quaxify import quaxify
 from ...core.values import Value, is_value, materialise, replace_fields
 from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, solve_part
@@ -90,13 +89,13 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(like, base=base, **zeros)
 
     def widen(self, like: Value) -> "LowRankUpdate | NotImplementedType":
-        """With a base and a rank that both can have; columns of zeros are added to `u` and `v`."""
+        """With a rank that both can have: columns of zeros are added to `u` and `v`."""
         if not isinstance(like, LowRankUpdate):
             return NotImplemented
         more = max(0, like.u.shape[-1] - self.u.shape[-1])
         pad = lambda part: jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, more)])
-        base = widened_part(self.base, like.base)
-        return replace_fields(self, base=base, u=quaxify(pad)(self.u), v=quaxify(pad)(self.v))
+        padded = self.with_parts({"u": quaxify(pad)(self.u), "v": quaxify(pad)(self.v)})
+        return StructuredMatrix.widen(padded, like)
 
     def times(self, x: Any, precision: Any = None) -> Any:
         inner = jnp.matmul(jnp.matrix_transpose(self.v), x, precision=precision)
