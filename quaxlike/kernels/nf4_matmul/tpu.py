@@ -2,8 +2,10 @@
 
 Codes are read as they are stored. A byte of two codes holds two neighbouring columns of a row of `W`; bytes
 lie along lanes, so that one half of each is an even column of a tile and the other an odd one. The two planes
-are multiplied apart, by the even and by the odd columns of `x`: nothing is interleaved. Both the codebook and
-the scales are looked up within the 128 lanes of a register; codes that are integers need no table.
+are multiplied apart, by the even and by the odd columns of `x`: nothing is interleaved. Codes of 4 bits are
+looked up along the 8 sublanes of two registers, scales and codes of 8 bits within the 128 lanes of one, which
+takes several times as long where each row of a register looks up other lanes. Codes that are integers need no
+table.
 """
 
 import functools
@@ -21,7 +23,7 @@ from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
 from ..product import Product
 from .scales import NestedScales, dense_scales
 
-_LANES = 128
+_LANES, _SUBLANES = 128, 8
 _ROWS_OF_X = 256  # in a tile
 
 
@@ -78,7 +80,9 @@ def matmul(
             if z is not None
         )
     ]
-    table = jnp.pad(codebook, (0, -codebook.size % _LANES)).reshape(1, -1)
+    codebook = jnp.pad(codebook, (0, 2**product.bits - codebook.size))
+    spread = jnp.broadcast_to(codebook[:, None], (codebook.size, _LANES))
+    table = spread if product.bits == 4 else codebook[None]
     tile_n, tile_bytes = _tile(n, 512), _tile(product.row_bytes, 2048 // planes)
     weight = _Weight(packed, of_blocks, table, product, tile_n, tile_bytes)
     if product.transpose:
@@ -95,7 +99,7 @@ def matmul(
 class _Weight(NamedTuple):
     packed: Array  # (n, bytes of a row)
     of_blocks: list[Array]  # scales and zero points, (n, k / block_size), padded to whole registers
-    table: Array  # (1, 128), or (1, 256) for codes of 8 bits
+    table: Array  # (16, 128), a number a row; for codes of 8 bits (1, 256)
     product: Product
     tile_n: int
     tile_bytes: int
@@ -120,7 +124,7 @@ class _Weight(NamedTuple):
 
         return [
             pl.BlockSpec((self.tile_n, self.tile_bytes), place),
-            pl.BlockSpec((1, self.table.shape[1]), lambda *grid: (0, 0)),
+            pl.BlockSpec(self.table.shape, lambda *grid: (0, 0)),
             *[pl.BlockSpec((self.tile_n, _LANES), scales_at) for _ in self.of_blocks],
         ]
 
@@ -145,10 +149,12 @@ class _Weight(NamedTuple):
         """The numbers that codes stand for, in float32."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
-        spread = lambda lanes: jnp.broadcast_to(table[:, lanes], codes.shape)
-        if table.shape[1] == _LANES:
-            return _lookup(spread(slice(None)), codes)
-        low, high = (spread(slice(i, i + _LANES)) for i in (0, _LANES))
+        if self.product.bits == 4:
+            low, high = table[:_SUBLANES], table[_SUBLANES:]
+            rows = [codes[i : i + _SUBLANES] for i in range(0, codes.shape[0], _SUBLANES)]
+            at = lambda table, codes: _lookup(table, codes & (_SUBLANES - 1), axis=0)
+            return jnp.concatenate([jnp.where(c < _SUBLANES, at(low, c), at(high, c)) for c in rows])
+        low, high = (jnp.broadcast_to(table[:, i : i + _LANES], codes.shape) for i in (0, _LANES))
         lane = codes & (_LANES - 1)
         return jnp.where(codes < _LANES, _lookup(low, lane), _lookup(high, lane))
 
@@ -259,9 +265,9 @@ def _transposed(
     )(x, *weight.operands)
 
 
-def _lookup(table: Array, index: Array) -> Array:
-    """For each lane the number of the table's row that is in the lane `index`."""
-    return jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
+def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
+    """For each place the number that is at `index` along an axis of the table, of the same shape."""
+    return jnp.take_along_axis(table, index, axis=axis, mode="promise_in_bounds")
 
 
 def _compiler_params() -> Any:
