@@ -172,7 +172,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     plain = not program.outer and not any(map(ql.is_value, returned))
     _compare_avals(programs, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)
     again = lambda change: compiled(leaves, varied, moves(change))
-    tolerance = _tolerance([*leaves, *jtu.tree_leaves(expected)])
+    tolerance = _tolerance([*leaves, *jtu.tree_leaves(expected)], traced)
     problem = _difference(results, expected, tolerance)
     if (
         problem is None
@@ -302,11 +302,14 @@ def _declines(operands: Any, error: Exception) -> bool:
     return any(isinstance(error, DECLINES.get(cls, ())) for cls in classes)
 
 
-def _tolerance(leaves: list[Any]) -> float:
-    """By the least precise dtype that takes part."""
+def _tolerance(leaves: list[Any], traced: Any) -> float:
+    """By the least precise numbers that take part. Gradients are rounded where values are, before or after they
+    are added up."""
     dtypes = {jnp.result_type(x) for x in leaves}
-    eps = max((float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact)), default=0.0)
-    return max(1e-9, 1000 * eps) if eps < 1e-3 else 8 * eps
+    rounded = [e for e in equations(traced.jaxpr.jaxpr) if e.primitive.name == "reduce_precision"]
+    every = [float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
+    eps = max([*every, *(2.0 ** -e.params["mantissa_bits"] for e in rounded)], default=0.0)
+    return max(1e-9, 1000 * eps) if eps < 1e-4 else 8 * eps
 
 
 def _compare_avals(programs: Sequence[Program], results: Any, expected: Any, weak: bool) -> None:
