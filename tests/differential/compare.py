@@ -303,8 +303,8 @@ def _declines(operands: Any, error: Exception) -> bool:
 
 
 def _tolerance(leaves: list[Any], traced: Any) -> float:
-    """By the least precise numbers that take part. Gradients are rounded where values are, before or after they
-    are added up."""
+    """By the least precise numbers that take part. Gradients are rounded where values are, before or after
+    they are added up."""
     dtypes = {jnp.result_type(x) for x in leaves}
     rounded = [e for e in equations(traced.jaxpr.jaxpr) if e.primitive.name == "reduce_precision"]
     every = [float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact)]

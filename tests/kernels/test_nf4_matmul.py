@@ -8,6 +8,7 @@ import pytest
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, nf4_matmul, nf4_matmul_p
+from quaxlike.kernels.nf4_matmul import tpu as nf4_tpu
 from quaxlike.kernels.product import Product
 from tests.primitives.jaxprs import names
 from tests.samples import normal
@@ -288,3 +289,19 @@ def test_lowers_for_tpu(shape, m, nested, transpose):
     with tpu_at_hand():
         traced = jax.jit(fn).trace(of((m, shape[not transpose]), jnp.bfloat16), *operands)
         assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_codes_are_looked_up_along_lanes_before_tpu_v5(monkeypatch):
+    w = quantised((128, 256))
+    run = functools.partial(nf4_matmul, **w.params)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (_x(w, (16,)), *w.operands))
+    with tpu_at_hand("TPU v4"):
+        traced = jax.jit(run).trace(*shapes)
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    asked = []
+    monkeypatch.setattr(nf4_tpu, "_looks_up_along_sublanes", asked.append)
+    x = _x(w, (7,))
+    with kernels.backend("tpu"):
+        y = jax.jit(lambda x: run(x, *w.operands))(x)
+    assert asked == [True]
+    assert relative_error(y, _expected(x, w)) < TOLERANCE["float32"]

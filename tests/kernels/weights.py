@@ -68,9 +68,9 @@ def relative_error(y, expected) -> float:
     return float(np.linalg.norm(y - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
-def tpu_at_hand():
+def tpu_at_hand(kind="TPU v5 lite"):
     """A context in which kernels are lowered for a TPU, as if one were there."""
-    kind = {"device_kind": "TPU v5 lite", "num_cores": 1}
+    kind = {"device_kind": kind, "num_cores": 1}
     try:
         device = jax.sharding.AbstractDevice(**kind, platform="tpu")
     except TypeError:  # up to JAX 0.10

@@ -3,9 +3,9 @@
 Codes are read as they are stored. A byte of two codes holds two neighbouring columns of a row of `W`; bytes
 lie along lanes, so that one half of each is an even column of a tile and the other an odd one. The two planes
 are multiplied apart, by the even and by the odd columns of `x`: nothing is interleaved. Codes of 4 bits are
-looked up along the 8 sublanes of two registers, scales and codes of 8 bits within the 128 lanes of one, which
-takes several times as long where each row of a register looks up other lanes. Codes that are integers need no
-table.
+looked up along the 8 sublanes of two registers. Scales are looked up within the 128 lanes of one, as are
+codes of 8 bits, and all codes before TPU v5: that takes several times as long where each row of a register
+looks up other lanes. Codes that are integers need no table.
 """
 
 import functools
@@ -80,9 +80,10 @@ def matmul(
             if z is not None
         )
     ]
-    codebook = jnp.pad(codebook, (0, 2**product.bits - codebook.size))
-    spread = jnp.broadcast_to(codebook[:, None], (codebook.size, _LANES))
-    table = spread if product.bits == 4 else codebook[None]
+    if product.bits == 4 and _looks_up_along_sublanes(interpret):
+        table = jnp.broadcast_to(jnp.pad(codebook, (0, 16 - codebook.size))[:, None], (16, _LANES))
+    else:
+        table = jnp.pad(codebook, (0, -codebook.size % _LANES))[None]
     tile_n, tile_bytes = _tile(n, 512), _tile(product.row_bytes, 2048 // planes)
     weight = _Weight(packed, of_blocks, table, product, tile_n, tile_bytes)
     if product.transpose:
@@ -99,7 +100,7 @@ def matmul(
 class _Weight(NamedTuple):
     packed: Array  # (n, bytes of a row)
     of_blocks: list[Array]  # scales and zero points, (n, k / block_size), padded to whole registers
-    table: Array  # (16, 128), a number a row; for codes of 8 bits (1, 256)
+    table: Array  # (16, 128), a number a row; (1, 128) or (1, 256) where it is along lanes
     product: Product
     tile_n: int
     tile_bytes: int
@@ -149,14 +150,14 @@ class _Weight(NamedTuple):
         """The numbers that codes stand for, in float32."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
-        if self.product.bits == 4:
+        if table.shape[0] > 1:
             low, high = table[:_SUBLANES], table[_SUBLANES:]
             rows = [codes[i : i + _SUBLANES] for i in range(0, codes.shape[0], _SUBLANES)]
             at = lambda table, codes: _lookup(table, codes & (_SUBLANES - 1), axis=0)
             return jnp.concatenate([jnp.where(c < _SUBLANES, at(low, c), at(high, c)) for c in rows])
-        low, high = (jnp.broadcast_to(table[:, i : i + _LANES], codes.shape) for i in (0, _LANES))
-        lane = codes & (_LANES - 1)
-        return jnp.where(codes < _LANES, _lookup(low, lane), _lookup(high, lane))
+        spread = lambda start: jnp.broadcast_to(table[:, start : start + _LANES], codes.shape)
+        found = [_lookup(spread(i), codes & (_LANES - 1)) for i in range(0, table.shape[1], _LANES)]
+        return found[0] if len(found) == 1 else jnp.where(codes < _LANES, *found)
 
     def _scaled(self, values: Array, scale: Array, zero: Array | None = None) -> Array:
         if zero is None:
@@ -263,6 +264,13 @@ def _transposed(
         interpret=interpret,
         name="stored_matmul_transposed",
     )(x, *weight.operands)
+
+
+def _looks_up_along_sublanes(interpret: bool) -> bool:
+    """Whether the TPU that is compiled for can: those since v5 do."""
+    import jax.experimental.pallas.tpu as pltpu
+
+    return interpret or pltpu.get_tpu_info().generation >= 5
 
 
 def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
