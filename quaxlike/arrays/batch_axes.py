@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax.numpy as jnp
 from jax import lax
 
+from ..core.quaxify import quaxify
+
 _S = TypeVar("_S", bound="Stack")
 
 
@@ -66,3 +68,11 @@ def cut_batch(x: _S, cut: Callable[[Any, int], Any], axes: Sequence[int]) -> _S:
         return part
 
     return x.stacked().each(along_each) if axes else x
+
+
+def with_batch_of(part: Any, like: Any, core: int) -> Any:
+    """A part with the batch axes of `like`, if that has more; the last `core` axes of both are none."""
+    batch = like.shape[: like.ndim - core]
+    if part.ndim - core >= len(batch):
+        return part
+    return quaxify(jnp.broadcast_to)(part, (*batch, *part.shape[part.ndim - core :]))

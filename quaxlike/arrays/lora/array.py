@@ -19,6 +19,7 @@ from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from ...primitives.partitioning import spread_like
+from ..batch_axes import with_batch_of
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
 # The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
@@ -184,10 +185,10 @@ class LoraArray(ArrayOperators, ArrayValue):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
         x = opened(x) if like.train_base else x
         a, b = (
-            _with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
-            _with_batch_of(x.b, like.b, 1 + len(x.out_axes)),
+            with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
+            with_batch_of(x.b, like.b, 1 + len(x.out_axes)),
         )
-        return x.replace(w=_with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
+        return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
 
     def _kind(self) -> Any:
         """Static properties of adapters that cannot be changed."""
@@ -236,14 +237,6 @@ def _swapped(x: LoraArray) -> LoraArray:
     move = quaxify(jnp.moveaxis)
     a, b = move(x.b, -1, -1 - len(x.out_axes)), move(x.a, -1 - len(x.in_axes), -1)
     return x.replace(a=a, b=b, out_axes=x.in_axes, in_axes=x.out_axes)
-
-
-def _with_batch_of(part: Any, like: Any, core: int) -> Any:
-    """A part with the batch axes of `like`, if that has more of them."""
-    batch = like.shape[: like.ndim - core]
-    if is_value(part) or part.ndim - core >= len(batch):
-        return part
-    return jnp.broadcast_to(part, (*batch, *part.shape[part.ndim - core :]))
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:

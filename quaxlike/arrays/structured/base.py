@@ -16,6 +16,7 @@ from ...core.jaxprs.unify import widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, replace_fields
+from ..batch_axes import with_batch_of
 
 _M = TypeVar("_M", bound="StructuredMatrix")
 
@@ -129,10 +130,8 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
             return NotImplemented
         parts = {}
         for name, part in self.parts.items():
-            n, other = self.CORE[name], getattr(like, name)
-            batch = max(part.shape[: part.ndim - n], other.shape[: other.ndim - n], key=len)
-            stacked = quaxify(_broadcast)(part, (*batch, *part.shape[part.ndim - n :]))
-            parts[name] = widened_part(stacked, other)
+            other = getattr(like, name)
+            parts[name] = widened_part(with_batch_of(part, other, self.CORE[name]), other)
         return self.with_parts(parts)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
