@@ -47,9 +47,9 @@ FAULTS = (
     ),
     Fault(
         "axes of a product are swapped",
-        "quantized/dot.py",
-        "(*w_batch, *w_free, *x_free) if on_left else",
-        "(*w_batch, *x_free, *w_free) if on_left else",
+        "dot_axes.py",
+        "return [*own, *other] if on_left else [*other, *own]",
+        "return [*other, *own] if on_left else [*own, *other]",
     ),
     Fault(
         "a scale is dropped",

@@ -4,15 +4,19 @@ The programs are the same in each run. `python -m tests.differential` goes on wi
 """
 
 import zlib
+from pathlib import Path
 
 import pytest
 
 import quaxlike as ql
 from tests.conformance.weights import TYPES, WEIGHTS
 
+from .faults import FAULTS
 from .hunt import hunt
 from .operations import operations
 from .program import of_each_rule, parts, programs, under
+
+ARRAYS = Path(ql.__file__).parent / "arrays"
 
 # What no function of `jax.numpy` or `lax` binds on its own: transforms do, or other functions; and what is
 # left out of the programs, as it may never end.
@@ -55,3 +59,8 @@ def test_operations_bind_every_primitive_that_has_a_rule():
         ruled = {r.primitive.name for r in rules if r.function.__module__.startswith("quaxlike.arrays.")}
         bound = frozenset().union(*operations().values())
     assert ruled - bound <= NOT_OPERATIONS
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_seeded_faults_have_their_places(fault):
+    assert (ARRAYS / fault.file).read_text().count(fault.before) == 1
