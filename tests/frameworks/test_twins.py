@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 import quaxlike as ql
 from quaxlike.interop import peft
 
+from .test_nnx import Block
+
 pytestmark = pytest.mark.frameworks
 
 KEY = jax.random.key(0)
@@ -29,16 +31,6 @@ class Twin(eqx.Module):
 def twin():
     up, down = jax.random.split(KEY)
     return Twin(eqx.nn.Linear(32, 64, key=up), eqx.nn.LayerNorm(32), eqx.nn.Linear(64, 32, key=down))
-
-
-class OfNNX(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(32, 64, rngs=rngs)
-        self.norm = nnx.LayerNorm(32, rngs=rngs)
-        self.down = nnx.Linear(64, 32, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
 
 
 class OfLinen(nn.Module):
@@ -67,7 +59,7 @@ def layers(weight, bias, scale, offset):
 
 
 def in_nnx():
-    model = OfNNX(nnx.Rngs(0))
+    model = Block(nnx.Rngs(0))
     for name, of_layer in layers("kernel", "bias", "scale", "bias").items():
         for field, array in of_layer.items():
             getattr(getattr(model, name), field)[...] = array
@@ -91,6 +83,7 @@ def in_dict():
 
 HOSTS = {"NNX": in_nnx, "Linen": in_linen, "Haiku": in_haiku, "a dict": in_dict}
 OPTIONS = {
+    "as by default": {},
     "LoRA": {"init": "gaussian", "bias": "lora_only"},
     "DoRA": {"init": "gaussian", "dora": True, "rank_pattern": {"down": 3}},
     "PiSSA": {"init": "pissa"},
@@ -140,5 +133,7 @@ def test_adapters_and_their_files_are_those_of_the_twin(host, options, tmp_path)
         return
     y = ql.quaxify(call)(model, X)
     again = peft.load_adapter(tmp_path / "found", base)
+    for found, saved in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(found, saved)
     np.testing.assert_allclose(ql.quaxify(call)(again, X), y, atol=1e-5)
     np.testing.assert_allclose(call(ql.merge(model), X), y, rtol=1e-4, atol=1e-4)
