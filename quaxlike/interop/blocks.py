@@ -151,7 +151,7 @@ def small_floats(
 
 def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
     """Scales of tiles as those of rows: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
-    return np.repeat(grid, tile_rows, axis=0)[:rows]
+    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile may reach far beyond the rows
 
 
 def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
@@ -184,8 +184,8 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
     """How many codes share a scale; None for all of a row."""
     size = integer(config, "group_size", path)
-    if size != -1 and size < 1:
-        raise complain(path, "group_size", f"must be positive, or -1 for whole rows; found {size}")
+    if size != -1 and not 1 <= size < 2**31:
+        raise complain(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
     return None if size == -1 else size
 
 

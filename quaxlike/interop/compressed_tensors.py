@@ -31,7 +31,7 @@ from .blocks import (
 from .errors import complain
 from .float8 import read_float8, read_nvfp4
 from .sparse_masks import dense_weights
-from .tensors import Tensors
+from .tensors import Tensors, are_sizes
 
 _PARTS = (
     "weight",
@@ -189,7 +189,7 @@ def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
 
 def _tile(layer: Layer, scheme: _Scheme) -> list[int]:
     tile = scheme.get("block_structure")
-    if not (isinstance(tile, list) and len(tile) == 2 and all(type(t) is int and t > 0 for t in tile)):
+    if not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise layer.bad(None, f"block_structure must be two positive sizes; found {tile!r}")
     return tile
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -185,6 +186,7 @@ def _edited(tmp_path, name, **settings):
         ("gptq/w4_g128_sym", {"bits": 8}, "qweight': expected int32 of shape"),
         ("gptq/w4_g128_sym", {"bits": "four"}, "an integer|one of 2, 3, 4, 8; found 'four'"),
         ("gptq/w4_g128_sym", {"group_size": 64}, "qzeros': expected int32 of shape"),
+        ("gptq/w4_g128_sym", {"group_size": 10**30}, r"must be positive, below 2\*\*31"),
         ("gptq/w4_g32_act_asym", {"desc_act": False}, "g_idx': the columns are not in order"),
         ("gptq/w4_g128_sym", {"checkpoint_format": "marlin"}, "gptq and gptq_v2 can be read; found 'marlin'"),
         ("gptq/w4_g128_sym", {"dynamic": {"-:.*q_proj": {}}}, "q_proj.qweight': is there, though `dynamic`"),
@@ -199,6 +201,14 @@ def _edited(tmp_path, name, **settings):
 def test_inconsistent_configurations_are_refused(tmp_path, name, settings, message):
     with pytest.raises(CheckpointError, match=message):
         interop.load(_edited(tmp_path, name, **settings))
+
+
+def test_tiles_that_reach_far_beyond_the_weight(tmp_path):
+    ((name, expected),) = interop.load(fixture("formats/fp8/ue8m0_f32")).items()  # one tile of 128 rows
+    start = time.process_time()
+    found = interop.load(_edited(tmp_path, "fp8/ue8m0_f32", weight_block_size=[2**40, 128]))[name]
+    assert time.process_time() - start < 5
+    np.testing.assert_array_equal(ql.materialise(found), ql.materialise(expected))
 
 
 @pytest.mark.parametrize(
