@@ -28,8 +28,8 @@ from .quant_state import (
     storage_for,
     weight_tensors,
 )
+from .rows import dense_rows
 from .tensors import Tensors, as_jax, open_tensors, write_tensors
-from .windows import dense_rows
 
 __all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
 

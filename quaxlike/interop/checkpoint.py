@@ -21,13 +21,13 @@ from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8
 from .blocks import Weight
 from .blocks import settings as subsettings
 from .errors import complain
+from .file_pair import Pair
 from .gguf import holds_gguf, open_gguf
 from .gguf_tokenizer import tokenizer_of
 from .json_text import read_json, read_json_file
-from .pairs import Pair
+from .rows import BY_ROWS, dense_rows, rows_of_weight
 from .safetensors import open_values
 from .tensors import Tensors, as_jax, open_tensors
-from .windows import BY_ROWS, dense_rows, rows_of_weight
 
 _Reader = Callable[[Tensors, Mapping[str, Any]], dict[str, Weight]]
 

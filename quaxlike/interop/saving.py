@@ -14,7 +14,7 @@ from ..arrays.quantized import CODECS, BlockArray, FP4Array, Int8Array, NF4Array
 from ..core.values import is_value
 from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
 from .errors import CheckpointError, complain
-from .pairs import Pair
+from .file_pair import Pair
 from .tensors import write_tensors
 
 

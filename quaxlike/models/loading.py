@@ -15,10 +15,10 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
+from ..interop.file_pair import Pair
 from ..interop.gguf import holds_gguf
 from ..interop.json_text import read_json_file
 from ..interop.model_config import UnsupportedConfigError
-from ..interop.pairs import Pair
 from ..interop.pieces import rows_of, sources_of, taken_apart
 from ..interop.saving import save_like
 from ..sharding.reading import read_onto, usual_rule

@@ -3,10 +3,10 @@
 # They register rules.
 from . import convolution, dot, elementwise, indexing  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .array import RANK, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
-from .beside import LoraBias, TrainableArray
 from .einsum import arrange
-from .rows import TrainableRows
 from .shape import has_all_axes, without_adapter
+from .trainable import LoraBias, TrainableArray
+from .trainable_rows import TrainableRows
 
 __all__ = [
     "RANK",

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from ...surgery.loraify import value_for
 from ...surgery.patterns import PatternError, compiled, fullmatch
 from ..errors import complain
+from ..file_pair import Pair
 from ..json_text import read_json_file
 from ..model_config import is_finite
-from ..pairs import Pair
 
 PREFIX = "base_model.model."
 

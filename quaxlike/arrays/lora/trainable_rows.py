@@ -17,7 +17,7 @@ from ...core.values import is_value, materialise
 from .. import precedence
 from ..dot_axes import seen_from
 from .array import frozen
-from .beside import Beside
+from .trainable import Beside
 
 
 class TrainableRows(Beside):
