@@ -109,7 +109,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         shapes of leaves. Reads statics and shapes of `like` only.
 
         Both sides are asked, the second one about the first in its new form; the two forms must then agree.
-        The result equals this value and differentiates as it does.
+        The result equals this value and differentiates as it does; a dense array makes both sides dense.
 
         Without it fields that are Values are widened, and the rest must agree.
         """

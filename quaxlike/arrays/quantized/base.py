@@ -28,6 +28,7 @@ import wadler_lindig as wl
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
+from ...core.jaxprs.unify import dense_apart
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
 from ...kernels.block_matmul.reference import join
@@ -302,9 +303,18 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     # Hooks
 
-    def widen(self: _Q, like: Value) -> _Q:
-        """With scales that may be trained if those of `like` may."""
-        return self.opened() if isinstance(like, AbstractQuantizedArray) and like.train_scales else self
+    def widen(self: _Q, like: Value) -> _Q | Array:
+        """With scales that may be trained if those of `like` may; dense beside other codes."""
+        if not isinstance(like, AbstractQuantizedArray):
+            return self
+        if self._layout() != like._layout():
+            return dense_apart(self)
+        return self.opened() if like.train_scales else self
+
+    def _layout(self) -> Any:
+        """What cannot be changed without other codes."""
+        nested = isinstance(self.scale, NestedScales)
+        return type(self), self.codes.shape, self.block, self.stored_shape, self.permutation, nested
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if self.num_lead == 0 or self.permutation[0] != 0:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, Int8, UInt8
 
 from ..._checked import checked
+from ...core.jaxprs.unify import dense_apart
 from ...core.values import Value
 from ...kernels.block_matmul import block_matmul
 from .base import AbstractQuantizedArray, as_floating, check_block_size, quantize_stack
@@ -153,13 +154,15 @@ class BlockArray(AbstractQuantizedArray):
             train_scales=train_scales,
         )
 
-    def widen(self: _B, like: Value) -> _B:
+    def widen(self: _B, like: Value) -> _B | Array:
         """With scales as wide as those of `like`, if that is this type of array times a factor."""
         out = super().widen(like)
-        if not isinstance(like, BlockArray) or out._form() == like._form():
+        if not (isinstance(like, BlockArray) and isinstance(out, BlockArray)) or out._form() == like._form():
             return out
-        scaled = out.opened().times(jnp.float32(1))
-        return scaled if scaled._form() == like._form() else out
+        scaled = lambda w: w.opened().times(jnp.float32(1))
+        if scaled(out)._form() == like._form():
+            return scaled(out)
+        return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_apart(self)
 
     def _form(self) -> Any:
         return self.codec, self.train_scales, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]

@@ -1,6 +1,7 @@
 """Stacks of sparse arrays, and `dot_general` with one, from the product with one of its matrices."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ...core.values import ArrayValue
+from ...core.jaxprs.unify import dense_apart
+from ...core.values import ArrayValue, Value, is_value
 from ..batch_axes import transpose_batch
 from ..dot_axes import free_axes, in_order, seen_from
 
@@ -71,6 +73,16 @@ class SparseStack(ArrayValue):
 
     def stacked(self: _S) -> _S:
         return self
+
+    def widen(self, like: Value) -> Any:
+        """Dense beside an array that is stored otherwise, by columns or in other shapes."""
+        same = not isinstance(like, SparseStack) or self._layout() == like._layout()
+        return NotImplemented if same else dense_apart(self)
+
+    def _layout(self) -> Any:
+        shapes = lambda x: jax.tree.map(lambda leaf: leaf.shape, x, is_leaf=is_value)
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return type(self), [x if field.metadata.get("static") else shapes(x) for field, x in fields]
 
 
 def is_stacked(w: Any) -> bool:

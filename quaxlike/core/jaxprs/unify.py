@@ -71,18 +71,20 @@ def unify(a: Slot, b: Slot, where: str) -> Slot:
         a, b = settled(a), settled(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
-    first, second = (b, a) if b.treedef is None else (a, b)  # a plain array first, to be lifted
-    form = _widened(first, second)
-    if form.treedef is None:
-        return second.dense().strong()
-    common = _widened(second, form)
-    if not common.has_form_of(form):
-        raise StructureError(
-            f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. Make their "
-            "static fields and the shapes of their leaves agree, define `widen(like)`, or apply "
-            "`quaxlike.materialise` to both."
-        )
-    return common.strong()
+    for first, second in (
+        ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))
+    ):  # a plain array is lifted
+        form = _widened(first, second)
+        if form.treedef is None:
+            return second.dense().strong()
+        common = _widened(second, form)
+        if common.has_form_of(form):
+            return common.strong()
+    raise StructureError(
+        f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. Make their "
+        "static fields and the shapes of their leaves agree, define `widen(like)`, or apply "
+        "`quaxlike.materialise` to both."
+    )
 
 
 def widened(x: Any, like: Any) -> Any:
@@ -103,6 +105,12 @@ def widened(x: Any, like: Any) -> Any:
     return replace_fields(
         x, **{name: widened_part(*pair) for name, pair in parts.items() if any(map(is_value, pair))}
     )
+
+
+def dense_apart(x: Any) -> Any:
+    """What `widen` gives for a Value that cannot have the form of the other: dense, under the policy."""
+    hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
+    return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
 def widened_part(x: Any, like: Any) -> Any:
