@@ -48,7 +48,7 @@ def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return None
     if fill_value is not None:
-        return fill_value
+        return np.asarray(fill_value).astype(dtype).item()
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.nan
     if jnp.issubdtype(dtype, jnp.bool_):

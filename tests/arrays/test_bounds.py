@@ -40,7 +40,7 @@ def test_fills_are_those_of_the_primitive(dtype, traced):
     np.testing.assert_array_equal(*(np.asarray(array, np.complex64) for array in (got, want)))
     assert bounds.fill_value_of("clip", 7, x.dtype) is None
     assert bounds.fill_value_of("promise_in_bounds", None, x.dtype) is None
-    assert bounds.fill_value_of("fill", 7, x.dtype) == 7
+    assert bounds.fill_value_of("fill", 7, x.dtype) == np.asarray(7).astype(x.dtype)
 
 
 def test_known_indices_tell_whether_anything_is_filled():

@@ -7,16 +7,63 @@ from jax import lax
 
 import quaxlike as ql
 from tests.conformance.weights import TYPES, WEIGHTS
-from tests.differential.compare import check
-from tests.differential.program import Program, Step
+from tests.differential.compare import Finding, check, outcomes
+from tests.differential.program import Program, Step, result, under
 
-TURNED = ["LowRankUpdate of Int4Array", "BlockSparseArray of NF4Array"]
+FORMS = [
+    "jnp.transpose(x)",
+    "jnp.rot90(x)",
+    "jnp.roll(x, 1, axis=-1)",
+    "jnp.concatenate([x[1:], x[:1]])",
+    "jnp.reshape(jnp.ravel(x), x.shape)",
+    "jnp.stack([x, x])[0]",
+    "x * 0.5",
+    "x - 0.5 * x",
+    "jnp.matmul(x, x)",
+    "jnp.where(x > 0, x, 0 * x)",
+    "x.at[0].set(0)",
+]
+TURNED = ["LowRankUpdate of Int4Array", "BlockSparseArray of NF4Array", "LoraArray, magnitude"]
 DENSE = ["NF4Array", "Int8Array", "SparseArray", "BlockSparseArray"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["fori_carry", "average_in_loop"])
+@pytest.mark.parametrize("name", TYPES)
+def test_every_form_in_a_loop(name, loop):
+    with under(True):
+        x = TYPES[name]()
+        aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        steps = [step for step in map(Step, FORMS) if (out := result(step, aval)) and out.shape == x.shape]
+    programs = [Program(name, (step,), (loop,), ("grad",), True, first=i) for i, step in enumerate(steps)]
+    assert not [str(found) for _, found in outcomes(programs) if isinstance(found, Finding)]
 
 
 @pytest.mark.parametrize("name", [name for name in [*WEIGHTS, *TURNED] if "Named" not in name])
 def test_transposed_in_a_loop(name):
     program = Program(name, (Step("jnp.transpose(x)"),), ("fori_carry",), ("grad_and_result",), jit=True)
+    assert check(program).status == "equal"
+
+
+@pytest.mark.parametrize("name", ["Int8Array", "Int8Array, column"])
+def test_blocks_as_long_as_a_row_are_no_other_form(name):
+    program = Program(name, (Step("jnp.reshape(jnp.ravel(x), x.shape)"),), ("fori_carry",), ("grad",), True)
+    assert check(program).status == "equal"
+    loop = ql.quaxify(lambda x: lax.fori_loop(0, 2, lambda _, x: jnp.reshape(jnp.ravel(x), x.shape), x))
+    with ql.on_materialise("error"):
+        assert isinstance(loop(TYPES[name]()), ql.Int8Array)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("KroneckerMatrix, mixed", "x * 0.5"),
+        ("TridiagonalMatrix, mixed", "x + x"),
+        ("LowRankUpdate of DiagonalMatrix", "jnp.matmul(x, x)"),
+    ],
+)
+def test_parts_of_other_dtypes_and_types_in_a_loop(name, text):
+    program = Program(name, (Step(text),), ("fori_carry",), ("grad_and_result",), True)
     assert check(program).status == "equal"
 
 

@@ -78,6 +78,25 @@ def test_look_ups_out_of_bounds(kind, fill):
     agrees(program, ARRAYS[kind], jnp.array([1, 99, -1, -99, 0]))
 
 
+@pytest.mark.parametrize("kind", ["plain", "dora", "transposed", "qlora"])
+def test_gradients_beside_what_is_filled_with_nan(kind):
+    """What was read out of bounds has a gradient of NaN, and belongs to no element."""
+    x = ARRAYS[kind]
+
+    def loss(x):
+        filled = [jnp.take(x, jnp.array([1, 99]), axis) for axis in range(x.ndim)]
+        return sum(jnp.sum(y**2) for y in filled)
+
+    with ql.on_materialise("allow"):
+        got = eqx.filter_grad(ql.quaxify(loss))(x)
+        want = eqx.filter_grad(lambda x: loss(ql.materialise(x)))(x)
+    for name in ("w", "a", "b", "magnitude"):
+        leaves = [jax.tree.leaves(getattr(grads, name)) for grads in (got, want)]
+        for g, w in zip(*leaves, strict=True):
+            assert jnp.isfinite(w).all()
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)
+
+
 STACKS = {
     "stacked": (((3,), (3,), (3,)), {}),
     "stacked dora": (((3,), (3,), (3,)), {"dora": True}),

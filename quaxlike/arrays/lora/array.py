@@ -14,7 +14,7 @@ from jaxtyping import ArrayLike
 
 from ..._checked import checked
 from ...core.jaxprs.slots import leading_axes
-from ...core.jaxprs.unify import widened, widened_part
+from ...core.jaxprs.unify import dense_apart, widened, widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
@@ -174,13 +174,14 @@ class LoraArray(ArrayOperators, ArrayValue):
         a, b = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (like.a, like.b))
         return like.replace(w=w, a=a, b=b, train_base=True)
 
-    def widen(self, like: Value) -> Value | NotImplementedType:
-        """With a rank, batch axes and a base that both can have; the base is trained if that of `like` is."""
+    def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
+        """With a rank, batch axes and a base that both can have; the base is trained if that of `like` is.
+        Dense if magnitudes are not of the same axes."""
         if not isinstance(like, LoraArray):
             return NotImplemented
         x = _swapped(self) if (self.out_axes, self.in_axes) == (like.in_axes, like.out_axes) else self
         if x._kind() != like._kind():
-            return NotImplemented
+            return NotImplemented if x.dropout or like.dropout else dense_apart(x)
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
         x = opened(x) if like.train_base else x

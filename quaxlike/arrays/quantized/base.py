@@ -309,10 +309,11 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             return self
         if self._layout() != like._layout():
             return dense_apart(self)
-        return self.opened() if like.train_scales else self
+        said = dataclasses.replace(self, block_size=like.block_size, inner=like.inner, axes=like.axes)
+        return said.opened() if like.train_scales else said
 
     def _layout(self) -> Any:
-        """What cannot be changed without other codes."""
+        """What cannot be changed without other codes, whichever way it is said."""
         nested = isinstance(self.scale, NestedScales)
         return type(self), self.codes.shape, self.block, self.stored_shape, self.permutation, nested
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..._checked import as_array
 from ...core.jaxprs.slots import leading_axes
-from ...core.jaxprs.unify import widened_part
+from ...core.jaxprs.unify import can_be_unified, dense_apart, widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, replace_fields
@@ -124,14 +124,19 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
             )
         return self.with_parts(parts)
 
-    def widen(self: _M, like: Value) -> _M | NotImplementedType:
-        """With the batch axes on each part that it has in `like`."""
-        if type(like) is not type(self):
+    def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
+        """With the batch axes on each part that it has in `like`, and one dtype where dtypes differ; dense
+        beside parts of other sizes or types."""
+        if not isinstance(like, StructuredMatrix) or type(like) is not type(self):
             return NotImplemented
-        parts = {}
-        for name, part in self.parts.items():
-            other = getattr(like, name)
-            parts[name] = widened_part(with_batch_of(part, other, self.CORE[name]), other)
+        dtypes = [[part.dtype for part in x.parts.values()] for x in (self, like)]
+        parts = (self if dtypes[0] == dtypes[1] else self.converted(self.dtype)).parts
+        for name, part in parts.items():
+            other, core = getattr(like, name), self.CORE[name]
+            part = with_batch_of(part, other, core)
+            if part.shape[-core:] != other.shape[-core:] or not can_be_unified(part, other):
+                return dense_apart(self)
+            parts[name] = widened_part(part, other)
         return self.with_parts(parts)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:

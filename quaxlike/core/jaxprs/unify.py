@@ -113,6 +113,17 @@ def dense_apart(x: Any) -> Any:
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
+def can_be_unified(x: Any, like: Any) -> bool:
+    """Whether there is a form that both can be brought to."""
+    slots: list[Slot] = []
+    jax.eval_shape(lambda *both: slots.extend(flatten(both)[1]), x, like)
+    try:
+        unify(*slots, "a part")
+    except StructureError:
+        return False
+    return True
+
+
 def widened_part(x: Any, like: Any) -> Any:
     """The same for a part of a Value: dense (under the policy) beside an array that is not lifted."""
     x = widened(x, like)
