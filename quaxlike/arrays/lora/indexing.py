@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
@@ -89,11 +90,13 @@ def _gather(
         return NotImplemented
     w_labels, a_labels, b_labels = labels(x)
     where = indices, x.shape, dnums, slice_sizes
-    # Not by filling the parts: gradients of what is filled with NaN may be NaN, and are left out by a select.
-    masked = fills(*where, mode)
     fill = fill_value_of(mode, fill_value, x.dtype)
+    # A base that is filled with NaN makes all of it NaN; but so are gradients of what it is added to, unless
+    # they belong to slots that are filled, too.
+    in_all = all(set(picked) <= set(own) for own in (w_labels, a_labels, b_labels))
+    masked = fills(*where, mode) and not (in_all and np.isnan(fill))
     if masked:
-        mode = jax.lax.GatherScatterMode.CLIP
+        mode, fill_value = jax.lax.GatherScatterMode.CLIP, None
     # Axes of the indices are labelled n, n + 1, ...; an operand axis that goes with one shares its label.
     n_indices = jnp.ndim(indices) - 1
     index_labels = [n + i for i in range(n_indices)]
@@ -102,7 +105,7 @@ def _gather(
     for position, label in zip(dnums.offset_dims, [i for i in range(n) if i not in gone], strict=True):
         out.insert(position, label)
 
-    def gathered(part: Any, own: Labels) -> tuple[Any, Labels]:
+    def gathered(part: Any, own: Labels, outside: Any) -> tuple[Any, Labels]:
         mine = [i for i in picked if i in own]
         if not mine:
             return part, [partner.get(i, i) for i in own]
@@ -117,46 +120,51 @@ def _gather(
         )
         columns = jnp.asarray(indices)[..., jnp.array([picked.index(i) for i in mine])]
         sizes = [size if i == RANK else slice_sizes[i] for i, size in zip(own, part.shape, strict=True)]
-        part = jax.lax.gather(part, columns, numbers, tuple(sizes), mode=mode, **params)
+        part = jax.lax.gather(part, columns, numbers, tuple(sizes), mode=mode, fill_value=outside, **params)
         return part, [*index_labels, *kept]
 
     matrix = matrix_labels(x)
     whole = not matrix & gone and all(slice_sizes[i] == x.shape[i] for i in matrix)
     if whole and not masked and (x.key is None or not x.key.ndim):
-        stack = _stack(x, gathered, out)
+        stack = _stack(x, gathered, out, fill_value)
         if stack is not None:
             return stack
 
     def rows(w: Any, a: Any, b: Any) -> Any:
-        w = arrange(*gathered(w, w_labels), out)
+        w = arrange(*gathered(w, w_labels, fill_value), out)
         dtype = common_dtype(a, b)
-        a, own_a = gathered(cast(a, dtype), a_labels)
-        b, own_b = gathered(cast(b, dtype), b_labels)
+        a, own_a = gathered(cast(a, dtype), a_labels, 0)
+        b, own_b = gathered(cast(b, dtype), b_labels, 0)
         return add(w, arrange(*contract(b, own_b, a, own_a, out), out) * x.scaling)
 
     y = quaxify(rows)(x.base, x.a, x.b)
     if x.magnitude is not None:
-        y = multiply(y, arrange(*gathered(*row_scale(x)), out))
+        y = multiply(y, arrange(*gathered(*row_scale(x), 1), out))
     return filled(y, in_bounds(*where), dnums, fill) if masked else y
 
 
 def _stack(
-    x: LoraArray, gathered: Callable[[Any, Labels], tuple[Any, Labels]], out: Labels
+    x: LoraArray, gathered: Callable[..., tuple[Any, Labels]], out: Labels, fill_value: Any
 ) -> LoraArray | None:
     """Whole matrices that are looked up, each with its own adapter; `out` are the labels of the axes of the
     result. None if a part would lack a batch axis behind one that it has."""
     matrix, (w_labels, a_labels, b_labels) = matrix_labels(x), labels(x)
     batch = [i for i in out if i not in matrix]
 
-    def part_of(part: Any, own: Labels) -> Any:
-        part, found = gathered(part, own)
+    def part_of(part: Any, own: Labels, outside: Any) -> Any:
+        part, found = gathered(part, own, outside)
         order = out if matrix <= set(found) else [*batch, *(i for i in found if i not in batch)]
         has = [i for i in order if i in found]
         return arrange(part, found, has) if has == order[len(order) - len(has) :] else None
 
     def parts(w: Any, a: Any, b: Any, magnitude: Any) -> Any:
-        scaled = None if magnitude is None else part_of(magnitude, b_labels[:-1])
-        return part_of(w, w_labels), part_of(a, a_labels), part_of(b, b_labels), scaled
+        scaled = None if magnitude is None else part_of(magnitude, b_labels[:-1], 1)
+        return (
+            part_of(w, w_labels, fill_value),
+            part_of(a, a_labels, 0),
+            part_of(b, b_labels, 0),
+            scaled,
+        )
 
     w, a, b, magnitude = quaxify(parts)(x.w, x.a, x.b, x.magnitude)
     if any(part is None for part in (w, a, b)) or (magnitude is None) != (x.magnitude is None):
