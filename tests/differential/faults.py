@@ -84,7 +84,7 @@ FAULTS = (
     Fault(
         "the fill value is another one",
         "bounds.py",
-        "        return fill_value\n",
+        "        return np.asarray(fill_value).astype(dtype).item()\n",
         "        return 0\n",
     ),
     Fault(
