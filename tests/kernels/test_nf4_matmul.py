@@ -274,7 +274,14 @@ def test_what_the_tpu_kernel_takes(change, reason):
 @pytest.mark.parametrize(
     ("m", "nested"), [(1, False), (16, False), (16, True), (64, False), (512, False), (4096, False)]
 )
-@pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (4096, 14336)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4096, 4096),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(14336, 4096), (4096, 14336)]),
+    ],
+    ids=str,
+)
 def test_lowers_for_tpu(shape, m, nested, transpose):
     n, k = shape
     of, blocks = jax.ShapeDtypeStruct, n * k // 64
