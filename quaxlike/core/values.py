@@ -103,7 +103,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         """
         return NotImplemented
 
-    def widen(self, like: "Value") -> "Value | NotImplementedType":
+    def widen(self, like: "Value") -> "Value | jax.Array | NotImplementedType":
         """This value in a form that `like` has or can be brought to in turn: where two branches of a `cond`,
         or a loop carry before and after an iteration, are Values that differ in class, static fields or
         shapes of leaves. Reads statics and shapes of `like` only.

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -286,7 +286,7 @@ def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: in
         raise complain(path, None, f"{end - at:,} bytes after the last tensor belong to none")
 
 
-def are_sizes(x: Any) -> bool:
+def are_sizes(x: Any) -> TypeGuard[list[int]]:
     """Whether `x` is the shape of some array: NumPy has at most 64 axes and 2**63 elements."""
     if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
         return False

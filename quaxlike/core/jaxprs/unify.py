@@ -117,8 +117,9 @@ def can_be_unified(x: Any, like: Any) -> bool:
     """Whether there is a form that both can be brought to."""
     slots: list[Slot] = []
     jax.eval_shape(lambda *both: slots.extend(flatten(both)[1]), x, like)
+    first, second = slots
     try:
-        unify(*slots, "a part")
+        unify(first, second, "a part")
     except StructureError:
         return False
     return True
