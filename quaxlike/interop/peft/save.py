@@ -235,6 +235,11 @@ def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict
             lora_bias[new.removesuffix(".bias")] = leaf.b
             leaf = leaf.w
         if isinstance(leaf, TrainableArray):
+            if is_value(leaf.array):
+                raise ValueError(
+                    f"{new} is trained in full (`modules_to_save`), for which PEFT's files hold a dense array; "
+                    f"found a {type(leaf.array).__name__}. Leave it out of `quantize` (`where`), or adapt it."
+                )
             trained[new] = leaf.array
     if lora_bias and lora_bias.keys() != adapters.keys():
         raise ValueError(
