@@ -237,7 +237,7 @@ def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict
         if isinstance(leaf, TrainableArray):
             if is_value(leaf.array):
                 raise ValueError(
-                    f"{new} is trained in full (`modules_to_save`), for which PEFT's files hold a dense array; "
+                    f"{new} is trained in full (`modules_to_save`), where PEFT takes a dense array; "
                     f"found a {type(leaf.array).__name__}. Leave it out of `quantize` (`where`), or adapt it."
                 )
             trained[new] = leaf.array
