@@ -71,9 +71,8 @@ def unify(a: Slot, b: Slot, where: str) -> Slot:
         a, b = settled(a), settled(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
-    for first, second in (
-        ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))
-    ):  # a plain array is lifted
+    orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))  # a plain array first, to be lifted
+    for first, second in orders:
         form = _widened(first, second)
         if form.treedef is None:
             return second.dense().strong()
