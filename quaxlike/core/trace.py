@@ -273,9 +273,8 @@ class QuaxTrace(jax.core.Trace):
 
     def wrap(self, x: Any) -> Any:
         """The result of a rule, as something that JAX code can go on with."""
-        x = self.settle(x)
-        if kind_of(x) != "value":
-            return x
+        if KINDS[type(x)] != "value":
+            return self.settle(x)
         if has_placeholders(type(x)):
             self.tag.follows_constants = True
         return ValueTracer(self, x)

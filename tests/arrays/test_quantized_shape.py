@@ -118,6 +118,8 @@ _ROWS = [
     (_NF4, (6, 64), lambda w: jnp.take(w, jnp.array([5, 6, -7]), axis=0, mode="clip")),
     (_NF4, (6, 64), lambda w: jax.vmap(lambda i: w[i])(_IDS[0])),
     (_NF4, (6, 64), lambda w: w.at[_IDS].get(mode="fill", fill_value=jnp.nan)),
+    (_INT8, (6, 1), jnp.diagonal),
+    (_NF4, (6, 1), lambda w: w[_IDS, _IDS * 0]),
 ]
 
 

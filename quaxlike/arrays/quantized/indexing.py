@@ -67,6 +67,8 @@ def _gather(
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]
     if fills and len(indexed) < len(dims.start_index_map):
         return NotImplemented  # an axis that is taken whole has one place; elsewhere means fill
+    if not {*dims.collapsed_slice_dims} <= {*indexed}:
+        return _with_all_axes(w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params)
     # The position along an axis that is taken whole is 0, whatever the index says.
     columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
     indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
@@ -110,6 +112,31 @@ def _gather(
     order = [*lead_places, *inner_places]
     out = out.with_axes([order.index(place) for place in range(out_ndim)])
     return out.materialise() if len(w.shape) <= 2 else out
+
+
+def _with_all_axes(
+    w: AbstractQuantizedArray,
+    indices: ArrayLike,
+    dims: lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    indexed: Sequence[int],
+    **params: Any,
+) -> Any:
+    """A look-up that leaves out axes of size 1 that it takes whole: the same with them, without them after."""
+    gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
+    collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
+    kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
+    num_batch = np.ndim(indices) - 1
+    places = tuple(range(num_batch, num_batch + len(kept)))
+    with_all = dims._replace(collapsed_slice_dims=tuple(collapsed), offset_dims=places)
+    out = _gather(w, indices, dimension_numbers=with_all, slice_sizes=slice_sizes, **params)
+    if out is NotImplemented:
+        return out
+    num_out = num_batch + len(dims.offset_dims)
+    order = [*(i for i in range(num_out) if i not in dims.offset_dims), *dims.offset_dims]
+    squeezed = [place for place, axis in zip(places, kept, strict=True) if axis in gone]
+    move = lambda out: lax.transpose(lax.squeeze(out, squeezed), [order.index(i) for i in range(num_out)])
+    return quaxify(move)(out)
 
 
 def _of_stored(
