@@ -10,6 +10,8 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
+from tests.differential.compare import check
+from tests.differential.program import Program, Step
 from tests.samples import normal
 
 
@@ -76,6 +78,12 @@ def test_look_ups_out_of_bounds(kind, fill):
         ]
 
     agrees(program, ARRAYS[kind], jnp.array([1, 99, -1, -99, 0]))
+
+
+def test_what_a_base_with_names_is_filled_with():
+    look_up = Step('jnp.take(x, jnp.array([1, 99]), 0, mode="fill", fill_value=7)')
+    program = Program("LoraArray of NamedArray", (look_up,), outer=("grad_and_result",), jit=True)
+    assert check(program).status == "equal"
 
 
 @pytest.mark.parametrize("kind", ["plain", "dora", "transposed", "qlora"])

@@ -140,7 +140,7 @@ def _gather(
     y = quaxify(rows)(x.base, x.a, x.b)
     if x.magnitude is not None:
         y = multiply(y, arrange(*gathered(*row_scale(x), 1), out))
-    return filled(y, in_bounds(*where), dnums, fill) if masked else y
+    return quaxify(lambda y: filled(y, in_bounds(*where), dnums, fill))(y) if masked else y
 
 
 def _stack(
