@@ -15,7 +15,7 @@ from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..core.values import is_value
 from .layouts import Layouts, layouts_of
 from .notation import Layout
-from .trainable import trainable
+from .trainable import trained_leaves
 from .trees import named_arrays
 
 
@@ -158,7 +158,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 
 
 def _row(path: str, x: Any, layout: Layout | None) -> Row:
-    spec = trainable(x)
+    spec = trained_leaves(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     size = math.prod(x.shape)
     if isinstance(x, LoraArray):

@@ -1,5 +1,6 @@
 """The trained part of an adapted model."""
 
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +18,7 @@ def trainable(model: PyTree) -> PyTree:
 
     **Arguments:**
 
-    - `model`: what [`quaxlike.loraify`][] made.
+    - `model`: what [`quaxlike.loraify`][] made. A warning says so if nothing of it is trained.
 
     **Returns:**
 
@@ -43,10 +44,17 @@ def trainable(model: PyTree) -> PyTree:
         grad(params, jnp.ones(2))  # of the adapters alone
         ```
     """
-    return jtu.tree_map(_trained, model, is_leaf=is_value)
+    spec = jtu.tree_map(trained_leaves, model, is_leaf=is_value)
+    if not any(jtu.tree_leaves(spec)):
+        warnings.warn(
+            "The model has no adapters, so nothing of it is trained. Put some on it with `quaxlike.loraify`.",
+            stacklevel=3,  # beyond `checked`
+        )
+    return spec
 
 
-def _trained(leaf: Any) -> Any:
+def trained_leaves(leaf: Any) -> Any:
+    """Which leaves of one array of a model are trained."""
     spec = jtu.tree_map(lambda _: False, leaf)
     if isinstance(leaf, LoraArray):
         fields = ["a", "b", *(["magnitude"] if leaf.magnitude is not None else [])]

@@ -160,6 +160,9 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
 def near(pattern: str, arrays: Mapping[str, Any]) -> str:
     """A hint for a pattern that matches none of these names."""
     plain = re.sub(r"[\\^$()*+?\[\]{}|]|\.(?=[*+])", "", pattern).strip(".")
+    inside = {name: leaf for name, leaf in arrays.items() if f".{plain}." in f".{name}."}
+    if plain and inside:
+        return f"It is a part of the model, with the arrays {some(inside)}."
     layers = list(dict.fromkeys(layer_of(name) for name in arrays))
     by_tail: dict[str, str] = {}
     depth = plain.count(".") + 1

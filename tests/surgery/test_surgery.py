@@ -173,6 +173,11 @@ def test_select_in_a_state_dict():
     assert list(ql.select({"model": {"h": [state]}}, ["q"])) == ["model.h.0.h.0.attn.q.weight"]
 
 
+def test_a_model_without_adapters_trains_nothing_and_says_so(mlp):
+    with pytest.warns(UserWarning, match="has no adapters, so nothing of it is trained.*loraify"):
+        assert not any(jax.tree.leaves(ql.trainable(mlp)))
+
+
 @pytest.mark.parametrize("where", ["layer.0", ["layers.0", "kayers.1"], r"layrs\.0\.(weight|bias)"])
 def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
     with pytest.raises(ValueError, match=r"matches none of the arrays.*Did you mean .*layers\.[01]"):
@@ -186,6 +191,7 @@ def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
         ({"alpha_pattern": {"q": 1}}, r"'q' in alpha_pattern matches none"),
         ({"exclude": ["layers.3"]}, r"'layers\.3' matches none"),
         ({"modules_to_save": ["classifier"]}, r"'classifier' in modules_to_save is no part"),
+        ({"where": ["layers"]}, r"'layers' matches none.*is a part of the model, with the arrays layers\.0\.weight"),
         ({"exclude": r"layers\.\d"}, "leaves nothing"),
         ({"where": r".*bias"}, r"no weight of two or more axes.*layers\.0\.bias \(16,\)"),
         ({"init": "kaimin"}, "init must be one of 'kaiming'"),
