@@ -239,8 +239,8 @@ HOLES: dict[str, st.SearchStrategy[Any]] = {
 NAMESPACE = {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
 
 # Results that say nothing, that are not told apart by what the function returns, or that are as small as the
-# rounding of a sum. JAX's `gcd` and `lcm` never end for the least integer, and an array of shifts makes `roll`
-# as long a program as it is large.
+# rounding of a sum. JAX's `gcd` and `lcm` never end for the least integer, and an array of shifts makes
+# `roll` as long a program as it is large.
 _SKIPPED = {
     *UNTESTED,
     "gcd",

@@ -191,7 +191,10 @@ def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
         ({"alpha_pattern": {"q": 1}}, r"'q' in alpha_pattern matches none"),
         ({"exclude": ["layers.3"]}, r"'layers\.3' matches none"),
         ({"modules_to_save": ["classifier"]}, r"'classifier' in modules_to_save is no part"),
-        ({"where": ["layers"]}, r"'layers' matches none.*is a part of the model, with the arrays layers\.0\.weight"),
+        (
+            {"where": ["layers"]},
+            r"'layers' matches none.*is a part of the model, with the arrays layers\.0\.weight",
+        ),
         ({"exclude": r"layers\.\d"}, "leaves nothing"),
         ({"where": r".*bias"}, r"no weight of two or more axes.*layers\.0\.bias \(16,\)"),
         ({"init": "kaimin"}, "init must be one of 'kaiming'"),

@@ -68,7 +68,9 @@ def _gather(
     if fills and len(indexed) < len(dims.start_index_map):
         return NotImplemented  # an axis that is taken whole has one place; elsewhere means fill
     if not {*dims.collapsed_slice_dims} <= {*indexed}:
-        return _with_all_axes(w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params)
+        return _with_all_axes(
+            w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params
+        )
     # The position along an axis that is taken whole is 0, whatever the index says.
     columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
     indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
@@ -122,7 +124,7 @@ def _with_all_axes(
     indexed: Sequence[int],
     **params: Any,
 ) -> Any:
-    """A look-up that leaves out axes of size 1 that it takes whole: the same with them, without them after."""
+    """A look-up that takes axes of size 1 whole and leaves them out: they are left out of its result."""
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
