@@ -106,6 +106,18 @@ def widened(x: Any, like: Any) -> Any:
     )
 
 
+def widened_part(x: Any, like: Any) -> Any:
+    """The same for a part of a Value: dense (under the policy) beside an array that is not lifted."""
+    x = widened(x, like)
+    if not is_value(x) or is_value(like):
+        return x
+    lifted: list[bool] = []
+    array = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
+    hint = "A part of a Value meets a dense array, in another branch or before or after an iteration."
+    return x if lifted[0] else dense(x, "a part of a Value", hint=hint)
+
+
 def dense_apart(x: Any) -> Any:
     """What `widen` gives for a Value that cannot have the form of the other: dense, under the policy."""
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
@@ -122,18 +134,6 @@ def can_be_unified(x: Any, like: Any) -> bool:
     except StructureError:
         return False
     return True
-
-
-def widened_part(x: Any, like: Any) -> Any:
-    """The same for a part of a Value: dense (under the policy) beside an array that is not lifted."""
-    x = widened(x, like)
-    if not is_value(x) or is_value(like):
-        return x
-    lifted: list[bool] = []
-    array = jax.ShapeDtypeStruct(like.shape, like.dtype)
-    jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
-    hint = "A part of a Value meets a dense array, in another branch or before or after an iteration."
-    return x if lifted[0] else dense(x, "a part of a Value", hint=hint)
 
 
 def _widened(slot: Slot, like: Slot) -> Slot:
