@@ -190,13 +190,10 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         if _difference(disturbed, expected, tolerance) is not None:
             return Outcome("rejected", "the result is not stable")
     if not _is_finite(results):  # XLA takes a boolean times NaN for zero where it is false
-        with jax.disable_jit():
-            each = reference(leaves, varied, still)
-        if _difference(results, each, tolerance) is None:
+        if _difference(results, _op_by_op(traced, (leaves, varied, still), expected), tolerance) is None:
             return Outcome("rejected", "XLA computes otherwise what is not finite")
     if traced_too is not None:  # a comparison that is fused twice may come out either way
-        each = jexc.jaxpr_as_fun(traced_too.jaxpr)(*jtu.tree_leaves((leaves, varied)))
-        if _difference(jtu.tree_unflatten(jtu.tree_structure(results), each), expected, tolerance) is None:
+        if _difference(_op_by_op(traced_too, (leaves, varied), results), expected, tolerance) is None:
             return Outcome("rejected", "XLA rounds otherwise in a program than in its operations")
     classes = {type(part) for x in operands.values() for part in parts(x)}
     if LowRankUpdate in classes and not _is_finite(results):
@@ -274,6 +271,13 @@ def _above_one(x: jax.Array) -> jax.Array:
 
 def _evaluated(traced: Any, *args: Any) -> Any:
     return traced.lower().compile()(*args)
+
+
+def _op_by_op(traced: Any, args: Any, like: Any) -> Any:
+    """The result of a traced function, one operation at a time, as a tree `like` the one that is compiled."""
+    with jax.disable_jit():
+        leaves = jexc.jaxpr_as_fun(traced.jaxpr)(*jtu.tree_leaves(args))
+    return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
 
 
 def _dtype(x: Any) -> Any:
