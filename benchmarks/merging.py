@@ -1,9 +1,10 @@
-"""`python -m benchmarks.merging [--decoder DIR] [--only TEXT]`: adapters merged into 4-bit weights, two ways.
+"""`python -m benchmarks.merging [--decoder DIR] [--only TEXT]`: ways to merge adapters into 4-bit weights.
 
-Codes are the nearest, or chosen by the inputs of their layers (`merge(exact=…)`); bytes are the same. The
-error is that of the merged model's outputs to those of base and adapter: one minus the cosine of embeddings,
-or the divergence (Kullback-Leibler) of the next token. It is measured on other texts than codes are chosen
-by.
+Codes are the nearest, or chosen by the inputs of their layers (`merge(exact=…)`); or the scales of these are
+trained as well (`train_scales`), by what base and adapter make of a thousand other texts. Bytes are the same.
+The error is that of the merged model's outputs to those of base and adapter: one minus the cosine of
+embeddings, or the divergence (Kullback-Leibler) of the next token. It is measured on other texts than codes
+are chosen and scales trained by.
 
 "Eigenvalues" is the geometric over the arithmetic mean of the eigenvalues of the inputs' second moments, on
 average over layers. For steps of a given size it is the ratio that rounding column by column can reach in the
@@ -18,9 +19,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +32,9 @@ from quaxlike.surgery.trees import named_arrays, replace
 
 _KEY = jax.random.key(0)
 _SCHEMES: dict[str, dict[str, Any]] = {"nf4": {}, "uint4_block": {"block_size": 64}, "mxfp4": {}}
-_TOKENS, _TEXTS = 32, 160
+_WHOLE_SCALES = {"mxfp4"}  # powers of two, which are not trained
+_TOKENS, _TEXTS, _TRAINED_BY = 32, 160, 1000
+_STEPS, _BATCH, _LEARNING_RATE = 200, 32, 1e-3  # of a scale's root mean square
 
 
 class Task(NamedTuple):
@@ -40,6 +45,7 @@ class Task(NamedTuple):
     apply: Callable[[Any, Any], Any]
     chosen_by: Any
     measured_on: Any
+    trained_by: Any
     error: Callable[[Any, Any], Any]
 
 
@@ -65,13 +71,13 @@ def minilm() -> Task:
 
     cosine = lambda found, wanted: jnp.mean(1 - jnp.sum(found * wanted, axis=-1))
     model, _ = ql.models.load(path)
-    return Task(model, r"encoder\..*", embed, ids[:_TEXTS], ids[_TEXTS : 2 * _TEXTS], cosine)
+    return Task(model, r"encoder\..*", embed, *_parts(ids), cosine)
 
 
 def decoder(directory: pathlib.Path) -> Task:
     """A decoder, on texts that it writes itself."""
     model, config = ql.models.load(directory)
-    prompts = jax.random.randint(_KEY, (2 * _TEXTS, 1), 0, config["vocab_size"])
+    prompts = jax.random.randint(_KEY, (2 * _TEXTS + _TRAINED_BY, 1), 0, config["vocab_size"])
     key = jax.random.key(1)
     texts = ql.models.generate(model, prompts, max_new_tokens=_TOKENS, temperature=1.0, key=key)
 
@@ -82,7 +88,12 @@ def decoder(directory: pathlib.Path) -> Task:
         found, wanted = jax.nn.log_softmax(found), jax.nn.log_softmax(wanted)
         return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1))
 
-    return Task(model, "all-linear", logits, texts[:_TEXTS], texts[_TEXTS:], divergence)
+    return Task(model, "all-linear", logits, *_parts(texts), divergence)
+
+
+def _parts(texts: Any) -> list[Any]:
+    """Texts that codes are chosen by, that errors are measured on, and that scales are trained by."""
+    return jnp.split(texts[: 2 * _TEXTS + _TRAINED_BY], [_TEXTS, 2 * _TEXTS])
 
 
 def adapted(task: Task, scheme: str, size: float, **options: Any) -> Any:
@@ -108,8 +119,35 @@ def eigenvalues(moments: Any) -> float:
     return float(np.mean(ratios))
 
 
+def with_trained_scales(task: Task, merged: Any, model: Any) -> Any:
+    """The merged model with the scales that bring its outputs closest to those of base and adapter."""
+    opened = ql.train_scales(merged)
+    scales, rest = eqx.partition(opened, ql.trainable(opened))
+    run = jax.jit(ql.quaxify(task.apply))
+    wanted = jnp.concatenate([run(model, texts) for texts in jnp.split(task.trained_by, 5)])
+    optimiser = optax.chain(
+        optax.scale_by_adam(),
+        optax.scale_by_param_block_rms(),
+        optax.scale_by_learning_rate(optax.cosine_decay_schedule(_LEARNING_RATE, _STEPS)),
+    )
+
+    @jax.jit
+    def step(scales: Any, state: Any, texts: Any, wanted: Any) -> Any:
+        def loss(scales: Any) -> Any:
+            return task.error(ql.quaxify(task.apply)(eqx.combine(scales, rest), texts), wanted)
+
+        updates, state = optimiser.update(jax.grad(loss)(scales), state, scales)
+        return optax.apply_updates(scales, updates), state
+
+    state = optimiser.init(scales)
+    for key in jax.random.split(_KEY, _STEPS):
+        batch = jax.random.choice(key, len(wanted), (_BATCH,), replace=False)
+        scales, state = step(scales, state, task.trained_by[batch], wanted[batch])
+    return eqx.combine(scales, rest)
+
+
 def compare(task: Task, scheme: str, size: float, **options: Any) -> dict[str, float]:
-    """The errors, without the adapter and merged either way; and the ratio of eigenvalues."""
+    """The errors, without the adapter and merged each way; and the ratio of eigenvalues."""
     model = adapted(task, scheme, size, **options)
     run = jax.jit(ql.quaxify(task.apply))
     wanted = run(model, task.measured_on)
@@ -121,6 +159,8 @@ def compare(task: Task, scheme: str, size: float, **options: Any) -> dict[str, f
         raise AssertionError("the merged models differ in size")
     base = jax.tree.map(lambda x: x.w if isinstance(x, ql.LoraArray) else x, model, is_leaf=ql.is_value)
     ways = {"no adapter": base, "nearest": nearest, "chosen": chosen}
+    if scheme not in _WHOLE_SCALES:
+        ways["trained"] = with_trained_scales(task, chosen, model)
     errors = {way: float(task.error(run(merged, task.measured_on), wanted)) for way, merged in ways.items()}
     return errors | {"eigenvalues": eigenvalues(moments)}
 
@@ -134,16 +174,18 @@ def main() -> None:
     tasks: dict[str, Callable[[], Task]] = {"MiniLM": minilm}
     if args.decoder:
         tasks["decoder"] = lambda: decoder(args.decoder)
-    table = Table("model", "scheme", "no adapter", "nearest", "chosen", "eigenvalues", "chosen / nearest")
+    ways = ["no adapter", "nearest", "chosen", "trained"]
+    table = Table("model", "scheme", *ways, "eigenvalues", "chosen / nearest", "trained / nearest")
     for name, make in tasks.items():
         task = None
         for scheme, options in _SCHEMES.items():
             if args.only in f"{name} {scheme}":
                 task = make() if task is None else task
                 errors = compare(task, scheme, args.size, **options)
-                ratio, share = errors["chosen"] / errors["nearest"], errors.pop("eigenvalues")
-                cells = [f"{e:.2e}" for e in errors.values()]
-                table.add_row(name, scheme, *cells, f"{share:.0%}", f"{ratio:.0%}")
+                cells = [f"{errors[way]:.2e}" if way in errors else "" for way in ways]
+                shares = [errors["eigenvalues"], errors["chosen"] / errors["nearest"]]
+                shares += [errors["trained"] / errors["nearest"]] if "trained" in errors else []
+                table.add_row(name, scheme, *cells, *(f"{share:.0%}" for share in shares))
     Console(width=100).print(table)
 
 

@@ -34,7 +34,7 @@ from .surgery.select import select
 from .surgery.stacking import stack_layers, unstack_layers
 from .surgery.summary import summary
 from .surgery.traced import traced_layouts
-from .surgery.trainable import trainable
+from .surgery.trainable import train_scales, trainable
 from .surgery.trees import path_of
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "layouts",
     "traced_layouts",
     "summary",
+    "train_scales",
     "trainable",
     "loraify",
     "with_dropout_key",

@@ -1,5 +1,6 @@
-"""The trained part of an adapted model."""
+"""The trained part of a model: adapters, and scales of quantised weights."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -9,21 +10,26 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
+from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import is_value
+from .select import Where, select
+from .trees import named_arrays, replace, some
 
 
 @checked
 def trainable(model: PyTree) -> PyTree:
-    """Which leaves of a model its adapters train.
+    """Which leaves of an adapted model are trained.
 
     **Arguments:**
 
-    - `model`: what [`quaxlike.loraify`][] made. A warning says so if nothing of it is trained.
+    - `model`: what [`quaxlike.loraify`][] or [`quaxlike.train_scales`][] made. A warning says so if nothing
+        of it is trained.
 
     **Returns:**
 
     The model with True in place of each leaf that is trained (adapters, `modules_to_save`, trained biases,
-    bases with `train_base`) and False in place of all others: a filter spec for `eqx.partition`. Where the
+    bases with `train_base`, scales of quantised weights with `train_scales`) and False in place of all
+    others: a filter spec for `eqx.partition`. Where the
     optimiser gets the whole model, of floating arrays, the function itself gives the labels of
     `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not give the result to
     `optax.masked` alone: it adds the raw gradients of all other leaves to them.
@@ -47,10 +53,61 @@ def trainable(model: PyTree) -> PyTree:
     spec = jtu.tree_map(trained_leaves, model, is_leaf=is_value)
     if not any(jtu.tree_leaves(spec)):
         warnings.warn(
-            "The model has no adapters, so nothing of it is trained. Put some on it with `quaxlike.loraify`.",
+            "The model has no adapters, so nothing of it is trained. Put some on it with `quaxlike.loraify`, "
+            "or let the scales of quantised weights be trained with `quaxlike.train_scales`.",
             stacklevel=3,  # beyond `checked`
         )
     return spec
+
+
+@checked
+def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
+    """Lets gradients flow into the scales of quantised weights; their codes stay as they are.
+
+    Train what [`quaxlike.trainable`][] says. The model takes as many bytes after training as before.
+
+    **Arguments:**
+
+    - `model`: any pytree with quantised weights.
+    - `where`: which of them, as [`quaxlike.select`][] takes it; of a weight with an adapter the base.
+        Default: all.
+
+    **Returns:**
+
+    The model, with `train_scales` set for these weights.
+
+    **Raises:**
+
+    `ValueError` if none of the weights is quantised, or if one has no scales that are floating-point numbers.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(64, 2, 64, depth=2, key=jax.random.key(0))
+        model = ql.train_scales(ql.quantize(mlp, "nf4"))
+        params, rest = eqx.partition(model, ql.trainable(model))
+        ```
+
+    Source: Kim et al., PEQA, <https://arxiv.org/abs/2305.14152>.
+    """
+    arrays = named_arrays(model) if where is None else select(model, where)
+    bases = {name: x.w if isinstance(x, LoraArray) else x for name, x in arrays.items()}
+    trained: dict[str, Any] = {}
+    for name, w in bases.items():
+        if not isinstance(w, AbstractQuantizedArray):
+            continue
+        if not any(map(eqx.is_inexact_array, jtu.tree_leaves(w.scale))):
+            raise ValueError(
+                f"{name} is a {type(w).__name__} whose scales are no floating-point numbers, but codes of 8 "
+                "bits. Leave it out with `where`."
+            )
+        opened, adapted = dataclasses.replace(w, train_scales=True), arrays[name]
+        trained[name] = adapted.replace(w=opened) if isinstance(adapted, LoraArray) else opened
+    if not trained:
+        raise ValueError(f"There are no quantised weights, only {some(arrays)}.")
+    return replace(model, trained)
 
 
 def trained_leaves(leaf: Any) -> Any:
@@ -59,6 +116,9 @@ def trained_leaves(leaf: Any) -> Any:
     if isinstance(leaf, LoraArray):
         fields = ["a", "b", *(["magnitude"] if leaf.magnitude is not None else [])]
         fields += ["w"] if leaf.train_base else []
+        spec = eqx.tree_at(lambda x: x.w, spec, trained_leaves(leaf.w))
+    elif isinstance(leaf, AbstractQuantizedArray) and leaf.train_scales:
+        fields = ["scale"]
     elif isinstance(leaf, TrainableArray):
         fields = ["array"]
     elif isinstance(leaf, TrainableRows):

@@ -166,3 +166,44 @@ def test_straight_through_over_products_with_codes(cls):
     with ql.on_materialise("error"):
         actual = jax.grad(lambda w: ql.quaxify(lambda w: loss(ste(cls.quantize)(w)))(w))(w)
     np.testing.assert_allclose(actual, jax.grad(loss)(cls.quantize(w).materialise()), atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"double_quant": True}])
+def test_scales_are_trained_to_meet_other_outputs(mlp, options):
+    """As after a merge: codes and bytes stay, and the distance to the outputs that are wanted falls."""
+    start = ql.quantize(mlp, "nf4", **options)
+    opened = ql.train_scales(start)
+    scales, rest = eqx.partition(opened, ql.trainable(opened))
+    xs = jax.random.normal(KEY, (64, 64))
+    wanted = jax.vmap(mlp)(xs)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(scales):
+        return jnp.mean((ql.quaxify(jax.vmap(eqx.combine(scales, rest)))(xs) - wanted) ** 2)
+
+    first, gradients = loss(scales)
+    norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))
+    assert norm > 0
+    moved = jax.tree.map(lambda scale, g: scale - 0.02 * first / norm * g, scales, gradients)
+    assert loss(moved)[0] < 0.998 * first
+    trained = eqx.combine(moved, rest)
+    for before, after in zip(start.layers, trained.layers, strict=True):
+        np.testing.assert_array_equal(before.weight.codes, after.weight.codes)
+        avals = lambda w: [(x.shape, x.dtype) for x in jax.tree.leaves(w)]
+        assert avals(before.weight) == avals(after.weight)
+
+
+def test_scales_are_trained_where_it_is_asked(mlp):
+    adapted = ql.loraify(ql.quantize(mlp, "nf4"), rank=2, key=KEY)
+    trained = ql.trainable(ql.train_scales(adapted, ["layers.1"]))
+    assert [layer.weight.w.scale for layer in trained.layers] == [False, True, False]
+    assert all(layer.weight.a and layer.weight.b for layer in trained.layers)
+    assert not any(layer.weight.w.codes for layer in trained.layers)
+
+
+def test_scales_that_cannot_be_trained(mlp):
+    with pytest.raises(ValueError, match=r"no quantised weights, only layers\.0\.weight \(64, 64\)"):
+        ql.train_scales(mlp)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is a BlockArray whose scales are no floating"):
+        ql.train_scales(ql.quantize(mlp, "mxfp4"))

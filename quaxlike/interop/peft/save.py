@@ -67,8 +67,9 @@ def save_adapter(
         again = peft.load_adapter("adapter", mlp)
         ```
 
-    An adapter that took a part of the base with it (`init="pissa"`, `"olora"`, LoftQ) belongs to the base
-    that is left, which has to be saved as well.
+    The base is not in the file. It has to be saved as well where it is not what it was: an adapter took a
+    part of it (`init="pissa"`, `"olora"`, LoftQ), or its weights or scales are trained (`train_base`,
+    [`quaxlike.train_scales`][]).
     """
     if hasattr(model, "unstacked"):  # layers as one
         model = model.unstacked()
