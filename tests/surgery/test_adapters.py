@@ -277,6 +277,17 @@ def test_dropout_is_unbiased_and_depends_on_the_key(dora):
         assert np.abs(possible - np.asarray(out)).max(axis=1).min() < 1e-5
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_dropout_before_a_convolution(dora):
+    x = normal(6, 5, 5)
+    layer = adapted(0, eqx.nn.Conv2d(6, 4, 3, key=KEY), where="weight", dropout=0.25, dora=dora)
+    run = jax.jit(jax.vmap(lambda key: ql.quaxify(ql.with_dropout_key(layer, key))(x)))
+    outs = run(jax.random.split(KEY, 2000))
+    noise = outs.std(0)
+    assert noise.min() > 0
+    np.testing.assert_array_less(np.abs(outs.mean(0) - ql.quaxify(layer)(x)), 6 * noise / 2000**0.5)
+
+
 @pytest.mark.slow
 def test_each_sample_and_each_layer_of_a_stack_has_its_own_mask():
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(6, 6, key=key))(jax.random.split(KEY, 3))

@@ -48,6 +48,7 @@ NAMED = {
                     "key": {"kernel": z((8, 1, 2))},
                     "out": {"kernel": z((4, 2, 8))},
                 },
+                "bare_stack": {"query": {"kernel": z((3, 8, 6))}, "out": {"kernel": z((3, 6, 8))}},
                 "stack": {
                     "query": {"kernel": z((3, 8, 6)), "bias": z((3, 6))},
                     "out": {"kernel": z((3, 6, 8)), "bias": z((3, 8))},
@@ -58,7 +59,8 @@ NAMED = {
         {
             "Dense_0": "io", "Conv_0": "hwio", "Embed_0": "vo", "attention.query": "ioo",
             "attention.out": "iio",
-            "bare.query": "ioo", "bare.key": "ioo", "bare.out": "iio", "stack.query": "io", "stack.out": "io",
+            "bare.query": "ioo", "bare.key": "ioo", "bare.out": "iio", "bare_stack.query": "io",
+            "bare_stack.out": "io", "stack.query": "io", "stack.out": "io",
             "stack.Dense_0": "io",
         },
     ),
