@@ -3,10 +3,11 @@
 import contextlib
 import contextvars
 import math
+import operator
 import threading
 import typing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -148,8 +149,25 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 
 def dense_operands(primitive: jexc.Primitive, operands: Sequence[Any]) -> list[Any]:
     """The operands of a primitive that no rule covers, each as a dense array; under the policy."""
-    made = iter(_densify([x for x in operands if is_value(x)], primitive.name, operands, ""))
-    return [next(made) if is_value(x) else x for x in operands]
+    return map_values(lambda values: _densify(values, primitive.name, operands, ""), operands)
+
+
+def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
+    """`operands` with the results of `f` in place of the Values among them.
+
+    A Value that is there twice is given to `f` once. Two arrays that are computed from it apart may differ in
+    their last digits, as compilers fuse them otherwise, and `x != x`, which asks for NaNs, would be true.
+    """
+    flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
+    first = {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
+    once = list(dict.fromkeys(first.values()))
+    made = dict(zip(once, f([operands[i] for i in once]), strict=True))
+    return [made[first[i]] if i in first else x for i, x in enumerate(operands)]
+
+
+def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
+    """Whether flattened Values have the same arrays, and the same statics."""
+    return len(x[0]) == len(y[0]) and all(map(operator.is_, x[0], y[0])) and x[1] == y[1]
 
 
 def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> list[Any]:

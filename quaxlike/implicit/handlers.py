@@ -10,6 +10,7 @@ import jax.extend.core as jexc
 
 from .._checked import checked
 from ..core import rules as core_rules
+from ..core.policy import map_values
 from ..core.quaxify import quaxify
 from ..core.values import Value, materialise
 from .array import bind
@@ -135,4 +136,4 @@ def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any
 @checked
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
     """The primitive with every ImplicitArray among its operands materialised."""
-    return bind(primitive, materialise(vals), params or {})
+    return bind(primitive, map_values(materialise, vals), params or {})

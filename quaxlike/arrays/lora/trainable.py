@@ -12,6 +12,7 @@ from jaxtyping import ArrayLike
 
 from ...core.jaxprs.slots import leading_axes
 from ...core.jaxprs.unify import widened
+from ...core.policy import map_values
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise
 from .array import frozen
@@ -25,7 +26,8 @@ class Beside(ArrayValue):
     def default(
         primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
     ) -> Any:
-        plain = [materialise(x) if isinstance(x, Beside) else x for x in values]
+        under = lambda values: [materialise(x) if isinstance(x, Beside) else x for x in values]
+        plain = map_values(under, values)
         return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
 
 
