@@ -2,6 +2,8 @@
 
 import itertools
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -146,6 +148,14 @@ def test_stacked_layers(double_quant):
         _close(ql.quaxify(jax.vmap(product, in_axes=(0, None)))(stack, x), expected)
         joined = lambda w, x: jnp.einsum("lio,bo->bli", w, x)
         _close(ql.quaxify(joined)(stack, x), joined(dense, x))
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_stacks_of_rows_that_end_within_blocks(double_quant):
+    quantise = functools.partial(ql.NF4Array.quantize, double_quant=double_quant)
+    stack, x = jax.vmap(quantise)(_normal(0, 3, 4, 50)), _normal(1, 5, 50)
+    product = lambda w, x: jnp.einsum("loi,bi->blo", w, x)
+    _close(ql.quaxify(product)(stack, x), product(stack.materialise(), x))
 
 
 @pytest.mark.parametrize("train_scales", [False, True])
