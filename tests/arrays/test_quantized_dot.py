@@ -1,8 +1,7 @@
 """Products with quantised weights against the same products with the dense weights, in float64."""
 
-import itertools
-
 import functools
+import itertools
 
 import equinox as eqx
 import jax
