@@ -1,7 +1,7 @@
 """A Value that is there twice among the operands of a primitive becomes one array.
 
-Two arrays that are decoded apart may differ in their last digits, as XLA fuses them otherwise, and `x != x` is
-how `jnp.isnan` asks for NaNs.
+Two arrays that are decoded apart may differ in their last digits, as XLA fuses them otherwise, and `x != x`
+is how `jnp.isnan` asks for NaNs.
 """
 
 import jax
