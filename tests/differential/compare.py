@@ -255,9 +255,10 @@ def _rounds(eqn: Any) -> bool:
 
 
 def _disturbed(seed: int, noise: float, x: jax.Array) -> jax.Array:
-    """The array with each of its elements changed a little."""
+    """The array with each of its elements changed a little, and by the precision of its dtype at least."""
     if not _is_inexact(x):
         return x
+    noise = max(noise, float(jnp.finfo(x.dtype).eps))
     return x * (1 + noise * np.random.default_rng(seed).uniform(-1, 1, x.shape)).astype(x.dtype)
 
 
