@@ -29,8 +29,8 @@ def trainable(model: PyTree) -> PyTree:
 
     The model with True in place of each leaf that is trained (adapters, `modules_to_save`, trained biases,
     bases with `train_base`, scales of quantised weights with `train_scales`) and False in place of all
-    others: a filter spec for `eqx.partition`. Where the
-    optimiser gets the whole model, of floating arrays, the function itself gives the labels of
+    others: a filter spec for `eqx.partition`. Where the optimiser gets the whole model, of floating arrays,
+    the function itself gives the labels of
     `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not give the result to
     `optax.masked` alone: it adds the raw gradients of all other leaves to them.
 
@@ -93,9 +93,9 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     Source: Kim et al., PEQA, <https://arxiv.org/abs/2305.14152>.
     """
     arrays = named_arrays(model) if where is None else select(model, where)
-    bases = {name: x.w if isinstance(x, LoraArray) else x for name, x in arrays.items()}
     trained: dict[str, Any] = {}
-    for name, w in bases.items():
+    for name, x in arrays.items():
+        w = x.w if isinstance(x, LoraArray) else x
         if not isinstance(w, AbstractQuantizedArray):
             continue
         if not any(map(eqx.is_inexact_array, jtu.tree_leaves(w.scale))):
@@ -103,8 +103,8 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
                 f"{name} is a {type(w).__name__} whose scales are no floating-point numbers, but codes of 8 "
                 "bits. Leave it out with `where`."
             )
-        opened, adapted = dataclasses.replace(w, train_scales=True), arrays[name]
-        trained[name] = adapted.replace(w=opened) if isinstance(adapted, LoraArray) else opened
+        w = dataclasses.replace(w, train_scales=True)
+        trained[name] = x.replace(w=w) if isinstance(x, LoraArray) else w
     if not trained:
         raise ValueError(f"There are no quantised weights, only {some(arrays)}.")
     return replace(model, trained)

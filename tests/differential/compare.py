@@ -189,13 +189,13 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         disturbed = again(functools.partial(_disturbed, seed, 0.01 * tolerance))
         if _difference(disturbed, expected, tolerance) is not None:
             return Outcome("rejected", "the result is not stable")
-    by_parts = functools.partial(_op_by_op, traced, (leaves, varied, still), expected)
+    array_by_parts = functools.partial(_op_by_op, traced, (leaves, varied, still), expected)
+    value_by_parts = functools.partial(_op_by_op, traced_too, (leaves, varied), results)
     # XLA takes a boolean times NaN for zero where it is false.
-    if not _is_finite(results) and _difference(results, by_parts(), tolerance) is None:
+    if not _is_finite(results) and _difference(results, array_by_parts(), tolerance) is None:
         return Outcome("rejected", "XLA computes otherwise what is not finite")
-    by_parts = functools.partial(_op_by_op, traced_too, (leaves, varied), results)
     # A comparison that is fused twice may come out either way.
-    if traced_too is not None and _difference(by_parts(), expected, tolerance) is None:
+    if traced_too is not None and _difference(value_by_parts(), expected, tolerance) is None:
         return Outcome("rejected", "XLA rounds otherwise in a program than in its operations")
     classes = {type(part) for x in operands.values() for part in parts(x)}
     if LowRankUpdate in classes and not _is_finite(results):

@@ -124,7 +124,7 @@ def _with_all_axes(
     indexed: Sequence[int],
     **params: Any,
 ) -> Any:
-    """A look-up that takes axes of size 1 whole and leaves them out: they are left out of its result."""
+    """A look-up without axes of size 1 that it takes whole: it is made with them, and they are squeezed."""
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
