@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 
 from . import compat, recording
 from .recording import describe, in_bytes, user_source
-from .rules import Rule, active_layers, signature_of
+from .rules import Rule, active_layers, need_stack, signature_of
 from .values import ArrayValue, Value, aval_of, is_value, materialise
 
 Mode = Literal["allow", "warn", "error"]
@@ -277,6 +277,7 @@ class _Loss:
     def _nearest(self) -> Iterator[tuple[str, Rule]]:
         """At most two rules of the primitive: first those of the types of the operands, and of these those
         that fit most operands."""
+        need_stack()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
         mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
 

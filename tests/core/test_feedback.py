@@ -170,6 +170,28 @@ def test_a_hook_that_calls_itself(cls, hook):
         ql.quaxify(jnp.sin)(cls(jnp.ones(3)))
 
 
+def test_a_type_computes_on_after_an_endless_recursion():
+    """Wherever on the way the stack ended: what compares types memoises its errors."""
+    before, here = sys.getrecursionlimit(), len(traceback.extract_stack())
+    for room in range(500, 530):  # a turn of the recursion is of 30 calls
+
+        class Other(Boxed): ...
+
+        rules = ql.RuleSet()
+
+        @ql.register("mul", rules=rules)
+        def rule(x: Other, y: Other, **params):
+            return x
+
+        sys.setrecursionlimit(here + room)
+        try:
+            with pytest.raises((ql.RuleError, RecursionError)):
+                ql.quaxify(lambda x: x * 2.0, rules=rules)(_OfItself(jnp.ones(3)))
+        finally:
+            sys.setrecursionlimit(before)
+        assert ql.quaxify(lambda x: x * 2.0, rules=rules)(Other(jnp.ones(3)))[0] == 2.0
+
+
 def test_other_recursion_is_what_it_was():
     def endless(x: Any) -> Any:
         return endless(x + 1)

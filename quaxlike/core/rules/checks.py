@@ -1,5 +1,6 @@
 """Checks of what rules return: number of results, shapes, dtypes."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,44 +23,69 @@ class Checked:
     """A rule whose results are checked, for operands of certain types.
 
     The check costs about as much as tracing the primitive. A rule that has given a right result is trusted
-    with the same parameters again, and while a function is traced with operands of the same shapes and
-    dtypes; under `jax_enable_checks` never.
+    with the same parameters again: among concrete arrays, within one trace, and in other traces for operands
+    of the same shapes and dtypes; under `jax_enable_checks` never.
 
     Operands that do not follow the rules of their type (`may_decline`) are looked for each time.
     """
 
-    def __init__(self, rule: Callable[..., Any], among: list[Callable[..., Any]], may_decline: bool) -> None:
+    def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
         self.rule = rule
-        self._among = among  # where the rule itself may stand once it has been checked
         self._may_decline = may_decline
-        self._right: set[Any] = set()
+        self._right: set[Any] = set()  # parameters that it is trusted with; those and avals, while tracing
         self._is_trusted = False  # with any parameters
+        self._here: tuple[Callable[[], Any], set[Any]] = (
+            (lambda: None),
+            set(),
+        )  # a trace, and those trusted in it
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self._may_decline and not all(x.follows_rules() for x in operands if is_value(x)):
             return NotImplemented
-        key: Any = tuple(params.values())
-        if not compat.is_eval_trace(compat.current_trace()):
-            key = (key, *[_aval(x) for x in operands])
-        try:
-            trusted = key in self._right or self._is_trusted
-        except TypeError:  # parameters that cannot be looked up
-            trusted, key = False, None
         out = self.rule(primitive, operands, params)
-        if out is not NotImplemented and (not trusted or jax.config.jax_enable_checks):
-            check_results(self.rule, primitive, operands, params, out)
-            if key is None or any(isinstance(p, jexc.Jaxpr | jexc.ClosedJaxpr) for p in params.values()):
-                self._is_trusted = True  # for what cannot be looked up, or would be kept alive
-                if not (self._may_decline or jax.config.jax_enable_checks):
-                    self._among[:] = [self.rule if r is self else r for r in self._among]
-            else:
-                if len(self._right) >= _LIMIT:
-                    self._right.clear()
-                self._right.add(key)
+        key: Any = tuple(params.values())
+        here, right_here = self._here
+        try:
+            if here() is compat.current_trace() and key in right_here:
+                return out
+        except TypeError:  # parameters that cannot be looked up
+            key = None
+        if out is not NotImplemented:
+            self._check(primitive, operands, params, out, key)
         return out
 
+    def _check(
+        self,
+        primitive: jexc.Primitive,
+        operands: Sequence[Any],
+        params: dict[str, Any],
+        out: Any,
+        key: Any,
+    ) -> None:
+        if jax.config.jax_enable_checks:
+            check_results(self.rule, primitive, operands, params, out)
+            return
+        if self._is_trusted:
+            return
+        if key is None or any(isinstance(p, jexc.Jaxpr | jexc.ClosedJaxpr) for p in key):
+            check_results(self.rule, primitive, operands, params, out)
+            self._is_trusted = True  # with what cannot be looked up, or would be kept alive
+            return
+        trace: Any = compat.current_trace()
+        known = key if compat.is_eval_trace(trace) else (key, *map(_aval, operands))
+        if known not in self._right:
+            check_results(self.rule, primitive, operands, params, out)
+            if len(self._right) >= _LIMIT:
+                self._right.clear()
+            self._right.add(known)
+        here, right_here = self._here
+        if here() is not trace:
+            right_here = set()
+            self._here = weakref.ref(trace), right_here  # at once: other threads may be in other traces
+        right_here.add(key)
 
-_LIMIT = 256  # parameters that a rule is trusted with
+
+_LIMIT = 256  # of what a rule is trusted with
 
 
 def _aval(x: Any) -> Any:

@@ -371,6 +371,13 @@ def signature_of(types: Iterable[Any]) -> "plum.Signature":
     return plum.Signature(*types)
 
 
+def need_stack(calls: int = 200) -> None:
+    """Raises a `RecursionError` if fewer nested calls are left, before plum compares types with beartype:
+    that memoises its errors, and would raise the one of an endless recursion again in calls to come."""
+    if calls:
+        need_stack(calls - 1)
+
+
 def _plain_hint(hint: Any) -> Any:
     """Dispatch is by class: `Float[Array, "m n"]` selects what `Array` selects."""
     import plum

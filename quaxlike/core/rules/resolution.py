@@ -14,7 +14,7 @@ import jax.extend.core as jexc
 
 from ..values import Value
 from .checks import Checked, RuleError
-from .registry import GLOBAL, Rule, RuleSet, check_operands, epoch, lock, signature_of, type_name
+from .registry import GLOBAL, Rule, RuleSet, check_operands, epoch, lock, need_stack, signature_of, type_name
 
 if TYPE_CHECKING:
     import plum
@@ -40,6 +40,7 @@ class Resolver:
 
         **Raises:** `TypeError` for a rule that takes one of the primitive's `params` by position.
         """
+        need_stack()
         primitive, *types = key
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
             check_operands(rule, params)
@@ -52,7 +53,7 @@ class Resolver:
             else:
                 found.append(ByValue(operands, layer[primitive]))
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
-        found[:] = [Checked(rule, found, may_decline) for rule in found]
+        found[:] = [Checked(rule, may_decline) for rule in found]
         with lock:
             if self._made_at == epoch():  # else `register` came between
                 self.cache[key] = found
@@ -128,7 +129,7 @@ class ByValue:
 
         matching = [r for r in self.rules if matches(r)]
         for rule in in_order(primitive, self.operands, matching):
-            out = Checked(rule, [], False)(primitive, operands, params)
+            out = Checked(rule, may_decline=False)(primitive, operands, params)
             if out is not NotImplemented:
                 return out
         return NotImplemented
