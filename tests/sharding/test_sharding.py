@@ -9,6 +9,8 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.zero import Zero
 from quaxlike.sharding import shard, specs_for
+from tests.conformance.weights import TYPES
+from tests.differential.program import under
 from tests.samples import normal
 
 KEY = jax.random.key(0)
@@ -176,6 +178,21 @@ def test_types_of_your_own():
     assert jax.tree.leaves(specs_for(pair, {"w": jax.P()})) == [jax.P(), jax.P()]
     with pytest.raises(ValueError, match=r"w: Cannot tell how .* Define `_Pair.shard_spec\(spec\)`"):
         specs_for(pair, {"w": jax.P("model")})
+
+
+_SHORT = ["OneHotVector", "Full, array", "BlockSparseArray of NF4Array", "NF4Array"]  # leaves of fewer axes
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _SHORT else pytest.mark.slow) for name in TYPES]
+)
+def test_a_spec_that_names_no_axis_replicates_all_leaves(name):
+    with under(True):
+        x = TYPES[name]()
+        specs = jax.tree.leaves(specs_for({"w": x}, {"w": jax.P(*[None] * x.ndim)}))
+        for leaf, spec in zip(jax.tree.leaves(x), specs, strict=True):
+            assert len(spec) <= leaf.ndim
+            assert set(spec) <= {None}
 
 
 def test_values_without_arrays():

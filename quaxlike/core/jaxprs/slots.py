@@ -305,6 +305,8 @@ def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:
             )
         return specs
     sharded = [axis for axis, names in enumerate(spec) if names is not None]
+    if not sharded:
+        return tuple(spec if len(spec) <= a.ndim else jax.P() for a in slot.avals)
     if all(_is_cut_with_leaves(slot, axis) for axis in sharded):
         return (spec,) * len(slot)
     raise ValueError(
