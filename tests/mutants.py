@@ -144,6 +144,9 @@ def tests_of(file: str) -> list[str]:
     """Arguments of pytest: the tests beside which the file is named, quick and close ones first."""
     room, *rest = Path(file).with_suffix("").parts[1:]
     folder = ROOT / "tests" / room
+    if room == "arrays" and len(rest) == 1:  # what the folders of types share
+        users = (ROOT / "quaxlike" / room).glob("*/*.py")
+        rest += sorted({user.parent.name for user in users if f"from ..{rest[0]} import" in user.read_text()})
     close = sorted(path for part in rest for path in folder.glob(f"test_{part}*.py"))
     close += [folder / part for part in rest if (folder / part).is_dir()]
     paths = dict.fromkeys([*(str(path.relative_to(ROOT)) for path in close), *GENERAL[room]])
