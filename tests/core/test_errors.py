@@ -104,6 +104,16 @@ class TestResultsOfRules:
         with pytest.raises(ql.RuleError, match=r"must return float32\[2\].*; found float32\[3\]"):
             f(Box(X), 1)
 
+    def test_checked_with_parameters_that_cannot_be_looked_up(self, trusting):
+        sizes_p = jax.extend.core.Primitive("sizes")
+        sizes_p.def_abstract_eval(lambda x, *, sizes: jax.core.ShapedArray(tuple(sizes), x.dtype))
+        results = [X, jnp.ones(7), jnp.ones(7)]
+        rules, _ = _rule(sizes_p, lambda x, **params: results.pop(0))
+        f = ql.quaxify(lambda x: sizes_p.bind(x, sizes=[7]), rules=rules)
+        with pytest.raises(ql.RuleError, match=r"must return float32\[7\].*; found float32\[2,3\]"):
+            f(Box(X))
+        assert f(Box(X)).shape == f(Box(X)).shape == (7,)
+
     def test_checked_for_other_shapes_while_tracing(self, trusting):
         rules, _ = _rule("sin", lambda x, **params: X)
         f = jax.jit(ql.quaxify(jax.lax.sin, rules=rules))

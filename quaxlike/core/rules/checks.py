@@ -34,10 +34,8 @@ class Checked:
         self._may_decline = may_decline
         self._right: set[Any] = set()  # parameters that it is trusted with; those and avals, while tracing
         self._is_trusted = False  # with any parameters
-        self._here: tuple[Callable[[], Any], set[Any]] = (
-            (lambda: None),
-            set(),
-        )  # a trace, and those trusted in it
+        # A trace, and parameters that it is trusted with there.
+        self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self._may_decline and not all(x.follows_rules() for x in operands if is_value(x)):
@@ -48,6 +46,7 @@ class Checked:
         try:
             if here() is compat.current_trace() and key in right_here:
                 return out
+            hash(key)
         except TypeError:  # parameters that cannot be looked up
             key = None
         if out is not NotImplemented:
@@ -55,12 +54,7 @@ class Checked:
         return out
 
     def _check(
-        self,
-        primitive: jexc.Primitive,
-        operands: Sequence[Any],
-        params: dict[str, Any],
-        out: Any,
-        key: Any,
+        self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any, key: Any
     ) -> None:
         if jax.config.jax_enable_checks:
             check_results(self.rule, primitive, operands, params, out)
@@ -79,7 +73,7 @@ class Checked:
                 self._right.clear()
             self._right.add(known)
         here, right_here = self._here
-        if here() is not trace:
+        if here() is not trace or len(right_here) >= _LIMIT:
             right_here = set()
             self._here = weakref.ref(trace), right_here  # at once: other threads may be in other traces
         right_here.add(key)
