@@ -73,6 +73,8 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
     def dora_product(w: Any, a: Any, b: Any, x: Any) -> Any:
         if not set(rows) <= set(out):  # summed over: then it is x that is scaled
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                x = cast(x, common_dtype(lora, x))
             more = [*(i for i in rows if i not in x_labels), *x_labels]
             return product(w, a, b, multiply(arrange(x, x_labels, more), arrange(scale, rows, more)), more)
         by_row = arrange(scale, rows, out)
