@@ -62,9 +62,25 @@ def test_primitives_that_move_elements_keep_the_metadata(function):
     assert out.dtype == function(X).dtype
 
 
-def test_arrays_with_different_metadata_are_not_joined():
-    with pytest.raises(ql.MaterialisationError, match="concatenate"):
-        ql.quaxify(jnp.concatenate)([Tagged(X, "a"), Tagged(X, "b")])
+@pytest.mark.parametrize(
+    "join",
+    {
+        "concatenate": lambda x, y: jnp.concatenate([x, y]),
+        "pad": lambda x, y: jax.lax.pad(x, y[0, 0, 0], [(0, 1, 0)] * 3),
+        "select_n": lambda x, y: jax.lax.select_n(jnp.array(True), x, y),
+        "dynamic_update_slice": lambda x, y: jax.lax.dynamic_update_slice(x, y[:1], (1, 0, 0)),
+        "scatter": lambda x, y: x.at[jnp.array([1])].set(y[:1]),
+    }.items(),
+    ids=lambda pair: pair[0],
+)
+def test_arrays_are_joined_if_their_metadata_are_alike(join):
+    primitive, function = join
+    x, y = Tagged(X, "a"), Tagged(-X, "a")
+    out = ql.quaxify(function)(x, y)
+    assert out.tag == "a"
+    assert jnp.array_equal(out.array, function(X, -X))
+    with pytest.raises(ql.MaterialisationError, match=primitive):
+        ql.quaxify(function)(x, Tagged(-X, "b"))
 
 
 def test_without_a_rule_the_array_alone_is_used():
