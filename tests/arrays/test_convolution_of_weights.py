@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from tests.conformance.weights import TYPES
 
 KEY = jax.random.key(0)
 LAYOUTS = {"oihw": ("NCHW", "OIHW", "NCHW"), "hwio": ("NHWC", "HWIO", "NHWC")}
@@ -104,3 +105,29 @@ def test_layers_of_equinox(kind):
     with ql.on_materialise("error"):
         y = eqx.filter_jit(ql.quaxify(model))(x)
     np.testing.assert_allclose(y, ql.materialise(model)(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["LoraArray", "LoraArray, magnitude", "LoraArray of NF4Array", "NF4Array"])
+@pytest.mark.parametrize("rhs", ["WIO", "WOI"])
+def test_a_matrix_is_the_kernel_of_a_window_of_one(kind, rhs):
+    w, x = TYPES[kind](), normal(1, 5, 4)
+
+    def f(x, w):
+        return jax.lax.conv_general_dilated(x, w[None], (2,), "SAME", dimension_numbers=("NWC", rhs, "NWC"))
+
+    value_and_grad = jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))))
+    with ql.on_materialise("error"):
+        found = ql.quaxify(value_and_grad)(x, w)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        found,
+        value_and_grad(x, ql.materialise(w)),
+    )
+
+
+def test_magnitudes_of_several_places_of_the_window():
+    w, x = TYPES["LoraArray, magnitude"](), normal(1, 5, 4)
+    f = lambda w: jax.lax.conv_transpose(x, jnp.broadcast_to(w, (3, 4, 4)), (2,), "SAME")
+    with ql.on_materialise("allow"):
+        found = ql.quaxify(f)(w)
+    np.testing.assert_allclose(found, f(ql.materialise(w)), rtol=1e-5, atol=1e-6)

@@ -31,11 +31,15 @@ def _conv(
     round, by the kernel of a gradient, whose inputs are the outputs of the forward pass."""
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
-    _, a_labels, b_labels = labels(lora)
+    w_labels, a_labels, b_labels = labels(lora)
     backward = b_labels == [into, RANK] and groups == 1 and not drops(lora)
     ends = {RANK, out if backward else into, *window}
     if batch_group_count > 1 or not (backward or b_labels == [out, RANK]) or set(a_labels) != ends:
         return NotImplemented
+
+    scale, rows = (None, ()) if lora.magnitude is None else row_scale(lora)
+    if scale is not None and scale.size != lora.shape[b_labels[0]]:
+        return NotImplemented  # a scale for each place of the window, too
 
     def conv(x: Any, kernel: Any, **params: Any) -> Any:
         return primitive.bind(
@@ -69,9 +73,8 @@ def _conv(
         return conv(thin, up, **widened(pointwise, dtype))
 
     def product(w: Any, a: Any, b: Any, x: Any) -> Any:
-        if lora.magnitude is None:
+        if scale is None:
             return add(conv(x, w, **params), adapter(a, b, dropped(lora, x)))
-        scale, rows = row_scale(lora)
         axis = (dimension_numbers.lhs_spec if backward else dimension_numbers.out_spec)[1]
         channels = arrange(scale, rows, rows).reshape([-1 if i == axis else 1 for i in range(n)])
         if backward:
@@ -83,7 +86,10 @@ def _conv(
         change = multiply(conv(seen, w, **params), channels - 1)
         return add(y, add(change, multiply(adapter(a, b, seen), channels)))
 
-    return quaxify(product)(lora.base, lora.a, lora.b, x)
+    base = lora.base
+    if len(w_labels) < n:
+        base = quaxify(lambda w: jnp.broadcast_to(w, lora.shape))(base)
+    return quaxify(product)(base, lora.a, lora.b, x)
 
 
 @register("ragged_dot_general", precedence=precedence.LORA)
