@@ -9,6 +9,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.interop import peft
 from quaxlike.interop.tensors import open_tensors
+from tests.conformance.weights import TYPES
 from tests.samples import normal
 
 
@@ -43,9 +44,31 @@ def test_rows_take_the_place_of_those_of_the_matrix(model):
     look_up = jax.jit(ql.quaxify(lambda w, ids: (w[ids], w.at[ids + 3].get(mode="clip"), w[1:6])))
     with ql.on_materialise("error"):
         found = look_up(rows, IDS)
+        last = ql.TrainableRows(rows.w, rows.rows[:1], (6,))
+        beyond = ql.quaxify(lambda w: w.at[jnp.array([7, 40])].get(mode="clip"))(last)
+    np.testing.assert_array_equal(beyond, np.tile(rows.rows[:1], (2, 1)))
     clipped = dense[np.clip(np.asarray(IDS) + 3, 0, 6)]
     for x, wanted in zip(found, (dense[np.asarray(IDS)], clipped, dense[1:6]), strict=True):
         np.testing.assert_array_equal(x, wanted)
+
+
+@pytest.mark.parametrize(("rows", "indices"), [(2, (1, 1)), (1, (3,)), (1, (-1,)), (2, (1,))])
+def test_they_are_different_rows_of_the_matrix(rows, indices):
+    with pytest.raises(ValueError, match=r"different rows of w; found w \(3, 4\), rows .* and indices \("):
+        ql.TrainableRows(normal(3, 4), normal(rows, 4), indices)
+
+
+def test_a_product_in_a_custom_derivative_is_transposed():
+    w = TYPES["TrainableRows of NF4Array"]()
+    f = jax.custom_jvp(lambda w: w @ w)
+    f.defjvp(lambda x, t: jax.jvp(lambda w: w @ w, x, t))
+    loss = lambda rows, w: jnp.sum(jnp.sin(ql.quaxify(f)(eqx.tree_at(lambda w: w.rows, w, rows))))
+    dense = lambda rows: jnp.sum(
+        jnp.sin(jnp.linalg.matrix_power(w.w.materialise().at[jnp.array([0, 2])].set(rows), 2))
+    )
+    with ql.on_materialise("allow"):
+        found = jax.grad(loss)(w.rows, w)
+    np.testing.assert_allclose(found, jax.grad(dense)(w.rows), rtol=1e-4, atol=1e-5)
 
 
 def test_they_alone_have_gradients(model):

@@ -125,10 +125,18 @@ CORNERS: dict[str, Make] = {
     "LoraBias": lambda k=0: LoraBias(_dense(k, 4), _dense(k + 1, 4), 0.5),
     "LoraBias, trained": lambda k=0: LoraBias(ql.TrainableArray(_dense(k, 4)), _dense(k + 1, 4), 0.5),
     "LoraBias, no bias": lambda k=0: LoraBias(None, _dense(k, 4), 0.5),
+    "TrainableRows": lambda k=0: ql.TrainableRows(_dense(k), _dense(k + 1, 2, 4), (3, 1)),
+    "TrainableRows, transposed": lambda k=0: ql.TrainableRows(
+        _dense(k, 5, 3), _dense(k + 1, 2, 3), (4, 0), transposed=True
+    ),
+    "TrainableRows of NF4Array": lambda k=0: ql.TrainableRows(
+        ql.NF4Array.quantize(_dense(k), block_size=32), _dense(k + 1, 2, 4), (0, 2)
+    ),
     "a user's array and scale": lambda k=0: users.Scaled(_dense(k, 3, 3), _dense(k + 1)[0, 0]),
     "a user's transpose": lambda k=0: users.Transposed(_dense(k, 3, 3)),
     "BlockArray": lambda k=0: ql.BlockArray.quantize(_dense(k), codec="q4_1"),
     "BlockArray, two levels": lambda k=0: ql.BlockArray.quantize(_dense(k, 2, 4, 4), codec="q3_k"),
+    "NF4Array, bfloat16": lambda k=0: ql.NF4Array.quantize(_dense(k, dtype=jnp.bfloat16), block_size=32),
     "NF4Array, trained scales": lambda k=0: ql.NF4Array.quantize(_dense(k), block_size=32, train_scales=True),
     "NF4Array, stacked": lambda k=0: ql.NF4Array.quantize(_dense(k, 2, 4, 4), block_size=32, stacked=1),
     "Int8Array, stacked": lambda k=0: ql.Int8Array.quantize(_dense(k, 2, 4, 4), stacked=1),
@@ -150,6 +158,9 @@ CORNERS: dict[str, Make] = {
     ),
     "SparseArray, empty": lambda k=0: ql.SparseArray.from_dense(_dense(k, 0, 3)),
     "SparseArray, nothing stored": lambda k=0: ql.SparseArray.from_dense(jnp.zeros((3, 3), float)),
+    "SparseArray, bfloat16": lambda k=0: ql.SparseArray.from_dense(
+        _dense(k, dtype=jnp.bfloat16), density=0.5
+    ),
     "SparseArray, integers": lambda k=0: ql.SparseArray.from_dense(_integers(k, 3, 4)),
     "SparseArray, booleans": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) != 0),
     "SparseArray, complex": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) * (1 + 2j), density=0.5),

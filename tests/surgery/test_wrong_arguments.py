@@ -58,3 +58,9 @@ def test_errors_are_our_own(call, wrong):
     lines = Path(frame.filename).read_text(encoding="utf-8").splitlines()
     assert "quaxlike" in frame.filename
     assert lines[frame.lineno - 1].lstrip().startswith("raise ")
+
+
+@pytest.mark.parametrize("call", ["loraify where", "loraify modules_to_save", "quantize where", "select"])
+def test_numbers_are_no_names(call):
+    with pytest.raises(TypeError, match=r"takes a sequence of names as \w+; found \[3\]"):
+        _CALLS[call]([3])

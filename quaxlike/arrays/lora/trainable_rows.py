@@ -43,6 +43,15 @@ class TrainableRows(Beside):
     indices: tuple[int, ...] = eqx.field(static=True)
     transposed: bool = eqx.field(static=True, default=False)
 
+    def __check_init__(self) -> None:
+        n, size = self.w.shape
+        different = len({*self.indices}) == len(self.indices) and all(0 <= i < n for i in self.indices)
+        if not different or self.rows.shape != (len(self.indices), size):
+            raise ValueError(
+                "TrainableRows takes a row for each of indices, which are different rows of w; found w "
+                f"{self.w.shape}, rows {self.rows.shape} and indices {self.indices}."
+            )
+
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(self.w.shape[::-1] if self.transposed else self.w.shape, self.w.dtype)
 
@@ -57,7 +66,7 @@ class TrainableRows(Beside):
 
 
 def _replaced(w: Any, x: TrainableRows) -> jax.Array:
-    return w.at[jnp.asarray(x.indices)].set(x.rows.astype(w.dtype))
+    return w.at[jnp.asarray(x.indices)].set(x.rows.astype(w.dtype), unique_indices=True)
 
 
 @register("gather")
@@ -106,7 +115,7 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
             own = (*[slice(None)] * other_summed[0], at)
-            return times(w, other.at[own].set(0)) + times(rows, other[own])
+            return times(w, other.at[own].set(0, unique_indices=True)) + times(rows, other[own])
         own = (at,) if on_left else (..., at)
         return times(w, other).at[own].set(times(rows, other), unique_indices=True)
 
