@@ -11,9 +11,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ...core.jaxprs.unify import dense_apart
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
-from ...core.values import is_value, materialise
+from ...core.values import Value, is_value, materialise
 from .. import precedence
 from ..dot_axes import seen_from
 from .array import frozen
@@ -63,6 +64,14 @@ class TrainableRows(Beside):
     def merged(self) -> jax.Array:
         """The matrix with the trained rows in it."""
         return self.materialise()
+
+    def widen(self, like: Value) -> Any:
+        """Dense beside one of other rows, or of another layout."""
+        same = not isinstance(like, TrainableRows) or self._layout() == like._layout()
+        return NotImplemented if same else dense_apart(self)
+
+    def _layout(self) -> Any:
+        return self.indices, self.transposed, self.w.shape, self.rows.shape
 
 
 def _replaced(w: Any, x: TrainableRows) -> jax.Array:
@@ -114,8 +123,8 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
-            own = (*[slice(None)] * other_summed[0], at)
-            return times(w, other.at[own].set(0, unique_indices=True)) + times(rows, other[own])
+            own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
+            return times(w, other.at[own].set(nothing, unique_indices=True)) + times(rows, other[own])
         own = (at,) if on_left else (..., at)
         return times(w, other).at[own].set(times(rows, other), unique_indices=True)
 
