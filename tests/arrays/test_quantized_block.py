@@ -196,3 +196,11 @@ def test_rows_that_are_not_there_are_nan():
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(jnp.asarray(normal(4, 32)))
+
+
+def test_scales_that_are_powers_of_two_cut_nothing_off():
+    x = normal(64, 32)
+    found = np.abs(BlockArray.quantize(x, codec="mxfp4").materialise())
+    largest = np.abs(x).argmax(-1)[:, None]
+    kept = np.take_along_axis(found, largest, -1) / np.take_along_axis(np.abs(x), largest, -1)
+    assert kept.min() >= 0.79  # 5 may become 4, of codes up to 6
