@@ -11,10 +11,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ...core.jaxprs.unify import dense_apart
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
-from ...core.values import Value, is_value, materialise
+from ...core.values import ArrayValue, Value, is_value, materialise
 from .. import precedence
 from ..dot_axes import seen_from
 from .array import frozen
@@ -40,17 +41,28 @@ class TrainableRows(Beside):
     """
 
     w: Any
-    rows: jax.Array
+    rows: Any
     indices: tuple[int, ...] = eqx.field(static=True)
     transposed: bool = eqx.field(static=True, default=False)
 
+    @checked
+    def __init__(
+        self,
+        w: ArrayLike | ArrayValue,
+        rows: ArrayLike | ArrayValue,
+        indices: Sequence[int],
+        transposed: bool = False,
+    ) -> None:
+        self.w, self.rows, self.indices, self.transposed = w, rows, tuple(indices), transposed
+
     def __check_init__(self) -> None:
-        n, size = self.w.shape
-        different = len({*self.indices}) == len(self.indices) and all(0 <= i < n for i in self.indices)
-        if not different or self.rows.shape != (len(self.indices), size):
+        w, rows = (getattr(x, "shape", ()) for x in (self.w, self.rows))
+        different = len({*self.indices}) == len(self.indices)
+        inside = len(w) == 2 and all(0 <= i < w[0] for i in self.indices)
+        if not (different and inside and rows == (len(self.indices), w[1])):
             raise ValueError(
-                "TrainableRows takes a row for each of indices, which are different rows of w; found w "
-                f"{self.w.shape}, rows {self.rows.shape} and indices {self.indices}."
+                "TrainableRows takes a row for each of indices, which are different rows of w; found "
+                f"w {w or self.w!r}, rows {rows or self.rows!r} and indices {self.indices}."
             )
 
     def aval(self) -> jax.core.ShapedArray:
