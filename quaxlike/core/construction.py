@@ -40,10 +40,10 @@ class ValueMeta(type(eqx.Module)):
             if cls not in _plain_fields:
                 _plain_fields[cls] = _fields_if_plain(cls)
             return instance
-        instance = object.__new__(cls)
+        instance: Any = object.__new__(cls)
         for i, name in enumerate(names):  # `zip(..., strict=True)` takes twice the time
             object.__setattr__(instance, name, args[i])
-        if _static_fields(cls):
+        if _static_fields(type(instance)):
             _check_statics(instance)
         return instance
 

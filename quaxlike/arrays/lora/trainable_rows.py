@@ -56,7 +56,8 @@ class TrainableRows(Beside):
         self.w, self.rows, self.indices, self.transposed = w, rows, tuple(indices), transposed
 
     def __check_init__(self) -> None:
-        w, rows = (getattr(x, "shape", ()) for x in (self.w, self.rows))
+        w: Any = getattr(self.w, "shape", ())
+        rows: Any = getattr(self.rows, "shape", ())
         different = len({*self.indices}) == len(self.indices)
         inside = len(w) == 2 and all(0 <= i < w[0] for i in self.indices)
         if not (different and inside and rows == (len(self.indices), w[1])):
