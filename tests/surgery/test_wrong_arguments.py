@@ -60,6 +60,7 @@ def test_errors_are_our_own(call, wrong):
     assert lines[frame.lineno - 1].lstrip().startswith("raise ")
 
 
+@wrong_types
 @pytest.mark.parametrize("call", ["loraify where", "loraify modules_to_save", "quantize where", "select"])
 def test_numbers_are_no_names(call):
     with pytest.raises(TypeError, match=r"takes a sequence of names as \w+; found \[3\]"):

@@ -371,6 +371,7 @@ def signature_of(types: Iterable[Any]) -> "plum.Signature":
     return plum.Signature(*types)
 
 
+@typing.no_type_check  # checked, it would take more of the stack than it counts
 def need_stack(calls: int = 200) -> None:
     """Raises a `RecursionError` if fewer nested calls are left, before plum compares types with beartype:
     that memoises its errors, and would raise the one of an endless recursion again in calls to come."""
