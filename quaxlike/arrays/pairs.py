@@ -23,15 +23,17 @@ from .quantized.scales import NestedScales
 
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=precedence.LORA_OF_CODES)
-@cached_trace
-def _dot_general_adapted_codes(
-    primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any
-) -> Any:
+def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **params: Any) -> Any:
     """A 4-bit weight and its adapter: the low-rank term is added where the product is summed up."""
     on_left = isinstance(lhs, LoraArray)
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
-    if isinstance(x, LoraArray):
+    if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractCodebookArray):
         return NotImplemented
+    return _fused_product(lora, x, on_left=on_left, **params)
+
+
+@cached_trace
+def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers: Any, **params: Any) -> Any:
     (summed, x_summed), (batch, _) = seen_from(on_left, dimension_numbers)
     x = jnp.asarray(x)
     if batch or not _fused(lora, summed, x):
@@ -59,7 +61,7 @@ def _dot_general_adapted_codes(
 
 def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
     """Whether the kernel computes this: `x @ W.T` of one matrix, all activations of one dtype."""
-    if not isinstance(lora.w, AbstractCodebookArray) or is_value(lora.a) or is_value(lora.b):
+    if is_value(lora.a) or is_value(lora.b):
         return False
     one_matrix = lora.ndim == lora.a.ndim == lora.b.ndim == 2 and len(summed) == 1
     plain = lora.rank > 0 and lora.magnitude is None and not drops(lora)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from . import compat
-from .values import Value, is_value, kind_of
+from .values import KINDS, Value, is_value
 
 # The number of arrays that hold 0, infinity or NaN, but it is not known which.
 OPEN = np.float64("nan")
@@ -67,9 +67,14 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 def asks_for_constants(value: Value) -> bool:
     """Whether the type of a Value, or of one that it holds, has placeholders."""
-    cls: Any = type(value)
-    asks, names = _asking(cls)
-    return asks or any(_part_asks(getattr(value, name, None)) for name in names)
+    asks, names = _asking(type(value))
+    if asks:
+        return True
+    for name in names:  # no generator: every Value that enters a quaxified function is asked
+        part = getattr(value, name, None)
+        if KINDS[type(part)] != "array" and _part_asks(part):
+            return True
+    return False
 
 
 @functools.cache
@@ -80,10 +85,9 @@ def _asking(cls: Any) -> tuple[bool, tuple[str, ...]]:
 
 
 def _part_asks(part: Any) -> bool:
-    kind = kind_of(part)
-    if kind == "value":
+    if isinstance(part, Value):
         return asks_for_constants(part)
-    if kind == "array" or not isinstance(part, tuple | list | dict):
+    if not isinstance(part, tuple | list | dict):
         return False
     return any(is_value(x) and asks_for_constants(x) for x in jtu.tree_leaves(part, is_leaf=is_value))
 

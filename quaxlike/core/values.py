@@ -281,7 +281,7 @@ def is_value(x: Any) -> bool:
     One of which parts are missing, as in the halves that `eqx.partition` makes, stands for no array: it is
     not a Value here, but a pytree like any other.
     """
-    return isinstance(x, Value) and not is_hollow(x)
+    return KINDS[type(x)] == "value" and not is_hollow(x)
 
 
 def is_hollow(value: Value) -> bool:
