@@ -52,6 +52,15 @@ def test_of_size_one_and_larger():
                 _agrees(f, a, b)
 
 
+@pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p], ids=str)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_the_primitives_repeat_axes_of_size_one(primitive):
+    """`jax.numpy` broadcasts before it calls them."""
+    update, dense = LowRankUpdate(normal(1, 4), normal(1, 2), normal(4, 2)), normal(3, 4)
+    _agrees(lambda x, y: primitive.bind(x, y).T @ normal(3, 2), update, dense)
+    _agrees(lambda x, y: primitive.bind(x, y).T @ normal(3, 2), dense, update)
+
+
 @pytest.mark.parametrize("start", [-3, -1, 0, 1, 9])
 def test_starts_are_clamped_and_not_wrapped_twice(start):
     for name in ("diagonal", "kronecker, shared"):

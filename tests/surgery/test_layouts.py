@@ -130,6 +130,11 @@ def test_what_cannot_be_told_is_an_error_with_a_hint(name):
     assert ql.select(adapted, [weight])[weight].a.shape == (*shape[:-2], 2, shape[-2])
 
 
+def test_an_array_that_stands_alone_is_a_matrix_if_it_has_two_axes():
+    assert told({"table": z((4, 8)), "tables": z((2, 4, 8))}) == {"table": "oi", "tables": "?"}
+    assert told([z((4, 8))]) == {"0": "oi"}
+
+
 def test_all_linear_passes_over_biases_norms_embeddings_and_heads():
     params, expected = NAMED["Linen"]
     layers = {n.removeprefix("params.").removesuffix(".kernel") for n in ql.select(params)}
