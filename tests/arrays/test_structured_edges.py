@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.structured import (
     DiagonalMatrix,
     KroneckerMatrix,
@@ -59,6 +60,21 @@ def test_the_primitives_repeat_axes_of_size_one(primitive):
     update, dense = LowRankUpdate(normal(1, 4), normal(1, 2), normal(4, 2)), normal(3, 4)
     _agrees(lambda x, y: primitive.bind(x, y).T @ normal(3, 2), update, dense)
     _agrees(lambda x, y: primitive.bind(x, y).T @ normal(3, 2), dense, update)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, d: x * d,
+        lambda x, d: d * x,
+        lambda x, d: x * d + d,
+        lambda x, d: (x * d) * jnp.ones(x.shape),
+    ],
+    ids=["times a diagonal", "a diagonal times it", "and a sum", "and bands of an array"],
+)
+def test_elementwise_with_a_base_that_is_a_value(f):
+    named = NamedArray(normal(4, 4), ("out", "in"))
+    _agrees(f, LowRankUpdate(named, normal(4, 1)), DiagonalMatrix(normal(4)))
 
 
 @pytest.mark.parametrize("start", [-3, -1, 0, 1, 9])

@@ -12,6 +12,7 @@ from jax import lax
 import quaxlike as ql
 from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.primitives import classes
+from tests.conformance.weights import TYPES
 
 X = jnp.arange(1.0, 13.0).reshape(3, 4)
 ZERO = Zero((3, 4))
@@ -338,3 +339,27 @@ def test_with_operands_that_vary_over_a_mesh(x, f):
     at = jnp.array([1, 2])
     with ql.on_materialise("allow"):
         np.testing.assert_allclose(ql.materialise(ql.quaxify(g)(x, at)), g(x.materialise(), at))
+
+
+@pytest.mark.parametrize("constant", [Zero((4, 4)), Full(2.0, (4, 4)), Full(jnp.array(2.0), (4, 4))], ids=str)
+@pytest.mark.parametrize("name", ["LoraArray", "NF4Array", "TridiagonalMatrix", "TrainableArray of NF4Array"])
+def test_beside_another_type_in_a_branch_or_a_loop(name, constant):
+    """It is lifted to the type as an array is, or both are dense."""
+    x = TYPES[name]()
+    fs = (
+        lambda x, c: lax.cond(jnp.sum(c) < 1.0, lambda: x, lambda: c) @ jnp.arange(4.0),
+        lambda x, c: lax.fori_loop(0, 2, lambda i, y: c.T @ y, x),
+    )
+    for f in fs:
+        with ql.on_materialise("allow"):
+            out = ql.materialise(ql.quaxify(f)(x, constant))
+            of_leaves = jax.grad(
+                lambda x: jnp.sum(ql.materialise(ql.quaxify(f)(x, constant)) ** 2), allow_int=True
+            )
+            grads = of_leaves(x)
+        dense = ql.materialise(constant)
+        np.testing.assert_allclose(out, f(ql.materialise(x), dense), rtol=1e-5)
+        expected = jax.grad(lambda x: jnp.sum(f(ql.materialise(x), dense) ** 2), allow_int=True)(x)
+        for found, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+            if want.dtype != jax.dtypes.float0:
+                np.testing.assert_allclose(found, want, rtol=1e-5)

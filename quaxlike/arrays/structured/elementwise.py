@@ -110,7 +110,10 @@ def _bands(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     at, y, x = jnp.arange(n), jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
     rows = {"lower": (at[1:], at[:-1]), "diagonal": (at, at), "upper": (at[:-1], at[1:])}
     return x.with_parts(
-        {name: primitive.bind(part, y[(..., *rows[name])], **params) for name, part in x.parts.items()}
+        {
+            name: quaxify(primitive.bind)(part, y[(..., *rows[name])], **params)
+            for name, part in x.parts.items()
+        }
     )
 
 
@@ -119,7 +122,7 @@ def _times_diagonal(primitive: Primitive, x: DiagonalMatrix, y: StructuredMatrix
     if x.shape != y.shape:
         return NotImplemented
     other = inside(lambda y: y.diagonal_elements(), y)
-    return replace_fields(x, diagonal=primitive.bind(x.stacked().diagonal, other, **params))
+    return replace_fields(x, diagonal=quaxify(primitive.bind)(x.stacked().diagonal, other, **params))
 
 
 @register("mul")
@@ -139,11 +142,9 @@ def _of_tridiagonals(primitive: Primitive, x: TridiagonalMatrix, y: TridiagonalM
 
 @register("mul")
 def _of_kroneckers(primitive: Primitive, x: KroneckerMatrix, y: KroneckerMatrix, **params: Any):
-    if x.shape != y.shape or x.a.shape[-2:] != y.a.shape[-2:]:
+    if x.a.shape[-2:] != y.a.shape[-2:]:
         return NotImplemented
-    x, y = x.converted(x.dtype).stacked(), y.converted(y.dtype).stacked()
-    parts = {name: quaxify(primitive.bind)(part, y.parts[name], **params) for name, part in x.parts.items()}
-    return x.with_parts(parts)
+    return _pairwise(primitive, x, y, **params)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def _pairwise(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         return NotImplemented
     x, y = x.converted(x.dtype).stacked(), y.converted(y.dtype).stacked()
     return x.with_parts(
-        {name: primitive.bind(part, y.parts[name], **params) for name, part in x.parts.items()}
+        {name: quaxify(primitive.bind)(part, y.parts[name], **params) for name, part in x.parts.items()}
     )
 
 

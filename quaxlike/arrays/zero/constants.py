@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from types import NotImplementedType
 from typing import Any
 
 import equinox as eqx
@@ -17,6 +16,7 @@ from jaxtyping import ArrayLike
 
 from ..._checked import checked
 from ...core.compat import vary_alike
+from ...core.jaxprs.unify import widened
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
@@ -65,8 +65,9 @@ class Zero(ArrayOperators, ArrayValue):
     def materialise(self) -> jax.Array:
         return jnp.zeros(self._shape, self._dtype)
 
-    def widen(self, like: Value) -> "Full | NotImplementedType":
-        return _unknown(self) if isinstance(like, Full) else NotImplemented
+    def widen(self, like: Value) -> Any:
+        """As a `Full`, or as an array of zeros is lifted to another type."""
+        return _unknown(self) if isinstance(like, Full) else widened(self.materialise(), like)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         return wl.TextDoc(f"Zero({self.aval().str_short()})")
@@ -124,8 +125,10 @@ class Full(ArrayOperators, ArrayValue):
     def linear(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.number is None
 
-    def widen(self, like: Value) -> "Full":
-        """With the number as an array, unless it is that of `like`."""
+    def widen(self, like: Value) -> Any:
+        """With the number as an array, unless it is that of `like`; as an array is lifted to another type."""
+        if not isinstance(like, Zero | Full):
+            return widened(self.materialise(), like)
         same = isinstance(like, Full) and (like.number is self.number or like.number == self.number)
         return self if same or self.number is None else _unknown(self)
 
