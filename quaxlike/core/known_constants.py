@@ -67,7 +67,8 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 def asks_for_constants(value: Value) -> bool:
     """Whether the type of a Value, or of one that it holds, has placeholders."""
-    asks, names = _asking(type(value))
+    cls: Any = type(value)
+    asks, names = _asking(cls)
     if asks:
         return True
     for name in names:  # no generator: every Value that enters a quaxified function is asked
