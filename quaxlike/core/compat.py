@@ -97,9 +97,8 @@ def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-def set_trace(trace: jax.core.Trace | None) -> None:
-    """Makes `trace` current; without the context manager of `jax.extend.core`, which costs a microsecond."""
-    core.trace_ctx.set_trace(trace)
+# Makes a trace current; without the context manager of `jax.extend.core`, which costs a microsecond.
+set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
 def bind_with_trace(

@@ -186,7 +186,9 @@ class QuaxTrace(jax.core.Trace):
         before = compat.current_trace()
         compat.set_trace(self.parent_trace)
         try:
-            out = self.dispatch_key(tuple(key), unwrapped, params)
+            out = self.ask_rules(tuple(key), unwrapped, params)
+            if out is NotImplemented:
+                out = self.without_rule(primitive, unwrapped, params)
         finally:
             compat.set_trace(before)
         if primitive.multiple_results:
@@ -196,9 +198,10 @@ class QuaxTrace(jax.core.Trace):
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """The same, for the primitive and the types of the operands as the caches are keyed."""
         out = self.ask_rules(key, operands, params)
-        if out is not NotImplemented:
-            return out
-        primitive = key[0]
+        return self.without_rule(key[0], operands, params) if out is NotImplemented else out
+
+    def without_rule(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
+        """The result of the interpreter itself, or by default."""
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = by_default if builtin is None else functools.partial(builtin, self)
         if (recorder := recording.active()) is not None:
