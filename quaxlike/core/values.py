@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import sys
 import typing
 from collections.abc import Sequence
@@ -174,7 +175,8 @@ class ArrayValue(Value):
     def aval(self) -> jax.core.ShapedArray:
         """Shape and dtype of the array that this value stands for; without it, `materialise` tells."""
         with jax.core.eval_context():
-            out = jax.eval_shape(type(self).materialise, as_shapes(self))
+            # By a function of its own: JAX remembers results for statics that are equal, as 1 and 1.0 are.
+            out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(self))
         return jax.core.ShapedArray(out.shape, out.dtype, weak_type=getattr(out, "weak_type", False))
 
     @abc.abstractmethod
@@ -210,8 +212,7 @@ class ArrayValue(Value):
         return None
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        level = level_of(self)
-        if level is None:
+        if (level := level_of(self)) is None:
             raise TypeError(not_dispatched(self, "NumPy"))
         return level.adopt(self).__array__(*args, **kwargs)
 
@@ -230,10 +231,9 @@ def level_of(value: Value | None = None) -> Any:
 
 def not_dispatched(value: Value, what: str) -> str:
     """The message for a Value that is used where no `quaxify` takes it."""
-    left_out = level_of() is not None
     return (
         f"A {type(value).__name__} was given to {what} "
-        + ("that no `filter_spec` selects it for. " if left_out else "outside `quaxlike.quaxify`. ")
+        + ("outside `quaxlike.quaxify`. " if level_of() is None else "that no `filter_spec` selects it for. ")
         + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
         "`quaxlike.materialise` to make it a dense array."
     )
@@ -290,20 +290,15 @@ def is_hollow(value: Value) -> bool:
     `None`, or a part without leaves, is missing where neither the annotation nor the default of its field
     is `None`, and the Value cannot be materialised without it.
     """
-    cls = type(value)
-    names = _required.get(cls)
-    if names is None:
-        names = _required[cls] = _required_fields(cls)
-    for name in names:
+    cls: Any = type(value)
+    for name in _required_fields(cls):
         part = getattr(value, name, 0)
         if KINDS[type(part)] != "array" and _is_missing(part):
             return not _materialises(value)
     return False
 
 
-_required: dict[type, list[str]] = {}
-
-
+@functools.cache
 def _required_fields(cls: type) -> list[str]:
     try:
         hints = typing.get_type_hints(cls)
@@ -329,15 +324,13 @@ def _materialises(value: Value) -> bool:
     except TypeError:  # leaves that are no arrays, or unhashable statics
         return False
     if found is None:
-        if len(_materialising) > 4096:
-            _materialising.clear()
         try:
             with jax.core.eval_context():
                 out = jax.eval_shape(type(value).materialise, as_shapes(value))
             found = bool(jtu.tree_leaves(out))
         except Exception:  # whatever a type does without its parts
             found = False
-        _materialising[key] = found
+        _remember(_materialising, key, found)
     return found
 
 
@@ -376,27 +369,34 @@ def _is_array(leaf: Any) -> bool:
 
 def aval_of(value: Value) -> Any:
     """`value.aval()`, memoised on the avals of the leaves and on the statics, and placed on their mesh."""
-    cls = type(value)
-    fields = _fields.get(cls)
-    if fields is None:
-        fields = _fields[cls] = [(f.name, bool(f.metadata.get("static"))) for f in dataclasses.fields(cls)]
-    key: list[Any] = [compat.x64_enabled(), cls]
+    key: list[Any] = [compat.x64_enabled()]
     leaf_avals: list[Any] = []
-    for name, static in fields:
-        part = getattr(value, name)
-        if static:
-            key.append(part)
-            continue
-        if kind_of(part) != "array":  # a nested Value, a scalar, a tuple, ...
-            return _aval_of_tree(value)
-        leaf_avals.append(part.aval)
-    key += leaf_avals
-    hashable = tuple(key)
+    if not _describe(value, key, leaf_avals):
+        return _aval_of_tree(value)
+    hashable = (*key, *leaf_avals)
     try:
         aval = _avals.get(hashable)
     except TypeError:  # a static field that cannot be hashed; those of a treedef are only compared
         return _aval_of_tree(value)
-    return _remember(hashable, _make_aval(value, leaf_avals)) if aval is None else aval
+    return _remember(_avals, hashable, _make_aval(value, leaf_avals)) if aval is None else aval
+
+
+def _describe(value: Value, key: list[Any], leaf_avals: list[Any]) -> bool:
+    """Adds classes and statics to `key`; False where a part is neither an array nor a Value."""
+    cls = type(value)
+    fields = _fields.get(cls)
+    if fields is None:
+        fields = _fields[cls] = [(f.name, bool(f.metadata.get("static"))) for f in dataclasses.fields(cls)]
+    key.append(cls)
+    for name, static in fields:
+        part = getattr(value, name)
+        if static:
+            key += (type(part), part)  # 1, 1.0 and True are equal
+        elif (kind := KINDS[type(part)]) == "array":
+            leaf_avals.append(part.aval)
+        elif kind != "value" or not _describe(part, key, leaf_avals):
+            return False
+    return True
 
 
 def _aval_of_tree(value: Value) -> Any:
@@ -413,7 +413,7 @@ def _aval_of_tree(value: Value) -> Any:
     if aval is None:
         stand_ins = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
         make = _make_aval_of_shapes if stand_ins else _make_aval
-        aval = _remember(key, make(value, leaf_avals))
+        aval = _remember(_avals, key, make(value, leaf_avals))
     return aval
 
 
@@ -423,11 +423,11 @@ def _leaf_aval(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-def _remember(key: Any, aval: Any) -> Any:
-    if len(_avals) > 4096:
-        _avals.clear()
-    _avals[key] = aval
-    return aval
+def _remember(memo: dict[Any, Any], key: Any, found: Any) -> Any:
+    if len(memo) > 4096:
+        memo.clear()
+    memo[key] = found
+    return found
 
 
 _fields: dict[type, list[tuple[str, bool]]] = {}

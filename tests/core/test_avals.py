@@ -124,3 +124,34 @@ def test_types_that_are_told_by_their_values():
     negate = ql.quaxify(jnp.negative, rules=rules)
     for tag, expected in [("b", 1.0), ("a", 100.0), ("b", 1.0), ("a", 100.0)]:
         assert negate(Tagged(jnp.zeros(()), tag)) == expected
+
+
+class Constant(ql.ArrayValue):
+    """Its dtype is that of a static number."""
+
+    number: Any = eqx.field(static=True)
+    shape_: tuple[int, ...] = eqx.field(static=True)
+
+    def aval(self):
+        return jax.core.ShapedArray(self.shape_, jnp.result_type(type(self.number)))
+
+    def materialise(self):
+        return jnp.full(self.shape_, self.number)
+
+
+class Held(ql.ArrayValue):
+    value: ql.ArrayValue
+
+    def materialise(self):
+        return ql.materialise(self.value)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, Held])
+def test_statics_that_are_equal_and_of_other_types(wrap, default_promotion):
+    for number in (1, 1.0, True, 1):
+        x = wrap(Constant(number, (2,)))
+        dense = jnp.full((2,), number)
+        assert x.dtype == dense.dtype
+        y = ql.quaxify(lambda x: x * jnp.arange(2))(x)
+        assert y.dtype == (dense * jnp.arange(2)).dtype
+        np.testing.assert_array_equal(y, dense * jnp.arange(2))
