@@ -195,7 +195,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         if _difference(disturbed, expected, tolerance) is not None:
             return Outcome("rejected", "the result is not stable")
     # A comparison that is fused twice may come out either way, and XLA takes a boolean times NaN for zero
-    # where it is false: right is what one operation at a time gives, of the Value's program or of the array's.
+    # where it is false: right is what one operation at a time gives, on the Value or on the array.
     ours = [results, *([_op_by_op(traced_too, (leaves, varied), results)] if traced_too else [])]
     theirs = [_op_by_op(traced, (leaves, varied, still), expected), expected]
     if any(_difference(x, y, tolerance) is None for x in ours for y in theirs):
