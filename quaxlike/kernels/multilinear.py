@@ -31,8 +31,8 @@ def precision_for(dtype: Any) -> lax.Precision | None:
 def vary_alike(operands: _Tree) -> _Tree:
     """A tree of arrays that within `shard_map` all vary over the same mesh axes: sums that begin with one of
     them go on with the others."""
-    axes = frozenset().union(*map(compat.varying_axes, jax.tree.leaves(operands)))
-    return jax.tree.map(lambda x: compat.vary_over(x, axes), operands) if axes else operands
+    leaves, tree = jax.tree.flatten(operands)
+    return jax.tree.unflatten(tree, compat.vary_alike(leaves))
 
 
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
