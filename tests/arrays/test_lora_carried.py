@@ -9,6 +9,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
+from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Identity
 
 SCALING = 1.5
@@ -149,3 +150,33 @@ def test_beside_one_with_a_dense_base(base):
                 for exact in (False, True)
             )
             jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
+
+
+@pytest.mark.parametrize("start", ["zeros", "itself", "half of it"])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda w: Unitful(w, "m"), lambda w: NamedArray(w, ("out", "in"))],
+    ids=["units", "names"],
+)
+def test_a_part_that_grows_in_a_loop_is_dense_and_what_holds_it_stays(wrap, start, x64):
+    """The rank grows in each iteration."""
+
+    def run(x):
+        init = {"zeros": jnp.zeros(x.shape, x.dtype), "itself": x, "half of it": x * 0.5}[start]
+        return lax.scan(lambda c, _: (c + x, None), init, length=3)[0]
+
+    def found(w, a, b):
+        return ql.quaxify(run)(wrap(ql.LoraArray(w, a, b, alpha=3.0)))
+
+    def value_and_grads(f):
+        return jax.value_and_grad(lambda *parts: jnp.sum(jnp.sin(f(*parts))), argnums=(0, 1, 2))(W, A, B)
+
+    with ql.on_materialise("allow"):
+        y = jax.jit(found)(W, A, B)
+        ours = value_and_grads(lambda *parts: ql.materialise(found(*parts)))
+    assert jax.tree.structure(y) == jax.tree.structure(wrap(jnp.asarray(W)))
+    dense = value_and_grads(lambda w, a, b: run(w + SCALING * b @ a))
+    # The base is not trained.
+    np.testing.assert_allclose(ours[0], dense[0])
+    for x, expected in zip(ours[1][1:], dense[1][1:], strict=True):
+        np.testing.assert_allclose(x, expected)

@@ -7,7 +7,7 @@ import jax.extend.core as jexc
 
 from ..jaxprs.slots import Slot, flatten, loosened, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
-from ..jaxprs.unify import OperandMismatch, conform, placeholder, settled, unify
+from ..jaxprs.unify import OperandMismatch, conform, dense_where_it_changes, placeholder, settled, unify
 from ..trace import QuaxTrace, builtin
 
 
@@ -56,7 +56,7 @@ def carry_fixed_point(
 
     A plain array that comes out as a Value is lifted by the type's `promote`, or the Value is
     materialised; two different Values are brought to a form that both can have, or are an error that names
-    the slot. A Value that has another form after each iteration is materialised.
+    the slot. What has another form after each iteration, a Value or a part of one, is materialised.
 
     **Arguments:**
 
@@ -76,7 +76,7 @@ def carry_fixed_point(
             return a
         out = unify(a, b, f"Carry {i} of {what}, before and after an iteration,")
         changes[i] += a.treedef is not None and not out.has_form_of(a)
-        return out if changes[i] <= _MOST_CHANGES else a.dense()
+        return out if changes[i] <= _MOST_CHANGES else dense_where_it_changes(a, b)
 
     while True:
         try:

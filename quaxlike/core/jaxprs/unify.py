@@ -1,6 +1,7 @@
 """Making one side look like the other: branches, loop carries and buffers that hold Values."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.tree_util as jtu
 
 from ..known_constants import has_placeholders
 from ..policy import dense
-from ..values import Value, is_value, replace_fields
+from ..values import Value, is_value, materialise, replace_fields
 from .slots import Slot, flatten
 
 
@@ -124,6 +125,23 @@ def dense_apart(x: Any) -> Any:
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
+def dense_where_it_changes(a: Slot, b: Slot) -> Slot:
+    """`a` with those parts dense that have another form in `b`; all of it, if it is not only parts."""
+    return _slot_of(lambda x: _dense_unlike(x, b.like), a)
+
+
+def _dense_unlike(x: Value, like: Value) -> Any:
+    if type(x) is not type(like):
+        return materialise(x)
+    parts = [f.name for f in dataclasses.fields(x) if is_value(getattr(x, f.name))]
+    parts = [name for name in parts if is_value(getattr(like, name))]
+    own, other = (replace_fields(v, **dict.fromkeys(parts)) for v in (x, like))
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(v)] for v in (own, other)]
+    if jtu.tree_structure(own) != jtu.tree_structure(other) or shapes[0] != shapes[1]:
+        return materialise(x)
+    return replace_fields(x, **{name: _dense_unlike(getattr(x, name), getattr(like, name)) for name in parts})
+
+
 def can_be_unified(x: Any, like: Any) -> bool:
     """Whether there is a form that both can be brought to."""
     slots: list[Slot] = []
@@ -138,10 +156,15 @@ def can_be_unified(x: Any, like: Any) -> bool:
 
 def _widened(slot: Slot, like: Slot) -> Slot:
     """The slot of `widened`."""
+    return _slot_of(lambda x: widened(x, like.like), slot)
+
+
+def _slot_of(change: Callable[[Any], Any], slot: Slot) -> Slot:
+    """The slot of what a function returns for what is in a slot."""
 
     def on_leaves(*leaves: Any) -> None:
         nonlocal out
-        _, (out,) = flatten([widened(slot.unflatten(leaves), like.like)])
+        _, (out,) = flatten([change(slot.unflatten(leaves))])
 
     out = slot
     jax.eval_shape(on_leaves, *slot.avals)
@@ -159,15 +182,25 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
         other = "the other side is a plain array that it does not lift; `promote(array, like)` can."
         x = dense(x, what, hint=f"{type(x).__name__}: {other}")
     elif not found.has_form_of(slot):
-        x = widened(x, slot.like)
+        x = _dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])
-    if not found.has_structure_of(slot):
+    if not found.has_structure_of(slot) or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
         raise StructureError(f"{what} expected {slot}, found {found}.")
     leaves = [
         leaf if have == want else _with_dtype_of(leaf, want)
         for leaf, have, want in zip(leaves, found.avals, slot.avals, strict=True)
     ]
     return slot.unflatten(leaves)
+
+
+def _dense_as(x: Any, like: Any, what: str) -> Any:
+    """`x` with those parts dense, under the policy, that are arrays in `like`."""
+    if not is_value(x) or type(x) is not type(like):
+        return x
+    parts = {f.name: (getattr(x, f.name), getattr(like, f.name)) for f in dataclasses.fields(x)}
+    hint = f"This part of a {type(x).__name__} has another form after each iteration."
+    as_in_like = lambda p, q: _dense_as(p, q, what) if is_value(q) else dense(p, what, hint=hint)
+    return replace_fields(x, **{name: as_in_like(*both) for name, both in parts.items() if is_value(both[0])})
 
 
 def _with_dtype_of(leaf: Any, aval: Any) -> Any:
