@@ -120,9 +120,8 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
     def promote(cls, array: Any, like: Any = None) -> Any:
         if like is None:
             return NotImplemented
-        if is_value(like.array):
-            array = type(like.array).promote(array, like.array)
-        return array if array is NotImplemented else like.with_array(array)
+        lifted = type(like.array).promote(array, like.array) if is_value(like.array) else array
+        return like.with_array(array if lifted is NotImplemented else lifted)
 
     def leading_axis(self) -> Any:
         return self.array.leading_axis() if is_value(self.array) else (0,)

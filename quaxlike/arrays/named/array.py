@@ -10,7 +10,7 @@ import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
 from ..._checked import checked
-from ...core.jaxprs.unify import OperandMismatch, widened
+from ...core.jaxprs.unify import OperandMismatch, widened_part
 from ...core.operators import ArrayOperators, run
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, is_value, replace_fields
@@ -82,7 +82,7 @@ class NamedArray(AnnotatedArray):
         """Rows still have the name of the axis along which they were cut among their static fields."""
         if not isinstance(like, NamedArray) or like.names != self.names:
             return NotImplemented
-        return replace_fields(self, array=widened(self.array, like.array), _names=self.names)
+        return replace_fields(self, array=widened_part(self.array, like.array), _names=self.names)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         sizes = zip(self.names, self.array.shape, strict=True)

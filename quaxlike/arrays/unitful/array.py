@@ -12,7 +12,7 @@ import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
 from ..._checked import as_array, checked
-from ...core.jaxprs.unify import OperandMismatch, widened
+from ...core.jaxprs.unify import OperandMismatch, widened_part
 from ...core.known_constants import may_be_placeholder
 from ...core.recording import user_source
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
@@ -221,7 +221,7 @@ class Unitful(AnnotatedArray):
     def widen(self, like: Any) -> Any:
         if not isinstance(like, Unitful) or like.unit != ANY:
             return NotImplemented
-        return replace_fields(self, array=widened(self.array, like.array), unit=ANY)
+        return replace_fields(self, array=widened_part(self.array, like.array), unit=ANY)
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:

@@ -1,10 +1,12 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the user's functions run with Values in place.
 
 The primitive is bound again on the leaves. A tangent (or cotangent) of a Value that is linear in its leaves
-is a Value of the same class and pattern, a cotangent only where each leaf is an element. Any other is dense:
-tangents come through the jvp of `materialise`, and cotangents are pulled back through its vjp.
+is a Value of the same class and pattern, a cotangent only where each leaf is an element. Of any other Value
+the parts that are not linear are made dense: tangents come through the jvp of that, and cotangents are pulled
+back through its vjp.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,9 +21,9 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..jaxprs.evaluate import call_on_values
-from ..jaxprs.linearity import as_cotangent, has_tangent, is_derivative, is_linear
+from ..jaxprs.linearity import as_cotangent, has_tangent, is_derivative, is_linear, linear_part
 from ..jaxprs.slots import Slot, flatten, has_cotangents, per_slot, split, spread, unflatten
-from ..jaxprs.unify import StructureError, conform
+from ..jaxprs.unify import StructureError, conform, dense_as
 from ..policy import dense
 from ..recording import shown_as
 from ..trace import QuaxTrace, builtin
@@ -53,6 +55,9 @@ def _custom_jvp(
         tangents_in = _tangents_in(slots, primals, tangents)
         outs = _call(trace, jvp, [*unflatten(slots, primals), *tangents_in])
         primals_out, tangents_out = split(outs, len(outs) // 2)
+        primals_out = [
+            x if _is_zero(t) else results.linear(x) for x, t in zip(primals_out, tangents_out, strict=True)
+        ]
         forwarded = {
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, tangents_in, per_slot(slots, tangents), strict=True)
@@ -117,6 +122,7 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
+        primals_out = list(map(results.linear, primals_out))
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
@@ -154,6 +160,11 @@ _HINT = "Its derivative is not one of its type: by its leaves, with its pattern.
 _OTHER = "It is the derivative of a Value of another type or pattern."
 
 
+def _linear(x: Any, what: str, hint: str) -> Any:
+    """`x`, dense (under the policy) where it is not linear."""
+    return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
+
+
 class _Results:
     """The slots of the results: decided by whichever of the user's functions runs first."""
 
@@ -166,6 +177,10 @@ class _Results:
         leaves, self.slots = flatten(outs)
         self.decided = True
         return leaves
+
+    def linear(self, x: Any) -> Any:
+        """A result of a function that is differentiated: dense where it is not linear."""
+        return x if self.decided else _linear(x, _WHAT, _HINT)
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
         """The same for a function that is differentiated: a Value that does not have tangents of its form is
@@ -250,7 +265,8 @@ def _tangent_in(slot: Slot, primals: Sequence[Any], tangents: Sequence[Any]) -> 
         return slot.unflatten([_instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
     inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [_instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
-    return jax.jvp(*_materialise_of_inexact(slot, primals, inexact), nonzero)[1]
+    y, tangent = jax.jvp(*_of_inexact(_linear_part, slot, primals, inexact), nonzero)
+    return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
 
 
 def _zeros(aval: Any) -> Any:
@@ -259,16 +275,18 @@ def _zeros(aval: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _materialise_of_inexact(
-    slot: Slot, leaves: Sequence[Any], inexact: Sequence[bool]
+def _linear_part(x: Value) -> Any:
+    return linear_part(x, materialise)
+
+
+def _of_inexact(
+    f: Callable[[Value], Any], slot: Slot, leaves: Sequence[Any], inexact: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`materialise` as a function of the leaves that have tangents, and those leaves."""
+    """`f` as a function of the leaves that have tangents, and those leaves."""
 
     def fun(*moving: Any) -> Any:
         leaf = iter(moving)
-        return materialise(
-            slot.unflatten([next(leaf) if has else x for x, has in zip(leaves, inexact, strict=True)])
-        )
+        return f(slot.unflatten([next(leaf) if has else x for x, has in zip(leaves, inexact, strict=True)]))
 
     return fun, [x for x, has in zip(leaves, inexact, strict=True) if has]
 
@@ -286,7 +304,8 @@ def _has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
 
 
 def _lifted(tangent: Any, x: Value) -> Any:
-    return tangent if is_value(tangent) else type(x).promote(tangent, flatten([x])[1][0].like)
+    like = flatten([x])[1][0].like
+    return dense_as(tangent, like, _WHAT) if is_value(tangent) else type(x).promote(tangent, like)
 
 
 def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
@@ -341,6 +360,20 @@ def _cotangents_in(
     return out
 
 
+def _pulled_back(slot: Slot, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
+    """The cotangents of the leaves that have any, from one of another form than the Value's."""
+    fun, at = _of_inexact(_linear_part, slot, primals, inexact)
+    y, pull_back = jax.vjp(fun, *at)
+    ct = dense_as(_linear(ct, "custom_vjp", _OTHER), y, "custom_vjp")
+    if is_value(y) and has_cotangents(ct) and is_derivative(ct, y):
+        leaves = (
+            x if has_tangent(jax.typeof(x)) else _zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]
+        )
+        return pull_back(jtu.tree_unflatten(jtu.tree_structure(y), leaves))
+    fun, at = _of_inexact(materialise, slot, primals, inexact)
+    return jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_OTHER))
+
+
 def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
@@ -355,8 +388,7 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
         elif has_cotangents(ct) and is_derivative(ct, slot.unflatten(primals)):
             moving = (x for x, has in zip(flatten([ct])[0], inexact, strict=True) if has)
         else:
-            fun, at = _materialise_of_inexact(slot, primals, inexact)
-            moving = iter(jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_OTHER)))
+            moving = iter(_pulled_back(slot, primals, inexact, ct))
         leaves = [next(moving) if has else None for has in inexact]
         out += [ad.Zero(a.to_ct_aval()) if x is None else x for x, a in zip(leaves, slot.avals, strict=True)]
     return out

@@ -10,8 +10,10 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 
 from .. import compat
+from ..jaxprs.linearity import map_parts
 from ..jaxprs.slots import Slot, flatten, has_rows_in_leaves, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
+from ..jaxprs.unify import with_dense_parts
 from ..policy import dense
 from ..trace import QuaxTrace, builtin
 from ..values import aval_of, is_value
@@ -38,7 +40,7 @@ def _scan(
             return subjaxpr(trace, params["jaxpr"], slots, targets=targets, order=order, what="scan")
 
         flat = body(targets)
-        ys = [slot if _stacks(slot, length) else slot.dense() for slot in flat.out[len(carry) :]]
+        ys = [_stacking(slot, length) for slot in flat.out[len(carry) :]]
         if ys == list(flat.out[len(carry) :]):
             return flat
         carried = targets[: len(carry)] if targets else [None] * len(carry)
@@ -57,11 +59,19 @@ def _scan(
 
 
 def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
-    """`x`, materialised if it is a Value whose rows its type cannot cut."""
-    if is_value(x) and leading_axes(flatten([x])[1][0]) is NotImplemented:
-        hint = f"To scan over its rows, define `{type(x).__name__}.leading_axis()`."
-        return dense(x, "scan", operands, hint=hint)
-    return x
+    """`x`, materialised in parts or as a whole if it is a Value whose rows its type cannot cut."""
+    if not is_value(x) or _is_cut(slot := flatten([x])[1][0]):
+        return x
+    if _is_cut(with_dense_parts(slot)):
+        x = map_parts(lambda part: _cuttable(part, [part]), x)
+        if _is_cut(flatten([x])[1][0]):
+            return x
+    hint = f"To scan over its rows, define `{type(x).__name__}.leading_axis()`."
+    return dense(x, "scan", operands, hint=hint)
+
+
+def _is_cut(slot: Slot) -> bool:
+    return leading_axes(slot) is not NotImplemented
 
 
 def leading_axes(slot: Slot) -> Sequence[int | None] | NotImplementedType:
@@ -121,6 +131,14 @@ def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] |
             order.append(at_row)
             at_row += 1
     return order
+
+
+def _stacking(slot: Slot, length: int) -> Slot:
+    """The slot, dense in parts or as a whole if stacks of it would not stand for the stacked arrays."""
+    if _stacks(slot, length):
+        return slot
+    in_parts = with_dense_parts(slot)
+    return in_parts if _stacks(in_parts, length) else slot.dense()
 
 
 def _stacks(slot: Slot, length: int) -> bool:

@@ -5,6 +5,8 @@ stored elements. They are never added or differentiated. Leaves of two Values ma
 taken for derivatives of each other, only if the patterns are the same.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..values import Value, is_value
+from ..values import Value, is_value, replace_fields
 
 
 def is_linear(value: Any) -> bool:
@@ -27,6 +29,19 @@ def held(value: Value) -> list[Value]:
         x for x in jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x)) if is_value(x)
     ]
     return [y for x in outer for y in (x, *held(x))]
+
+
+def map_parts(f: Callable[[Value], Any], value: Value) -> Any:
+    """`value` with the results of `f` for those of its fields that are Values."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return replace_fields(value, **{name: f(x) for name, x in fields.items() if is_value(x)})
+
+
+def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
+    """`value` with those parts dense that are not linear in their leaves; all of it, if its type is not."""
+    if not is_linear(value) and value.linear:
+        value = map_parts(lambda part: linear_part(part, to_dense), value)
+    return value if is_linear(value) else to_dense(value)
 
 
 def has_tangent(aval: Any) -> bool:

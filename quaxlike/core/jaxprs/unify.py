@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from ..known_constants import has_placeholders
 from ..policy import dense
 from ..values import Value, is_value, materialise, replace_fields
+from .linearity import map_parts
 from .slots import Slot, flatten
 
 
@@ -142,6 +143,11 @@ def _dense_unlike(x: Value, like: Value) -> Any:
     return replace_fields(x, **{name: _dense_unlike(getattr(x, name), getattr(like, name)) for name in parts})
 
 
+def with_dense_parts(slot: Slot) -> Slot:
+    """The slot of a Value with arrays for the Values that it holds."""
+    return _slot_of(lambda x: map_parts(materialise, x), slot)
+
+
 def can_be_unified(x: Any, like: Any) -> bool:
     """Whether there is a form that both can be brought to."""
     slots: list[Slot] = []
@@ -182,7 +188,7 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
         other = "the other side is a plain array that it does not lift; `promote(array, like)` can."
         x = dense(x, what, hint=f"{type(x).__name__}: {other}")
     elif not found.has_form_of(slot):
-        x = _dense_as(widened(x, slot.like), slot.like, what)
+        x = dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])
     if not found.has_structure_of(slot) or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
         raise StructureError(f"{what} expected {slot}, found {found}.")
@@ -193,13 +199,13 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
     return slot.unflatten(leaves)
 
 
-def _dense_as(x: Any, like: Any, what: str) -> Any:
+def dense_as(x: Any, like: Any, what: str) -> Any:
     """`x` with those parts dense, under the policy, that are arrays in `like`."""
     if not is_value(x) or type(x) is not type(like):
         return x
     parts = {f.name: (getattr(x, f.name), getattr(like, f.name)) for f in dataclasses.fields(x)}
-    hint = f"This part of a {type(x).__name__} has another form after each iteration."
-    as_in_like = lambda p, q: _dense_as(p, q, what) if is_value(q) else dense(p, what, hint=hint)
+    hint = f"This part of a {type(x).__name__} is an array on the other side."
+    as_in_like = lambda p, q: dense_as(p, q, what) if is_value(q) else dense(p, what, hint=hint)
     return replace_fields(x, **{name: as_in_like(*both) for name, both in parts.items() if is_value(both[0])})
 
 

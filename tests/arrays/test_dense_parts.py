@@ -1,0 +1,113 @@
+"""Values that hold others in units, or with names: where the part cannot stay as it is, it becomes dense,
+under the policy, and what holds it stays. Values and gradients are those of the program on arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
+from quaxlike.arrays.structured import DiagonalMatrix
+from quaxlike.arrays.unitful import Unitful
+from quaxlike.arrays.zero import Zero
+
+_RNG = np.random.default_rng(0)
+_W, _A, _B = (_RNG.normal(size=shape) for shape in ((4, 4), (2, 4), (4, 2)))
+
+HOLDERS = {"units": lambda x: Unitful(x, "m"), "names": lambda x: NamedArray(x, ("i", "j"))}
+
+
+def _lora():
+    return ql.LoraArray(jnp.asarray(_W), jnp.asarray(_A), jnp.asarray(_B), train_base=True)
+
+
+def _nf4():
+    return ql.NF4Array.quantize(jnp.asarray(_W), block_size=32)
+
+
+def _diagonal():
+    return DiagonalMatrix(jnp.asarray(_W[0]))
+
+
+@jax.custom_jvp
+def twice(x):
+    return x + x
+
+
+@twice.defjvp
+def _(primals, tangents):
+    return jax.jvp(lambda x: x * 2, primals, tangents)
+
+
+@jax.custom_vjp
+def thrice(x):
+    return x * 3
+
+
+thrice.defvjp(lambda x: (x * 3, x), lambda x, ct: (ct * 3,))
+
+PROGRAMS = {
+    "custom_jvp": lambda x: twice(x)[1:3],
+    "custom_vjp": thrice,
+    "custom_vjp of a slice": lambda x: thrice(x[1:3, 1:2]),
+    "custom_jvp of a sum": lambda x: twice(x + x[0, 0]),
+    "carry that becomes dense": lambda x: lax.scan(lambda c, _: (c + x + x[0, 0], None), x, length=2)[0],
+    "branches": lambda x: lax.cond(True, lambda: x, lambda: x + x[0, 0]),
+    "rows of a stack": lambda x: lax.map(lambda row: row[1:3], jnp.stack([x, x + x])),
+    "rows": lambda x: lax.map(lambda row: row * 2, x),
+    "stack of rows": lambda x: lax.scan(lambda c, _: (c, x * 2), 0.0, length=2)[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+@pytest.mark.parametrize("part", [_lora, _nf4, _diagonal])
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_is_what_it_is_on_arrays(name, holder, part, x64, default_promotion):
+    f, x = PROGRAMS[name], HOLDERS[holder](part())
+    moving, still = _split(x)
+
+    def loss(f, combine):
+        return lambda moving: jnp.sum(jnp.sin(ql.materialise(f(combine(moving)))))
+
+    on_values = loss(ql.quaxify(f), lambda moving: _joined(moving, still))
+    on_arrays = loss(f, lambda moving: ql.materialise(_joined(moving, still)))
+    for transform in (lambda f: f, jax.jit):
+        ours, ours_by = transform(jax.value_and_grad(on_values))(moving)
+        theirs, theirs_by = jax.value_and_grad(on_arrays)(moving)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-6), ours_by, theirs_by)
+    y = jax.eval_shape(ql.quaxify(f), x)
+    assert type(y) is type(x)
+
+
+def _split(x):
+    leaves, tree = jax.tree.flatten(x)
+    moving = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return moving, (leaves, tree)
+
+
+def _joined(moving, still):
+    leaves, tree = still
+    moving = iter(moving)
+    leaves = [next(moving) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf for leaf in leaves]
+    return jax.tree.unflatten(tree, leaves)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_constant_that_a_scan_stacks(holder):
+    x = HOLDERS[holder](Zero((4, 4), jnp.float32))
+    y = ql.quaxify(lambda x: lax.scan(lambda c, _: (c, x), 0.0, length=2)[1])(x)
+    assert type(y) is type(x)
+    assert y.shape == (2, 4, 4)
+    np.testing.assert_array_equal(ql.materialise(y), 0)
+
+
+def test_a_plain_array_beside_a_matrix_with_names():
+    x = HOLDERS["names"](_diagonal())
+    with ql.on_materialise("allow"):
+        y = ql.quaxify(lambda x, y: lax.cond(x[0, 0] > 9, lambda: x, lambda: y))(x, jnp.ones((4, 4), x.dtype))
+    assert y.names == ("i", "j")
+    np.testing.assert_array_equal(ql.materialise(y), 1)
