@@ -14,6 +14,7 @@ import jax
 import jax.tree_util as jtu
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from .forms import Flat
 
@@ -185,7 +186,7 @@ def is_spread(operands: Iterable[Any]) -> bool:
     return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
-def spread_like(x: jax.Array, y: jax.Array) -> jax.Array:
+def spread_like(x: ArrayLike, y: ArrayLike) -> ArrayLike:
     """`x`, spread over the explicit axes of a mesh as `y` of the same shape is."""
     return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
 
