@@ -490,7 +490,7 @@ def _check_aval(value: Value, aval: Any) -> None:
     """Raises an error if `aval` contradicts `materialise`, where that does not refuse."""
     try:
         with jax.core.eval_context():
-            out = jax.eval_shape(type(value).materialise, as_shapes(value))
+            out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
     except Exception:  # whatever a type does that refuses
         return
     if isinstance(out, jax.ShapeDtypeStruct) and (out.shape, out.dtype) != (aval.shape, aval.dtype):

@@ -48,12 +48,25 @@ def thrice(x):
 
 thrice.defvjp(lambda x: (x * 3, x), lambda x, ct: (ct * 3,))
 
+
+def half(x):
+    halved = lambda _, y: y * 0.5
+    return lax.custom_linear_solve(lambda y: y * 2.0, x, halved, transpose_solve=halved)
+
+
+def backwards(x):
+    flipped = lambda _, y: y[::-1]
+    return lax.custom_linear_solve(lambda y: y[::-1], x, flipped, transpose_solve=flipped)
+
+
 PROGRAMS = {
     "custom_jvp": lambda x: twice(x)[1:3],
     "custom_vjp": thrice,
     "custom_vjp of a slice": lambda x: thrice(x[1:3, 1:2]),
     "custom_jvp of a sum": lambda x: twice(x + x[0, 0]),
     "carry that becomes dense": lambda x: lax.scan(lambda c, _: (c + x + x[0, 0], None), x, length=2)[0],
+    "linear solve": half,
+    "linear solve, backwards": backwards,
     "branches": lambda x: lax.cond(True, lambda: x, lambda: x + x[0, 0]),
     "rows of a stack": lambda x: lax.map(lambda row: row[1:3], jnp.stack([x, x + x])),
     "rows": lambda x: lax.map(lambda row: row * 2, x),

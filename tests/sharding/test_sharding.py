@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.unitful import Unit, Unitful
 from quaxlike.arrays.zero import Zero
 from quaxlike.sharding import shard, specs_for
 from tests.conformance.weights import TYPES
@@ -211,6 +212,10 @@ def test_a_result_whose_parts_differ_between_devices_is_joined_dense():
     np.testing.assert_allclose(found, ql.materialise(w) * y, rtol=1e-6)
     with ql.on_materialise("error"), pytest.raises(RuntimeError, match="different parts"):
         ql.quaxify(fn)(y, w)
+    with ql.on_materialise("allow"):  # what holds it stays
+        found = ql.quaxify(fn)(y, Unitful(w, "m"))
+    assert found.unit == Unit("m")
+    np.testing.assert_allclose(found.array, ql.materialise(w) * y, rtol=1e-6)
     with ql.on_materialise("error"):  # what all devices do alike is joined as it is
         kept = ql.quaxify(jax.shard_map(lambda w: 2.0 * w, mesh=MESH, in_specs=spec, out_specs=spec))(w)
     assert isinstance(kept, ql.LoraArray)

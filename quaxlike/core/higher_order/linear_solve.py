@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..jaxprs.linearity import has_pattern
+from ..jaxprs.linearity import has_pattern, held, map_parts
 from ..jaxprs.slots import Slot, flatten, has_cotangents, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..policy import dense
@@ -29,12 +29,17 @@ def _linear_solve(
         return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
 
     # The primitive is linear in the leaves of `b`, so a type that is not has to be dense here.
-    b = [dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not _is_a_space(x) else x for x in b]
+    b = [_as_a_space(x, operands) for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
+    # The primitive maps a space to itself, so what is solved for has the leaves of `b`.
+    hint = "The solution has other leaves."
+    if not _leaves_agree(solve.out, b_slots) and any(is_value(x) and held(x) for x in b):
+        b = [map_parts(lambda part: dense(part, _WHAT, hint=hint), x) if is_value(x) else x for x in b]
+        b_leaves, b_slots = flatten(b)
+        solve = solve_for(b_slots)
     if not _leaves_agree(solve.out, b_slots):
-        # The primitive maps a space to itself, so what is solved for has the leaves of `b`.
-        b = [dense(x, _WHAT, operands, hint="The solution has other leaves.") for x in b]
+        b = [dense(x, _WHAT, operands, hint=hint) for x in b]
         b_leaves, b_slots = flatten(b)
         solve = solve_for(b_slots, [slot.dense() for slot in solve_for(b_slots).out])
     x_slots = solve.out
@@ -66,6 +71,13 @@ def _linear_solve(
 def _is_a_space(x: Any) -> bool:
     """Whether leaves, whatever their numbers, make a Value, and do so linearly."""
     return has_cotangents(x) and not has_pattern(x)
+
+
+def _as_a_space(x: Any, operands: Sequence[Any]) -> Any:
+    """`x`, dense in parts or as a whole where it is not linear in all of its leaves."""
+    if is_value(x) and x.linear and not _is_a_space(x):
+        x = map_parts(lambda part: _as_a_space(part, [part]), x)
+    return dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not _is_a_space(x) else x
 
 
 def _leaves_agree(a: Sequence[Slot], b: Sequence[Slot]) -> bool:

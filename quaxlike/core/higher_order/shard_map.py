@@ -1,11 +1,13 @@
 """`jax.shard_map`: the body on Values of each shard; specs of the logical arrays, turned into the leaves'."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend.core as jexc
 
 from .. import compat
+from ..jaxprs.linearity import held, map_parts
 from ..jaxprs.slots import Slot, flatten, leaf_specs, unflatten
 from ..policy import dense
 from ..recording import shown_as
@@ -48,18 +50,27 @@ def _shard_map(
 
 
 def _that_joins(x: Any, spec: Any) -> Any:
-    """A result; dense if it is a Value whose leaves differ between devices where `spec` takes them to be the
-    same: the factor of an adapter, say, that each device scaled by numbers of its own."""
+    """A result; dense, in parts or as a whole, if it is a Value whose leaves differ between devices where
+    `spec` takes them to be the same: the factor of an adapter, say, that each device scaled by its own number."""
+    to_dense = functools.partial(
+        dense,
+        what="shard_map (out_specs)",
+        hint=f"Its devices have different parts, which {spec} cannot join.",
+    )
+    if not _joins(x, spec) and x.linear and held(x):
+        x = map_parts(to_dense, x)
+    return x if _joins(x, spec) else to_dense(x)
+
+
+def _joins(x: Any, spec: Any) -> bool:
     leaves, slots = flatten([x])
+    if slots[0].treedef is None:
+        return True
     for leaf, own in zip(leaves, _spread_specs(slots, [spec]), strict=True):
         named = {axis for entry in own for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        if slots[0].treedef is not None and compat.varying_axes(leaf) - named:
-            return dense(
-                x,
-                "shard_map (out_specs)",
-                hint=f"Its devices have different parts, which {spec} cannot join.",
-            )
-    return x
+        if compat.varying_axes(leaf) - named:
+            return False
+    return True
 
 
 def _spread_specs(slots: Sequence[Slot], specs: Sequence[Any]) -> tuple[Any, ...]:
