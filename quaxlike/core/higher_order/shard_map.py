@@ -51,7 +51,7 @@ def _shard_map(
 
 def _that_joins(x: Any, spec: Any) -> Any:
     """A result; dense, in parts or as a whole, if it is a Value whose leaves differ between devices where
-    `spec` takes them to be the same: the factor of an adapter, say, that each device scaled by its own number."""
+    `spec` takes them to be the same: the factor of an adapter, say, that each scaled by its own number."""
     to_dense = functools.partial(
         dense,
         what="shard_map (out_specs)",
