@@ -339,8 +339,11 @@ _METADATA = (unitful.Unitful, named.NamedArray)
 
 
 def _on_array(x: Any) -> Any:
-    """Units and names of an array, where they are those of another Value."""
-    return replace_fields(x, array=_on_array(x.array)) if isinstance(x, _METADATA) else ql.materialise(x)
+    """Units and names of an array, where they are those of another Value; other Values stay."""
+    if not isinstance(x, _METADATA):
+        return x
+    held = _on_array(x.array) if isinstance(x.array, _METADATA) else ql.materialise(x.array)
+    return replace_fields(x, array=held)
 
 
 def _inside(operands: dict[str, Any]) -> bool:
