@@ -124,3 +124,22 @@ def test_a_plain_array_beside_a_matrix_with_names():
         y = ql.quaxify(lambda x, y: lax.cond(x[0, 0] > 9, lambda: x, lambda: y))(x, jnp.ones((4, 4), x.dtype))
     assert y.names == ("i", "j")
     np.testing.assert_array_equal(ql.materialise(y), 1)
+
+
+@pytest.mark.parametrize("part", [_lora, _nf4, _diagonal, lambda: HOLDERS["names"](_lora())])
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: lax.fori_loop(0, 2, lambda _, c: 0.5 * c + 0.5 * (x + 0.3), x),
+        lambda x: lax.fori_loop(0, 2, lambda _, c: c + x, jnp.zeros(x.shape, x.dtype)),
+        lambda x: lax.cond(True, lambda: x, lambda: x * 2.0),
+        lambda x: lax.linalg.hessenberg(x)[0],
+    ],
+    ids=["average", "sum", "branches", "no rule"],
+)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+def test_a_unit_without_dimensions_is_dropped(program, part):
+    """It comes off in the rules, too."""
+    x = part()
+    y = ql.quaxify(program)(Unitful(x, "m/m"))
+    np.testing.assert_allclose(ql.materialise(y), program(ql.materialise(x)), rtol=1e-5)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.arrays.named import AxisError, NamedArray, align
+from quaxlike.arrays.unitful import Unitful
 
 SIZES = {"batch": 2, "time": 3, "feature": 4, "hidden": 5}
 
@@ -216,6 +217,21 @@ def test_axes_that_do_not_fit(f, match, jit):
     g = ql.quaxify(f)
     with pytest.raises(TypeError, match=match):
         (jax.jit(g) if jit else g)(X, X.rename({"batch": "time"}))
+
+
+@pytest.mark.parametrize("f", [jnp.multiply, lambda x, y: jnp.matmul(x.T, y)])
+def test_names_inside_of_a_unit_beside_names(f):
+    """The names are outside of the unit in the result, and are compared wherever they are."""
+    found = ql.quaxify(f)(X, Unitful(X, "m"))
+    assert type(found) is NamedArray
+    assert not isinstance(ql.value_of(found.array).array, NamedArray)
+    np.testing.assert_allclose(found.array.array, f(X.array, X.array), rtol=1e-6)
+    for pair in (
+        (X, Unitful(X.rename({"batch": "time"}), "m")),
+        (Unitful(X.rename({"batch": "time"}), "m"), X),
+    ):
+        with pytest.raises(AxisError, match="time"):
+            ql.quaxify(f)(*pair)
 
 
 def test_names_that_are_not_there():

@@ -11,13 +11,16 @@ from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import CUMULATIVE, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REDUCTIONS, installed
 from .. import precedence
+from ..annotated import AnnotatedArray
 from .array import AxisError, Name, NamedArray
 
 _Any = ArrayLike | ArrayValue
 
 
 def _names(x: Any) -> tuple[Name, ...]:
-    return x.names if isinstance(x, NamedArray) else (None,) * len(getattr(x, "shape", ()))
+    if isinstance(x, AnnotatedArray):
+        return x.names if isinstance(x, NamedArray) else _names(x.array)  # of an array in a unit, say
+    return (None,) * len(getattr(x, "shape", ()))
 
 
 _bind = NamedArray.bind

@@ -12,7 +12,7 @@ import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
 from ..._checked import as_array, checked
-from ...core.jaxprs.unify import OperandMismatch, widened_part
+from ...core.jaxprs.unify import OperandMismatch, widened, widened_part
 from ...core.known_constants import may_be_placeholder
 from ...core.recording import user_source
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
@@ -196,10 +196,15 @@ class Unitful(AnnotatedArray):
     unit: Unit = eqx.field(static=True, converter=Unit)
 
     default_precedence = precedence.UNITFUL
-    on_materialise = "error"  # dropping a unit has to be asked for
+
+    @property
+    def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.unit == dimensionless else "error"  # dropping a unit has to be asked for
 
     @classmethod
     def without_rule(cls, primitive: Any, values: Any, params: Any) -> Any:
+        if all(v.unit == dimensionless for v in values if isinstance(v, Unitful)):
+            return super().without_rule(primitive, values, params)
         units = ", ".join(str(v.unit) if isinstance(v, Unitful) else "no unit" for v in values)
         raise DimensionError(
             f"No rule says what `{primitive}` of arrays in ({units}) has for a unit. Take the units off "
@@ -219,6 +224,9 @@ class Unitful(AnnotatedArray):
         return super().promote(array, like)
 
     def widen(self, like: Any) -> Any:
+        # The rules take off a unit that comes out without dimensions.
+        if is_value(like) and not isinstance(like, Unitful) and not self.unit.exponents:
+            return widened(self.array, like)
         if not isinstance(like, Unitful) or like.unit != ANY:
             return NotImplemented
         return replace_fields(self, array=widened_part(self.array, like.array), unit=ANY)
