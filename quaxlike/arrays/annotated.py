@@ -80,14 +80,8 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
     @classmethod
     def bind(cls, primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
         """The primitive of the operands without the metadata of this class: what most rules begin with."""
-        return quaxify(primitive.bind)(*map(cls._without_metadata, operands), **params)
-
-    @classmethod
-    def _without_metadata(cls, x: Any) -> Any:
-        """`x` without the metadata of this class, inside of those of another one, too."""
-        if isinstance(x, cls):
-            return x.array
-        return x.with_array(cls._without_metadata(x.array)) if isinstance(x, AnnotatedArray) else x
+        arrays = [x.array if isinstance(x, cls) else x for x in operands]
+        return quaxify(primitive.bind)(*arrays, **params)
 
     @classmethod
     def rule_for_several(cls, primitives: str | Sequence[str]) -> Callable[[_Rule], _Rule]:

@@ -1,12 +1,13 @@
 """Rules for the names of axes."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import CUMULATIVE, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REDUCTIONS, installed
@@ -23,7 +24,14 @@ def _names(x: Any) -> tuple[Name, ...]:
     return (None,) * len(getattr(x, "shape", ()))
 
 
-_bind = NamedArray.bind
+def _bind(primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
+    return quaxify(primitive.bind)(*map(_unnamed, operands), **params)
+
+
+def _unnamed(x: Any) -> Any:
+    if isinstance(x, NamedArray):
+        return x.array
+    return x.with_array(_unnamed(x.array)) if isinstance(x, AnnotatedArray) else x
 
 
 def _named(array: Any, names: Sequence[Name]) -> Any:
