@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.arrays.named import AxisError, NamedArray, align
+from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.unitful import Unitful
 
 SIZES = {"batch": 2, "time": 3, "feature": 4, "hidden": 5}
@@ -232,6 +233,13 @@ def test_names_inside_of_a_unit_beside_names(f):
     ):
         with pytest.raises(AxisError, match="time"):
             ql.quaxify(f)(*pair)
+
+
+def test_names_inside_of_a_matrix_beside_names():
+    matrix = DiagonalMatrix(NamedArray(B.array, ("step",)))
+    found = ql.quaxify(jnp.matmul)(matrix, NamedArray(W.array.T, (None, "feature")))
+    same(found, jnp.diag(B.array) @ W.array.T, ("step", "feature"))
+    assert isinstance(found.array, jax.Array)
 
 
 def test_names_that_are_not_there():

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quaxlike as ql
+from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.unitful import (
     DimensionError,
     Unit,
@@ -205,6 +206,23 @@ def test_dimensions_that_do_not_fit(f, match, jit):
     g = ql.quaxify(f)
     with pytest.raises(TypeError, match=match):
         (jax.jit(g) if jit else g)(X, T)
+
+
+@pytest.mark.parametrize(
+    ("f", "unit"),
+    [
+        (lambda x, y: x @ y, "m s"),
+        (lambda x, y: jnp.linalg.solve(x, y), "s/m"),
+        (lambda x, y: jnp.sqrt(x @ y), {"m": Fraction(1, 2), "s": Fraction(1, 2)}),
+        (lambda x, y: jnp.sum(x * y), "m s"),
+        (lambda x, y: (x * y) @ y, "m s^2"),
+    ],
+)
+def test_a_unit_inside_of_a_matrix_beside_one_outside(f, unit):
+    x, y = jnp.array([1.0, 2.0]), jnp.array([[3.0, 4.0], [5.0, 6.0]])
+    found = ql.quaxify(f)(DiagonalMatrix(Unitful(x, "m")), Unitful(y, "s"))
+    assert found.unit == Unit(unit)
+    np.testing.assert_allclose(found.array, f(jnp.diag(x), y), rtol=1e-6)
 
 
 def test_a_unit_is_not_dropped_silently():

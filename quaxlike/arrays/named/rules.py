@@ -36,6 +36,8 @@ def _unnamed(x: Any) -> Any:
 
 def _named(array: Any, names: Sequence[Name]) -> Any:
     """The array itself, once no axis has a name."""
+    if any(inner := _names(array)):  # of a matrix that holds an array with names
+        array, names = _unnamed(array), [n or m for n, m in zip(names, inner, strict=True)]
     return NamedArray(array, names) if any(names) else array
 
 

@@ -223,6 +223,9 @@ class Unitful(AnnotatedArray):
             )
         return super().promote(array, like)
 
+    def with_array(self, array: Any) -> Any:
+        return with_unit(array, self.unit) if isinstance(array, Unitful) else super().with_array(array)
+
     def widen(self, like: Any) -> Any:
         # The rules take off a unit that comes out without dimensions.
         if is_value(like) and not isinstance(like, Unitful) and not self.unit.exponents:
@@ -253,6 +256,8 @@ def unit_of(x: ArrayLike | ArrayValue) -> Unit:
 
 def with_unit(array: Any, unit: Unit) -> Any:
     """The array in a unit; the array itself without a dimension."""
+    if isinstance(array, Unitful):  # of a matrix that holds an array in a unit
+        array, unit = array.array, array.unit * unit
     return array if unit.dimensionless else Unitful(array, unit)
 
 
