@@ -11,7 +11,7 @@ import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.unitful import Unitful
-from quaxlike.arrays.zero import Zero
+from quaxlike.arrays.zero import Full, Zero
 
 _RNG = np.random.default_rng(0)
 _W, _A, _B = (_RNG.normal(size=shape) for shape in ((4, 4), (2, 4), (4, 2)))
@@ -116,6 +116,15 @@ def test_a_constant_that_a_scan_stacks(holder):
     assert type(y) is type(x)
     assert y.shape == (2, 4, 4)
     np.testing.assert_array_equal(ql.materialise(y), 0)
+
+
+@pytest.mark.parametrize("inside", [lambda x: x, HOLDERS["names"]])
+def test_a_constant_in_a_custom_jvp_has_tangents_in_its_unit(inside):
+    product = jax.custom_jvp(lambda x, y: y @ x)
+    product.defjvp(lambda primals, tangents: jax.jvp(lambda x, y: y @ x, primals, tangents))
+    x, y = Unitful(inside(Full(0.25, (4, 4))), "m"), jnp.ones((1, 4), jnp.float32)
+    found = jax.grad(lambda y: jnp.sum(ql.materialise(ql.quaxify(product)(x, y).array)))(y)
+    np.testing.assert_array_equal(ql.materialise(found), np.full((1, 4), 1.0))
 
 
 def test_a_plain_array_beside_a_matrix_with_names():

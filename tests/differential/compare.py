@@ -39,6 +39,9 @@ DECLINED = (
     "are kept as the matrix itself, and have no elements",
 )
 
+# XLA fails to compile the transform of an array that it lays out for a solver: `solve(ifft(full(...)), y)`.
+REJECTED = ("fft_thunk.cc",)
+
 
 class Finding(AssertionError):
     """A program whose result differs, or several that only differ together."""
@@ -175,6 +178,8 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
             reference(leaves, varied, still)
         except Exception as same:  # that comes late in plain JAX, too
             return Outcome("rejected", f"{type(same).__name__}: {same}")
+        if any(text in str(error) for text in REJECTED):
+            return Outcome("rejected", str(error))
         raise Finding(programs, f"raises {type(error).__name__}", str(error)[:600]) from error
     plain = not program.outer and not any(map(ql.is_value, returned))
     _compare_avals(programs, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)

@@ -21,7 +21,15 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..jaxprs.evaluate import call_on_values
-from ..jaxprs.linearity import as_cotangent, has_tangent, is_derivative, is_linear, linear_part
+from ..jaxprs.linearity import (
+    as_cotangent,
+    has_tangent,
+    held,
+    is_derivative,
+    is_linear,
+    linear_part,
+    map_parts,
+)
 from ..jaxprs.slots import Slot, flatten, has_cotangents, per_slot, split, spread, unflatten
 from ..jaxprs.unify import StructureError, conform, dense_as
 from ..policy import dense
@@ -259,7 +267,9 @@ def _tangent_in(slot: Slot, primals: Sequence[Any], tangents: Sequence[Any]) -> 
         tangent = slot.aval.to_tangent_aval()
         if any(isinstance(t, SymbolicZero) for t in tangents):
             return SymbolicZero(tangent)
-        return _zeros(tangent)
+        if slot.avals or tangent.dtype == jax.dtypes.float0:
+            return _zeros(tangent)
+        return jtu.tree_map(jnp.zeros_like, _with_leaves(slot.unflatten(primals)))
     if slot.linear:
         triples = zip(primals, tangents, slot.avals, strict=True)
         return slot.unflatten([_instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
@@ -267,6 +277,11 @@ def _tangent_in(slot: Slot, primals: Sequence[Any], tangents: Sequence[Any]) -> 
     nonzero = [_instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
     y, tangent = jax.jvp(*_of_inexact(_linear_part, slot, primals, inexact), nonzero)
     return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
+
+
+def _with_leaves(constant: Value) -> Any:
+    """A Value without leaves, with an array for the one that it holds."""
+    return map_parts(_with_leaves, constant) if held(constant) else materialise(constant)
 
 
 def _zeros(aval: Any) -> Any:
