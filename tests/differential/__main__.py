@@ -36,7 +36,7 @@ def main() -> int:
     total, seed, running = Tally(), first, {}
     of_workers = {
         "mp_context": multiprocessing.get_context("spawn"),
-        "max_tasks_per_child": 20,  # compiled programs take memory
+        "max_tasks_per_child": 8,  # compiled programs take memory
         "initializer": importlib.import_module,
         "initargs": ("tests.conftest",),  # the settings of JAX under test
     }
