@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import io
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,32 @@ def test_the_core_is_few_rooms_that_know_few_others():
     rooms = {_room(file.relative_to(_CORE).parts) for file in _CORE.rglob("*.py")} - {"__init__"}
     assert len(rooms) <= 13
     assert len(_arrows()) <= 45
+
+
+def _lines_of_code(file: Path) -> int:
+    """Without empty lines, comments and docstrings."""
+    source = file.read_text(encoding="utf-8")
+    docs = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.string.strip() and token.type != tokenize.COMMENT
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(code - docs)
+
+
+def test_the_spine_is_read_in_a_sitting():
+    spine = [
+        *(_CORE / "rules").glob("*.py"),
+        *(_CORE / f"{x}.py" for x in ("compat", "values", "trace", "quaxify")),
+    ]
+    assert sum(map(_lines_of_code, spine)) <= 1400
 
 
 def test_files_fit_in_the_head():

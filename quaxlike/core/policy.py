@@ -1,4 +1,4 @@
-"""The policy where a Value has to be materialised: allow, warn or raise; recorded in any case."""
+"""Where no rule matches: a `default`, or the policy (allow, warn or raise; recorded in any case)."""
 
 import contextlib
 import contextvars
@@ -150,6 +150,27 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 def dense_operands(primitive: jexc.Primitive, operands: Sequence[Any]) -> list[Any]:
     """The operands of a primitive that no rule covers, each as a dense array; under the policy."""
     return map_values(lambda values: _densify(values, primitive.name, operands, ""), operands)
+
+
+def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """The result without a rule: by the one overridden `default` among the operands, else dense."""
+    overriding = {type(v).default: type(v) for v in operands if is_value(v)}
+    overriding.pop(Value.default, None)
+    if len(overriding) > 1:
+        highest = max(cls.default_precedence for cls in overriding.values())
+        overriding = {d: cls for d, cls in overriding.items() if cls.default_precedence == highest}
+    if len(overriding) > 1:
+        names = ", ".join(sorted(cls.__name__ for cls in overriding.values()))
+        raise TypeError(
+            f"No rule for `{primitive}` matches, and its operands {names} each have a `default` of "
+            "their own. Register a rule for this combination of types, or give one a `default_precedence`."
+        )
+    for default, cls in overriding.items():
+        if (recorder := recording.active()) is not None:
+            recorder.by_default_of(cls)
+        return default(primitive, operands, params)
+    arrays = compat.vary_alike(dense_operands(primitive, operands))
+    return primitive.bind(*arrays, **primitive.get_bind_params(params))
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:

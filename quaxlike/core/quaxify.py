@@ -1,8 +1,6 @@
 """`quaxify`: runs a function with Values where arrays stood."""
 
-import collections
 import functools
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from . import compat, recording, values
+from . import compat, recording
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
@@ -45,8 +43,7 @@ class _Quaxified(Generic[_P, _T]):
             compat.shorten_traceback(error)
             raise
         except RecursionError as error:
-            message = _endless(error)
-            if message is None:
+            if (message := recording.endless(error)) is None:
                 raise
             raise RuleError(message) from None
 
@@ -154,37 +151,6 @@ def quaxify(
     return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
 
 
-# Methods of a type that are called for its Values, which may call what calls them; the core's functions by
-# these names call them.
-_HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
-_CALLERS = values.__file__
-
-
-def _endless(error: RecursionError) -> str | None:
-    """What to say of a rule, or of a hook, that is called again and again; None if there is none.
-
-    Little of the stack is left here. What memoises its errors, as beartype does for plum, must not be called.
-    """
-    codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    often = {code: n for code, n in codes.items() if n > 5}
-    rules = [rule for layer in active_layers.get() for rule in layer.looked_at] if often else []
-    found = [rule for rule in rules if rule.written.__code__ in often]
-    if found:
-        rule = max(found, key=lambda rule: often[rule.written.__code__])
-        return (
-            f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
-            "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
-        )
-    hooks = [code for code in often if code.co_name in _HOOKS and code.co_filename != _CALLERS]
-    if not hooks:
-        return None
-    hook = max(hooks, key=lambda code: often[code])
-    return (
-        f"`{hook.co_qualname}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, "
-        "which calls it again, without an end. Compute with the arrays that the Value holds."
-    )
-
-
 def _is_outermost() -> bool:
     """Whether nothing traces or records the call."""
     return compat.is_eval_trace(compat.current_trace()) and recording.active() is None
@@ -243,6 +209,4 @@ def value_of(x: Any) -> Any:
     The arrays inside the Value belong to the level outside of the `quaxify`; use it to look
     (at static fields, for instance), or to compute in a way that no primitive expresses.
     """
-    if isinstance(x, ValueTracer):
-        return x.quax_value
-    return x
+    return x.quax_value if isinstance(x, ValueTracer) else x

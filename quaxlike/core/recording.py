@@ -1,18 +1,20 @@
 """Records of `explain`: one event for each primitive that meets a Value."""
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
 import functools
 import itertools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.core
 
-from . import compat
-from .rules import Checked, Rule
+from . import compat, values
+from .rules import Checked, Rule, active_layers
 from .values import aval_of, is_value
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
@@ -209,6 +211,37 @@ def user_source() -> tuple[compat.SourceLine, compat.SourceLine | None]:
             return line, first
         first = first or line
     return first or compat.SourceLine("<unknown>", 1, "?"), None
+
+
+# Methods of a type that are called for its Values, which may call what calls them; the core's functions by
+# these names call them.
+_HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
+_CALLERS = values.__file__
+
+
+def endless(error: RecursionError) -> str | None:
+    """What to say of a rule, or of a hook, that is called again and again; None if there is none.
+
+    Little of the stack is left here. What memoises its errors, as beartype does for plum, must not be called.
+    """
+    codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    often = {code: n for code, n in codes.items() if n > 5}
+    rules = [rule for layer in active_layers.get() for rule in layer.looked_at] if often else []
+    found = [rule for rule in rules if rule.written.__code__ in often]
+    if found:
+        rule = max(found, key=lambda rule: often[rule.written.__code__])
+        return (
+            f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
+            "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
+        )
+    hooks = [code for code in often if code.co_name in _HOOKS and code.co_filename != _CALLERS]
+    if not hooks:
+        return None
+    hook = max(hooks, key=lambda code: often[code])
+    return (
+        f"`{hook.co_qualname}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, "
+        "which calls it again, without an end. Compute with the arrays that the Value holds."
+    )
 
 
 def in_bytes(size: int) -> str:

@@ -13,7 +13,7 @@ from jax import lax
 
 from . import compat, recording
 from .known_constants import asks_for_constants, follow, has_placeholders
-from .policy import dense, dense_operands
+from .policy import by_default, dense
 from .rules import Resolver
 from .values import KINDS, Value, aval_of, check_whole, is_value, kind_of, level_of, not_dispatched
 
@@ -344,24 +344,3 @@ def builtin(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return rule
 
     return decorator
-
-
-def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The result without a rule: by the one overridden `default` among the operands, else dense."""
-    overriding = {type(v).default: type(v) for v in operands if is_value(v)}
-    overriding.pop(Value.default, None)
-    if len(overriding) > 1:
-        highest = max(cls.default_precedence for cls in overriding.values())
-        overriding = {d: cls for d, cls in overriding.items() if cls.default_precedence == highest}
-    if len(overriding) > 1:
-        names = ", ".join(sorted(cls.__name__ for cls in overriding.values()))
-        raise TypeError(
-            f"No rule for `{primitive}` matches, and its operands {names} each have a `default` of "
-            "their own. Register a rule for this combination of types, or give one a `default_precedence`."
-        )
-    for default, cls in overriding.items():
-        if (recorder := recording.active()) is not None:
-            recorder.by_default_of(cls)
-        return default(primitive, operands, params)
-    arrays = compat.vary_alike(dense_operands(primitive, operands))
-    return primitive.bind(*arrays, **primitive.get_bind_params(params))

@@ -8,7 +8,8 @@ import jax.tree_util as jtu
 
 from ..jaxprs.slots import flatten
 from ..jaxprs.unify import widened, without_placeholder
-from ..trace import QuaxTrace, builtin, by_default
+from ..policy import by_default
+from ..trace import QuaxTrace, builtin
 from ..values import is_value
 from .structural import leafwise, select
 

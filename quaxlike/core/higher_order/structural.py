@@ -12,7 +12,8 @@ from .. import compat
 from ..jaxprs.linearity import has_tangent, is_linear, same_pattern
 from ..jaxprs.slots import flatten, spread, unflatten
 from ..jaxprs.unify import StructureError, conform, unify, widened
-from ..trace import QuaxTrace, builtin, by_default, value_types
+from ..policy import by_default
+from ..trace import QuaxTrace, builtin, value_types
 from ..values import aval_of, is_value
 from .jit import leaf_layouts, leaf_shardings
 

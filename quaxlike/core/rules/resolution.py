@@ -137,13 +137,9 @@ class ByValue:
 
 def _looks_at_values(rule: Rule) -> bool:
     """Whether the signature of a rule has a type whose instances are told by their value."""
-    return not rule.signature.is_faithful and any(
-        map(_told_by_value, (*rule.signature.types, _varargs(rule)))
-    )
-
-
-def _varargs(rule: Rule) -> Any:
-    return rule.signature.varargs if rule.signature.has_varargs else object
+    signature = rule.signature
+    hints = (*signature.types, signature.varargs) if signature.has_varargs else signature.types
+    return not signature.is_faithful and any(map(_told_by_value, hints))
 
 
 def _told_by_value(hint: Any) -> bool:
