@@ -62,6 +62,37 @@ def test_the_primitives_repeat_axes_of_size_one(primitive):
     _agrees(lambda x, y: primitive.bind(x, y).T @ normal(3, 2), dense, update)
 
 
+_STACKS = {
+    "diagonals": ("diagonal", "diagonal"),
+    "a tridiagonal and a diagonal": ("tridiagonal", "diagonal"),
+    "updates": ("update of dense", "update, shared"),
+    "an update and a tridiagonal": ("update of diagonal", "tridiagonal"),
+}
+
+
+@pytest.mark.parametrize("names", _STACKS.values(), ids=_STACKS)
+@pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p, jax.lax.mul_p], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1)], ids=str)
+def test_stacks_of_one_are_repeated(names, primitive, sizes):
+    """As primitives do it for arrays: `x[:1] + x`."""
+    if primitive is jax.lax.mul_p:  # which keeps the structure where one side is a diagonal
+        names = (names[0], "diagonal")
+    x, y = (MAKERS[name]((size,)) for name, size in zip(names, sizes, strict=True))
+    with ql.on_materialise("error"):
+        for a, b in ((x, y), (y, x)):
+            assert isinstance(_agrees(primitive.bind, a, b), StructuredMatrix)
+
+
+def test_updates_of_other_shapes_become_dense():
+    row, update = (
+        LowRankUpdate(normal(1, 4), normal(1, 2), normal(4, 2)),
+        LowRankUpdate(normal(4, 4), normal(4, 1)),
+    )
+    with ql.on_materialise("allow"):
+        _agrees(jax.lax.add_p.bind, row, update)
+        _agrees(jax.lax.sub_p.bind, update, row)
+
+
 @pytest.mark.parametrize(
     "f",
     [

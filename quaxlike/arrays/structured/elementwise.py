@@ -119,7 +119,7 @@ def _bands(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _times_diagonal(primitive: Primitive, x: DiagonalMatrix, y: StructuredMatrix, **params: Any):
-    if x.shape != y.shape:
+    if x.matrix_shape != y.matrix_shape:
         return NotImplemented
     other = inside(lambda y: y.diagonal_elements(), y)
     return replace_fields(x, diagonal=quaxify(primitive.bind)(x.stacked().diagonal, other, **params))
@@ -155,7 +155,7 @@ _SUMS = ["add", "sub", "add_any"]
 
 
 def _pairwise(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    if x.shape != y.shape:
+    if x.matrix_shape != y.matrix_shape:
         return NotImplemented
     x, y = x.converted(x.dtype).stacked(), y.converted(y.dtype).stacked()
     return x.with_parts(
@@ -180,29 +180,31 @@ def _as_tridiagonal(x: Banded) -> TridiagonalMatrix:
     return TridiagonalMatrix(beside, x.diagonal, beside)
 
 
-@register(_SUMS)
-def _update_plus(primitive: Primitive, x: LowRankUpdate, y: ArrayLike | StructuredMatrix, **params: Any):
-    if jnp.ndim(y) == 0 or np.broadcast_shapes(x.shape, jnp.shape(y)) != x.shape:
-        return NotImplemented
-    return replace_fields(x, base=quaxify(primitive.bind)(_full_base(x), y, **params))
+# Not another update: if the rule for two of them declines, none is left.
+_Other = ArrayLike | DiagonalMatrix | TridiagonalMatrix | KroneckerMatrix
 
 
 @register(_SUMS)
-def _plus_update(primitive: Primitive, x: ArrayLike | StructuredMatrix, y: LowRankUpdate, **params: Any):
-    if jnp.ndim(x) == 0 or np.broadcast_shapes(jnp.shape(x), y.shape) != y.shape:
+def _update_plus(primitive: Primitive, x: LowRankUpdate, y: _Other, **params: Any):
+    repeated = _repeated(x, jnp.shape(y))
+    if repeated is NotImplemented:
         return NotImplemented
-    base = quaxify(primitive.bind)(x, _full_base(y), **params)
-    return replace_fields(y, base=base, u=-y.u if primitive.name == "sub" else y.u)
+    return replace_fields(repeated, base=quaxify(primitive.bind)(_full_base(repeated), y, **params))
 
 
-def _full_base(x: LowRankUpdate) -> Any:
-    base = x.converted(x.dtype).base
-    return base if base.shape == x.shape else quaxify(jnp.broadcast_to)(base, x.shape)
+@register(_SUMS)
+def _plus_update(primitive: Primitive, x: _Other, y: LowRankUpdate, **params: Any):
+    repeated = _repeated(y, jnp.shape(x))
+    if repeated is NotImplemented:
+        return NotImplemented
+    base = quaxify(primitive.bind)(x, _full_base(repeated), **params)
+    return replace_fields(repeated, base=base, u=-repeated.u if primitive.name == "sub" else repeated.u)
 
 
 @register(_SUMS)
 def _sum_of_updates(primitive: Primitive, x: LowRankUpdate, y: LowRankUpdate, **params: Any):
-    if x.shape != y.shape:
+    x, y = _repeated(x, y.shape), _repeated(y, x.shape)
+    if x is NotImplemented or y is NotImplemented:
         return NotImplemented
     base = quaxify(primitive.bind)(_full_base(x), _full_base(y), **params)
     x, y = x.converted(x.dtype), y.converted(y.dtype)
@@ -210,6 +212,20 @@ def _sum_of_updates(primitive: Primitive, x: LowRankUpdate, y: LowRankUpdate, **
     if primitive.name == "sub":
         u[1] = -u[1]
     return replace_fields(x, base=base, u=jnp.concatenate(u, -1), v=jnp.concatenate(v, -1))
+
+
+def _repeated(x: LowRankUpdate, shape: tuple[int, ...]) -> Any:
+    """An update, repeated along those batch axes in which it has size one and an array of this shape has not;
+    NotImplemented where its own axes would be repeated."""
+    full = np.broadcast_shapes(x.shape, shape)
+    if not shape or full[-2:] != x.matrix_shape:
+        return NotImplemented
+    return x if full == x.shape else x.stacked(full[:-2])
+
+
+def _full_base(x: LowRankUpdate) -> Any:
+    base = x.converted(x.dtype).base
+    return base if base.shape == x.shape else quaxify(jnp.broadcast_to)(base, x.shape)
 
 
 # -------------------------------------------------------------------------------------------------
