@@ -15,6 +15,7 @@ from quaxlike.arrays.structured import (
     StructuredMatrix,
     TridiagonalMatrix,
 )
+from quaxlike.arrays.zero import Identity
 
 from .test_structured import KINDS, MAKERS, N
 from .test_structured import _normal as normal
@@ -260,3 +261,33 @@ def test_branches_with_updates_of_other_ranks():
         found = _agrees(lambda a, b, taken=taken: jax.lax.cond(taken, lambda: a, lambda: b), a, b)
         assert isinstance(found, LowRankUpdate)
         assert found.u.shape == (4, 3)
+
+
+_SINGULAR = {
+    "an array": lambda: jnp.zeros((4, 4)).at[0].set(1.0),
+    "a sparse array": lambda: ql.SparseArray.from_dense(jnp.zeros((4, 4)).at[0].set(1.0)),
+    "with names": lambda: NamedArray(jnp.zeros((4, 4)).at[0].set(1.0), ("out", "in")),
+    "an update": lambda: LowRankUpdate(jnp.zeros((4, 4)).at[0].set(1.0), normal(4, 1)),
+}
+
+
+@pytest.mark.parametrize("name", _SINGULAR)
+def test_an_update_of_a_singular_base_without_structure(name):
+    """Woodbury's formula would divide by zero."""
+    a = LowRankUpdate(_SINGULAR[name](), normal(4, 3))
+    with ql.on_materialise("allow"):
+        for f in (lambda a: jnp.linalg.slogdet(a)[0], lambda a: jnp.linalg.slogdet(a)[1], jnp.linalg.det):
+            _agrees(f, a)
+        _agrees(jnp.linalg.inv, a)
+        _agrees(lambda a: jnp.linalg.solve(a, normal(4, 2)), a)
+        of_parts = jax.grad(lambda u: ql.quaxify(jnp.linalg.det)(LowRankUpdate(a.base, u, a.v)))(a.u)
+        of_sum = jax.grad(lambda u: jnp.linalg.det(ql.materialise(a.base) + u @ a.v.T))(a.u)
+    np.testing.assert_allclose(of_parts, of_sum, rtol=1e-8, atol=1e-8)
+
+
+def test_an_update_of_a_base_that_solves_by_a_rule():
+    with ql.on_materialise("error"):
+        _agrees(
+            lambda a: jnp.linalg.solve(a, normal(4, 2)),
+            LowRankUpdate(Identity(4, jnp.float64), normal(4, 1)),
+        )

@@ -74,6 +74,11 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         """The elements on the diagonal; shape `(*batch, min(m, n))`."""
 
     @property
+    def has_solver(self) -> bool:
+        """Whether linear systems and determinants gain by the structure; else the sum is factorised."""
+        return True
+
+    @property
     def parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.CORE}
 

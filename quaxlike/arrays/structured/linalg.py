@@ -19,9 +19,10 @@ from jaxtyping import ArrayLike
 
 from ..._checked import checked
 from ...core import compat
+from ...core.policy import dense
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ...core.values import ArrayValue
+from ...core.values import ArrayValue, materialise
 from ...primitives.classes import REARRANGEMENTS
 from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
@@ -122,10 +123,13 @@ class Factored(ArrayValue):
 
 
 @register("lu")
-def _lu(x: StructuredMatrix, **params: Any):
+def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
     m, n = x.matrix_shape
     if m != n:
         return NotImplemented
+    if not x.has_solver:
+        parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
+        return primitive.bind(materialise(x.with_parts(parts)), **params)
     order = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (*x.batch, n))
     return [Factored(x), order, order]
 
@@ -179,11 +183,12 @@ _FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[s
 def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
     fun, of_matrix, keywords = _FUNCTIONS.get(name, (None, None, ()))
     m, n = x.matrix_shape
-    if fun is None or of_matrix is None or (m != n and name in ("inv", "slogdet", "det")):
+    solves = name in ("inv", "slogdet", "det")
+    if fun is None or of_matrix is None or (solves and (m != n or not x.has_solver)):
         return NotImplemented
     if not any(_is_call_of(fun, kwargs, jaxpr, x) for kwargs in keywords):
         return NotImplemented
-    if name in ("inv", "slogdet", "det"):  # of integers in floating point
+    if solves:  # of integers in floating point
         x = x.converted(jaxpr.out_avals[0].dtype)
     out = inside(of_matrix, x)
     return [*out] if isinstance(out, tuple) else [out]

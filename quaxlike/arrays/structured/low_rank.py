@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ..._checked import checked
-from ...core.quaxify import quaxify
+from ...core.quaxify import quaxify, value_of
+from ...core.rules import active_layers, resolver
 from ...core.values import Value, is_value, materialise, replace_fields
+from ..annotated import AnnotatedArray
 from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, solve_part
 
 
@@ -17,7 +19,8 @@ class LowRankUpdate(StructuredMatrix):
     """The matrix `base + u @ v.T`, with thin `u` and `v`.
 
     Linear systems are solved by the formula of Woodbury, in systems with the base and one of the size of
-    the rank; determinants by the matrix determinant lemma. Both ask for a base that can be inverted.
+    the rank; determinants by the matrix determinant lemma. Both ask for a base that can be inverted. They
+    would save nothing where the base has no structure, and no stack shares it: then the sum is factorised.
 
     **Arguments:**
 
@@ -96,6 +99,19 @@ class LowRankUpdate(StructuredMatrix):
         pad = lambda part: jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, more)])
         padded = self.with_parts({"u": quaxify(pad)(self.u), "v": quaxify(pad)(self.v)})
         return StructuredMatrix.widen(padded, like)
+
+    @property
+    def has_solver(self) -> bool:
+        base = value_of(self.base)
+        while isinstance(base, AnnotatedArray):
+            base = value_of(base.array)
+        if isinstance(base, StructuredMatrix):
+            return base.has_solver
+        is_shared = self.num_batch > self.base.ndim - 2
+        has_rule = is_value(base) and resolver(active_layers.get()).candidates(
+            (jax.lax.linalg.lu_p, type(base))
+        )
+        return is_shared or bool(has_rule)
 
     def times(self, x: Any, precision: Any = None) -> Any:
         inner = jnp.matmul(jnp.matrix_transpose(self.v), x, precision=precision)
