@@ -28,7 +28,7 @@ from quaxlike.arrays.unitful import (
     to_astropy,
     to_pint,
 )
-from quaxlike.arrays.zero import Identity
+from quaxlike.arrays.zero import Full, Identity
 
 X = Unitful(jnp.array([1.0, 2.0, 3.0]), "m")
 Y = Unitful(jnp.array([0.5, 4.0, 2.0]), "m")
@@ -398,3 +398,12 @@ def test_only_the_smallest_numbers_stand_for_zero_in_comparisons():
         ql.quaxify(lambda x: jnp.abs(x) <= 1e-12)(X)
     with pytest.raises(DimensionError, match=r"found \(m, dimensionless\)"):
         ql.quaxify(lambda x: x + 1e-14)(X)
+
+
+def test_a_choice_by_an_array_of_one_number():
+    """A plain case takes the unit of the other, as it does where the condition is an array."""
+    x = Unitful(Full(0.25, (4,)), "m")
+    with ql.on_materialise("allow"):
+        found = ql.quaxify(lambda x: jnp.where(x != x, jnp.ones(4), x))(x)
+    assert found.unit == metre
+    np.testing.assert_array_equal(ql.materialise(found.array), np.full(4, 0.25))

@@ -82,12 +82,14 @@ def select(
 ) -> Any:
     """With a scalar predicate a choice between whole Values; else it looks at elements."""
     which, *cases = operands
+    if is_value(which) or which.shape != ():
+        return by_default(primitive, operands, params)
     _, slots = flatten(cases)
     try:
         slot = functools.reduce(lambda a, b: unify(a, b, "select"), slots)
     except StructureError:
         slot = slots[0].dense()
-    if is_value(which) or which.shape != () or slot.treedef is None:
+    if slot.treedef is None:
         return by_default(primitive, operands, params)
     leaves = [flatten([conform(x, slot, primitive.name)])[0] for x in cases]
     return slot.unflatten([primitive.bind(which, *xs, **params) for xs in zip(*leaves, strict=True)])
