@@ -49,6 +49,24 @@ def thrice(x):
 thrice.defvjp(lambda x: (x * 3, x), lambda x, ct: (ct * 3,))
 
 
+@jax.custom_jvp
+def twice_with_dense_tangents(x):
+    return x * 2
+
+
+@twice_with_dense_tangents.defjvp
+def _(primals, tangents):
+    return primals[0] * 2, tangents[0] * 2 + 0 * tangents[0][0, 0]
+
+
+@jax.custom_vjp
+def thrice_with_dense_cotangents(x):
+    return x * 3
+
+
+thrice_with_dense_cotangents.defvjp(lambda x: (x * 3, None), lambda _, ct: (ct * 3 + 0 * ct[0, 0],))
+
+
 def half(x):
     halved = lambda _, y: y * 0.5
     return lax.custom_linear_solve(lambda y: y * 2.0, x, halved, transpose_solve=halved)
@@ -64,6 +82,8 @@ PROGRAMS = {
     "custom_vjp": thrice,
     "custom_vjp of a slice": lambda x: thrice(x[1:3, 1:2]),
     "custom_jvp of a sum": lambda x: twice(x + x[0, 0]),
+    "custom_jvp with dense tangents": twice_with_dense_tangents,
+    "custom_vjp with dense cotangents": thrice_with_dense_cotangents,
     "carry that becomes dense": lambda x: lax.scan(lambda c, _: (c + x + x[0, 0], None), x, length=2)[0],
     "linear solve": half,
     "linear solve, backwards": backwards,

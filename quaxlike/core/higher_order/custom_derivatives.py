@@ -31,7 +31,7 @@ from ..jaxprs.linearity import (
     map_parts,
 )
 from ..jaxprs.slots import Slot, flatten, has_cotangents, per_slot, split, spread, unflatten
-from ..jaxprs.unify import StructureError, conform, dense_as
+from ..jaxprs.unify import StructureError, conform, dense_as, map_parts_as
 from ..policy import dense
 from ..recording import shown_as
 from ..trace import QuaxTrace, builtin
@@ -64,7 +64,7 @@ def _custom_jvp(
         outs = _call(trace, jvp, [*unflatten(slots, primals), *tangents_in])
         primals_out, tangents_out = split(outs, len(outs) // 2)
         primals_out = [
-            x if _is_zero(t) else results.linear(x) for x, t in zip(primals_out, tangents_out, strict=True)
+            x if _is_zero(t) else results.linear(x, t) for x, t in zip(primals_out, tangents_out, strict=True)
         ]
         forwarded = {
             id(t): (slot, leaves)
@@ -186,9 +186,9 @@ class _Results:
         self.decided = True
         return leaves
 
-    def linear(self, x: Any) -> Any:
-        """A result of a function that is differentiated: dense where it is not linear."""
-        return x if self.decided else _linear(x, _WHAT, _HINT)
+    def linear(self, x: Any, tangent: Any = None) -> Any:
+        """A result of a function that is differentiated: dense where it is not linear, or the tangent is."""
+        return x if self.decided else dense_as(_linear(x, _WHAT, _HINT), tangent, _WHAT)
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
         """The same for a function that is differentiated: a Value that does not have tangents of its form is
@@ -377,9 +377,11 @@ def _cotangents_in(
 
 def _pulled_back(slot: Slot, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
     """The cotangents of the leaves that have any, from one of another form than the Value's."""
-    fun, at = _of_inexact(_linear_part, slot, primals, inexact)
+    ct = _linear(ct, "custom_vjp", _OTHER)
+    alike = lambda x: map_parts_as(ct, materialise, _linear_part(x))
+    fun, at = _of_inexact(alike, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
-    ct = dense_as(_linear(ct, "custom_vjp", _OTHER), y, "custom_vjp")
+    ct = dense_as(ct, y, "custom_vjp")
     if is_value(y) and has_cotangents(ct) and is_derivative(ct, y):
         leaves = (
             x if has_tangent(jax.typeof(x)) else _zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]

@@ -1,6 +1,7 @@
 """Making one side look like the other: branches, loop carries and buffers that hold Values."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -201,12 +202,19 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
     """`x` with those parts dense, under the policy, that are arrays in `like`."""
+    hint = f"This part of a {type(x).__name__} is an array on the other side."
+    return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
+
+
+def map_parts_as(like: Any, f: Callable[[Value], Any], x: Any) -> Any:
+    """`x` with the results of `f` for those Values in it that are arrays in `like`."""
     if not is_value(x) or type(x) is not type(like):
         return x
-    parts = {f.name: (getattr(x, f.name), getattr(like, f.name)) for f in dataclasses.fields(x)}
-    hint = f"This part of a {type(x).__name__} is an array on the other side."
-    as_in_like = lambda p, q: dense_as(p, q, what) if is_value(q) else dense(p, what, hint=hint)
-    return replace_fields(x, **{name: as_in_like(*both) for name, both in parts.items() if is_value(both[0])})
+    parts = {
+        field.name: (getattr(x, field.name), getattr(like, field.name)) for field in dataclasses.fields(x)
+    }
+    change = lambda p, q: map_parts_as(q, f, p) if is_value(q) else f(p)
+    return replace_fields(x, **{name: change(*both) for name, both in parts.items() if is_value(both[0])})
 
 
 def _with_dtype_of(leaf: Any, aval: Any) -> Any:
