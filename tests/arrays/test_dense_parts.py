@@ -147,6 +147,20 @@ def test_a_constant_in_a_custom_jvp_has_tangents_in_its_unit(inside):
     np.testing.assert_array_equal(ql.materialise(found), np.full((1, 4), 1.0))
 
 
+def test_a_system_whose_transposed_product_has_no_leaves(x64):
+    y = jnp.asarray(_W)
+
+    def loss(y, x):
+        solution = ql.quaxify(jnp.linalg.solve)(x, y)
+        assert str(solution.unit) == "m⁻¹"
+        return jnp.sum(ql.materialise(solution.array))
+
+    wanted = jax.grad(lambda y: jnp.sum(jnp.linalg.solve(jnp.zeros((4, 4)), y)))(y)
+    for transform in (lambda f: f, jax.jit):
+        found = transform(jax.grad(loss))(y, Unitful(Zero((4, 4), y.dtype), "m"))
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_plain_array_beside_a_matrix_with_names():
     x = HOLDERS["names"](_diagonal())
     with ql.on_materialise("allow"):

@@ -8,6 +8,7 @@ import jax.extend.core as jexc
 from ..jaxprs.linearity import has_pattern, held, map_parts
 from ..jaxprs.slots import Slot, flatten, has_cotangents, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
+from ..jaxprs.unify import with_dense_parts
 from ..policy import dense
 from ..trace import QuaxTrace, builtin
 from ..values import is_value
@@ -50,7 +51,10 @@ def _linear_solve(
         slots = (*consts[i][1], *from_slots)
         flat = subjaxpr(trace, jaxpr, slots, what=_WHAT)
         if not _leaves_agree(flat.out, to_slots):
-            flat = subjaxpr(trace, jaxpr, slots, targets=to_slots, what=_WHAT)
+            # With parts dense it is still in its own unit.
+            parts = [with_dense_parts(slot) for slot in flat.out]
+            targets = parts if _leaves_agree(parts, to_slots) else to_slots
+            flat = subjaxpr(trace, jaxpr, slots, targets=targets, what=_WHAT)
         return flat
 
     flats = [

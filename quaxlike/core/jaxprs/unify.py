@@ -145,8 +145,8 @@ def _dense_unlike(x: Value, like: Value) -> Any:
 
 
 def with_dense_parts(slot: Slot) -> Slot:
-    """The slot of a Value with arrays for the Values that it holds."""
-    return _slot_of(lambda x: map_parts(materialise, x), slot)
+    """The slot of a Value with arrays for the Values that it holds; that of an array as it is."""
+    return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialise, x), slot)
 
 
 def can_be_unified(x: Any, like: Any) -> bool:
