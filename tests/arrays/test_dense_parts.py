@@ -161,6 +161,15 @@ def test_a_system_whose_transposed_product_has_no_leaves(x64):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (4,)])
+def test_second_derivatives_of_a_system_of_zeros(x64, shape):
+    y = jnp.asarray(_W) if len(shape) == 2 else jnp.asarray(_W)[0]
+    inner = jax.grad(lambda y, x: jnp.sum(jnp.linalg.solve(x, y) ** 2))
+    loss = lambda y, x: jnp.sum(ql.materialise(ql.quaxify(inner)(y, x)))
+    wanted = jax.grad(loss)(y, jnp.zeros((4, 4)))
+    np.testing.assert_array_equal(jax.grad(loss)(y, Unitful(Zero((4, 4), y.dtype), "m")), wanted)
+
+
 def test_a_plain_array_beside_a_matrix_with_names():
     x = HOLDERS["names"](_diagonal())
     with ql.on_materialise("allow"):

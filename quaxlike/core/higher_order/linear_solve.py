@@ -51,9 +51,9 @@ def _linear_solve(
         slots = (*consts[i][1], *from_slots)
         flat = subjaxpr(trace, jaxpr, slots, what=_WHAT)
         if not _leaves_agree(flat.out, to_slots):
-            # With parts dense it is still in its own unit.
-            parts = [with_dense_parts(slot) for slot in flat.out]
-            targets = parts if _leaves_agree(parts, to_slots) else to_slots
+            # With what has no elements dense it is still in its own unit, or in none.
+            own = [with_dense_parts(slot) if held(slot.like) else slot.dense() for slot in flat.out]
+            targets = own if _leaves_agree(own, to_slots) else to_slots
             flat = subjaxpr(trace, jaxpr, slots, targets=targets, what=_WHAT)
         return flat
 
