@@ -147,6 +147,18 @@ def test_a_constant_in_a_custom_jvp_has_tangents_in_its_unit(inside):
     np.testing.assert_array_equal(ql.materialise(found), np.full((1, 4), 1.0))
 
 
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+@pytest.mark.parametrize("part", [_lora, _nf4, _diagonal, lambda: jnp.asarray(_W)])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_cotangent_of_an_array_beside_a_value(part, holder, x64):
+    product = jax.custom_vjp(lambda x, y: jnp.sum(x * y))
+    product.defvjp(lambda x, y: (product(x, y), (x, y)), lambda res, ct: (ct * res[1], ct * res[0]))
+    x, y = HOLDERS[holder](part()), jnp.ones((4, 4))
+    for transform in (lambda f: f, jax.jit):
+        found = transform(jax.grad(lambda y: ql.materialise(ql.quaxify(product)(x, y))))(y)
+        np.testing.assert_allclose(found, ql.materialise(x), rtol=1e-6)
+
+
 def test_a_system_whose_transposed_product_has_no_leaves(x64):
     y = jnp.asarray(_W)
 

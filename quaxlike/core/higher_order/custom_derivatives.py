@@ -395,8 +395,8 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
-            linear = is_value(ct) and is_linear(ct)  # so that its array is what its leaves come to
-            out.append(materialise(ct) if linear else dense(ct, "custom_vjp", hint=_PLAIN))
+            # The array of what is linear is what its leaves come to.
+            out.append(materialise(_linear(ct, "custom_vjp", _PLAIN)))
             continue
         primals = [next(kept) for _ in slot.avals]
         inexact = [has_tangent(a) for a in slot.avals]
