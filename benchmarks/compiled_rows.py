@@ -77,6 +77,8 @@ def rows(platform: str) -> Iterator[Row]:
     for codec, transpose in itertools.product(("mxfp4", "uint4_block", "q8_0"), (False, True)):
         yield block(large, 16, codec, transpose)
     yield block(large, 64, "mxfp4")
+    yield block(large, 512, "mxfp4")
+    yield block(large, 4096, "mxfp4", True)
     for m, adapters in ((1, None), (64, None), (64, 32)):
         yield lora(large, m, adapters)
     for m, transpose in itertools.product((1, 16, 64, 4096), (False, True)):

@@ -89,3 +89,19 @@ def test_the_tpu_kernel_interpreted(codec, transpose):
         y = jax.jit(fn)(x, w)
     dense = np.float64(w.materialise())
     assert relative_error(y, np.float64(x) @ (dense if transpose else dense.T)) < 1e-5
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("codec", ["mxfp4", "q6_k"])
+@pytest.mark.parametrize(("few_rows", "products"), [(1, 4), (1024, 2)])
+def test_many_rows_are_decoded_in_chunks(few_rows, products, codec, transpose, monkeypatch):
+    monkeypatch.setattr(kernels.chunks, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(kernels.chunks, "_LEAST", 1)
+    fn, x, w = _product(codec, transpose, jnp.float32, m=65)
+    expected = np.float64(x) @ np.float64(ql.materialise(w) if transpose else ql.materialise(w).T)
+    with kernels.backend("gpu"):
+        lowered = jax.jit(fn).lower(x, w)
+        assert relative_error(fn(x, w), expected) < 1e-6
+    assert lowered.as_text().count("stablehlo.dot_general") == products
+    assert "in chunks for the library's product" in _choice(codec, transpose, "cuda", m=129).reason
+    assert "in the expression of the library's product" in _choice("q6_k", transpose, "cuda", m=64).reason

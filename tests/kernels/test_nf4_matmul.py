@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quaxlike import kernels
-from quaxlike.kernels import NestedScales, blockwise, nf4_matmul, nf4_matmul_p
+from quaxlike.kernels import NestedScales, blockwise, chunks, nf4_matmul, nf4_matmul_p
 from quaxlike.kernels.nf4_matmul import tpu as nf4_tpu
 from quaxlike.kernels.product import Product
 from tests.primitives.jaxprs import names
@@ -196,17 +196,28 @@ def test_no_dense_copy_between_forward_and_backward():
     assert temporary < w.dense.size * 4 / 2
 
 
-@pytest.mark.slow
-def test_chunks_of_rows_end_where_blocks_do(monkeypatch):
-    from quaxlike.kernels.nf4_matmul import gpu
+# Blocks that cross rows, and blocks within rows; a last chunk that is smaller.
+@pytest.mark.parametrize(("shape", "block_size"), [((67, 96), 64), ((50, 160), 32)])
+@pytest.mark.parametrize("few_rows", [1, 1024])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_chunks_end_where_blocks_do(shape, block_size, few_rows, transpose, monkeypatch):
+    monkeypatch.setattr(chunks, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(chunks, "_LEAST", 1)
+    monkeypatch.setattr(chunks, "_CACHED", 2000)
+    w = quantised(shape, block_size)
+    x = _x(w, (4,), transpose)
+    with kernels.backend("gpu"):
+        multiply = lambda x: nf4_matmul(x, *w.operands, transpose=transpose, **w.params)
+        assert relative_error(multiply(x), _expected(x, w, transpose)) < 1e-6
+        assert jax.jit(multiply).lower(x).as_text().count("stablehlo.dot_general") > 3
 
-    monkeypatch.setattr(gpu, "_CHUNKS", ((1e9, 1000),))
-    w = quantised((67, 96), 64)
-    for transpose in (False, True):
-        x = _x(w, (4,), transpose)
-        with kernels.backend("gpu"):
-            y = nf4_matmul(x, *w.operands, transpose=transpose, **w.params)
-        assert relative_error(y, _expected(x, w, transpose)) < 1e-6
+
+def test_chunks_of_a_large_weight():
+    assert chunks.chunk_size(14336, 4096, 512) == 3584  # 32 MiB at most
+    assert chunks.chunk_size(4096, 4096, 512) == 2048  # a half
+    assert chunks.chunk_size(14336, 4096, 4096) == 3584  # a quarter
+    assert chunks.chunk_size(768, 768, 4096) == 768  # small
+    assert chunks.chunk_size(131072, 8192, 4096, aligned=64) == 8192  # 128 MiB
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The matmul with weights in a block format as a primitive that picks its backend."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +15,11 @@ from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import map_rows, nonzero
 from ..nf4_matmul import gpu, tpu
 from ..product import Product
+from .gpu import chunked
 from .reference import tiled, whole
+
+# Rows of activations up to which XLA may decode in the product itself.
+FUSED_ROWS = 64
 
 
 @runtime_checkable
@@ -49,7 +54,8 @@ def block_matmul(
 ) -> Float[Array, "*batch free"]:
     """`x @ W.T` for a weight `W` that `decode` makes of some arrays, row by row; `x @ W` if transposed.
 
-    On a CPU no dense copy of `W` is made. Differentiable in `x`, and in what `decode` is differentiable in.
+    No dense copy of `W` is made on a CPU, nor of a large one on a GPU. Differentiable in `x`, and in what
+    `decode` is differentiable in.
 
     **Arguments:**
 
@@ -94,6 +100,9 @@ def _choose(
         no_kernel = "the kernel does not take codes of this format"
         choice = no_kernel if stored is None else choose(platform, x, product=stored, partitioned=partitioned)
         if isinstance(choice, str):
+            many = math.prod(x.shape[:-1]) > FUSED_ROWS
+            if name == "gpu" and many and not partitioned:
+                return Choice(name, f"decoded in chunks for the library's product: {choice}", chunked)
             return Choice(name, f"decoded in the expression of the library's product: {choice}", whole)
         return choice._replace(run=functools.partial(_run, choice.run, name == "tpu"))
 

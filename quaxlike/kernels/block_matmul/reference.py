@@ -43,11 +43,14 @@ def whole(
     product: Product,
 ) -> Float[Array, "*batch free"]:
     """Decodes `W` to the dtype of `x` in one expression, for compilers that fuse it into the dot."""
-    w = join(decode(leaves), product.shape[1]).astype(x.dtype)
+    return times(x, join(decode(leaves), product.shape[1]), product)
+
+
+def times(x: Float[Array, "*batch contracted"], w: Float[Array, "n k"], product: Product) -> Array:
+    """The product with (some of) the rows or columns of `W`."""
     contract = ((x.ndim - 1,), (0 if product.transpose else 1,))
     params = {"precision": precision_for(x.dtype), "preferred_element_type": accumulator_dtype(x.dtype)}
-    y = lax.dot_general(x, w, (contract, ((), ())), **params)
-    return y.astype(product.out_dtype)
+    return lax.dot_general(x, w.astype(x.dtype), (contract, ((), ())), **params).astype(product.out_dtype)
 
 
 def join(planes: list[Array], count: int) -> Array:

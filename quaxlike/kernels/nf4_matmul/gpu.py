@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .. import chunks
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from ..blockwise import dequantize_codebook
 from ..multilinear import accumulator_dtype, precision_for
@@ -24,9 +25,6 @@ from .scales import NestedScales, dense_scales
 FUSED_ROWS = {False: 128, True: 64}
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
-# Weights decoded at a time, for up to so many rows of activations: 32 MiB of bfloat16, which the L2 cache of
-# an H100 holds; else 128 MiB, as joining the results of many rows costs more than the cache gains.
-_CHUNKS = (1024, 1 << 24), (math.inf, 1 << 26)
 
 
 def choose(platform: str, x: Any, *, product: Product, **params: Any) -> Choice:
@@ -215,47 +213,55 @@ def chunked(
     as in `lora_matmul_reference`: more columns of `x` and of `W`.
     """
     (n, k), block_size, transpose = product.shape, product.block_size, product.transpose
-    out_dtype = product.out_dtype
-    rows = _rows_per_chunk(n, k, block_size, math.prod(x.shape[:-1]))
-    packed, scales = packed.reshape(-1), dense_scales(absmax).reshape(-1)
+    m = math.prod(x.shape[:-1])
+    weight = packed.reshape(-1), dense_scales(absmax).reshape(-1)
     b = None
     if low_rank:
         t, b = map(_padded, low_rank)
         x = jnp.concatenate([x, t.reshape(*x.shape[:-1], -1)], axis=-1)
         b = jnp.moveaxis(b, 0, 1).reshape(n, -1)
-    # Sums over chunks are rounded once; what is not summed, by the library.
-    part_dtype = accumulator_dtype(x.dtype) if transpose and rows < n else out_dtype
-    parts = []
-    for start in range(0, n, rows):
-        stop = min(start + rows, n)
-        if parts:  # one chunk after the other, in the same memory
-            packed, parts[-1] = lax.optimization_barrier((packed, parts[-1]))
-        w = dequantize_codebook(
-            packed[start * k // 2 : (stop * k + 1) // 2],
-            scales[start * k // block_size : -(-stop * k // block_size)],
-            codebook,
-            n=(stop - start) * k,
-            block_size=block_size,
-            dtype=x.dtype,
-        ).reshape(stop - start, k)
-        if b is not None:
-            w = jnp.concatenate([w, b[start:stop]], axis=1)
-        operand = x[..., start:stop] if transpose else x
+
+    def decoded(packed: Array, scales: Array, rows: int, columns: int) -> Array:
+        params = {"n": rows * columns, "block_size": block_size, "dtype": x.dtype}
+        return dequantize_codebook(packed, scales, codebook, **params).reshape(rows, columns)
+
+    def rows_of_w(weight: tuple[Array, Array], start: int, stop: int) -> Array:
+        packed = weight[0][start * k // 2 : (stop * k + 1) // 2]
+        scales = weight[1][start * k // block_size : -(-stop * k // block_size)]
+        return decoded(packed, scales, stop - start, k)
+
+    def columns_of_w(weight: tuple[Array, Array], start: int, stop: int) -> Array:
+        if stop - start == k:
+            return rows_of_w(weight, 0, n)
+        packed, scales = (leaf.reshape(n, -1) for leaf in weight)
+        packed = packed[:, start // 2 : stop // 2]
+        scales = scales[:, start // block_size : stop // block_size]
+        return decoded(packed.reshape(-1), scales.reshape(-1), n, stop - start)
+
+    def times(x: Array, w: Array, dtype: Any) -> Array:
         contract = ((x.ndim - 1,), (0 if transpose else 1,))
-        params = {"precision": precision_for(x.dtype), "preferred_element_type": part_dtype}
-        parts.append(lax.dot_general(operand, w, (contract, ((), ())), **params))
-    y = functools.reduce(operator.add, parts) if transpose else jnp.concatenate(parts, axis=-1)
-    return y.astype(out_dtype)
+        params = {"precision": precision_for(x.dtype), "preferred_element_type": dtype}
+        return lax.dot_general(x, w, (contract, ((), ())), **params)
+
+    def terms(weight: tuple[Array, Array], start: int, stop: int) -> Array:
+        return times(x[..., start:stop], rows_of_w(weight, start, stop), accumulator_dtype(x.dtype))
+
+    def columns(weight: tuple[Array, Array], start: int, stop: int) -> Array:
+        w = (columns_of_w if transpose else rows_of_w)(weight, start, stop)
+        w = w if b is None else jnp.concatenate([w, b[start:stop]], axis=1)
+        return times(x, w, product.out_dtype)
+
+    # Rows that begin and end where blocks do, and therefore bytes.
+    aligned = block_size // math.gcd(block_size, k)
+    step = chunks.chunk_size(n, k, m, aligned=aligned)
+    if transpose and step < n:
+        if m <= chunks.FEW_ROWS or aligned > 1:
+            return chunks.add(terms, weight, n, step).astype(product.out_dtype)
+        # The sum would be as large as the weight.
+        return chunks.join(columns, weight, k, chunks.chunk_size(k, n, m, aligned=block_size))
+    return chunks.join(columns, weight, product.free, k if transpose else step)
 
 
 def _padded(z: Array) -> Array:
     """Zeros after the last columns: the kernel takes 16 at a time, the library's prefer as many."""
     return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
-
-
-def _rows_per_chunk(n: int, k: int, block_size: int, m: int) -> int:
-    """Rows that begin and end where blocks do, and therefore bytes; chunks of one size."""
-    aligned = block_size // math.gcd(block_size, k)
-    most = max(1, next(weights for rows, weights in _CHUNKS if m <= rows) // k // aligned) * aligned
-    chunks = -(-n // most)
-    return -(-n // (chunks * aligned)) * aligned
