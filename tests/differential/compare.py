@@ -171,6 +171,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         if _declines(operands, error):
             on_arrays = {name: _on_array(x) for name, x in operands.items()}
             other = jtu.tree_structure(on_arrays) != jtu.tree_structure(operands)
+            other = other and not _is_declined(error)  # for what the units or names are those of
             if other and not _inside(operands) and _check(programs, on_arrays).status == "equal":
                 raise Finding(programs, "declines", f"{type(error).__name__}: {error}"[:600]) from error
             return Outcome("declined", f"{type(error).__name__}: {error}")
@@ -335,9 +336,11 @@ def _is_boolean(x: Any) -> bool:
 
 def _declines(operands: Any, error: Exception) -> bool:
     classes = {type(part) for x in operands.values() for part in parts(x)}
-    if any(text in str(error) for text in DECLINED):
-        return True
-    return any(isinstance(error, DECLINES.get(cls, ())) for cls in classes)
+    return _is_declined(error) or any(isinstance(error, DECLINES.get(cls, ())) for cls in classes)
+
+
+def _is_declined(error: Exception) -> bool:
+    return any(text in str(error) for text in DECLINED)
 
 
 _METADATA = (unitful.Unitful, named.NamedArray)
