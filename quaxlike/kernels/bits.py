@@ -51,7 +51,8 @@ def unpack(packed: Any, bits: int, count: int) -> Any:
     """The first `count` codes of the last axis of bytes, uint8, as NumPy or JAX has them."""
     xp: Any = np if isinstance(packed, np.ndarray) else jnp
     parts = planes(packed, bits)
-    codes = parts[0] if len(parts) == 1 else xp.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
+    width = len(parts) * parts[0].shape[-1]
+    codes = parts[0] if len(parts) == 1 else xp.stack(parts, axis=-1).reshape(*packed.shape[:-1], width)
     return codes[..., :count]
 
 
@@ -72,5 +73,6 @@ def pack(codes: Any, bits: int) -> Any:
         out[i] = low if out[i] is None else out[i] | low
         if shift + bits > 8:
             out[i + 1] = code >> np.uint8(8 - shift)
-    packed = out[0] if unit == 1 else xp.stack(out, axis=-1).reshape(*codes.shape[:-1], -1)
+    width = unit * out[0].shape[-1]
+    packed = out[0] if unit == 1 else xp.stack(out, axis=-1).reshape(*codes.shape[:-1], width)
     return packed[..., : num_bytes(count, bits)]

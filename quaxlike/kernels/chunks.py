@@ -21,10 +21,11 @@ def chunk_size(size: int, other: int, m: int, *, aligned: int = 1) -> int:
     """How many rows of a weight that has `size` of them, and `other` columns, are decoded at a time for `m`
     rows of activations: so many that there is no dense copy, unless the weight is small; chunks of one size,
     a multiple of `aligned`. Or how many columns, of so many rows."""
-    chunks, most = (2, _CACHED) if m <= FEW_ROWS else (4, _MOST)
-    weights = min(most, max(_LEAST, -(-size * other // chunks)))
+    least_chunks, most = (2, _CACHED) if m <= FEW_ROWS else (4, _MOST)
+    weights = min(most, max(_LEAST, -(-size * other // least_chunks)))
     rows = max(1, weights // max(other, 1) // aligned) * aligned
-    return -(-size // (-(-size // rows) * aligned)) * aligned
+    chunks = max(1, -(-size // rows))
+    return -(-size // (chunks * aligned)) * aligned
 
 
 def join(part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int) -> Array:

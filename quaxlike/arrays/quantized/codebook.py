@@ -151,11 +151,12 @@ class AbstractCodebookArray(AbstractQuantizedArray):
     ) -> Float[Array, "*batch free"]:
         codes, scale, _ = parts
         # Rows of codes where blocks do not cross them, so that devices can share them.
-        rows = (shape[0],) if codes.ndim > 1 and shape[1] % self.block == 0 else ()
+        by_rows = codes.ndim > 1 and shape[1] % self.block == 0
+        flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
         return nf4_matmul(
             x,
-            codes.reshape(*rows, -1),
-            scale.for_kernels() if isinstance(scale, NestedScales) else scale.reshape(*rows, -1),
+            flat(codes, 2),
+            scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, self.block),
             self.codebook,
             shape=shape,
             block_size=self.block,

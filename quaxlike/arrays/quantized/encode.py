@@ -36,7 +36,7 @@ def encode(
     missing = -n % block
     # Padding repeats the last element: it changes neither the least nor the largest of its block.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
-    blocks = padded.reshape(*x.shape[:-1], -1, block)
+    blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
     scale, zero = _wanted(blocks, codec)
     parts = _stored(scale, zero, codec, like)
     scale, zero = codec.scales_and_zeros(*parts)
@@ -48,7 +48,7 @@ def encode(
         codes = codec.nearest(blocks * inverse + zero)
     else:
         codes = codec.nearest((blocks - zero if codec.zeros == "plus" else blocks + zero) * inverse)
-    return codes.reshape(*x.shape[:-1], -1)[..., :n], parts
+    return codes.reshape(padded.shape)[..., :n], parts
 
 
 def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
@@ -92,7 +92,7 @@ def _stored(
         return jnp.minimum(byte, 254).astype(jnp.uint8), None, None, None
     if codec.scales == "e4m3":
         if codec.group is not None:
-            largest = jnp.max(scale, axis=-1, keepdims=True, initial=0)
+            largest = jnp.max(scale, axis=-1, keepdims=True, initial=0)[..., : scale.shape[-1]]
             largest = jnp.where(largest == 0, 1.0, largest)
             outer = 448 / largest if codec.over else largest / 448
             scale = scale * outer if codec.over else scale / outer
@@ -106,12 +106,12 @@ def _stored(
 
 def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> tuple[Array, Array]:
     """`x` as integers times an outer scale for each group."""
-    group = codec.group or x.shape[-1]
+    group = codec.group or max(x.shape[-1], 1)
     missing = -x.shape[-1] % group
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    groups = padded.reshape(*x.shape[:-1], -1, group)
+    groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)
     outer = (jnp.max(jnp.abs(groups), axis=-1, initial=0) / limits[1]).astype(dtype)
     spread = outer.astype(jnp.float32)[..., None]
     whole = jnp.round(jnp.where(spread == 0, 0.0, groups / jnp.where(spread == 0, 1.0, spread)))
     whole = jnp.clip(whole, *limits).astype(jnp.int32)
-    return whole.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], outer
+    return whole.reshape(padded.shape)[..., : x.shape[-1]], outer

@@ -93,7 +93,7 @@ class Int8Array(AbstractQuantizedArray):
             x,
             codes.reshape(shape),
             scale.reshape(shape[0], -(-shape[1] // max(self.block, 1))),
-            block_size=self.block,
+            block_size=max(self.block, 1),
             transpose=transpose,
             out_dtype=out_dtype,
         )
