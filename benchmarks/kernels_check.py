@@ -201,8 +201,9 @@ need not be at hand (`pip install '.[kernels-check]'` brings the compilers), and
 compilers say. Nothing here was measured on a device. "One kernel" tells whether a kernel of this library
 runs; "library" is XLA's own code. The least time is that of reading the operands and writing the result at
 the full rate of the memory. Temporaries are divided by the bytes of the weight in bfloat16, of the stored
-blocks alone for sparse ones: 1 is as much as a dense copy. Those of many rows (M ≥ 512) are a part of the
-weight, decoded, and the columns of the result that it gives; those of int8, x @ W are `x` times the scales.
+blocks alone for sparse ones: 1 is as much as a dense copy. Those of quantised
+weights and many rows (M ≥ 512) are a part of the weight, decoded, and the columns of the result that it
+gives; those of int8, x @ W are `x` times the scales.
 """
 
 

@@ -170,8 +170,8 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     except Exception as error:
         if _declines(operands, error):
             on_arrays = {name: _on_array(x) for name, x in operands.items()}
-            other = jtu.tree_structure(on_arrays) != jtu.tree_structure(operands)
-            other = other and not _is_declined(error)  # for what the units or names are those of
+            # What is declined of a type by itself is declined in units and with names, too.
+            other = jtu.tree_structure(on_arrays) != jtu.tree_structure(operands) and not _is_declined(error)
             if other and not _inside(operands) and _check(programs, on_arrays).status == "equal":
                 raise Finding(programs, "declines", f"{type(error).__name__}: {error}"[:600]) from error
             return Outcome("declined", f"{type(error).__name__}: {error}")

@@ -51,7 +51,7 @@ def _linear_solve(
         slots = (*consts[i][1], *from_slots)
         flat = subjaxpr(trace, jaxpr, slots, what=_WHAT)
         if not _leaves_agree(flat.out, to_slots):
-            # With what has no elements dense it is still in its own unit, or in none.
+            # Dense, but still in its own unit.
             own = [with_dense_parts(slot) if held(slot.like) else slot.dense() for slot in flat.out]
             targets = own if _leaves_agree(own, to_slots) else to_slots
             flat = subjaxpr(trace, jaxpr, slots, targets=targets, what=_WHAT)
