@@ -43,19 +43,19 @@ try:  # from JAX 0.11
 except ImportError:
     flattree = None
 
-# A sharding that was not given to jit; there is no public name for it.
+# Marks a sharding that was not passed to jit; it has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def api_boundary(fun: _F) -> _F:
-    """Ends the tracebacks of errors in `fun`: frames of JAX and of this package are left out, as
-    `jax_traceback_filtering` says."""
+    """Hides frames of JAX and of this package from the tracebacks of errors raised in `fun`, as
+    `jax_traceback_filtering` asks."""
     return cast(_F, traceback_util.api_boundary(fun))
 
 
-# Hidden so, and not counted as the user's source lines: the whole package but its programs.
+# The whole package but its programs: hidden from tracebacks, and never reported as the user's source lines.
 _OURS = tuple(
     f"{path}{os.sep}" if path.is_dir() else str(path)
     for path in sorted(pathlib.Path(__file__).parents[1].iterdir())
@@ -67,9 +67,9 @@ for _path in _OURS:
 
 
 def shorten_traceback(error: Exception) -> None:
-    """Ends the traceback of an error that names the user's line at that user's last frame.
+    """Cuts the traceback at the user's last frame, for an error whose message names the user's line.
 
-    Also drops the second traceback, of where an equation was made, that JAX prints in front.
+    Also drops the traceback that JAX prints first, of where an equation was made.
     """
     if traceback_util._filtering_mode() == "off":
         return
@@ -89,7 +89,7 @@ def shorten_traceback(error: Exception) -> None:
 
 
 def is_eval_trace(trace: jax.core.Trace | None) -> bool:
-    """Whether `trace` computes concrete values, that is: whether no transform is below it."""
+    """Whether `trace` computes concrete values, that is, whether no transform is below it."""
     return type(trace) is core.EvalTrace
 
 
@@ -97,7 +97,7 @@ def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-# Makes a trace current; without the context manager of `jax.extend.core`, which costs a microsecond.
+# Makes a trace current. The context manager of `jax.extend.core` would cost a microsecond.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
@@ -107,29 +107,29 @@ def bind_with_trace(
     operands: Sequence[Any],
     params: dict[str, Any],
 ) -> Any:
-    """Binds `primitive` on `trace`, past the search for the current one."""
+    """Binds `primitive` on `trace`, without searching for the current one."""
     return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
 
 
 def trace_context() -> Hashable:
-    """All of JAX's settings that change what a function is traced to (mesh, x64, axis names, ...)."""
+    """All of JAX's settings that affect the jaxpr of a function (mesh, x64, axis names, ...)."""
     return config.trace_context()
 
 
 def x64_enabled() -> bool:
-    """Whether 64-bit types are on, past the lookup by name."""
+    """Whether 64-bit types are enabled; quicker than the lookup by name."""
     return config.enable_x64.value
 
 
 def set_user_context(context: Any, value: Any) -> None:
-    """Sets what `jax.make_user_context` made, for this thread, without a `with` that would restore it."""
+    """Sets a context of `jax.make_user_context` for this thread, without a `with` that would restore it."""
     context._obj.set_local(value)
 
 
 def register_late_values(
     cls: type, canonicalise: Callable[[Any], Any], aval: Callable[[Any], jax.core.AbstractValue]
 ) -> None:
-    """Lets instances of `cls` stand as operands of primitives: `canonicalise` makes a JAX type of them."""
+    """Lets instances of `cls` be operands of primitives: `canonicalise` turns each into a JAX type."""
     core.pytype_aval_mappings[cls] = aval
     if hasattr(dtypes, "register_canonicalize_value_handler"):
         dtypes.register_canonicalize_value_handler(cls, canonicalise)
@@ -147,20 +147,20 @@ def trace_to_jaxpr(
     avals: Sequence[jax.core.AbstractValue],
     debug_info: jexc.DebugInfo,
 ) -> tuple[Any, list[Any]]:
-    """Traces `fun`, of flat arguments and flat results.
+    """Traces `fun`, which takes and returns flat lists.
 
     **Returns:**
 
     A jaxpr without constants, and the constants, which are its first inputs.
     """
-    # The names of arguments and results are left unknown: their number changes here, and JAX checks it.
+    # Names of arguments and results are dropped: JAX checks their number, which changes here.
     wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
 
 
 def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
-    """Closes a jaxpr over values for its first inputs (see `trace_to_jaxpr`)."""
+    """Closes a jaxpr over `consts`, the values of its first inputs (see `trace_to_jaxpr`)."""
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr
     n = len(consts)
@@ -169,7 +169,7 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
 
 
 def closed(jaxpr: Any) -> jexc.ClosedJaxpr:
-    """An open jaxpr as a closed one; always the same object, so that caches can be keyed on it."""
+    """Closes an open jaxpr; always returns the same object for it, so that caches can be keyed on it."""
     if hasattr(jaxpr, "consts"):
         return jaxpr
     with _closed_lock:
@@ -183,7 +183,7 @@ _closed_lock = threading.Lock()
 
 
 def opened(jaxpr: jexc.ClosedJaxpr) -> Any:
-    """The open jaxpr of a closed one without constants, for the primitives that carry that."""
+    """The open jaxpr of a closed one without constants, for the primitives that carry an open one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -192,8 +192,8 @@ def jvp_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
 
 
 def vprim_implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """Of a primitive that Equinox made, the implementation that is mapped to batch it. (`primitive.impl` may
-    refuse to be mapped, so as to find tracers that were closed over.)"""
+    """The implementation that Equinox maps to batch a primitive of its own. (`primitive.impl` may refuse to
+    be mapped, to catch tracers that were closed over.)"""
     from equinox.internal import _primitive  # the registry has no public name
 
     return _primitive._vprim_impl_registry[primitive]
@@ -204,28 +204,28 @@ def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
 
 
 def weakly_cached(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Memoises a function of one object, for as long as the object lives."""
+    """Memoises a function of one object for as long as that object lives."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)
 
 
 def all_invars(jaxpr: Any) -> list[Any]:
-    """The variables for the constants of an open jaxpr, then those for its inputs."""
+    """The constvars of an open jaxpr, followed by its invars."""
     return jaxpr.all_invars if hasattr(jaxpr, "all_invars") else [*jaxpr.constvars, *jaxpr.invars]
 
 
 def has_context(eqn: jexc.JaxprEqn) -> bool:
-    """Whether an equation was traced under a setting that also matters when it is run eagerly."""
+    """Whether an equation was traced under a setting that matters even when it is run eagerly."""
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
 def source_of(eqn: jexc.JaxprEqn) -> Any:
-    """A context in which what is staged has the source line and the name stack of `eqn`."""
+    """A context in which staged equations get the source line and the name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
 def flat_tree(leaves: list[Any]) -> Any:
-    """A list as the container in which shard_map passes results and what comes with them."""
+    """Wraps a list in the container in which shard_map passes results and their metadata."""
     flatten: Any = getattr(tree_util, "FlatTree", flattree)
     return flatten.flatten(leaves)
 
@@ -240,7 +240,7 @@ def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """Of a scan: how many operands are constants, and how many are carried."""
+    """How many operands of a scan are constants, and how many are its carry."""
     if "ft_in" in params:  # from JAX 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -250,7 +250,7 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
 def scan_params(
     params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int, ys: int
 ) -> dict[str, Any]:
-    """The parameters of a scan with another body and other numbers of operands and results."""
+    """The parameters of a scan, for another body and other numbers of operands and results."""
     if flattree is not None:
         return params | {
             "jaxpr": jaxpr,
@@ -265,8 +265,8 @@ _JITTED = type(jax.jit(lambda: None))
 
 
 def is_jit_without_options(fun: Any) -> bool:
-    """Whether `fun` is what `jax.jit(f)` returns, with nothing else said."""
-    if type(fun) is not _JITTED:  # what wraps one may have copied its attributes
+    """Whether `fun` was made by `jax.jit(f)`, without any options."""
+    if type(fun) is not _JITTED:  # a wrapper of one may have copied its attributes
         return False
     info = cast(Any, fun)._jit_info
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
@@ -281,14 +281,14 @@ def is_jit_without_options(fun: Any) -> bool:
 
 
 def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
-    """Whether a jit leaves no equation behind (`inline` became an enumeration in JAX 0.11)."""
+    """Whether a jit is inlined, without an equation of its own (`inline` is an enum from JAX 0.11)."""
     inline = params["inline"]
     if isinstance(inline, bool):
         return inline
     return inline.name == "JAX_EARLY" or (eager and inline.name == "JAX_LATE")
 
 
-# The flat backward function of a custom_vjp returns its cotangents alone, or (from JAX 0.11) also logs.
+# The flat backward function of a custom_vjp returns its cotangents, and from JAX 0.11 logs as well.
 BWD_RETURNS_LOGS = flattree is not None
 
 
@@ -309,7 +309,7 @@ def named_primitives() -> dict[str, jexc.Primitive]:
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
-    """Names of parameters that a primitive takes by keyword, as far as its lowering tells."""
+    """The names of the parameters of a primitive, as far as the signature of its lowering shows them."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     known = inspect.signature(rule).parameters.values() if isinstance(rule, types.FunctionType) else ()
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
@@ -325,10 +325,10 @@ class SourceLine(NamedTuple):
 
 
 def source_lines() -> Iterator[SourceLine]:
-    """The lines outside of JAX and of this package that are being executed, innermost first.
+    """The lines outside JAX and this package that are being executed, innermost first.
 
-    What runs from a jaxpr is not on Python's stack: its lines are those kept in the equations. Interpreters
-    of jaxprs have the one at work in a local variable, JAX's as `eqn` and ours as `step`.
+    An equation of a jaxpr is not on Python's stack, but keeps the lines that staged it. Interpreters hold
+    the current equation in a local variable: JAX's in `eqn`, ours in `step`.
     """
     yield from _recorded_lines(source_info_util.current().traceback)
     frame = sys._getframe(1)
@@ -350,7 +350,7 @@ def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
                 yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
 
 
-# JAX, and what wraps functions only to check the types of their arguments.
+# JAX, and libraries that wrap functions only to check the types of their arguments.
 _MACHINERY = tuple(
     f"{pathlib.Path(str(importlib.util.find_spec(name).origin)).parent}{os.sep}"  # pyright: ignore
     for name in ("jax", "jaxlib", "jaxtyping", "beartype")
@@ -362,17 +362,17 @@ _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 def _is_internal(file: str) -> bool:
     if file.startswith((*_MACHINERY, *_OURS, "<frozen ", "<@beartype")):
         return True
-    # Installed libraries lie in the folder of the standard library, unless there is a venv.
+    # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.
     return file.startswith(_STDLIB) and "-packages" not in file
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to an installed library, and not to the user's own code."""
+    """Whether a file belongs to an installed library rather than to the user's own code."""
     return f"-packages{os.sep}" in file
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
-    """`aval` on the mesh of the leaves, and varying over the axes that any of them varies over."""
+    """`aval` on the mesh of the leaves, varying over every axis that any of them varies over."""
     placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
     if not placed or not isinstance(aval, jax.core.ShapedArray):
         return aval
@@ -396,19 +396,19 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
-    """Has JAX choose the devices before it lowers `primitive`, which is lowered to what asks for them."""
+    """Makes JAX choose the devices before it lowers `primitive`, whose lowering asks for them."""
     asking = dispatch.prim_requires_devices_during_lowering
     (asking.add if needed else asking.discard)(primitive)
 
 
 def lowers_with_devices(jaxpr: Any) -> bool:
-    """Whether a closed jaxpr holds an equation that asks for the devices when it is lowered."""
+    """Whether any equation of a closed jaxpr asks for the devices when it is lowered."""
     return dispatch.jaxpr_has_prim_requiring_devices(opened(jaxpr))
 
 
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
-    """Lowers by `rule` without telling over which axes of `shard_map` anything varies: a kernel cannot say so
-    of its results, and in what it is lowered to it is of no consequence."""
+    """Lowers by `rule` with operands that vary over no axis of `shard_map`: a kernel cannot declare the axes
+    over which its results vary, and they do not affect what it is lowered to."""
     unvaried = core.ManualAxisType()
     avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
     with config._check_vma(False):
@@ -419,27 +419,27 @@ def register_dce(
     primitive: jexc.Primitive,
     rule: Callable[[list[bool], jexc.JaxprEqn], tuple[list[bool], jexc.JaxprEqn | None]],
 ) -> None:
-    """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`. From JAX 0.12 the rule of a primitive is also
-    told which references are read later; a primitive without references need not know."""
+    """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`. From JAX 0.12 such a rule is also passed the
+    references that are read later; a primitive without references ignores them."""
     takes_live = len(inspect.signature(partial_eval.dce_jaxpr_closed_call_rule).parameters) == 3
     registered: Any = (lambda outs, _, eqn: rule(outs, eqn)) if takes_live else rule
     partial_eval.dce_rules[primitive] = registered
 
 
-# JAX before 0.12 does not look for dead code in the bodies of `while_loop`.
+# JAX before 0.12 does not eliminate dead code in the bodies of `while_loop`.
 WHILE_HAS_DCE = jexc.primitives.while_p in partial_eval.dce_rules
 
 
 def dce(
     jaxpr: jexc.ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
-    """A closed jaxpr of the used results only, and which inputs it still has."""
+    """A closed jaxpr that computes only the used results, and which inputs it still has."""
     live, used_ins = partial_eval.dce_jaxpr(opened(jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else jexc.ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
 
 def has_effects(eqn: jexc.JaxprEqn) -> bool:
-    """Whether an equation does something beside computing its results."""
+    """Whether an equation does anything besides computing its results."""
     return partial_eval.has_effects(eqn)
 
 
@@ -455,8 +455,8 @@ def batch_jaxpr(
 
     **Arguments:**
 
-    - `axis`: JAX's description of the axis, as batching rules are given it.
-    - `out_mapped`: for each result, True to have the axis in front of it, None to have it there if it
+    - `axis`: JAX's description of the axis, as batching rules receive it.
+    - `out_mapped`: for each result, True to put the axis in front, None to do so only if the result
       depends on it.
 
     **Returns:**
@@ -469,30 +469,30 @@ def batch_jaxpr(
 
 
 def retyped(x: Any, aval: jax.core.ShapedArray) -> Any:
-    """`x`, of the same shape and dtype, as weak and as varying (over the axes of shard_map) as `aval`."""
+    """`x`, whose shape and dtype are those of `aval`, with its weak type and its varying axes, too."""
     if not aval.weak_type and jax.typeof(x).weak_type:
         x = jax.lax.convert_element_type(x, aval.dtype)
     return vary_over(x, aval.manual_axis_type.varying)
 
 
 def vary_over(x: Any, axes: frozenset[Any]) -> Any:
-    """`x`, as varying over (at least) these mesh axes."""
+    """`x`, varying over at least these mesh axes."""
     missing = axes - varying_axes(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
-    """Arrays, each as varying over the mesh axes that any of them varies over: in the body of a shard_map
-    primitives ask for that, which arrays that were made there from nothing do not know."""
+    """Arrays, each varying over the mesh axes that any of them varies over: primitives require this in the
+    body of a shard_map, and arrays that are created there vary over none."""
     axes = frozenset[Any]().union(*map(varying_axes, operands))
     return [vary_over(x, axes) for x in operands] if axes else list(operands)
 
 
 def named_axes() -> dict[Hashable, int]:
-    """The axes that collectives can name here, by `vmap` or `shard_map`, and their sizes."""
+    """The axes of `vmap` and `shard_map` that collectives can name here, and their sizes."""
     return dict(core.get_axis_env().axis_sizes)
 
 
 def bind_axes(axes: dict[Hashable, int]) -> contextlib.AbstractContextManager[None]:
-    """The context in which collectives can name `axes`."""
+    """A context in which collectives can name `axes`."""
     return core.extend_axis_env_nd(axes.items())

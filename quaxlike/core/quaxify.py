@@ -1,4 +1,4 @@
-"""`quaxify`: runs a function with Values where arrays stood."""
+"""`quaxify`: runs a function with Values in place of arrays."""
 
 import functools
 import types
@@ -49,9 +49,9 @@ class _Quaxified(Generic[_P, _T]):
 
     @functools.cached_property
     def _whole(self) -> Callable[..., Any] | None:
-        """For a function that is jitted anyway: all of it, as one jitted function of the leaves.
+        """For a function that is already jitted: the whole call, as one jitted function of the leaves.
 
-        Called eagerly, that spares dispatching the jit itself each time.
+        Called eagerly, it saves dispatching the inner jit each time.
         """
         if self._rules is not None or self._filter_spec is not True:
             return None
@@ -62,8 +62,8 @@ class _Quaxified(Generic[_P, _T]):
     @staticmethod
     @compat.weakly_cached
     def _of_jit(jitted: Any) -> Callable[..., Any]:
-        """The same for all quaxified functions of `jitted`: one made for a single call compiles nothing."""
-        of = weakref.ref(jitted)  # which is alive while it is called; held here, it would stay in the cache
+        """Shared by all quaxified versions of `jitted`: one made for a single call compiles nothing."""
+        of = weakref.ref(jitted)  # alive during a call; a reference from here would keep it in the cache
 
         @functools.wraps(jitted.__wrapped__)
         def whole(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class _Quaxified(Generic[_P, _T]):
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any, Any]":
-        out = object.__new__(cls)  # `children` may be anything, such as the bools of a filter_spec
+        out = object.__new__(cls)  # no checks: children may be anything, such as the bools of a filter_spec
         out._fn, (out._filter_spec, out._rules) = children[0], aux
         functools.update_wrapper(out, out._fn, updated=())
         return out
@@ -111,25 +111,25 @@ class _Quaxified(Generic[_P, _T]):
 def quaxify(
     fn: Callable[_P, _T], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
 ) -> Callable[_P, _T]:
-    """Wraps a function, so that Values may be passed where it expects arrays.
+    """Wraps a function so that Values may be passed where it expects arrays.
 
-    Every primitive that meets a Value is dispatched, by the types of all its operands, to the rule
-    registered for it; without a rule the Value is materialised, as [`quaxlike.on_materialise`][] says.
-    Plain arrays take no part: they reach the primitive as they are.
+    Every primitive that is applied to a Value is dispatched, by the types of all its operands, to the rule
+    registered for it. Without a rule the Value is materialised, subject to [`quaxlike.on_materialise`][].
+    Plain arrays are never wrapped: they reach the primitive unchanged.
 
     **Arguments:**
 
     - `fn`: any callable: a function, a method, an Equinox module, a transformed function.
     - `filter_spec`: which Values of `(fn, args, kwargs)` are dispatched on: a bool, a function on
         leaves (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in
-        `eqx.partition`. The others pass untouched, so that a nested `quaxify` can pick them up; what
-        uses them otherwise is as outside of `quaxify`. A Value that `fn` closes over or builds is taken
-        as one that `fn` holds. Default: all of them.
-    - `rules`: a [`quaxlike.RuleSet`][] to ask before the global rules. A `quaxify` inside inherits it.
+        `eqx.partition`. The others pass through untouched, so that a nested `quaxify` can dispatch on them;
+        any other use of them is as outside `quaxify`. A Value that `fn` closes over or builds is treated
+        like one that `fn` holds. Default: all of them.
+    - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. A `quaxify` inside inherits it.
 
     **Returns:**
 
-    A function with the signature of `fn`, that returns Values where the computation gave Values.
+    A function with the signature of `fn`, which returns Values where the computation produced Values.
 
     **Raises:**
 
@@ -152,14 +152,14 @@ def quaxify(
 
 
 def _is_outermost() -> bool:
-    """Whether nothing traces or records the call."""
+    """Whether the call is neither traced nor recorded."""
     return compat.is_eval_trace(compat.current_trace()) and recording.active() is None
 
 
 def _select(
     trace: QuaxTrace, filter_spec: PyTree, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """(fn, args, kwargs), with a tracer in place of each selected Value."""
+    """`(fn, args, kwargs)` with a tracer in place of each selected Value."""
 
     def box(leaf: Any) -> Any:
         return trace.enter(leaf) if is_value(leaf) else leaf
@@ -189,14 +189,14 @@ def _select(
 
 
 def _is_instance(x: Any) -> bool:
-    """Whether `x` is an instance of a type of Values; also one of which parts are missing, which passes
-    untouched with all that it holds."""
+    """Whether `x` is an instance of a Value type, even one with missing parts, which passes through
+    untouched with everything that it holds."""
     return kind_of(x) == "value"
 
 
 def _takes(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
-    """Whether the filter selects a Value that was passed by, or that was not passed in: this one as what
-    `fn` holds, where the filter is a prefix of `(fn, args, kwargs)`."""
+    """Whether the filter selects a Value that it passed by, or that was not passed in. If the filter is a
+    prefix of `(fn, args, kwargs)`, the latter counts as part of `fn`."""
     if any(value is x for x in passed_by):
         return False
     spec = filter_spec[0] if isinstance(filter_spec, tuple) else filter_spec
@@ -204,9 +204,9 @@ def _takes(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> boo
 
 
 def value_of(x: Any) -> Any:
-    """The Value behind an operand seen inside a quaxified function; anything else as it is.
+    """The Value behind an operand inside a quaxified function; returns anything else unchanged.
 
-    The arrays inside the Value belong to the level outside of the `quaxify`; use it to look
-    (at static fields, for instance), or to compute in a way that no primitive expresses.
+    The arrays inside the Value belong to the level outside the `quaxify`. Use it to inspect a Value
+    (its static fields, for instance), or to compute something that no primitive expresses.
     """
     return x.quax_value if isinstance(x, ValueTracer) else x

@@ -26,7 +26,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
     __slots__ = ("aval", "quax_tag", "quax_value")
-    __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX asks several times a call
+    __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX looks it up several times a call
 
     def __init__(self, trace: Any, value: Value) -> None:
         self._trace = trace
@@ -34,7 +34,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         self.quax_value = value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "aval":  # its slot is empty; many intermediates are never asked
+        if name == "aval":  # filled on demand: many intermediates never need it
             self.aval = aval = aval_of(self.quax_value)
             return aval
         try:
@@ -43,8 +43,8 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return getattr(self.quax_value, name)
 
     def full_lower(self) -> Any:
-        # JAX asks for results of a derivative that have no tangents; and for what it evaluates on concrete
-        # arrays, which no tracer of a level under way is.
+        # JAX calls this on results of a derivative that have no tangents, and on operands that it evaluates
+        # as concrete arrays; a tracer of a running level is never one of the latter.
         if not self._trace.ended:
             return self
         raise jax.errors.UnexpectedTracerError(
@@ -55,14 +55,14 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         )
 
     def _contents(self) -> list[tuple[str, Any]]:
-        # JAX looks among them for what may be differentiated, so as not to close a derivative over it.
+        # JAX searches these for what may be differentiated, so that no derivative is closed over it.
         return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
 
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
-    # Python asks for a concrete value: the Value's, if its arrays are concrete. (Not through
-    # `to_concrete_value`: JAX calls that of its own accord, and it would materialise.)
+    # Python asks for a concrete value: that of the Value, if its arrays are concrete. (Not through
+    # `to_concrete_value`, which JAX calls of its own accord: it would materialise.)
 
     def __bool__(self) -> bool:
         return bool(self._concrete("bool"))
@@ -94,8 +94,8 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 
 
 def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
-    """`method` of a tracer, past jax.numpy where that would only come to the primitive: for two Values of
-    the same aval, which need no promotion. Everything else takes JAX's way."""
+    """`method` of a tracer. Two Values of the same aval need no promotion, so it binds the primitive directly
+    instead of going through jax.numpy. Everything else is left to JAX."""
     forward = getattr(jax.core.Tracer, method)
     dtypes = jnp.inexact if only_inexact else jnp.number
 
@@ -133,23 +133,23 @@ for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": 
 
 
 class Level(jexc.TraceTag):
-    """One `quaxify` under way; the tag of its traces and tracers.
+    """One running `quaxify`; the tag of its traces and tracers.
 
     **Arguments:**
 
-    - `takes`: whether the level dispatches on a Value that was not passed in. Default: on any.
+    - `takes`: tells whether the level dispatches on a given Value that was not passed in. Default: on any.
     """
 
-    follows_constants = False  # whether it holds a Value of a type that has placeholders
+    follows_constants = False  # True once a Value of a type that has placeholders has entered
 
     def __init__(self, takes: Callable[[Value], bool] | None = None) -> None:
         self.takes = takes
 
 
 class QuaxTrace(jax.core.Trace):
-    """One level of `quaxify`: unwraps Values, finds the rule, wraps what the rule returns.
+    """One level of `quaxify`: unwraps Values, finds the rule, wraps its results.
 
-    All traces of a level share its `tag`: functions handed to custom derivatives and to shard_map
+    All traces of a level share its `tag`: functions passed to custom derivatives and to shard_map
     close over tracers of the level, and run under a second trace of it.
     """
 
@@ -162,7 +162,7 @@ class QuaxTrace(jax.core.Trace):
         self.resolver = resolver
         self.requires_low = False
 
-    # What a primitive meets
+    # Dispatch of a primitive
 
     def process_primitive(
         self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], /
@@ -196,12 +196,12 @@ class QuaxTrace(jax.core.Trace):
         return self.wrap(out)
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """The same, for the primitive and the types of the operands as the caches are keyed."""
+        """As `dispatch`, for a key of the caches: the primitive and the types of the operands."""
         out = self.ask_rules(key, operands, params)
         return self.without_rule(key[0], operands, params) if out is NotImplemented else out
 
     def without_rule(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of the interpreter itself, or by default."""
+        """The result of a built-in of the interpreter, or else of the default."""
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = by_default if builtin is None else functools.partial(builtin, self)
         if (recorder := recording.active()) is not None:
@@ -209,7 +209,7 @@ class QuaxTrace(jax.core.Trace):
         return rest(primitive, operands, params)
 
     def ask_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of the first rule that applies; `NotImplemented` if there is none."""
+        """The result of the first rule that does not decline; `NotImplemented` if there is none."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -223,7 +223,7 @@ class QuaxTrace(jax.core.Trace):
         return NotImplemented
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of `primitive` for Values and plain arrays; rules call it on changed operands."""
+        """The result of `primitive` on Values and plain arrays; rules call it on changed operands."""
         return self.dispatch_key((primitive, *value_types(operands)), operands, params)
 
     # Late Values: closed over, built in the body of the function, or used inside a rule
@@ -233,19 +233,19 @@ class QuaxTrace(jax.core.Trace):
         return self.tag.takes is None or self.tag.takes(value)
 
     def adopt(self, value: Value) -> Any:
-        """A late Value as a tracer of this level."""
+        """Boxes a late Value as a tracer of this level."""
         check_whole(value)
         if _lives_below(self, value):
             return self.enter(self.unwrap_tree(value))
-        # A transform inside the quaxified function traced its arrays: built there, or passed to a jitted
-        # function, which takes a Value that is not traced apart. This level would leave that transform out.
+        # A transform inside the quaxified function traced the arrays of this Value: it was built there, or
+        # passed to a jitted function, which flattened it. This level would bypass that transform.
         hint = (
             "Use its operators (`@` for `jnp.matmul`), pass it into that transform as an argument, or call "
             "`quaxify` inside of it."
         )
         return dense(value, "a Value that an inner transform took apart", hint=hint)
 
-    # What arrives through methods of its own, because it carries functions
+    # Primitives that carry functions, for which JAX calls methods of their own
 
     def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore
         with jexc.set_current_trace(self.parent_trace):
@@ -269,13 +269,13 @@ class QuaxTrace(jax.core.Trace):
     # Between tracers and Values
 
     def enter(self, value: Value) -> ValueTracer:
-        """A Value that comes from outside of the level, as a tracer of it."""
+        """Boxes a Value from outside the level as a tracer of it."""
         if not self.tag.follows_constants and asks_for_constants(value):
             self.tag.follows_constants = True
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
-        """The result of a rule, as something that JAX code can go on with."""
+        """Turns the result of a rule into something that JAX code can use."""
         if KINDS[type(x)] != "value":
             return self.settle(x)
         if has_placeholders(type(x)):
@@ -283,22 +283,22 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, x)
 
     def settle(self, x: Any) -> Any:
-        """The result of a rule, which may be a NumPy array or a scalar, as an array or a Value."""
+        """Turns the result of a rule, which may be a NumPy array or a scalar, into an array or a Value."""
         if kind_of(x) != "other":
             return x
         with jexc.set_current_trace(self.parent_trace):
             return jnp.asarray(x)
 
     def box(self, x: Any) -> Any:
-        """A Value as a tracer of this level; anything else (a symbolic zero, say) as it is."""
+        """Boxes a Value as a tracer of this level; returns anything else (a symbolic zero, say) unchanged."""
         return ValueTracer(self, x) if is_value(x) else x
 
     def unwrap(self, x: Any) -> Any:
-        """The Value behind a tracer of this level; anything else as it is."""
+        """The Value behind a tracer of this level; returns anything else unchanged."""
         return x.quax_value if type(x) is ValueTracer and x.quax_tag is self.tag else x
 
     def unwrap_tree(self, tree: Any) -> Any:
-        """`tree` with the Value in place of each tracer of this level, those inside Values included."""
+        """`tree` with each tracer of this level replaced by its Value, including those inside Values."""
         if kind_of(tree) == "array":
             return self.unwrap(tree)
         return jtu.tree_map(self.unwrap, tree)
@@ -315,7 +315,7 @@ def _lives_below(level: QuaxTrace, value: Value) -> bool:
 
 
 def _adopted(value: Value) -> Any:
-    """A Value that is an operand of a primitive, as a tracer of the level that takes it."""
+    """Boxes a Value that is an operand of a primitive as a tracer of the level that takes it."""
     check_whole(value)
     level = level_of(value)
     if level is None:
@@ -327,13 +327,13 @@ compat.register_late_values(Value, _adopted, aval_of)
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:
-    """For each operand, the class of a Value or None for anything else, as the caches are keyed."""
+    """For each operand, the class of a Value or None for anything else: a key of the caches."""
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
-# What the interpreter itself does with a primitive, unless a rule says otherwise: primitives that
-# carry code, and structural ones. Filled by `higher_order`, keyed by the primitive's name, since not
-# all of them have a public name that could be imported, or by the `family` that it says it is of.
+# What the interpreter itself does with a primitive that no rule covers: those that carry code, and
+# structural ones. `higher_order` fills it. Keyed by the name of the primitive, since not all of them can be
+# imported under a public name, or by its attribute `family`.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

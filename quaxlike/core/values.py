@@ -23,41 +23,41 @@ _V = TypeVar("_V", bound="Value")
 
 
 class Value(eqx.Module, metaclass=ValueMeta):
-    """Anything that may stand where a JAX array stood, inside a function wrapped in `quaxify`.
+    """Anything that can stand in for a JAX array inside a function wrapped in `quaxify`.
 
     Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays.
-    A `Value` is an Equinox module: array fields are its leaves, and whatever decides shape, dtype or
-    dispatch is a static field: anything that can be compared, never an array. The annotation of a field that
-    may be None says so.
+    A `Value` is an Equinox module. Its array fields are its leaves; whatever decides shape, dtype or
+    dispatch is a static field, which holds anything that can be compared, but never an array. Annotate a
+    field that may be None as such.
 
-    Everything below `materialise` is optional; each hook says in its docstring what its absence means.
+    Everything below `materialise` is optional; the docstring of each hook says what happens without it.
     """
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
     """The policy where no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
 
     linear: ClassVar[bool] = False
-    """Whether the value is linear in its array leaves: its tangents and cotangents are of its class then.
+    """Whether the value is linear in its array leaves, so that its tangents and cotangents are of its class.
 
-    A value is taken to be linear if it says so and the Values that it holds do, so a type need not look at
+    A value counts as linear if both it and the Values that it holds declare so; a type need not check
     what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them. Where a leaf
-    stands for several elements, or for a part of one, its cotangent is none of them: what the backward
-    function of a `jax.custom_vjp` sees is dense then.
+    stands for several elements, or for a part of one, its cotangent is not that of any element, and the
+    backward function of a `jax.custom_vjp` receives a dense cotangent.
     """
 
     own_dtypes: ClassVar[bool] = False
-    """Whether rules that take this type may give results of another dtype than their primitive does."""
+    """Whether rules for this type may return results of another dtype than their primitive does."""
 
     default_precedence: ClassVar[int] = 0
-    """Among operands of several types that override `default`, that of the highest is called."""
+    """Where operands of several types override `default`, the one with the highest precedence is called."""
 
-    # Equinox looks attributes up in Python, so as to make pytrees of bound methods. On Values that lookup is
-    # most of the cost of a rule; their methods are bound as those of any other Python object.
+    # Equinox looks attributes up in Python, to make bound methods pytrees. On Values that lookup would be
+    # most of the cost of a rule, so their methods are bound like those of any other Python object.
     __getattribute__ = object.__getattribute__
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
-        """The JAX type that this value has towards the code that uses it."""
+        """The JAX type of this value, as seen by the code that uses it."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
@@ -69,80 +69,80 @@ class Value(eqx.Module, metaclass=ValueMeta):
         values: Sequence["ArrayLike | Value"],
         params: dict[str, Any],
     ) -> "ArrayLike | Value | Sequence[ArrayLike | Value]":
-        """Called when no rule matches; overridden by types that treat all primitives alike.
+        """Called when no rule matches; override it in types that treat all primitives alike.
 
-        Without an override among the operands every Value is materialised, under the policy; with
-        exactly one, or one of the highest `default_precedence`, it is called; with several different
-        ones a `TypeError` names the types.
+        If no operand overrides it, every Value is materialised, under the policy. If exactly one type
+        does, or one has the highest `default_precedence`, its override is called; if several do, a
+        `TypeError` names the types.
 
         **Arguments:**
 
         - `primitive`: the JAX primitive that was bound.
-        - `values`: its operands, Values unwrapped.
+        - `values`: its operands; Values are passed unwrapped.
         - `params`: its parameters.
 
         **Returns:**
 
-        What a rule returns: one result, or a sequence if `primitive.multiple_results`.
+        As a rule does: one result, or a sequence if `primitive.multiple_results`.
         """
         raise NotImplementedError  # never called: dispatch compares by identity
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> "Value | NotImplementedType":
-        """A plain `array` as this type, to match `like`: where one branch of a `cond`, or a loop carry,
-        is a Value and the other side is not. Reads statics and shapes of `like` only.
+        """Turns a plain `array` into this type, to match `like`: where one branch of a `cond`, or a loop
+        carry, is a Value and the other side is not. Reads only the statics and shapes of `like`.
 
-        The result equals `array` and differentiates as it does. Its static fields may be others than those of
-        `like` if `like` can be brought to them: see `widen`.
+        The result equals `array` and has the same derivative. Its static fields may differ from those of
+        `like` if `like` can be widened to them: see `widen`.
 
-        Where `like` may be None (its default then), and rules of this type raise
-        [`quaxlike.OperandMismatch`][] in a loop, it is asked without `like` about the zeros that the loop
-        starts from: for a value whose one leaf is `array` and that goes with anything. An iteration tells
-        what the zeros become.
+        If `like` may be None (which is then its default), and rules of this type raise
+        [`quaxlike.OperandMismatch`][] in a loop, it is called without `like` on the zeros that the loop
+        starts from. It returns a value whose one leaf is `array` and which is compatible with anything; an
+        iteration shows what the zeros become.
 
-        Without it the Value side is materialised under the policy.
+        Without it, the Value side is materialised under the policy.
         """
         return NotImplemented
 
     def widen(self, like: "Value") -> "Value | jax.Array | NotImplementedType":
-        """This value in a form that `like` has or can be brought to in turn: where two branches of a `cond`,
-        or a loop carry before and after an iteration, are Values that differ in class, static fields or
-        shapes of leaves. Reads statics and shapes of `like` only.
+        """Converts this value to a form that `like` has, or can be widened to in turn: where two branches of
+        a `cond`, or a loop carry before and after an iteration, are Values that differ in class, static
+        fields or shapes of leaves. Reads only the statics and shapes of `like`.
 
-        Both sides are asked, the second one about the first in its new form; the two forms must then agree.
-        The result equals this value and differentiates as it does; a dense array makes both sides dense.
+        It is called on both sides, on the second with the new form of the first; the two forms must then
+        agree. The result equals this value and has the same derivative; a dense array makes both sides dense.
 
-        Without it fields that are Values are widened, and the rest must agree.
+        Without it, fields that are Values are widened, and everything else must agree.
         """
         return NotImplemented
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        """A cotangent as the backward function of a `jax.custom_vjp` sees it: a value of this type (which is
-        `linear`), or an array that stands beside such ones. For types whose static fields a cotangent does
-        not share, such as units.
+        """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives. `ct` is a value
+        of this type (which is `linear`), or an array beside such values. Override it in types whose static
+        fields a cotangent does not share, such as units.
         """
         return ct
 
     def follows_rules(self) -> bool:
-        """Whether the rules registered for the type are for this value.
+        """Whether the rules registered for the type apply to this value.
 
-        Without it they are. A value that does not follow them meets its `default`, or is materialised.
+        Without it, they do. Otherwise `default` is called, or the value is materialised.
         """
         return True
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
-        """For each array leaf, which of its axes is the logical leading axis; None if the leaf is shared
-        by all rows. Lets `lax.scan` and `lax.map` run over rows. Without it, leaves of the array's shape
-        whose rows materialise as its rows are cut by their first axis; others are materialised.
+        """For each array leaf, which of its axes is the logical leading axis; None if all rows share the
+        leaf. It lets `lax.scan` and `lax.map` run over rows. Without it, leaves that have the shape of the
+        array are cut along their first axis, if their rows materialise as its rows; else it is materialised.
         """
         return NotImplemented
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
-        """For each array leaf, the partition spec that follows from `spec`, the one of the logical array.
+        """For each array leaf, the partition spec that follows from `spec`, that of the logical array.
 
-        Without it leaves of the logical shape take `spec` itself, if their parts are those of the array, and
-        an empty `spec` replicates all leaves; anything else is an error that names this hook.
+        Without it, leaves of the logical shape take `spec` itself, if their parts are those of the array, and
+        an empty `spec` replicates all leaves. Anything else raises an error that names this hook.
         """
         return NotImplemented
 
@@ -173,9 +173,9 @@ class ArrayValue(Value):
     """
 
     def aval(self) -> jax.core.ShapedArray:
-        """Shape and dtype of the array that this value stands for; without it, `materialise` tells."""
+        """The shape and dtype of the dense array; inferred from `materialise` unless overridden."""
         with jax.core.eval_context():
-            # By a function of its own: JAX remembers results for statics that are equal, as 1 and 1.0 are.
+            # A new function each time: JAX caches by statics that compare equal, as 1 and 1.0 do.
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(self))
         return jax.core.ShapedArray(out.shape, out.dtype, weak_type=getattr(out, "weak_type", False))
 
@@ -201,13 +201,13 @@ class ArrayValue(Value):
 
     @property
     def __jax_array__(self) -> Any:
-        # A property, so that it is None where no quaxify is under way and the usual lookups
+        # A property, so that outside any `quaxify` it is None and the usual lookups
         # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
         level = level_of(self)
         if level is not None:
             return lambda: level.adopt(self)
         caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if caller.f_code.co_name == "_arraylike":  # of jax.numpy, which would refuse it in words of its own
+        if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
             raise TypeError(not_dispatched(self, _asking_function(caller)))
         return None
 
@@ -218,8 +218,8 @@ class ArrayValue(Value):
 
 
 def level_of(value: Value | None = None) -> Any:
-    """The trace of the innermost `quaxify` under way that dispatches on `value`; of any, without a value.
-    None if there is none."""
+    """The trace of the innermost running `quaxify`, or of the innermost that dispatches on `value`; None if
+    there is none."""
     trace = compat.current_trace()
     while trace is not None:
         takes = getattr(trace, "takes", None)
@@ -230,7 +230,7 @@ def level_of(value: Value | None = None) -> Any:
 
 
 def not_dispatched(value: Value, what: str) -> str:
-    """The message for a Value that is used where no `quaxify` takes it."""
+    """The error message for a Value that no `quaxify` dispatches on."""
     return (
         f"A {type(value).__name__} was given to {what} "
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "that no `filter_spec` selects it for. ")
@@ -240,7 +240,7 @@ def not_dispatched(value: Value, what: str) -> str:
 
 
 def _asking_function(frame: Any) -> str:
-    """The function of `jax.numpy` that asks, from the frames above its question."""
+    """The name of the `jax.numpy` function that was called, from its frame."""
     for _ in range(4):
         name = frame.f_locals.get("fun_name")
         if name is not None:
@@ -250,8 +250,8 @@ def _asking_function(frame: Any) -> str:
 
 
 def replace_fields(value: _V, **fields: Any) -> _V:
-    """`value` with some of its fields replaced, past its construction and what that checks: for rules,
-    which have made the parts to fit."""
+    """`value` with some fields replaced, without running its constructor and checks: for rules, whose parts
+    fit by construction."""
     new = object.__new__(type(value))
     for f in dataclasses.fields(value):
         object.__setattr__(new, f.name, fields[f.name] if f.name in fields else getattr(value, f.name))
@@ -278,8 +278,8 @@ def kind_of(x: Any) -> str:
 def is_value(x: Any) -> bool:
     """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
 
-    One of which parts are missing, as in the halves that `eqx.partition` makes, stands for no array: it is
-    not a Value here, but a pytree like any other.
+    A Value with missing parts, such as a half made by `eqx.partition`, stands for no array: it does not count
+    as a Value here, but as a pytree like any other.
     """
     return KINDS[type(x)] == "value" and not is_hollow(x)
 
@@ -287,8 +287,8 @@ def is_value(x: Any) -> bool:
 def is_hollow(value: Value) -> bool:
     """Whether parts of a Value are missing, as in the halves that `eqx.partition` makes of it.
 
-    `None`, or a part without leaves, is missing where neither the annotation nor the default of its field
-    is `None`, and the Value cannot be materialised without it.
+    `None`, or a part without leaves, counts as missing if its field neither allows `None` nor defaults to
+    it, and the Value cannot be materialised without it.
     """
     cls: Any = type(value)
     for name in _required_fields(cls):
@@ -302,7 +302,7 @@ def is_hollow(value: Value) -> bool:
 def _required_fields(cls: type) -> list[str]:
     try:
         hints = typing.get_type_hints(cls)
-    except NameError:  # of a local class: any of them may be missing
+    except NameError:  # in a local class: any of its fields may then be missing
         hints = {}
     fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("static") and f.default is not None]
     return [f.name for f in fields if type(None) not in typing.get_args(hints.get(f.name))]
@@ -321,14 +321,14 @@ def _materialises(value: Value) -> bool:
     try:
         key = (treedef, *map(jax.typeof, leaves))
         found = _materialising.get(key)
-    except TypeError:  # leaves that are no arrays, or unhashable statics
+    except TypeError:  # leaves that are not arrays, or unhashable statics
         return False
     if found is None:
         try:
             with jax.core.eval_context():
                 out = jax.eval_shape(type(value).materialise, as_shapes(value))
             found = bool(jtu.tree_leaves(out))
-        except Exception:  # whatever a type does without its parts
+        except Exception:  # a type may fail in any way without its parts
             found = False
         _remember(_materialising, key, found)
     return found
@@ -338,9 +338,9 @@ _materialising: dict[Any, bool] = {}
 
 
 def materialise(tree: PyTree) -> PyTree:
-    """Every Value in `tree` as the dense array it stands for, nested ones included.
+    """Replaces every Value in `tree` by the dense array that it stands for, nested ones included.
 
-    Works inside and outside quaxified functions. It is what the caller asked for, so no policy applies.
+    Works inside and outside quaxified functions. The caller asks for it, so no policy applies.
     """
 
     def dense(leaf: Any) -> Any:
@@ -368,7 +368,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def aval_of(value: Value) -> Any:
-    """`value.aval()`, memoised on the avals of the leaves and on the statics, and placed on their mesh."""
+    """`value.aval()` on the mesh of its leaves, memoised by their avals and the statics."""
     key: list[Any] = [compat.x64_enabled()]
     leaf_avals: list[Any] = []
     if not _describe(value, key, leaf_avals):
@@ -376,13 +376,13 @@ def aval_of(value: Value) -> Any:
     hashable = (*key, *leaf_avals)
     try:
         aval = _avals.get(hashable)
-    except TypeError:  # a static field that cannot be hashed; those of a treedef are only compared
+    except TypeError:  # an unhashable static field; a treedef only compares its statics
         return _aval_of_tree(value)
     return _remember(_avals, hashable, _make_aval(value, leaf_avals)) if aval is None else aval
 
 
 def _describe(value: Value, key: list[Any], leaf_avals: list[Any]) -> bool:
-    """Adds classes and statics to `key`; False where a part is neither an array nor a Value."""
+    """Adds classes and statics to `key`; returns False if a part is neither an array nor a Value."""
     cls = type(value)
     fields = _fields.get(cls)
     if fields is None:
@@ -435,7 +435,7 @@ _avals: dict[Any, Any] = {}
 
 
 def check_whole(value: Value) -> None:
-    """Raises an error for a Value of which parts are missing."""
+    """Raises a `ValueError` if parts of a Value are missing."""
     if is_hollow(value):
         raise ValueError(
             f"Parts of a {type(value).__name__} are missing, as in the halves that `eqx.partition` makes, so "
@@ -443,7 +443,7 @@ def check_whole(value: Value) -> None:
         )
 
 
-# In what follows errors are no `TypeError`s: where JAX asks for an aval it puts its own in place of those.
+# The errors below are not `TypeError`s: JAX replaces those with its own when it asks for an aval.
 
 
 def not_an_array(value: Value, leaf: Any) -> ValueError:
@@ -457,7 +457,7 @@ def not_an_array(value: Value, leaf: Any) -> ValueError:
 
 
 def _make_aval_of_shapes(value: Value, leaf_avals: Sequence[Any]) -> Any:
-    """The same for leaves that are shapes: `aval` may compute with them, so they are traced."""
+    """As `_make_aval`, for leaves that are shapes: `aval` may compute with them, so they are traced."""
     aval = None
 
     def look(value: Value) -> None:
@@ -487,11 +487,11 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _check_aval(value: Value, aval: Any) -> None:
-    """Raises an error if `aval` contradicts `materialise`, where that does not refuse."""
+    """Raises an error if `aval` contradicts `materialise`, unless the latter refuses."""
     try:
         with jax.core.eval_context():
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
-    except Exception:  # whatever a type does that refuses
+    except Exception:  # a type may refuse in any way
         return
     if isinstance(out, jax.ShapeDtypeStruct) and (out.shape, out.dtype) != (aval.shape, aval.dtype):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rules: how they are registered, which one a primitive follows, and whether its results are right."""
+"""Rules: their registration, the choice of one for a primitive, and the checks of its results."""
 
 from .checks import Checked, RuleError
 from .registry import (

@@ -14,27 +14,27 @@ from ..values import KINDS, aval_of, is_value
 
 
 class RuleError(TypeError):
-    """A rule cannot be followed: what it takes or returns is not what its primitive needs."""
+    """A rule cannot be used: what it takes or returns does not fit its primitive."""
 
     __module__ = "quaxlike"
 
 
 class Checked:
-    """A rule whose results are checked, for operands of certain types.
+    """A rule for operands of certain types, together with the checks of its results.
 
-    The check costs about as much as tracing the primitive. A rule that has given a right result is trusted
-    with the same parameters again: among concrete arrays, within one trace, and in other traces for operands
-    of the same shapes and dtypes; under `jax_enable_checks` never.
+    A check costs about as much as tracing the primitive. A rule that has returned a correct result is trusted
+    with the same parameters from then on: for concrete arrays, within one trace, and in other traces for
+    operands of the same shapes and dtypes. Under `jax_enable_checks` it is never trusted.
 
-    Operands that do not follow the rules of their type (`may_decline`) are looked for each time.
+    If `may_decline`, each call checks whether the operands follow the rules of their type.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
         self.rule = rule
         self._may_decline = may_decline
-        self._right: set[Any] = set()  # parameters that it is trusted with; those and avals, while tracing
+        self._right: set[Any] = set()  # trusted parameters; with avals, while tracing
         self._is_trusted = False  # with any parameters
-        # A trace, and parameters that it is trusted with there.
+        # A trace, and the parameters that are trusted there.
         self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -47,7 +47,7 @@ class Checked:
             if here() is compat.current_trace() and key in right_here:
                 return out
             hash(key)
-        except TypeError:  # parameters that cannot be looked up
+        except TypeError:  # unhashable parameters
             key = None
         if out is not NotImplemented:
             self._check(primitive, operands, params, out, key)
@@ -63,7 +63,7 @@ class Checked:
             return
         if key is None or any(isinstance(p, jexc.Jaxpr | jexc.ClosedJaxpr) for p in key):
             check_results(self.rule, primitive, operands, params, out)
-            self._is_trusted = True  # with what cannot be looked up, or would be kept alive
+            self._is_trusted = True  # parameters that are unhashable, or that a cache would keep alive
             return
         trace: Any = compat.current_trace()
         known = key if compat.is_eval_trace(trace) else (key, *map(_aval, operands))
@@ -75,11 +75,11 @@ class Checked:
         here, right_here = self._here
         if here() is not trace or len(right_here) >= _LIMIT:
             right_here = set()
-            self._here = weakref.ref(trace), right_here  # at once: other threads may be in other traces
+            self._here = weakref.ref(trace), right_here  # one assignment: other threads have other traces
         right_here.add(key)
 
 
-_LIMIT = 256  # of what a rule is trusted with
+_LIMIT = 256  # entries of a set of trusted parameters
 
 
 def _aval(x: Any) -> Any:
@@ -89,7 +89,7 @@ def _aval(x: Any) -> Any:
 def check_results(
     rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> None:
-    """Raises a `RuleError` if `out` cannot be what `primitive` gives."""
+    """Raises a `RuleError` if `out` cannot be the result of `primitive`."""
     expected = _expected(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
     if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
@@ -121,10 +121,10 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """The avals that the primitive gives for arrays of these shapes; None where it cannot say."""
+    """The avals that the primitive returns for arrays of these shapes; None if they are unknown."""
     try:
         out, _ = primitive.abstract_eval(*map(_aval, operands), **params)
-    except Exception:  # types that the primitive itself does not take, which its rule may well do
+    except Exception:  # the primitive itself may not take types that its rule does
         return None
     return out if primitive.multiple_results else [out]
 

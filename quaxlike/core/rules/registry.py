@@ -1,4 +1,4 @@
-"""The rules that are registered: `register`, `RuleSet`."""
+"""The registry of rules: `register`, `RuleSet`."""
 
 import dataclasses
 import difflib
@@ -28,7 +28,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """One registered rule: for which operand types it stands, and where it was written."""
+    """One registered rule: the operand types that it applies to, and where it was written."""
 
     primitive: jexc.Primitive
     function: Callable[..., Any]
@@ -39,7 +39,7 @@ class Rule:
 
     @property
     def written(self) -> Callable[..., Any]:
-        """The function as its author wrote it, which may stand for several types."""
+        """The function as its author wrote it; several rules may share it."""
         return inspect.unwrap(getattr(self.function, "written_as", self.function))
 
     @property
@@ -50,8 +50,8 @@ class Rule:
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self.keywords is not None:
-            # JAX adds parameters in every release. One that the rule does not know and that is not
-            # in use (None) is left out, so that the rule goes on working.
+            # JAX adds parameters in every release. One that the rule does not name and that is unused
+            # (None) is left out, so that the rule keeps working.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
             if unknown:
@@ -73,7 +73,7 @@ class Rule:
 class RuleSet:
     """A private set of rules, layered over the global one.
 
-    Give it to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are asked first; a
+    Pass it to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first; a
     `quaxify` inside the quaxified function inherits it.
 
     !!! example
@@ -97,7 +97,7 @@ class RuleSet:
 
     @property
     def looked_at(self) -> list[Rule]:
-        """The rules that are not waiting for their primitive to be met."""
+        """The rules whose annotations have been read: those not waiting for their primitive."""
         return [rule for rules in list(self._rules.values()) for rule in rules]
 
     def __iter__(self) -> Iterator[Rule]:
@@ -120,7 +120,7 @@ class RuleSet:
         self._rules[rule.primitive] = (*kept, rule)
 
     def add_later(self, primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> None:
-        """Adds a rule whose annotations are looked at when `primitive` is first dispatched."""
+        """Adds a rule whose annotations are read when `primitive` is first dispatched."""
         self._rules.setdefault(primitive, ())
         self._waiting.setdefault(primitive, []).append((function, precedence))
 
@@ -135,8 +135,8 @@ GLOBAL = RuleSet()
 lock = threading.RLock()
 _epoch = 0
 
-# The epoch, as a setting that JAX keeps in the keys of its own caches: a rule that is registered
-# after `jax.jit(quaxify(f))` was traced makes it trace again. It is set only once something was
+# The epoch, as a setting that is part of the keys of JAX's caches: registering a rule after
+# `jax.jit(quaxify(f))` was traced makes JAX trace it again. It is set only once something has been
 # quaxified, since it invalidates every jitted function of the process.
 _jit_epoch = jax.make_user_context(0)
 _in_use = False
@@ -159,28 +159,28 @@ def register(
     precedence: int = 0,
     rules: RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers a rule: what a primitive does when it meets operands of the annotated types.
+    """Registers a rule for what a primitive does with operands of the annotated types.
 
     The types of *all* positional parameters select the rule. Plain operands (arrays, NumPy arrays,
-    Python scalars) count as `jax.Array`, so annotate them `jax.Array` or `ArrayLike`.
+    Python scalars) count as `jax.Array`, so annotate them as `jax.Array` or `ArrayLike`.
 
     **Arguments:**
 
     - `primitive`: a JAX primitive, its name (`"dot_general"`, `"jit"`, ...), or several of them.
-    - `precedence`: decides between rules of which none is more specific. Default 0.
+    - `precedence`: decides between rules if neither is more specific. Default 0.
     - `rules`: the [`quaxlike.RuleSet`][] to register in. Default: the global one.
 
     **Returns:**
 
     A decorator that returns the rule unchanged. The rule takes the operands by position and the
     primitive's parameters by keyword, and returns an array or a Value (a sequence of them if the
-    primitive has multiple results), or `NotImplemented`: then the next matching rule is asked. If its
-    first parameter is annotated `jax.extend.core.Primitive` it is also given the primitive.
+    primitive has multiple results), or `NotImplemented` to pass on to the next matching rule. If its
+    first parameter is annotated `jax.extend.core.Primitive`, it also receives the primitive.
 
     **Raises:**
 
     `ValueError` for a name that no primitive has, with near misses. `TypeError` for operands without
-    annotations, where none is of a type of Values, and for a parameter of the primitive among the operands.
+    annotations, unless another one is of a Value type, and for a parameter of the primitive as an operand.
 
     !!! example
 
@@ -208,7 +208,7 @@ def register(
     def decorator(function: _Fn) -> _Fn:
         global _epoch
         into = GLOBAL if rules is None else rules
-        # Our own rules wait until they are asked for: importing the package inspects none of them.
+        # Our own rules wait until they are needed, so that importing the package inspects none of them.
         wait = (function.__module__ or "").startswith(_PACKAGE)
         inspected = None if wait else _inspect(function, precedence)
         with lock:
@@ -240,8 +240,8 @@ def register_on_either_side(
 
     **Arguments:**
 
-    - `types`: a type of Values, or a union of several.
-    - `other`: what may stand on the other side. Default: anything.
+    - `types`: a Value type, or a union of several.
+    - `other`: the type of the operand on the other side. Default: anything.
     - `primitive`, `precedence`, `rules`: as in [`quaxlike.register`][].
 
     **Returns:**
@@ -275,7 +275,7 @@ def _as_primitive(primitive: Any) -> jexc.Primitive:
         )
     name = primitive.removesuffix("_p")
     known = compat.named_primitives()
-    if name not in known:  # defined since?
+    if name not in known:  # it may have been defined since
         compat.named_primitives.cache_clear()
         known = compat.named_primitives()
     try:
@@ -329,7 +329,7 @@ def _inspect(
 def _check_annotations(
     function: Callable[..., Any], parameters: Iterable[inspect.Parameter], hints: dict[str, Any]
 ) -> None:
-    """Raises a `TypeError` for operands without annotations, unless another one is of a type of Values."""
+    """Raises a `TypeError` for operands without annotations, unless another one is of a Value type."""
     operands = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL or _is_required(p)]
     bare = [name for name in operands if name not in hints]
     members = [
@@ -357,7 +357,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def check_operands(rule: Rule, params: Collection[str]) -> None:
-    """Raises a `TypeError` if a rule takes a parameter of its primitive by position: it would never match."""
+    """Raises a `TypeError` if a rule takes a parameter of its primitive by position, and so never matches."""
     for name in rule.operands.intersection(params):
         raise TypeError(
             f"The rule {rule} can never match: `{name}` is a parameter of `{rule.primitive}`, and "
@@ -371,16 +371,16 @@ def signature_of(types: Iterable[Any]) -> "plum.Signature":
     return plum.Signature(*types)
 
 
-@typing.no_type_check  # checked, it would take more of the stack than it counts
+@typing.no_type_check  # type checks would use more of the stack than is counted here
 def need_stack(calls: int = 200) -> None:
-    """Raises a `RecursionError` if fewer nested calls are left, before plum compares types with beartype:
-    that memoises its errors, and would raise the one of an endless recursion again in calls to come."""
+    """Raises a `RecursionError` if fewer nested calls are left. To be called before plum compares types:
+    beartype memoises its errors, and would raise a `RecursionError` again in later calls."""
     if calls:
         need_stack(calls - 1)
 
 
 def _plain_hint(hint: Any) -> Any:
-    """Dispatch is by class: `Float[Array, "m n"]` selects what `Array` selects."""
+    """Reduces a hint to its class, by which rules are dispatched: `Float[Array, "m n"]` counts as `Array`."""
     import plum
 
     while isinstance(hint, type) and issubclass(hint, AbstractArray):

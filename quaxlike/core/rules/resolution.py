@@ -1,4 +1,4 @@
-"""Resolution: the rule that a primitive follows, by the types of its operands."""
+"""Resolution: the choice of a rule for a primitive, by the types of its operands."""
 
 import contextlib
 import contextvars
@@ -27,7 +27,7 @@ class AmbiguousRuleError(RuleError, LookupError):
 
 
 class Resolver:
-    """The rules of a stack of rule sets, in the order in which they are asked, cached by types."""
+    """The rules of a stack of rule sets, in the order in which they are tried, cached by types."""
 
     def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
@@ -35,8 +35,8 @@ class Resolver:
         self._made_at = made_at
 
     def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
-        """The rules for `key`, a primitive and then for each operand the class of a Value or None for
-        anything else. Best first; they are asked in turn while they return `NotImplemented`.
+        """The rules for `key`: a primitive, followed by one entry for each operand, the class of a Value or
+        None for anything else. Best first; each is tried if the one before returned `NotImplemented`.
 
         **Raises:** `TypeError` for a rule that takes one of the primitive's `params` by position.
         """
@@ -55,25 +55,25 @@ class Resolver:
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
         found[:] = [Checked(rule, may_decline) for rule in found]
         with lock:
-            if self._made_at == epoch():  # else `register` came between
+            if self._made_at == epoch():  # else a rule was registered in the meantime
                 self.cache[key] = found
         return found
 
 
-# The rule sets that are asked in this context; a `quaxify` adds its own for what it calls.
+# The rule sets in force in this context; a `quaxify` adds its own while it calls its function.
 active_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
     "quaxlike_rules", default=(GLOBAL,)
 )
 
 
-# The same, as a setting that JAX keeps in the keys of its caches: what was traced under other layers is
-# traced again.
+# The same, as a setting that is part of the keys of JAX's caches: a function that was traced under other
+# layers is traced again.
 _jit_layers = jax.make_user_context((GLOBAL,))
 
 
 @contextlib.contextmanager
 def asking(layers: tuple[RuleSet, ...]) -> Iterator[None]:
-    """Inside, these rule sets are asked."""
+    """Puts these rule sets in force inside the block."""
     token = active_layers.set(layers)
     try:
         with _jit_layers(layers):
@@ -83,7 +83,7 @@ def asking(layers: tuple[RuleSet, ...]) -> Iterator[None]:
 
 
 def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
-    """The resolver of these layers, as of the last registration."""
+    """The resolver for these layers, as of the last registration."""
     return _resolver(layers, epoch(), jax.config.jax_enable_checks)
 
 
@@ -103,15 +103,15 @@ def in_order(
         if len(best) > 1:
             return [*order, Ambiguity(primitive, operands, best)]
         order += best
-        # What declines for these types declines for less specific ones, too.
+        # A function that declines these types also declines them under a less specific signature.
         matching = [r for r in matching if r.written is not best[0].written]
     return order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByValue:
-    """Stands for the rules of a primitive of which some are for types whose instances are told by their value
-    (`__faithful__ = False`, as for plum): each time it asks those that match the operands of now."""
+    """Stands for the rules of a primitive if some are for types that are recognised by the value, not the
+    class, of an operand (plum's `__faithful__ = False`). Each call tries those that match its operands."""
 
     operands: "plum.Signature"
     rules: Sequence[Rule]
@@ -136,7 +136,7 @@ class ByValue:
 
 
 def _looks_at_values(rule: Rule) -> bool:
-    """Whether the signature of a rule has a type whose instances are told by their value."""
+    """Whether the signature of a rule has a type whose instances are recognised by their value."""
     signature = rule.signature
     hints = (*signature.types, signature.varargs) if signature.has_varargs else signature.types
     return not signature.is_faithful and any(map(_told_by_value, hints))
@@ -152,7 +152,7 @@ def _told_by_value(hint: Any) -> bool:
 
 
 def _is_of(x: Any, type_: Any, hint: Any) -> bool:
-    """Whether an operand, which is dispatched on as a `type_`, is of an annotated type."""
+    """Whether an operand that counts as a `type_` in dispatch is of the annotated type."""
     signature = signature_of([hint])
     by_value = isinstance(x, Value) and _told_by_value(hint)
     return signature.match((x,)) if by_value else signature_of([type_]) <= signature
@@ -164,7 +164,7 @@ def more_specific(a: Rule, b: Rule) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ambiguity:
-    """Stands where the order of rules is undecided; asking it is the error."""
+    """Stands in for rules whose order is undecided; raises the error when it is called."""
 
     primitive: jexc.Primitive
     operands: "plum.Signature"
