@@ -1,18 +1,18 @@
-"""Arguments that the command lines share."""
+"""Arguments shared by the command lines."""
 
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: What the `demo` extra brings.
+#: The packages that the `demo` extra installs.
 _EXTRA = ("matplotlib", "optax", "rich", "sklearn", "tokenizers")
 
 
 def number(
     kind: type[int] | type[float], least: float | int, most: float | int = float("inf")
 ) -> Callable[[str], Any]:
-    """A type of argument: a number in a range."""
+    """Makes the type of an argument that is a number in a range."""
     what = "a whole number" if kind is int else "a number"
     limits = f"of at least {least}" if most == float("inf") else f"from {least} to {most}"
 
@@ -30,7 +30,7 @@ def number(
 
 @contextlib.contextmanager
 def importing_extra(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the command with advice where a package of the `demo` extra is not installed."""
+    """Ends the command with advice if a package of the `demo` extra is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Arguments of wrong types, told by the annotations of public functions."""
+"""Detection of wrong arguments by the annotations of public functions."""
 
 import functools
 import inspect
@@ -23,9 +23,9 @@ _HERE = str(Path(__file__).parent)
 
 
 def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Lets a function that fails deep inside say which argument is not what its annotation asks for.
+    """Makes a function that fails deep inside report which argument does not match its annotation.
 
-    Calls that succeed cost nothing, and errors that the library raises by itself stay as they are.
+    Calls that succeed cost nothing, and errors that the library itself raises are left unchanged.
     """
 
     @functools.wraps(fn)
@@ -75,7 +75,7 @@ def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | Non
 
 
 def _wanted(name: str, value: Any, hint: Any) -> str | None:
-    """The words for what an argument must be, where it is something else."""
+    """Describes what an argument must be; None if it is that."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
         return "an array of numbers"
     if name in _BY_NAME:
@@ -89,7 +89,7 @@ def _fits(test: Callable[[Any], Any], value: Any) -> bool:
         return test(value) is not False
     except (AttributeError, TypeError, ValueError):
         return False
-    except Exception:  # an annotation of names that the module does not have at run time
+    except Exception:  # an annotation with names that do not exist at run time
         return True
 
 
@@ -99,7 +99,7 @@ def _is_key(x: Any) -> bool:
     )
 
 
-# Parameters whose annotations say less than they mean.
+# Parameters whose annotations allow more than the function does.
 _BY_NAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(["key", "rng"], ("a key of `jax.random`", _is_key)),
     **dict.fromkeys(["dtype", "out_dtype"], ("a dtype", lambda x: jax.numpy.zeros(0, x))),
@@ -117,9 +117,9 @@ def _words(hint: Any) -> str:
 
 
 def as_array(x: Any) -> jax.Array:
-    """`x` as an array of JAX, for fields of public types.
+    """Converts `x` to a JAX array, for fields of public types.
 
-    **Raises:** `TypeError` for what is none.
+    **Raises:** `TypeError` if it cannot be converted.
     """
     try:
         return jax.numpy.asarray(x)

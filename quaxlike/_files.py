@@ -1,4 +1,4 @@
-"""Files that appear under their name once they are complete."""
+"""Files that appear under their name only once they are complete."""
 
 import contextlib
 import importlib
@@ -22,10 +22,10 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write; it takes the place of `path` when the block ends, and is gone after an error.
+    """Opens a temporary file for writing; it replaces `path` when the block ends, and is deleted on an error.
 
-    It has the permissions of the file that it replaces, else those that any new file gets. Where `path` is a
-    symbolic link, the file that it points to is replaced. Files that killed processes left half written in
+    It has the permissions of the file that it replaces, or else those of any new file. If `path` is a
+    symbolic link, the file that it points to is replaced. Half-written files that killed processes left in
     the folder are removed.
     """
     target = Path(os.path.realpath(path))
@@ -45,7 +45,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def copied(file: Path, folder: Path) -> None:
-    """Puts a copy of a file into a folder, unless it is there."""
+    """Copies a file into a folder, unless it is already there."""
     target = folder / file.name
     if target.exists() and target.samefile(file):
         return
@@ -57,21 +57,21 @@ def _temporary(target: Path, mode: int | None) -> BinaryIO:
     """A new file beside `target`, locked for as long as it is open."""
 
     def create(name: str, flags: int) -> int:
-        # Never wider than it will be in the end: until then others could open it.
+        # The permissions are never wider than the final ones: others could open the file until then.
         return os.open(name, flags, 0o666 if mode is None else mode)
 
     while True:
         name = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         file = open(name, "xb", opener=create)  # noqa: SIM115 (the caller closes it)
         lock(file)
-        if name.exists():  # another process may have taken it for abandoned before it was locked
+        if name.exists():  # before it was locked, another process may have removed it as abandoned
             return file
         file.close()
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes the temporary files that no living process writes."""
-    if fcntl is None:  # without locks, nothing tells which these are
+    """Removes the temporary files that no running process is writing."""
+    if fcntl is None:  # without locks they cannot be recognised
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]:
@@ -81,9 +81,9 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def lock(file: Any) -> bool:
-    """Locks an open file or folder for this process, until it is closed; False if another one has locked it.
+    """Locks an open file or folder for this process until it is closed; returns False if another one has.
 
-    Where the system or the file system has no locks, every file counts as locked by whoever asks.
+    If the system or the file system has no locks, it always returns True.
     """
     if fcntl is None:
         return True
@@ -112,7 +112,7 @@ class _Folder:
 
 
 def lock_folder(path: Path) -> _Folder | None:
-    """Locks a folder until what is returned is closed; None if another process has locked it."""
+    """Locks a folder until the result is closed; returns None if another process has locked it."""
     folder = _Folder(path)
     if lock(folder):
         return folder

@@ -1,4 +1,4 @@
-"""Modules of a package that are imported when they are first asked for."""
+"""Modules of a package that are imported on first use."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +8,7 @@ from types import ModuleType
 def lazily(
     package: str, names: Iterable[str], namespace: Mapping[str, object]
 ) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package that imports the modules of these names on demand."""
+    """Makes the `__getattr__` and `__dir__` of a package that imports the named modules on demand."""
     modules = frozenset(names)
 
     def __getattr__(name: str) -> ModuleType:

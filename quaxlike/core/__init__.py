@@ -1,2 +1,2 @@
-"""The interpreter: a spine to read in this order (compat, values, rules, trace, quaxify), and three wings:
+"""The interpreter: a spine, to be read in the order compat, values, rules, trace, quaxify; and three wings,
 jaxprs, higher_order and inspect."""

@@ -1,7 +1,7 @@
 """Plain arrays that are known to be filled with one number, such as the zeros that a library starts from.
 
-A plain array is never boxed, so what is known of it stands beside it, for as long as it lives. It is followed
-only inside a `quaxify` that holds a Value of a type that has placeholders, such as a quantity in a unit.
+A plain array is never boxed, so what is known of it is kept in a table for as long as it lives. Constants are
+tracked only inside a `quaxify` that holds a Value of a type with placeholders, such as a quantity in a unit.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from jax.core import Tracer
 from . import compat
 from .values import KINDS, Value, is_value
 
-# The number of arrays that hold 0, infinity or NaN, but it is not known which.
+# Stands for the number if it is 0, infinity or NaN, but it is not known which.
 OPEN = np.float64("nan")
 
 _known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-# Primitives whose results hold nothing but elements of their operands, in order.
+# Primitives each of whose results holds only elements of the operand at the same position.
 _MOVES = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p device_put expand_dims nonbatchable nontraceable
     optimization_barrier pvary reshape rev slice squeeze stop_gradient transpose""".split()  # noqa: SIM905
 )
-# Which operands have to be 0, infinity or NaN in every element for the result to be so ...
+# Which operands must all be filled with 0, infinity or NaN for the result to be so ...
 _ALL: dict[str, slice] = {
     **dict.fromkeys(["abs", "add", "add_any", "neg", "sqrt", "square", "sub", "concatenate"], slice(None)),
     **dict.fromkeys(["conj", "imag", "real", "stack"], slice(None)),
@@ -41,9 +41,9 @@ _ALL: dict[str, slice] = {
     **dict.fromkeys(["scatter", "scatter-add"], slice(0, None, 2)),
     **dict.fromkeys(["select_n", "select_if_vmap"], slice(1, None)),
 }
-# ... and where one of them is enough.
+# ... and of which one is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
-# Primitives that carry code, and the parameter that it is, if there is one.
+# Primitives that carry code, and the parameter that holds it, if there is a single one.
 _CODE = {
     **dict.fromkeys(["cond", "scan", "while"], ""),
     **dict.fromkeys(["checkpoint", "jit", "pjit", "remat", "remat2"], "jaxpr"),
@@ -51,14 +51,14 @@ _CODE = {
 }
 # Uninitialised buffers.
 _UNSET = frozenset(["empty", "empty2"])
-# What returns nothing: the callback of `eqx.error_if`, which raises, has a result all the same.
+# The module of the callback of `eqx.error_if`: it raises instead of returning, but has a result all the same.
 _RAISING = "equinox._errors"
 _FOLLOWED = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _CODE.keys()
 
 
 @functools.cache
 def has_placeholders(cls: type[Value]) -> bool:
-    """Whether `promote` of the class makes a value of an array alone."""
+    """Whether `promote` of the class can turn an array into a value without a `like`."""
     like = inspect.signature(cls.promote).parameters.get("like")
     if like is None or like.default is like.empty:
         return False
@@ -66,12 +66,12 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 
 def asks_for_constants(value: Value) -> bool:
-    """Whether the type of a Value, or of one that it holds, has placeholders."""
+    """Whether the type of a Value, or of a Value that it holds, has placeholders."""
     cls: Any = type(value)
     asks, names = _asking(cls)
     if asks:
         return True
-    for name in names:  # no generator: every Value that enters a quaxified function is asked
+    for name in names:  # no generator, for speed: this runs for every Value that enters a quaxified function
         part = getattr(value, name, None)
         if KINDS[type(part)] != "array" and _part_asks(part):
             return True
@@ -80,7 +80,7 @@ def asks_for_constants(value: Value) -> bool:
 
 @functools.cache
 def _asking(cls: Any) -> tuple[bool, tuple[str, ...]]:
-    """Whether the type has placeholders, and its fields that may hold Values."""
+    """Whether the type has placeholders, and the names of its fields that may hold Values."""
     names = (f.name for f in dataclasses.fields(cls) if not f.metadata.get("static"))
     return has_placeholders(cls), tuple(names)
 
@@ -94,7 +94,7 @@ def _part_asks(part: Any) -> bool:
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
-    """Notes what is known of `out`, which `primitive` made of plain operands."""
+    """Records what is known of `out`, the result of `primitive` for plain operands."""
     if primitive.name not in _FOLLOWED:
         return
     outs = out if primitive.multiple_results else [out]
@@ -105,8 +105,8 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """The number that each result of a primitive is filled with, from those of its operands; None where it is
-    not known. Perhaps for more results than there are."""
+    """The number that fills each result of a primitive, from those that fill its operands; None if unknown.
+    There may be more entries than results."""
     if name in _MOVES:
         return numbers
     if name in _UNSET:
@@ -115,7 +115,7 @@ def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Itera
         function = getattr(params["callback"], "callback_func", None)
         return itertools.repeat(OPEN) if getattr(function, "__module__", None) == _RAISING else ()
     if name in _CODE:
-        # Of other numbers there is no end, and what was found for them would be kept.
+        # Other numbers are dropped: results are memoised by them, without limit.
         return _results_of_code(name, [n if n is None else _as_placeholder(n) for n in numbers], params)
     among, matter = (all, numbers[_ALL[name]]) if name in _ALL else (any, numbers[_ANY[name]])
     if not among(map(_is_placeholder, matter)):
@@ -149,20 +149,20 @@ def _results_of_code(name: str, numbers: Sequence[Any], params: dict[str, Any]) 
 
 
 def _either(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
-    """The numbers of results that come from one side or the other."""
+    """The numbers that fill results that come from either side."""
     both = lambda x, y: OPEN if _is_placeholder(x) and _is_placeholder(y) else None
     return [x if x is y or x == y else both(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
-    """The numbers of a loop's carry, however often the body runs."""
+    """The numbers that fill a loop's carry, however often the body runs."""
     while (after := _either(carry, body(carry))) != carry:
         carry = after
     return carry
 
 
 def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
-    """The numbers that the results of a jaxpr are filled with."""
+    """The numbers that fill the results of a jaxpr."""
     jaxpr = compat.closed(jaxpr)
     known = _known_results(jaxpr)
     key = tuple(numbers)
@@ -188,14 +188,14 @@ def _known_results(jaxpr: jexc.ClosedJaxpr) -> dict[Any, Sequence[Any]]:
 
 
 def note_constant(array: Any, number: Any) -> None:
-    """`array` is filled with `number`."""
+    """Records that `array` is filled with `number`."""
     if isinstance(array, jax.Array):
         at = id(array)
         _known[at] = (weakref.ref(array, lambda _: _known.pop(at, None)), number)
 
 
 def constant_of(x: Any) -> Any:
-    """The number that all elements of `x` are known to be, or `OPEN`, if it is a plain array; else None."""
+    """The number, or `OPEN`, that is known to fill the plain array `x`; None if unknown or not an array."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
@@ -209,7 +209,7 @@ def _is_extended(x: Any) -> bool:
 
 
 def may_be_placeholder(x: Any) -> bool:
-    """Whether all elements of `x` are known to be 0, infinity or NaN, as of arrays to be written to."""
+    """Whether all elements of `x` are known to be 0, infinity or NaN, as in a buffer to be written to."""
     return _is_placeholder(constant_of(x))
 
 

@@ -1,4 +1,4 @@
-"""`ArrayOperators`: a Value computes like a `jax.Array`, outside of `quaxify` as well."""
+"""`ArrayOperators`: the operators and methods of `jax.Array` for Values, outside `quaxify` as well."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from .values import check_whole, is_value, level_of
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """`fn(value, ...)` under the level of `quaxify` that dispatches on `value`, or under one of its own."""
+    """Calls `fn(value, ...)` under the level of `quaxify` that dispatches on `value`, or under a new one."""
     check_whole(value)
     level = level_of(value)
     if level is not None:
@@ -58,7 +58,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _nbytes(value: Any) -> int:
-    """The bytes of the leaves: those that the value takes, not those of the array that it stands for."""
+    """The bytes of the leaves: what the value occupies, not what its dense array would."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
 
 
@@ -69,8 +69,8 @@ def _attribute(name: str) -> property:
 class ArrayOperators:
     """The operators, methods and indexing of `jax.Array`, each run through [`quaxlike.quaxify`][].
 
-    A mixin for array types; name it *before* [`quaxlike.ArrayValue`][], so that its `==` is the
-    elementwise one. As for `jax.Array`, such values cannot be hashed.
+    A mixin for array types. List it *before* [`quaxlike.ArrayValue`][] among the bases, so that `==` is
+    elementwise. Like a `jax.Array`, such values cannot be hashed.
 
     !!! example
 
@@ -88,7 +88,7 @@ class ArrayOperators:
         ```
     """
 
-    # NumPy arrays leave `array + value` to us.
+    # Makes NumPy arrays leave `array + value` to us.
     __array_priority__ = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ class ArrayOperators:
     __invert__ = _unary(operator.invert)
     __round__ = _unary(round)
 
-    # What Python needs the numbers for: the value is materialised, under the policy.
+    # Python needs the numbers for these: the value is materialised, under the policy.
     __bool__ = _unary(bool)
     __int__ = _unary(int)
     __float__ = _unary(float)
@@ -167,7 +167,7 @@ class ArrayOperators:
         return bool((self == item).any())
 
     def block_until_ready(self) -> Any:
-        """As `jax.Array.block_until_ready`, for all leaves."""
+        """Waits for all leaves, as `jax.Array.block_until_ready` does."""
         return jax.block_until_ready(self)
 
     @property
@@ -223,7 +223,7 @@ class ArrayOperators:
 
 
 class _At:
-    """`value.at`, and once indexed `value.at[index]`."""
+    """`value.at`, or `value.at[index]` once it is indexed."""
 
     __slots__ = ("_index", "_value")
 

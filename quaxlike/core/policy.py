@@ -1,4 +1,4 @@
-"""Where no rule matches: a `default`, or the policy (allow, warn or raise; recorded in any case)."""
+"""The fallback where no rule matches: a `default`, or materialisation under the policy; always recorded."""
 
 import contextlib
 import contextvars
@@ -25,24 +25,24 @@ _MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from the laxest
 
 
 class MaterialisationError(RuntimeError):
-    """A Value would have been materialised where that is not allowed."""
+    """A Value would have been materialised where this is not allowed."""
 
     __module__ = "quaxlike"
 
 
 class MaterialisationWarning(UserWarning):
-    """A Value was materialised because no rule covers what was done to it."""
+    """A Value was materialised because no rule covers the operation applied to it."""
 
     __module__ = "quaxlike"
 
 
 class on_materialise(contextlib.ContextDecorator):
-    """Says what happens inside when no rule matches and a Value has to be materialised.
+    """Sets what happens inside when no rule matches and a Value has to be materialised.
 
-    A context manager and a decorator; the innermost one wins, and all of them win over the class
-    attribute `on_materialise` of a type. Local to the thread and the context, so that tasks of asyncio
-    have one each. (A thread that runs in a copy of a context, as of `asyncio.to_thread`, has to enter its
-    own.)
+    A context manager and a decorator. The innermost one wins, and any of them overrides the class
+    attribute `on_materialise` of a type. It is local to the thread and the context, so that each asyncio
+    task has its own. (A thread that runs in a copy of a context, as with `asyncio.to_thread`, has to enter
+    its own.)
 
     A jitted function is traced once under each mode, and materialises, warns or raises while it is traced.
 
@@ -65,13 +65,13 @@ class on_materialise(contextlib.ContextDecorator):
         if mode not in _MODES:
             raise ValueError(f"on_materialise takes one of {_MODES}; found {mode!r}.")
         self.mode: Mode = mode
-        self.warned: set[Any] = set()  # where, already
+        self.warned: set[Any] = set()  # the call sites that have been warned about
 
     def __enter__(self) -> None:
         _enter((*_entered.get(), self), 1)
 
     def __exit__(self, *_: object) -> None:
-        # Not always the innermost: a generator that is abandoned leaves when it is collected.
+        # Not always the innermost: an abandoned generator exits when it is garbage collected.
         stack = _entered.get()
         at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
         _enter(stack[:at] + stack[at + 1 :], -1)
@@ -83,13 +83,13 @@ _entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Conte
 
 
 def policy_key() -> Mode | None:
-    """The mode in force: what a cached retracing depends on, beside its operands."""
+    """The mode in force, which is part of the keys of cached jaxprs."""
     stack = _entered.get()
     return stack[-1].mode if stack else None
 
 
-# The mode, as a setting that JAX keeps in the keys of its caches: under another mode than the one in
-# which `jax.jit(quaxify(f))` was traced, it is traced again, so that its losses are seen.
+# The mode, as a setting that is part of the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again
+# under another mode, so that its losses are reported.
 _jit_mode = jax.make_user_context(None)
 _n_entered = 0  # in all contexts
 _enter_lock = threading.Lock()
@@ -104,10 +104,10 @@ def _enter(stack: tuple[on_materialise, ...], entered: int) -> None:
 
 
 class _ModeOfContext:
-    """The mode of the context in which a cache of JAX first looks at it, for the key of that cache.
+    """The mode of the context in which one of JAX's caches first looks at it, as part of a cache key.
 
-    JAX's settings belong to a thread, which tasks share. So what is set is not the mode, but this; looked at,
-    it leaves its place to one that is undecided again. It equals the mode itself.
+    JAX's settings belong to a thread, which tasks share, so the mode itself cannot be set. This is set
+    instead; when it is first looked at, it decides, and sets a new, undecided one. It equals the mode.
     """
 
     __slots__ = ("_decided",)
@@ -134,13 +134,13 @@ class _ModeOfContext:
 
 
 def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint: str = "") -> Any:
-    """`value` as a dense array, if it is a Value; under the policy.
+    """Makes `value` a dense array if it is a Value, under the policy.
 
     **Arguments:**
 
-    - `what`: what asks for it: the name of a primitive, or a phrase such as "bool()".
+    - `what`: the name of the primitive that needs it, or a phrase such as "bool()".
     - `operands`: all operands of the primitive, for the message. Default: `value` alone.
-    - `hint`: why, or what can be done. Default: register a rule for the primitive `what`.
+    - `hint`: the reason, or what can be done. Default: register a rule for the primitive `what`.
     """
     if not is_value(value):
         return value
@@ -148,12 +148,12 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 
 
 def dense_operands(primitive: jexc.Primitive, operands: Sequence[Any]) -> list[Any]:
-    """The operands of a primitive that no rule covers, each as a dense array; under the policy."""
+    """Makes the operands of a primitive that no rule covers dense, under the policy."""
     return map_values(lambda values: _densify(values, primitive.name, operands, ""), operands)
 
 
 def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The result without a rule: by the one overridden `default` among the operands, else dense."""
+    """The result without a rule: that of the operands' one overridden `default`, else of dense operands."""
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
@@ -174,10 +174,10 @@ def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-    """`operands` with the results of `f` in place of the Values among them.
+    """`operands` with the Values among them replaced by the results of `f`.
 
-    A Value that is there twice is given to `f` once. Two arrays that are computed from it apart may differ in
-    their last digits, as compilers fuse them otherwise, and `x != x`, which asks for NaNs, would be true.
+    A Value that occurs twice is passed to `f` once. Computed twice, the array may differ in its last digits,
+    since the compiler may fuse each differently, and `x != x`, the test for NaNs, would be true.
     """
     flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
     first = {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
@@ -187,7 +187,7 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
 
 
 def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
-    """Whether flattened Values have the same arrays, and the same statics."""
+    """Whether two flattened Values have the same arrays and the same statics."""
     return len(x[0]) == len(y[0]) and all(map(operator.is_, x[0], y[0])) and x[1] == y[1]
 
 
@@ -214,7 +214,7 @@ _WHEN = "Raised when it had to be materialised, by"
 
 
 def _strictest(values: Sequence[Value]) -> Mode:
-    """The policies of the types themselves, those of Values inside of Values included."""
+    """The strictest policy of the types themselves, those of nested Values included."""
     found: set[Mode] = {"allow"}
 
     def look(x: Any) -> None:
@@ -229,7 +229,7 @@ def _strictest(values: Sequence[Value]) -> Mode:
 
 
 def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any:
-    """While shapes are traced, so that the recording goes on past a type that refuses."""
+    """Used while `explain` traces shapes, so that the recording continues past a type that refuses."""
     try:
         return materialise(value)
     except Exception as error:
@@ -244,13 +244,13 @@ def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any
 # Messages
 # -------------------------------------------------------------------------------------------------
 
-_OF_ANY_NUMBER = ("concatenate", "sort", "optimization_barrier")  # of operands
+_OF_ANY_NUMBER = ("concatenate", "sort", "optimization_barrier")  # primitives with any number of operands
 _warned_for_types: set[Any] = set()
 _warned_lock = threading.Lock()
 
 
 class _Loss:
-    """One materialisation, in words."""
+    """The message for one materialisation."""
 
     def __init__(self, values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> None:
         self.values = values
@@ -296,8 +296,8 @@ class _Loss:
         )
 
     def _nearest(self) -> Iterator[tuple[str, Rule]]:
-        """At most two rules of the primitive: first those of the types of the operands, and of these those
-        that fit most operands."""
+        """At most two rules of the primitive: those for the types of the operands come first, and among
+        them those that fit the most operands."""
         need_stack()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
         mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
@@ -317,7 +317,7 @@ class _Loss:
             yield "nearest rule" if misfit(rule) else "this rule declined (NotImplemented)", rule
 
     def warn(self) -> None:
-        """Once for each call site, primitive and types of operands; shown at the user's own line."""
+        """Warns once for each call site, primitive and types of operands, at the user's own line."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
         stack = _entered.get()

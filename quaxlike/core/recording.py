@@ -1,4 +1,4 @@
-"""Records of `explain`: one event for each primitive that meets a Value."""
+"""Recording for `explain`: one event for each primitive that is applied to a Value."""
 
 import collections
 import contextlib
@@ -24,25 +24,25 @@ Outcome = Literal["rule", "default", "built-in", "materialised"]
 
 @dataclasses.dataclass(eq=False)
 class Event:
-    """One primitive that met Values."""
+    """One primitive that was applied to Values."""
 
     primitive: str
     operands: tuple[str, ...]
     source: str  # the line of the user's own code
-    through: str  # the innermost line, if that is in an installed library
+    through: str  # the line of an installed library that the user's code called, if any
     outcome: Outcome = "built-in"
     rule: Rule | None = None
     results: tuple[str, ...] = ()
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # What ran inside: directly, or in a jaxpr that the primitive carries. The key is that jaxpr, so
-    # that of several tracings (of a loop's body, for its carry) the last one counts.
+    # What ran inside, directly or in a jaxpr that the primitive carries. The key is that jaxpr, so that
+    # if it is traced several times (the body of a loop, for its carry), the last time counts.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
     @property
     def leaves_nothing(self) -> bool:
-        """Whether this is an inlined jit: its equations stand in its place."""
+        """Whether this is an inlined jit, which its equations replace."""
         return self.outcome == "built-in" and self.primitive in ("jit", "pjit") and [*self.inside] == [None]
 
     def into(self, key: Any, what: str) -> list["Event"]:
@@ -60,7 +60,7 @@ class Recorder:
     def follow(
         self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """The result of `handler` for the primitive, recorded unless it is `NotImplemented`."""
+        """Calls `handler` for the primitive, and records the event unless it returns `NotImplemented`."""
         rule = handler.rule if isinstance(handler, Checked) else handler
         event = self._new(primitive.name, operands)
         what = ""
@@ -78,7 +78,7 @@ class Recorder:
         return out
 
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
-        """The result of `tracing` for a jaxpr, once for each key; with the events it led to each time."""
+        """Calls `tracing` for a jaxpr once for each key, and records the events that it led to each time."""
         known = self._traced.get((jaxpr, key))
         if known is None:
             events: list[Event] = []
@@ -93,8 +93,8 @@ class Recorder:
     def lose(
         self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
     ) -> None:
-        """Records that Values among the operands are materialised: by the primitive that is at work, if
-        it is that which asks."""
+        """Records that Values among the operands are materialised: in the event of the current primitive, if
+        that is what needs them."""
         event = self._open
         asks = event is not self.root and primitive.startswith(event.primitive)
         if not asks or event.outcome == "rule":
@@ -106,13 +106,13 @@ class Recorder:
         event.notes += notes
 
     def by_default_of(self, cls: type) -> None:
-        """Records that the primitive that is at work follows the `default` of a type."""
+        """Records that the current primitive follows the `default` of a type."""
         self._open.outcome = "default"
         self._open.notes.append(f"{cls.__name__}.default")
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Events that are recorded within are shown as inside of `what`."""
+        """Shows the events that are recorded in the block as inside `what`."""
         before, self._into = self._into, self._open.into(what, what)
         try:
             yield
@@ -128,7 +128,7 @@ class Recorder:
         return Event(primitive, tuple(map(describe, operands)), str(source), str(through or ""))
 
     def events(self) -> Iterator[tuple[tuple[str, ...], Event]]:
-        """Every event in the order of the program, with the path of what it ran inside of."""
+        """Every event in the order of the program, with the path of what it ran inside."""
         return _walk((), self.root)
 
 
@@ -144,14 +144,14 @@ def _walk(where: tuple[str, ...], event: Event) -> Iterator[tuple[tuple[str, ...
 _active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("quaxlike_recorder", default=None)
 active = _active.get
 
-# A setting that JAX keeps in the keys of its caches: what it traced before is traced again, and recorded.
+# A setting that is part of the keys of JAX's caches, so that what they hold is traced again, and recorded.
 _jit_recording = jax.make_user_context(None)
 _recordings = itertools.count(1)
 
 
 @contextlib.contextmanager
 def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
-    """Records what is dispatched inside, in this thread and context."""
+    """Records what is dispatched in the block, in this thread and context."""
     recorder = Recorder() if recorder is None else recorder
     token = _active.set(recorder)
     try:
@@ -162,7 +162,7 @@ def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
 
 
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:
-    """For functions that dispatch on their own: what they lead to is shown as inside of `what`."""
+    """Decorates functions that dispatch on their own: their events are shown as inside `what`."""
 
     def decorator(function: _Fn) -> _Fn:
         @functools.wraps(function)
@@ -180,8 +180,8 @@ def shown_as(what: str) -> Callable[[_Fn], _Fn]:
 def note(text: str) -> None:
     """Adds a remark to the row of [`quaxlike.explain`][] for the rule that is running.
 
-    To be called inside a rule, for what its signature does not tell: the kernel that was chosen, say.
-    Does nothing unless `explain` is at work.
+    Call it inside a rule, for what the signature does not show: the kernel that was chosen, say.
+    It does nothing unless `explain` is running.
     """
     if (recorder := active()) is not None:
         recorder.note(text)
@@ -193,7 +193,7 @@ def note(text: str) -> None:
 
 
 def describe(x: Any) -> str:
-    """An operand as `LoraArray f32[4,3]`, or `f32[3]` if it is a plain array."""
+    """Describes an operand as `LoraArray f32[4,3]`, or `f32[3]` for a plain array."""
     try:
         aval = aval_of(x) if is_value(x) else jax.typeof(x)
     except TypeError:
@@ -203,8 +203,8 @@ def describe(x: Any) -> str:
 
 
 def user_source() -> tuple[compat.SourceLine, compat.SourceLine | None]:
-    """The line of the user's own code that is being executed; and the line of an installed library, if the
-    former called that."""
+    """The line of the user's own code that is being executed, and the innermost line of an installed library
+    that it called, or None."""
     first: compat.SourceLine | None = None
     for line in compat.source_lines():
         if not compat.is_library(line.file):
@@ -213,16 +213,16 @@ def user_source() -> tuple[compat.SourceLine, compat.SourceLine | None]:
     return first or compat.SourceLine("<unknown>", 1, "?"), None
 
 
-# Methods of a type that are called for its Values, which may call what calls them; the core's functions by
-# these names call them.
+# The hooks of a type that may end up calling themselves. Functions of the core with the same names only call
+# them.
 _HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
 _CALLERS = values.__file__
 
 
 def endless(error: RecursionError) -> str | None:
-    """What to say of a rule, or of a hook, that is called again and again; None if there is none.
+    """The message for a rule or a hook that calls itself endlessly; None if there is none.
 
-    Little of the stack is left here. What memoises its errors, as beartype does for plum, must not be called.
+    Little of the stack is left here: nothing that memoises errors, as beartype does for plum, may be called.
     """
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     often = {code: n for code, n in codes.items() if n > 5}
@@ -231,8 +231,8 @@ def endless(error: RecursionError) -> str | None:
     if found:
         rule = max(found, key=lambda rule: often[rule.written.__code__])
         return (
-            f"The rule {rule} calls `{rule.primitive}` on operands that it stands for itself, without an "
-            "end. Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
+            f"The rule {rule} calls `{rule.primitive}` on operands that it covers itself, and so never ends. "
+            "Call it on their parts: on the arrays or Values that they hold, with `quaxify`."
         )
     hooks = [code for code in often if code.co_name in _HOOKS and code.co_filename != _CALLERS]
     if not hooks:
@@ -240,12 +240,12 @@ def endless(error: RecursionError) -> str | None:
     hook = max(hooks, key=lambda code: often[code])
     return (
         f"`{hook.co_qualname}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, "
-        "which calls it again, without an end. Compute with the arrays that the Value holds."
+        "and so calls itself endlessly. Compute with the arrays that the Value holds."
     )
 
 
 def in_bytes(size: int) -> str:
-    """`size` as bytes, and as a number one can read, unless `jax.export` leaves it open."""
+    """`size` in bytes and in a readable unit; a symbolic size of `jax.export` in bytes only."""
     if not isinstance(size, int):
         return f"{size} bytes"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -1,4 +1,4 @@
-"""Primitives that carry code, one file each; importing registers them."""
+"""Primitives that carry code, one file each. Importing this package registers them."""
 
 from . import callbacks as callbacks
 from . import checkpoint as checkpoint

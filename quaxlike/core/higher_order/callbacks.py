@@ -1,5 +1,5 @@
-"""Debug callbacks see the Value itself. (`pure_callback` and `io_callback` take arrays: there a Value is
-materialised, under the policy, as for any primitive without a rule.)"""
+"""Debug callbacks, which receive the Value itself. (`pure_callback` and `io_callback` take arrays: for them a
+Value is materialised, under the policy, as for any primitive without a rule.)"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`jax.checkpoint`: rematerialisation of computations on Values, with its policy."""
+"""`jax.checkpoint`: rematerialisation, with its policy, of computations on Values."""
 
 from collections.abc import Sequence
 from typing import Any

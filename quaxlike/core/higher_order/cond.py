@@ -1,4 +1,4 @@
-"""`lax.cond` and `lax.switch`: every branch on Values, and their results unified."""
+"""`lax.cond` and `lax.switch`: branches on Values, whose results are unified."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`custom_dce`: the function and what its rule computes, both on Values."""
+"""`custom_dce`: the function, and the one that its rule returns, both on Values."""
 
 import functools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def _custom_dce(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
     rule, what = params["rule"], f"custom_dce of {params['name']}"
-    if compat.is_eval_trace(trace.parent_trace):  # nothing below eliminates code
+    if compat.is_eval_trace(trace.parent_trace):  # no transform below eliminates dead code
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what=what)
@@ -33,7 +33,7 @@ def _custom_dce(
         used = tuple(map(any, per_slot))
         jaxpr, used_ins = (params["jaxpr"], (True,) * len(slots)) if all(used) else rule(used)
         taken = [slot for slot, is_used in zip(slots, used_ins, strict=True) if is_used]
-        # What is left of the results has the form that they had in the whole.
+        # The remaining results keep the form that they have in the full computation.
         targets = [slot for slot, is_used in zip(flat.out, used, strict=True) if is_used]
         narrowed = subjaxpr(level, jaxpr, taken, targets=targets, what=what)
         if narrowed.consts:

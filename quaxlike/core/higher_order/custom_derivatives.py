@@ -1,9 +1,8 @@
-"""`jax.custom_jvp` and `jax.custom_vjp`: the user's functions run with Values in place.
+"""`jax.custom_jvp` and `jax.custom_vjp`: the user's functions, called with Values.
 
-The primitive is bound again on the leaves. A tangent (or cotangent) of a Value that is linear in its leaves
-is a Value of the same class and pattern, a cotangent only where each leaf is an element. Of any other Value
-the parts that are not linear are made dense: tangents come through the jvp of that, and cotangents are pulled
-back through its vjp.
+The primitive is bound again on the leaves. A tangent of a Value that is linear in its leaves is a Value of
+the same class and pattern; so is a cotangent, if each leaf is an element. The parts of any other Value that
+are not linear are made dense: this conversion pushes tangents forward, and pulls cotangents back.
 """
 
 import functools
@@ -49,7 +48,7 @@ def _custom_jvp(
     *,
     symbolic_zeros: bool,
 ) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):  # nothing below differentiates
+    if compat.is_eval_trace(trace.parent_trace):  # no transform below differentiates
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
@@ -109,15 +108,15 @@ def _custom_vjp(
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     # The leaves of Values among the operands are residuals too: pulling back a dense cotangent needs
-    # them. They are forwarded, not stored again; where other residuals hold them, they stay the same arrays,
-    # so that a pattern is known again.
+    # them. They are forwarded instead of stored again. Where other residuals hold them too, they stay
+    # identical, so that patterns are recognised as equal.
     is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
     forwarded = [i for i, kept in enumerate(is_value_leaf) if kept]
     results, residuals = _Results(), _Residuals()
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
-        # Of a type that is linear it is known now already whether `fwd` can return it.
+        # For a linear type it is already known whether `fwd` can return it.
         known = [not (is_value(x) and is_linear(x)) or has_cotangents(x) for x in outs]
         return results.flatten_differentiated(outs, known)
 
@@ -164,17 +163,17 @@ def _custom_vjp(
 
 _WHAT = "a custom derivative"
 _PLAIN = "It is the derivative of a plain array."
-_HINT = "Its derivative is not one of its type: by its leaves, with its pattern."
+_HINT = "Its derivative is not a Value of its type with the same pattern."
 _OTHER = "It is the derivative of a Value of another type or pattern."
 
 
 def _linear(x: Any, what: str, hint: str) -> Any:
-    """`x`, dense (under the policy) where it is not linear."""
+    """`x` with the parts that are not linear made dense, under the policy."""
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
 class _Results:
-    """The slots of the results: decided by whichever of the user's functions runs first."""
+    """The slots of the results, which whichever of the user's functions runs first decides."""
 
     slots: tuple[Slot, ...] = ()
     decided = False
@@ -187,12 +186,12 @@ class _Results:
         return leaves
 
     def linear(self, x: Any, tangent: Any = None) -> Any:
-        """A result of a function that is differentiated: dense where it is not linear, or the tangent is."""
+        """A result of a differentiated function, dense where it is not linear or its tangent is dense."""
         return x if self.decided else dense_as(_linear(x, _WHAT, _HINT), tangent, _WHAT)
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
-        """The same for a function that is differentiated: a Value that does not have tangents of its form is
-        dense."""
+        """As `flatten`, for a function that is differentiated: a Value whose tangents do not have its form is
+        made dense."""
         if not self.decided:
             outs = [
                 dense(x, _WHAT, hint=_HINT) if is_value(x) and not has else x
@@ -209,10 +208,10 @@ class _Results:
 
 
 class _Residuals:
-    """How the residuals, and the leaves of the results that have no tangents, are laid out."""
+    """The layout of the residuals, and of the leaves of the results that have no tangents."""
 
     slots: tuple[Slot, ...] = ()
-    places: tuple[int | None, ...] = ()  # of each leaf: among those of the operands, if it is one of them
+    places: tuple[int | None, ...] = ()  # for each leaf, its index if it is a leaf of the operands
 
     @property
     def size(self) -> int:
@@ -280,7 +279,7 @@ def _tangent_in(slot: Slot, primals: Sequence[Any], tangents: Sequence[Any]) -> 
 
 
 def _with_leaves(constant: Value) -> Any:
-    """A Value without leaves, with an array for the one that it holds."""
+    """Makes a Value without leaves dense, or those that it holds."""
     return map_parts(_with_leaves, constant) if held(constant) else materialise(constant)
 
 
@@ -297,7 +296,7 @@ def _linear_part(x: Value) -> Any:
 def _of_inexact(
     f: Callable[[Value], Any], slot: Slot, leaves: Sequence[Any], inexact: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`f` as a function of the leaves that have tangents, and those leaves."""
+    """`f` as a function of the leaves that have tangents, together with those leaves."""
 
     def fun(*moving: Any) -> Any:
         leaf = iter(moving)
@@ -307,12 +306,12 @@ def _of_inexact(
 
 
 def _is_forwarded(slot: Slot, tangent: Any, forwarded: dict[int, tuple[Slot, Sequence[Any]]]) -> bool:
-    """Whether the tangent of a Value is the one that an operand came with, as of an identity function."""
+    """Whether the tangent of a Value is that of an operand, forwarded, as in an identity function."""
     return slot.treedef is not None and id(tangent) in forwarded and forwarded[id(tangent)][0] == slot
 
 
 def _has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
-    """Whether a Value may be returned with a tangent, made one of its class if it is a plain array."""
+    """Whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
     if not is_value(x):
         return False
     return _is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
@@ -336,8 +335,8 @@ def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
     if not is_derivative(tangent, x):
         name = slot.cls.__name__
         raise StructureError(
-            f"The jvp rule of a custom_jvp function gives a {name} with a tangent that is not of the same "
-            f"type and pattern. Return such a {name} there too, or define `{name}.promote`."
+            f"The jvp rule of a custom_jvp function returns a {name} whose tangent is not of the same "
+            f"type and pattern. Return such a {name} as the tangent, or define `{name}.promote`."
         )
     leaves, _ = flatten([tangent])
     return [
@@ -376,7 +375,7 @@ def _cotangents_in(
 
 
 def _pulled_back(slot: Slot, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
-    """The cotangents of the leaves that have any, from one of another form than the Value's."""
+    """The cotangents of the leaves that have any, from a cotangent whose form is not that of the Value."""
     ct = _linear(ct, "custom_vjp", _OTHER)
     alike = lambda x: map_parts_as(ct, materialise, _linear_part(x))
     fun, at = _of_inexact(alike, slot, primals, inexact)
@@ -395,7 +394,7 @@ def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any])
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
-            # The array of what is linear is what its leaves come to.
+            # A linear Value materialises to the dense cotangent.
             out.append(materialise(_linear(ct, "custom_vjp", _PLAIN)))
             continue
         primals = [next(kept) for _ in slot.avals]

@@ -1,4 +1,4 @@
-"""`jax.custom_batching.custom_vmap`: the function and its rule for batches, both on Values."""
+"""`jax.custom_batching.custom_vmap`: the function and its batching rule, both on Values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def _custom_vmap(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
     call, what = compat.closed(params["call"]), "custom_vmap"
-    if compat.is_eval_trace(trace.parent_trace):  # nothing below makes batches
+    if compat.is_eval_trace(trace.parent_trace):  # no transform below batches
         return evaluate(trace, call, operands)
     rule, in_tree, out_tree = params["rule"], params["in_tree"], params["out_tree"]
     leaves, slots = flatten(operands)
@@ -34,7 +34,7 @@ def _custom_vmap(
 
     def rule_on_leaves(axis_size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         flags = [any(of_slot) for of_slot in per_slot(slots, batched)]
-        # A Value of which a part is batched is batched as a whole.
+        # If a part of a Value is batched, all of it is.
         whole = [
             jnp.broadcast_to(x, (axis_size, *x.shape)) if flag and not has_axis else x
             for x, has_axis, flag in zip(leaves, batched, spread(flags, slots), strict=True)
@@ -47,8 +47,8 @@ def _custom_vmap(
             flags_out, of_flags = jtu.tree_flatten(out_batched)
             if not found == of_flags == out_tree:
                 raise ValueError(
-                    f"The vmap rule of {getattr(rule, '__name__', rule)} returned results {found}, and "
-                    f"whether they are batched as {of_flags}; expected {out_tree} for both."
+                    f"The vmap rule of {getattr(rule, '__name__', rule)} returned results {found} and "
+                    f"out_batched {of_flags}; expected {out_tree} for both."
                 )
             return results, flags_out
 
@@ -59,7 +59,7 @@ def _custom_vmap(
         ]
         return flatten(outs)[0], list(spread(out_flags, flat.out))
 
-    # What the jaxpr closes over is left to JAX, which does not let it be batched.
+    # Whatever the jaxpr closes over is left to JAX, which does not allow it to be batched.
     of_leaves = custom_vmap(lambda *leaves: jexc.jaxpr_as_fun(flat.jaxpr)(*flat.consts, *leaves))
     of_leaves.def_vmap(rule_on_leaves)
     return unflatten(flat.out, of_leaves(*leaves))

@@ -1,4 +1,4 @@
-"""Primitives made by `define_primitive` that no rule covers: what they are made of is dispatched."""
+"""Primitives made by `define_primitive` that no rule covers: those that implement them are dispatched."""
 
 from collections.abc import Sequence
 from typing import Any

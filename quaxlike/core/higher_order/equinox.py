@@ -1,4 +1,4 @@
-"""Equinox's own primitives, which it has no public names for."""
+"""Equinox's own primitives, which have no public names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ builtin("select_if_vmap")(select)
 def _maybe_set(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    """Values written into a buffer of Equinox's loops, which is lifted to their type."""
+    """Writes a Value into a buffer of Equinox's loops, which is lifted to its type."""
     which, buffer, x, *index = operands
     if not is_value(x) or any(map(is_value, (which, *index))):
         return by_default(primitive, operands, params)
@@ -38,7 +38,7 @@ def _maybe_set(
 def _implementation(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    """Derivatives and batches of Equinox's primitives, which are implemented in terms of other primitives."""
+    """Derivatives and batched forms of Equinox's primitives, implemented in terms of other primitives."""
     with jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         with jexc.set_current_trace(inner):

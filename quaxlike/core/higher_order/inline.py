@@ -1,4 +1,4 @@
-"""Primitives that are evaluated inline, their jvp rules kept: composites and JAX's high-level primitives
+"""Primitives that are evaluated inline: composites, and JAX's high-level primitives with their jvp rules
 (`lax.custom_root` is one from 0.12)."""
 
 import functools
@@ -20,7 +20,7 @@ from ..trace import QuaxTrace, builtin
 def _inline(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    # The name of a composite promises a backend certain operands, which are others here.
+    # The composite itself is dropped: its name promises a backend certain operands, and these are others.
     jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     return evaluate(trace, compat.closed(jaxpr), operands)
 
@@ -49,7 +49,7 @@ def call_inline(
     *,
     symbolic_zeros: bool,
 ) -> list[Any]:
-    """Runs a primitive as the function of arrays that it stands for, with its own derivative."""
+    """Runs the implementation of a primitive, with the primitive's own derivative."""
     call = jax.custom_jvp(implementation)
 
     @functools.partial(call.defjvp, symbolic_zeros=symbolic_zeros)

@@ -1,4 +1,4 @@
-"""`jax.jit` inside a quaxified function: the same jit, of the leaves."""
+"""`jax.jit` inside a quaxified function: the same jit, applied to the leaves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def _jit(
 
 
 def leaf_shardings(shardings: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
-    """For each leaf, the sharding that follows from the one given for the logical array."""
+    """For each leaf, the sharding that follows from that of the logical array."""
     out: list[Any] = []
     for sharding, slot in zip(shardings, slots, strict=True):
         if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:
@@ -47,7 +47,7 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any
 
 
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
-    """A device-local layout orders the axes of the logical array, so only leaves of its rank can take it."""
+    """For each leaf, its device-local layout, which orders axes: only leaves of the array's rank have one."""
     return tuple(
         layout if len(getattr(aval, "shape", ())) == slot.aval.ndim else None
         for layout, slot in zip(layouts, slots, strict=True)

@@ -1,6 +1,6 @@
-"""A function of arrays that is linear in some of them and has a transpose of its own.
+"""Functions that are linear in some of their operands and have a custom transpose.
 
-As `jax.custom_derivatives.linear_call`, except that it can be differentiated by all its operands, and mapped.
+As `jax.custom_derivatives.linear_call`, but differentiable with respect to all operands, and under `vmap`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..jaxprs.slots import split
 
-# From the operands that it is not linear in and the cotangents of its results, those of the others.
+# Takes the operands that are not linear, and the cotangents of the results; returns those of the linear ones.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_call_p = jexc.Primitive("linear_call_on_leaves")
@@ -23,7 +23,7 @@ _linear_call_p.multiple_results = True
 def linear_call(
     fun: jexc.ClosedJaxpr, transpose: Transpose, others: Sequence[Any], linear: Sequence[Any]
 ) -> list[Any]:
-    """The results of `fun`, a jaxpr of the operands `others` and then those that it is `linear` in."""
+    """Calls the jaxpr `fun` on the operands `others`, followed by those that it is `linear` in."""
     return _linear_call_p.bind(*others, *linear, fun=fun, transpose=transpose, n_others=len(others))
 
 

@@ -1,4 +1,4 @@
-"""`lax.custom_linear_solve`: the operator and the solver on Values."""
+"""`lax.custom_linear_solve`: its operator and its solver on Values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def _linear_solve(
     b = [_as_a_space(x, operands) for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
-    # The primitive maps a space to itself, so what is solved for has the leaves of `b`.
+    # The primitive maps a space to itself, so the solution must have the same leaves as `b`.
     hint = "The solution has other leaves."
     if not _leaves_agree(solve.out, b_slots) and any(is_value(x) and held(x) for x in b):
         b = [map_parts(lambda part: dense(part, _WHAT, hint=hint), x) if is_value(x) else x for x in b]
@@ -51,7 +51,7 @@ def _linear_solve(
         slots = (*consts[i][1], *from_slots)
         flat = subjaxpr(trace, jaxpr, slots, what=_WHAT)
         if not _leaves_agree(flat.out, to_slots):
-            # Dense, but still in its own unit.
+            # Dense, but still with its own unit, say.
             own = [with_dense_parts(slot) if held(slot.like) else slot.dense() for slot in flat.out]
             targets = own if _leaves_agree(own, to_slots) else to_slots
             flat = subjaxpr(trace, jaxpr, slots, targets=targets, what=_WHAT)
@@ -73,12 +73,12 @@ def _linear_solve(
 
 
 def _is_a_space(x: Any) -> bool:
-    """Whether leaves, whatever their numbers, make a Value, and do so linearly."""
+    """Whether any numbers in the leaves of `x` make a Value, which is linear in them."""
     return has_cotangents(x) and not has_pattern(x)
 
 
 def _as_a_space(x: Any, operands: Sequence[Any]) -> Any:
-    """`x`, dense in parts or as a whole where it is not linear in all of its leaves."""
+    """`x`, made dense in parts or as a whole if it is not linear in all of its leaves."""
     if is_value(x) and x.linear and not _is_a_space(x):
         x = map_parts(lambda part: _as_a_space(part, [part]), x)
     return dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not _is_a_space(x) else x

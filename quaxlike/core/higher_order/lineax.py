@@ -1,4 +1,4 @@
-"""lineax's `linear_solve`, evaluated inline with the derivative and the transpose that it has."""
+"""lineax's `linear_solve`, evaluated inline with its own derivative and transpose."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def _lineax_solve(
         return compat.vprim_implementation(primitive)(*flat, **params)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        # The tangent solve has to stay the primitive, which knows its transpose: so it is one of arrays.
+        # The tangent solve must remain the primitive, which has a transpose, so its operands must be arrays.
         tangents = [dense(value_of(t), "linear_solve") for t in tangents]
         tangents = [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
         return compat.jvp_rule(primitive)(primals, tangents, **params)
@@ -45,7 +45,7 @@ def _lineax_solve(
 
 
 def _vector_of_solve(operands: Sequence[Any], params: dict[str, Any]) -> list[int]:
-    """Which operands are the right-hand side of lineax's `linear_solve`."""
+    """The indices of the operands that are the right-hand side of lineax's `linear_solve`."""
 
     def vector(operator: Any, state: Any, vector: Any, options: Any, solver: Any, throw: Any) -> Any:
         return vector
@@ -62,8 +62,8 @@ def _linear_in(
     operands: Sequence[Any],
     params: dict[str, Any],
 ) -> list[Any]:
-    """`call` of the operands, with the transpose that `primitive` has by those that it is linear in, plain
-    arrays; unless it gives Values."""
+    """Calls `call` on the operands. If its results are plain arrays, its transpose with respect to the
+    `linear` operands, also plain arrays, is that of `primitive`."""
     others = [i for i in range(len(operands)) if i not in linear]
     leaves, slots = flatten([operands[i] for i in others])
     out: tuple[Slot, ...] = ()

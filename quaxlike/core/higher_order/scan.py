@@ -1,5 +1,5 @@
-"""`lax.scan` (so also `lax.map`, and `fori_loop` with a known count): rows of Values, where their type can
-cut them."""
+"""`lax.scan` (and so `lax.map`, and `fori_loop` with a known trip count) over the rows of Values, where
+their type can cut them."""
 
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -59,7 +59,7 @@ def _scan(
 
 
 def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
-    """`x`, materialised in parts or as a whole if it is a Value whose rows its type cannot cut."""
+    """`x`, made dense in parts or as a whole if it is a Value that its type cannot cut into rows."""
     if not is_value(x) or _is_cut(slot := flatten([x])[1][0]):
         return x
     if _is_cut(with_dense_parts(slot)):
@@ -75,7 +75,7 @@ def _is_cut(slot: Slot) -> bool:
 
 
 def leading_axes(slot: Slot) -> Sequence[int | None] | NotImplementedType:
-    """The axis of each leaf of a Value that is cut into rows: as its type says, or as its leaves are."""
+    """The axis along which each leaf of a Value is cut into rows: from its type, or else its leaves."""
     axes = slot.like.leading_axis()
     if axes is NotImplemented and has_rows_in_leaves(slot):
         return [0] * len(slot)
@@ -83,7 +83,7 @@ def leading_axes(slot: Slot) -> Sequence[int | None] | NotImplementedType:
 
 
 def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
-    """The leaves of what is scanned over, rows first; the slot of one row; which leaves all rows share."""
+    """The leaves that are scanned over, rows first; the slots of one row; which leaves all rows share."""
     leaves: list[Any] = []
     slots: list[Slot] = []
     shared: list[bool] = []
@@ -117,7 +117,7 @@ def row_aval(aval: Any) -> Any:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """Leaves that all rows share are constants of the loop: where each leaf then stands."""
+    """The position of each leaf among the inputs: leaves that all rows share become constants of the loop."""
     if not any(shared):
         return None
     n_shared = sum(shared)
@@ -134,7 +134,7 @@ def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] |
 
 
 def _stacking(slot: Slot, length: int) -> Slot:
-    """The slot, dense in parts or as a whole if stacks of it would not stand for the stacked arrays."""
+    """The slot, made dense in parts or as a whole if stacking its leaves does not stack the arrays."""
     if _stacks(slot, length):
         return slot
     in_parts = with_dense_parts(slot)
@@ -142,14 +142,14 @@ def _stacking(slot: Slot, length: int) -> Slot:
 
 
 def _stacks(slot: Slot, length: int) -> bool:
-    """Whether stacking the leaves of these Values gives the Value of the stacked arrays."""
+    """Whether stacking the leaves of such Values gives a Value for the stacked arrays."""
     if slot.treedef is None:
         return True
     stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
     try:
         axes = leading_axes(stacked)
         shape, dtype = stacked.aval.shape, stacked.aval.dtype
-    except Exception:  # a type whose shapes do not fit is one that does not stack
+    except Exception:  # a type whose shapes do not fit cannot be stacked
         return False
     if axes is NotImplemented or any(axis != 0 for axis in axes):
         return False

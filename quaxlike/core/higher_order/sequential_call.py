@@ -1,4 +1,4 @@
-"""`sequential_vmap_with_vjp`: the same call, of the leaves."""
+"""`sequential_vmap_with_vjp`: the same call, applied to the leaves."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from ..trace import QuaxTrace, builtin
 def _sequential_call(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):  # no vmap to keep it sequential under
+    if compat.is_eval_trace(trace.parent_trace):  # there is no vmap under which to keep it sequential
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what="sequential_vmap_with_vjp")

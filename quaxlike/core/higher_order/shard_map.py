@@ -1,4 +1,4 @@
-"""`jax.shard_map`: the body on Values of each shard; specs of the logical arrays, turned into the leaves'."""
+"""`jax.shard_map`: the body on Values of each shard, with specs for leaves in place of logical arrays."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -50,12 +50,12 @@ def _shard_map(
 
 
 def _that_joins(x: Any, spec: Any) -> Any:
-    """A result; dense, in parts or as a whole, if it is a Value whose leaves differ between devices where
-    `spec` takes them to be the same: the factor of an adapter, say, that each scaled by its own number."""
+    """A result, made dense in parts or as a whole if it is a Value whose leaves differ between devices where
+    `spec` assumes that they agree: say, the factor of an adapter that each device scaled differently."""
     to_dense = functools.partial(
         dense,
         what="shard_map (out_specs)",
-        hint=f"Its devices have different parts, which {spec} cannot join.",
+        hint=f"Its leaves differ between devices, so that {spec} cannot join them.",
     )
     if not _joins(x, spec) and x.linear and held(x):
         x = map_parts(to_dense, x)

@@ -1,4 +1,4 @@
-"""Primitives that move data without looking at it act on each leaf of a Value."""
+"""Primitives that move data without looking at it, and so act on each leaf of a Value."""
 
 import functools
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def leafwise(
 def _pvary(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """Leaves differ in the mesh axes over which they vary already."""
+    """Makes each leaf vary over the axes over which it does not vary yet."""
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:
@@ -80,7 +80,7 @@ def _sharding_constraint(
 def select(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """With a scalar predicate a choice between whole Values; else it looks at elements."""
+    """Selects between whole Values if the predicate is a scalar; otherwise it would look at elements."""
     which, *cases = operands
     if is_value(which) or which.shape != ():
         return by_default(primitive, operands, params)
@@ -99,7 +99,7 @@ def select(
 def _write(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """Values written into a buffer that a library allocated: the buffer is lifted to their type."""
+    """Writes a Value into a buffer that a library allocated, which is lifted to its type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
         return by_default(primitive, operands, params)
@@ -113,7 +113,7 @@ def _write(
 def _add_jaxvals(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """The sum of two cotangents: leaf by leaf for Values of one pattern that are linear in their leaves."""
+    """Adds two cotangents: leaf by leaf for Values of the same pattern that are linear in their leaves."""
     x, y = operands
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
         add = lambda p, q: primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
@@ -126,7 +126,7 @@ def _add_jaxvals(
 def _convert_element_type(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """To the dtype that a Value has: loops do so to a carry that starts from weakly typed numbers."""
+    """Converts a Value to the dtype that it has, as loops do to a carry that starts from weak types."""
     (x,) = operands
     aval = aval_of(x)
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:

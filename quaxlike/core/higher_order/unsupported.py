@@ -1,4 +1,4 @@
-"""Clear errors for primitives that need plain arrays."""
+"""Errors for primitives that need plain arrays."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

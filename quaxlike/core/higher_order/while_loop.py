@@ -1,4 +1,4 @@
-"""`lax.while_loop` and `lax.fori_loop`; and the fixed point of a loop's carry."""
+"""`lax.while_loop` and `lax.fori_loop`, and the fixed point of a loop's carry."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +42,7 @@ def _while(
     return unflatten(carry, out)
 
 
-# A form may depend on that of another carry; the rank of an adapter that one is added to grows for ever.
+# A form may depend on that of another carry, but some never settle: a rank may grow with each iteration.
 _MOST_CHANGES = 2
 
 
@@ -52,15 +52,15 @@ def carry_fixed_point(
     beside: Sequence[Slot],
     what: str,
 ) -> tuple[list[Any], tuple[Slot, ...], Flat]:
-    """The form that a loop's carry keeps from one iteration to the next.
+    """Finds the form that a loop's carry keeps from one iteration to the next.
 
-    A plain array that comes out as a Value is lifted by the type's `promote`, or the Value is
-    materialised; two different Values are brought to a form that both can have, or are an error that names
-    the slot. What has another form after each iteration, a Value or a part of one, is materialised.
+    A plain array that becomes a Value is lifted by the type's `promote`, or else the Value is materialised.
+    Two different Values are converted to a form that both can have; if there is none, the error names the
+    carry. A Value, or a part of one, whose form changes with each iteration is materialised.
 
     **Arguments:**
 
-    - `body_for`: the body for a carry in the given slots, with its results brought to the targets.
+    - `body_for`: makes the body for a carry in the given slots, and converts its results to the targets.
     - `beside`: the slots of the body's other operands.
 
     **Returns:**
@@ -91,7 +91,7 @@ def carry_fixed_point(
             joined(i, a if b.treedef is None else a.loosened(x).carried(), b)
             for i, (x, a, b) in enumerate(zip(init, carry, after, strict=True))
         )
-        if unified == carry:  # the results only have to be brought to it
+        if unified == carry:  # only the results have to be converted
             rest = (None,) * (len(body.out) - len(carry))
             body = body_for(carry, (*carry, *rest))
             break
@@ -107,18 +107,18 @@ def _explore(
     body_for: Callable[[Sequence[Slot], None], Flat],
     mismatch: OperandMismatch,
 ) -> tuple[Slot, ...]:
-    """The carry with those plain arrays lifted which turn out to be Values.
+    """Lifts those plain arrays of the carry that turn out to be Values.
 
     Libraries start loops from placeholders (`jnp.zeros`) that become, say, metres in the first iteration.
-    Nothing is supposed of them here; what comes out of an iteration tells, and is supposed of them in the
-    next, until nothing new comes.
+    Nothing is assumed about them at first; what an iteration reveals is assumed in the next, until nothing
+    new is found.
 
     **Raises:** the `OperandMismatch`, if no plain array turns out to be a Value.
     """
     loose = tuple(
         placeholder(slot.loosened(x).carried(), mismatch.cls) for slot, x in zip(carry, init, strict=True)
     )
-    for plain_tells in (False, True):  # whether a plain result tells that it is a plain array
+    for plain_tells in (False, True):  # whether a plain result shows that the carry is a plain array
         lifted = tuple(map(settled, _settle(loose, body_for, plain_tells)))
         if not all(map(Slot.has_structure_of, lifted, carry)):
             return lifted
@@ -128,7 +128,7 @@ def _explore(
 def _settle(
     carry: tuple[Slot, ...], body_for: Callable[[Sequence[Slot], None], Flat], plain_tells: bool
 ) -> tuple[Slot, ...]:
-    """The carry with what iterations tell of its placeholders."""
+    """The carry, with its placeholders replaced by what iterations reveal."""
 
     def tells(a: Slot, b: Slot) -> bool:
         is_plain = b.treedef is None and plain_tells and not b.loose

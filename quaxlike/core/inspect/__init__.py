@@ -1,1 +1,1 @@
-"""Reports for users: what happened to a type, and what is registered for it."""
+"""Reports for users: how a program treats a type, and which rules are registered for it."""

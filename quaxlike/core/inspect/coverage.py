@@ -1,4 +1,4 @@
-"""An inventory of rules: those of a type, and the pairs that no order decides between."""
+"""An inventory of rules: those of a type, and ambiguous pairs."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from ..values import ArrayValue, Value
 
 @checked
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
-    """The rules that a type takes part in, sorted by primitive.
+    """Lists the rules that apply to a type, sorted by primitive.
 
     **Arguments:**
 
@@ -45,8 +45,8 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 
 
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
-    """Whether the rule is about the type: a parameter that takes any Value does not make it so, unless all
-    of them do."""
+    """Whether the rule is about the type. Parameters that take any Value do not count, unless all of the
+    rule's parameters do."""
     hints = list(rule.signature.types)
     if rule.signature.has_varargs:
         hints.append(rule.signature.varargs)
@@ -57,7 +57,7 @@ def _mentions(rule: Rule, cls: type[Value]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RulesDiff:
-    """Which primitives have rules for one type and not for another. Prints as a table."""
+    """The primitives that have rules for one type but not for another. Prints as a table."""
 
     types: tuple[type[Value], type[Value]]
     rules: dict[str, tuple[tuple[Rule, ...], tuple[Rule, ...]]]
@@ -90,7 +90,7 @@ class RulesDiff:
 
 @checked
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
-    """Which primitives two types have rules for: what one can do and the other cannot.
+    """Compares the primitives that two types have rules for, to show what one can do and the other cannot.
 
     **Arguments:**
 
@@ -122,9 +122,9 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
 
     **Arguments:**
 
-    - `types`: the types of Values to consider as operands, in every combination with each other and
+    - `types`: the Value types to consider as operands, in every combination with each other and
         with plain arrays. Default: every concrete type that a rule mentions.
-    - `rules`: a [`quaxlike.RuleSet`][] to look at on top of the global one.
+    - `rules`: a [`quaxlike.RuleSet`][] to check in addition to the global one.
 
     **Raises:**
 
@@ -180,7 +180,7 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
             continue
         signature = signature_of(operands)
         order = in_order(a.primitive, signature, [r for r in registered if signature <= r.signature])
-        first = order[0]  # what comes after is asked only where a better match declines
+        first = order[0]  # the others are tried only if a better match declines
         if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
             return True
     return False
@@ -195,7 +195,7 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
 
 
 def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
-    """The class itself; what derives from it, if it is abstract and not the base of all types."""
+    """The class itself if it is concrete, else its concrete subclasses; none for the base of all types."""
     if not inspect.isabstract(cls):
         yield cls
     elif cls not in (Value, ArrayValue):

@@ -1,4 +1,4 @@
-"""The bytes that the devices of a compiled program exchange, read from its text."""
+"""The bytes that devices exchange in a compiled program, read from its text."""
 
 import dataclasses
 import math
@@ -9,21 +9,21 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """All collectives of a compiled program that give each device arrays of one shape."""
+    """All collectives of one kind in a compiled program that give each device an array of one shape."""
 
     kind: str
     """`"all-gather"`, `"all-reduce"`, `"all-to-all"`, `"collective-permute"`, `"reduce-scatter"`."""
     dtype: str
     """As XLA writes it: `"u8"`, `"f32"`, ..."""
     shape: tuple[int, ...]
-    """Of what each device has afterwards."""
+    """The shape of what each device has afterwards."""
     count: int
-    """How often it stands in the program; once for the body of a loop."""
+    """How often it occurs in the program; once for the body of a loop."""
     bytes: int
-    """How many bytes a device has of it afterwards, all `count` together."""
+    """How many bytes a device has of it afterwards, over all `count` occurrences."""
     packed: bool
-    """Whether it is a gather of codes, or of what is stored with them: by the dtypes and sizes of the parts
-    of arguments that are Values and hold integers."""
+    """Whether it gathers the codes of a weight, or arrays stored with them. They are recognised by the dtypes
+    and sizes of the parts of arguments that are Values and hold integers."""
 
     def __str__(self) -> str:
         times = f"{self.count} times " if self.count > 1 else ""
@@ -39,12 +39,12 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 
 
 def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
-    """The collectives of a compiled program, those of most bytes first.
+    """Lists the collectives of a compiled program, those with the most bytes first.
 
     **Arguments:**
 
-    - `text`: of the program (`jax.stages.Compiled.as_text`).
-    - `packed`: the arrays that packed weights are made of.
+    - `text`: the text of the program (`jax.stages.Compiled.as_text`).
+    - `packed`: the arrays that packed weights consist of.
     """
     parts = {(_short(x.dtype), math.prod(x.shape)) for x in packed}
     counts: dict[tuple[str, str, tuple[int, ...]], int] = {}
@@ -66,7 +66,7 @@ def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
 
 
 def _short(dtype: Any) -> str:
-    """A dtype of NumPy as XLA writes it."""
+    """The name that XLA gives to a NumPy dtype."""
     name = str(dtype)
     for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f"), ("uint", "u"), ("int", "s")):
         if name.startswith(long):

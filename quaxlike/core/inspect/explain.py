@@ -1,4 +1,4 @@
-"""`explain`: what a quaxified function does with Values, primitive by primitive, without running it."""
+"""`explain`: how a quaxified function treats Values, primitive by primitive, without running it."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,15 @@ from .exchange import Exchange, exchanges
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All events alike: one primitive that met operands of these types, at one place."""
+    """All events of one kind: a primitive that was applied to operands of these types, at one place."""
 
     primitive: str
     operands: tuple[str, ...]
-    """The type of each operand, as `LoraArray f32[4,3]`, or `f32[3]` for a plain array."""
+    """The type of each operand, such as `LoraArray f32[4,3]`, or `f32[3]` for a plain array."""
     results: tuple[str, ...]
     outcome: Outcome
-    """`"rule"`: a registered rule; `"default"`: the `default` of a type; `"built-in"`: what quaxlike does
-    by itself with control flow and with primitives that only move data; `"materialised"`: no rule."""
+    """`"rule"`: a registered rule; `"default"`: the `default` of a type; `"built-in"`: quaxlike's own
+    handling of control flow and of primitives that only move data; `"materialised"`: no rule."""
     rule: str | None
     """Where the rule was written, as `file:line`."""
     source: str
@@ -39,18 +39,18 @@ class Row:
     through: str
     """The line of an installed library in which it happened, if the user's line called one."""
     where: tuple[str, ...]
-    """Inside which nested jit, scan, cond, ... and inside which rules it happened, from the outside."""
+    """The nested jit, scan, cond, ... and the rules inside which it happened, outermost first."""
     count: int
-    """How often it stands in the traced program; once for the body of a loop."""
+    """How often it occurs in the traced program; once for the body of a loop."""
     bytes: int
-    """How many bytes are materialised, all `count` together."""
+    """How many bytes are materialised, over all `count` occurrences."""
     notes: tuple[str, ...]
     hint: str
-    """For what was materialised: what the author of the type can write."""
+    """For a materialisation: the rule that the author of the type can write."""
 
 
 class Report:
-    """The findings of [`quaxlike.explain`][]. Prints as a table, also in notebooks."""
+    """The result of [`quaxlike.explain`][]. Prints as a table, in notebooks too."""
 
     def __init__(
         self, rows: Sequence[Row], devices: int = 1, exchange: Callable[[], tuple[Exchange, ...]] = tuple
@@ -62,9 +62,9 @@ class Report:
 
     @functools.cached_property
     def exchanged(self) -> tuple[Exchange, ...]:
-        """One [`Exchange`][quaxlike.Exchange] for each kind of array that devices give each other, those of
-        most bytes first, for arguments that are spread over a mesh. The compiler decides, so the program is
-        compiled for these devices when this is asked for."""
+        """One [`Exchange`][quaxlike.Exchange] for each kind of array that devices exchange, those with the
+        most bytes first, for arguments that are spread over a mesh. The compiler decides what is exchanged,
+        so accessing this compiles the program for these devices."""
         return self._exchange()
 
     @property
@@ -79,12 +79,12 @@ class Report:
 
     @property
     def first_loss(self) -> Row | None:
-        """Where, in the order of the program, a Value is first materialised; None if nowhere."""
+        """The first row, in program order, in which a Value is materialised; None if there is none."""
         return next(iter(self.materialised), None)
 
     @property
     def summary(self) -> str:
-        """The counts in a line, and the first loss with what to write against it."""
+        """The counts in one line, followed by the first loss and the rule that would prevent it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 
     def _gathered(self) -> list[str]:
@@ -117,7 +117,7 @@ class Report:
         import rich.console
 
         console = rich.console.Console()
-        if not console.is_terminal:  # a log or a file, where nothing asks for narrow columns
+        if not console.is_terminal:  # a log or a file, which does not need narrow columns
             console.width = max(console.width, _WIDTH)
         with console.capture() as captured:
             console.print(self)
@@ -143,7 +143,7 @@ class Report:
         return page.fragment(self.rows, _table(self.rows), self.summary)
 
     def to_html(self, path: str | pathlib.Path) -> None:
-        """Writes a page that stands by itself, for a browser.
+        """Writes the report as a self-contained page of HTML.
 
         **Arguments:**
 
@@ -155,23 +155,23 @@ class Report:
 def explain(
     fn: Callable[..., Any], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
 ) -> Callable[..., Report]:
-    """Tells what `quaxify(fn)` does with its Values: which rules it follows, and where a type is lost.
+    """Reports what `quaxify(fn)` does with its Values: which rules it follows, and where a type is lost.
 
     Nothing is computed: `fn` is traced with shapes in place of arrays, so arguments (and the fields of
-    Values) may be `jax.ShapeDtypeStruct`s, and a model of any size is explained in no memory. A type
-    whose `materialise` raises does not stop it, nor does `on_materialise("error")`: what would raise is
-    a row like any other.
+    Values) may be `jax.ShapeDtypeStruct`s, and a model of any size takes no memory. Neither a type
+    whose `materialise` raises nor `on_materialise("error")` stops it: what would raise becomes a row like
+    any other.
 
     **Arguments:**
 
-    - `fn`, `filter_spec`, `rules`: as in [`quaxlike.quaxify`][]. If `fn` is quaxified already, or calls
+    - `fn`, `filter_spec`, `rules`: as in [`quaxlike.quaxify`][]. If `fn` is already quaxified, or calls
         functions that are, what happens inside these is reported as well.
 
     **Returns:**
 
     A function of the arguments of `fn` that returns a [`Report`][quaxlike.Report]. JAX arrays
-    and `ShapeDtypeStruct`s among the arguments are abstract; anything else is as it is. Where they are spread
-    over a mesh, `exchanged` tells what its devices exchange, which weights they gather above all.
+    and `ShapeDtypeStruct`s among the arguments are abstract; anything else is passed unchanged. If they are
+    spread over a mesh, `exchanged` lists what its devices exchange, above all which weights they gather.
 
     !!! example
 
@@ -206,7 +206,7 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """The number of devices that arguments are spread over, and what compiles the program for them."""
+    """The number of devices that arguments are spread over, and a function that finds what they exchange."""
     spread = lambda x: isinstance(s := getattr(x, "sharding", None), jax.NamedSharding) and s.mesh.size > 1
     meshes = [x.sharding.mesh for x in jax.tree.leaves(dynamic) if spread(x)]
     if not meshes:
@@ -224,7 +224,7 @@ def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[
 
 
 def _packed(tree: Any) -> list[Any]:
-    """The arrays that Values in a tree are made of, of those that have integers among them."""
+    """The arrays of those Values in a tree that hold integers."""
     out: list[Any] = []
     for value in filter(is_value, jax.tree.leaves(tree, is_leaf=is_value)):
         parts = jax.tree.leaves(value, is_leaf=lambda x, value=value: x is not value and is_value(x))
@@ -267,13 +267,13 @@ def _rows(events: Any) -> list[Row]:
 # As a table
 # -------------------------------------------------------------------------------------------------
 
-#: Of a table that is not printed to a terminal.
+#: The width of a table that is not printed to a terminal.
 _WIDTH = 160
 _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "count", "bytes", "notes")
 
 
 def _table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The heads of the columns, then the cells of each row; without columns that say nothing."""
+    """The heads of the columns, then the cells of each row; empty columns are left out."""
     lines = [_cells(row) for row in rows]
     kept = [i for i, name in enumerate(_COLUMNS) if name == "primitive" or any(line[i] for line in lines)]
     return [tuple(line[i] for i in kept) for line in (_COLUMNS, *lines)]
@@ -295,7 +295,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _short(source: str) -> str:
-    """A place with only the last folder of its path; `Row` has it in full."""
+    """A place with only the last folder of its path; `Row` holds all of it."""
     path, _, rest = source.rpartition(":")
     return ":".join(["/".join(pathlib.PurePath(path).parts[-2:]), rest])
 

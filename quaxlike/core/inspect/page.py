@@ -1,4 +1,4 @@
-"""A report as a page of HTML that stands by itself."""
+"""Reports as self-contained pages of HTML."""
 
 import html
 import pathlib
@@ -41,11 +41,11 @@ _PAGE = """<!doctype html>
 
 
 def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) -> str:
-    """The summary and the table, with their style: what a notebook shows.
+    """The summary and the table, with their style, as a notebook shows them.
 
     **Arguments:**
 
-    - `rows`: the rows of the report, for what the cells do not tell.
+    - `rows`: the rows of the report, for what the cells leave out.
     - `table`: the heads of the columns, then the cells of each row.
     """
     columns, *lines = table
@@ -61,7 +61,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
 
 def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
-    # The full places, which the cells shorten, are shown when the pointer rests on them.
+    # Cells shorten places; the full ones are shown when the pointer rests on them.
     titles = {"outcome": row.rule or row.hint, "line": row.source, "notes": row.through}
     cells = []
     for column, cell in zip(columns, line, strict=True):
@@ -74,7 +74,7 @@ def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
 def write(
     path: str | pathlib.Path, rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str
 ) -> None:
-    """Writes the page, so that no reader finds half of it."""
+    """Writes the page; the file appears only once it is complete."""
     page = _PAGE.format(title="quaxlike: what was dispatched", fragment=fragment(rows, table, summary))
     with replacing(path) as file:
         file.write(page.encode())

@@ -1,1 +1,1 @@
-"""Jaxprs on Values: how operands are laid out as leaves, and how a jaxpr is run, rewritten and cached."""
+"""Jaxprs on Values: the layout of operands as leaves; running, rewriting and caching a jaxpr."""

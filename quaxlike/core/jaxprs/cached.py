@@ -1,4 +1,4 @@
-"""`cached_trace`: rules that are traced once for operands of a structure, and not run again for the next."""
+"""`cached_trace`: rules that are traced once for each structure of operands, and replayed from then on."""
 
 import dataclasses
 import functools
@@ -17,16 +17,16 @@ from .slots import Slot, flatten, unflatten
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
-_LIMIT = 1024  # structures of operands that a rule remembers
+_LIMIT = 1024  # structures of operands that are cached for a rule
 
 
 def cached_trace(rule: _Fn) -> _Fn:
-    """A rule of a primitive with one result that runs no more than once for operands of the same structures.
+    """Traces a rule once for operands of the same structures; the primitive must have one result.
 
-    A model has the same product in all of its layers. What the rule did for operands of these structures and
-    avals is kept as a jaxpr. Where an outer transform traces, its equations are bound again; eagerly it runs
-    as one compiled function. For rules that depend on nothing else, and that are long: a short one costs less
-    than looking it up.
+    The layers of a model repeat the same product, so the computation of the rule is cached as a jaxpr, by the
+    structures and avals of the operands. If an outer transform is tracing, its equations are bound again;
+    eagerly it runs as one compiled function. Use it for rules that depend on nothing else and are long:
+    running a short one costs less than the lookup.
     """
     known: dict[Any, _Traced | None] = {}
     lock = threading.Lock()
@@ -40,7 +40,7 @@ def cached_trace(rule: _Fn) -> _Fn:
         key = (args[:n], slots, tuple(params.items()), compat.trace_context())
         try:
             traced = known[key]
-        except TypeError:  # params that cannot be looked up
+        except TypeError:  # unhashable params
             return rule(*args, **params)
         except KeyError:
             traced = _trace(rule, args[:n], slots, params)
@@ -59,7 +59,7 @@ def cached_trace(rule: _Fn) -> _Fn:
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-    """The work of a rule on leaves, and the slot of its result."""
+    """The computation of a rule on leaves, and the slot of its result."""
 
     jaxpr: jexc.ClosedJaxpr
     out: tuple[Slot, ...]
@@ -72,7 +72,7 @@ class _Traced:
 def _trace(
     rule: Callable[..., Any], primitive: tuple[Any, ...], slots: tuple[Slot, ...], params: dict[str, Any]
 ) -> _Traced | None:
-    """None where the rule must be asked each time."""
+    """Traces a rule; returns None if it must be called each time."""
     out: tuple[Slot, ...] = ()
 
     def on_leaves(*leaves: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def _trace(
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
     try:
-        with on_materialise("error"):  # each loss is to be told with its own place
+        with on_materialise("error"):  # so that each loss is reported at its own place
             jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
     except (_NotReplayable, MaterialisationError):
         return None

@@ -15,25 +15,25 @@ from ..trace import QuaxTrace, ValueTracer, value_types
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """One equation, with places in a list for variables."""
+    """One equation, with indices into a list for its variables."""
 
     eqn: Any
     primitive: jexc.Primitive
     params: dict[str, Any]
     inputs: list[int]
     outputs: list[int]
-    dead: list[int]  # what is not read again
+    dead: list[int]  # variables that are not read again
     named: bool  # has a name stack of its own
-    in_context: bool  # traced under a setting that also matters when it is run eagerly
-    takes_functions: bool  # custom derivatives and shard_map, which are bound with functions
+    in_context: bool  # traced under a setting that matters even when it is run eagerly
+    takes_functions: bool  # custom derivatives and shard_map, which take functions when bound
 
 
 class _Plan:
-    """A jaxpr, laid out once so that running it again looks nothing up."""
+    """A jaxpr, laid out once so that running it needs no lookups."""
 
     def __init__(self, jaxpr: jexc.ClosedJaxpr) -> None:
         opened = compat.opened(jaxpr)
-        self.start: list[Any] = []  # the values to begin with: those of literals
+        self.start: list[Any] = []  # the initial values: those of literals, else None
         places: dict[Any, int] = {}
 
         def place(atom: Any) -> int:
@@ -60,7 +60,7 @@ class _Plan:
             flags = (named, compat.has_context(eqn), takes_functions)
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
-        # Fast path: most functions of jax.numpy are one equation on their own operands.
+        # Fast path: most functions of jax.numpy are a single equation on their own operands.
         alone = [s for s in self.steps if (s.inputs, s.outputs) == (self.invars, self.outvars)]
         self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
@@ -71,10 +71,10 @@ _plan = compat.weakly_cached(_Plan)
 def evaluate(
     trace: QuaxTrace | None, jaxpr: jexc.ClosedJaxpr, operands: Sequence[Any], *, inlined: bool = False
 ) -> list[Any]:
-    """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace; on plain
-    arrays alone if there is none.
+    """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace. Without a
+    `trace` it takes plain arrays only.
 
-    What is staged gets the source lines of the equations; of the caller, if `inlined`.
+    What is staged gets the source lines of the equations, or those of the caller if `inlined`.
     """
     plan = _plan(jaxpr)
     parent = compat.current_trace()
@@ -125,8 +125,8 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
 
 def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
     """Runs one of the user's functions on Values, under a new trace of the level of `trace`."""
-    # It may run when the quaxified function has returned, as a backward pass does; a `quaxify` in it still
-    # inherits.
+    # It may run after the quaxified function has returned, as a backward pass does; a `quaxify` in it still
+    # inherits the rules.
     with asking(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         with jexc.set_current_trace(inner):

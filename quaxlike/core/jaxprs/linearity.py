@@ -1,8 +1,8 @@
-"""Linearity of Values in their leaves, and the leaves of two Values that belong together.
+"""Linearity of Values in their leaves, and leaves of two Values that correspond.
 
-Integer, boolean and key leaves have no tangents: they are the *pattern* of a Value, such as the places of
-stored elements. They are never added or differentiated. Leaves of two Values may be added one by one, or
-taken for derivatives of each other, only if the patterns are the same.
+Integer, boolean and key leaves have no tangents: they are the *pattern* of a Value, such as the indices of
+stored elements. They are never added or differentiated. Two Values may be added leaf by leaf, or have leaves
+that are derivatives of each other, only if their patterns are the same.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from ..values import Value, is_value, replace_fields
 
 
 def is_linear(value: Any) -> bool:
-    """Whether a Value is linear in its leaves: its type says so, and so do the Values that it holds."""
+    """Whether a Value is linear in its leaves: both its type and the Values that it holds declare so."""
     return all(x.linear for x in (value, *held(value)))
 
 
 def held(value: Value) -> list[Value]:
-    """The Values among the leaves of a Value, and among theirs."""
+    """The Values that a Value holds, directly or nested."""
     outer = [
         x for x in jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x)) if is_value(x)
     ]
@@ -32,31 +32,31 @@ def held(value: Value) -> list[Value]:
 
 
 def map_parts(f: Callable[[Value], Any], value: Value) -> Any:
-    """`value` with the results of `f` for those of its fields that are Values."""
+    """`value` with `f` applied to those of its fields that are Values."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return replace_fields(value, **{name: f(x) for name, x in fields.items() if is_value(x)})
 
 
 def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
-    """`value` with those parts dense that are not linear in their leaves; all of it, if its type is not."""
+    """`value` with the parts that are not linear in their leaves made dense; all of it if its type is not."""
     if not is_linear(value) and value.linear:
         value = map_parts(lambda part: linear_part(part, to_dense), value)
     return value if is_linear(value) else to_dense(value)
 
 
 def has_tangent(aval: Any) -> bool:
-    """Whether a leaf of this aval is differentiated; else it belongs to the pattern."""
+    """Whether a leaf of this aval has tangents; else it belongs to the pattern."""
     return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
 
 
 def has_pattern(value: Value) -> bool:
-    """Whether some leaf of the value has no tangents."""
+    """Whether any leaf of the value has no tangents."""
     return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
 
 
 def same_pattern(x: Any, y: Any) -> bool:
-    """Whether two Values differ in nothing but the numbers in their differentiable leaves: the same static
-    fields, the same shapes, and a pattern that is known to be the same."""
+    """Whether two Values differ only in the numbers of their differentiable leaves: they have the same static
+    fields and shapes, and their patterns are known to be equal."""
     (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
     return of_x == of_y and all(map(_belong_together, p, q))
 
@@ -76,15 +76,15 @@ def _known_equal(p: Any, q: Any) -> bool:
 
 
 def as_cotangent(value: Any) -> Any:
-    """A Value as the backward function of a custom_vjp sees it: by `Value.cotangent`, of the Values that it
-    holds as well."""
+    """A cotangent as the backward function of a custom_vjp receives it: `Value.cotangent` is applied to it
+    and to the Values that it holds."""
     held = lambda x: x is not value and is_value(x)
     inner = jtu.tree_map(lambda x: as_cotangent(x) if is_value(x) else x, value, is_leaf=held)
     return type(value).cotangent(inner)
 
 
 def is_derivative(x: Any, of: Value) -> bool:
-    """Whether the leaves of `x`, a tangent or a cotangent, are those of the Value `of`."""
+    """Whether the leaves of `x` are tangents or cotangents of those of the Value `of`."""
     return (
         type(x) is type(of)
         and is_linear(of)

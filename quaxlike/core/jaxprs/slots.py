@@ -1,7 +1,7 @@
-"""Values as flat arrays: how operands and results of a primitive that carries code are laid out.
+"""Values as flat arrays: the layout of the operands and results of a primitive that carries code.
 
-A *slot* describes one logical operand or result: the structure of a Value and the avals of its leaves,
-or no structure and one aval for a plain array. Slots are hashable, and say nothing about the data.
+A *slot* describes one logical operand or result: the treedef of a Value and the avals of its leaves,
+or no treedef and one aval for a plain array. Slots are hashable, and contain no data.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ from .linearity import has_tangent, held, is_linear
 class Slot:
     treedef: Any  # of a Value; None for a plain array
     avals: tuple[Any, ...]
-    # What is known of a plain array, where a type that has placeholders is near: 2 if it is zero, 1 if it is
-    # zero, infinity or NaN, which are what libraries use as placeholders.
+    # What is known of a plain array, if a type that has placeholders is around: 2 if it is zero, 1 if it is
+    # zero, infinity or NaN, which libraries use as placeholders.
     loose: int = 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Slot) or self.avals != other.avals or self.loose != other.loose:
             return False
-        if self.treedef is None or other.treedef is None:  # which a treedef cannot be compared with
+        if self.treedef is None or other.treedef is None:  # a treedef cannot be compared with None
             return self.treedef is other.treedef
         return self.treedef == other.treedef
 
@@ -50,7 +50,7 @@ class Slot:
 
     @property
     def cls(self) -> Any:
-        """The class of Value in this slot; None for a plain array."""
+        """The class of the Value in this slot; None for a plain array."""
         return None if self.treedef is None else self.treedef.node_data()[0]
 
     @functools.cached_property
@@ -60,14 +60,14 @@ class Slot:
 
     @functools.cached_property
     def like(self) -> Any:
-        """The Value of this slot, with shapes for leaves."""
+        """The Value of this slot, with shapes in place of leaves; the aval of a plain array."""
         if self.treedef is None:
             return self.avals[0]
         return as_shapes(jtu.tree_unflatten(self.treedef, self.avals))
 
     @functools.cached_property
     def linear(self) -> bool:
-        """Whether it holds a Value that is linear in its leaves."""
+        """Whether the slot holds a Value that is linear in its leaves."""
         return self.treedef is not None and is_linear(self.like)
 
     @functools.cached_property
@@ -80,23 +80,23 @@ class Slot:
         return Slot(self.treedef, ()) == Slot(other.treedef, ())
 
     def has_form_of(self, other: "Slot") -> bool:
-        """Whether, beyond that, the leaves have the same shapes and dtypes."""
+        """Whether, in addition, the leaves have the same shapes and dtypes."""
         form = [(a.shape, a.dtype) for a in self.avals]
         return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
     def admits(self, other: "Slot") -> bool:
-        """Whether what is in the other slot goes into this one as it is."""
+        """Whether something in the other slot fits into this one unchanged."""
         return self.loose <= other.loose and self == Slot(other.treedef, other.avals, self.loose)
 
     def loosened(self, x: Any) -> "Slot":
-        """This slot of `x`, with what is known of `x` if it is a plain array."""
+        """The slot of `x`, with what is known of `x` if it is a plain array."""
         if self.treedef is not None or not jnp.issubdtype(self.avals[0].dtype, jnp.number):
             return self
         return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
 
     def carried(self) -> "Slot":
-        """This slot in a loop, of whose carry only the start is known. Counters, which start from zero too,
-        are no placeholders."""
+        """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
+        start from zero, but are not placeholders."""
         inexact = self.treedef is None and jnp.issubdtype(self.avals[0].dtype, jnp.inexact)
         return Slot(self.treedef, self.avals, min(self.loose, int(inexact)))
 
@@ -125,16 +125,16 @@ class Slot:
 
 
 def has_cotangents(x: Any) -> bool:
-    """Whether an operand is a Value whose cotangents are of its type."""
+    """Whether `x` is a Value whose cotangents are of its type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
 
 
 @functools.lru_cache(maxsize=4096)
 def _gives_leaves_back(slot: Slot) -> bool:
-    """Whether `materialise` followed by its transpose gives the leaves back. Else the cotangents of the
-    leaves are not the elements of a cotangent: that of a leaf that is repeated, say, is the sum of several.
+    """Whether `materialise` followed by its transpose returns the leaves. Otherwise the cotangents of the
+    leaves are not elements of the dense cotangent: that of a repeated leaf, say, is the sum of several.
 
-    A type with a pattern, or that refuses to materialise, is taken at its word.
+    A type that has a pattern, or refuses to materialise, is taken at its word.
     """
     if not all(map(has_tangent, slot.avals)):
         return True
@@ -143,14 +143,14 @@ def _gives_leaves_back(slot: Slot) -> bool:
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
         try:
             dense, transpose = jax.vjp(lambda leaves: materialise(slot.unflatten(leaves)), leaves)
-        except Exception:  # whatever a type does that refuses
+        except Exception:  # a type may refuse in any way
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
 
 def has_rows_in_leaves(slot: Slot) -> bool:
-    """Whether the rows of the leaves make the rows of a Value whose type does not say it by `leading_axis`.
-    Not where a static field has an entry for each axis: it would not be that of a row."""
+    """Whether the rows of a Value without `leading_axis` consist of the rows of its leaves. Never if a static
+    field has an entry for each axis: it would be wrong for a row."""
     ndim = len(slot.aval.shape)
     return (
         ndim > 0
@@ -162,15 +162,15 @@ def has_rows_in_leaves(slot: Slot) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_cut_with_leaves(slot: Slot, axis: int, *, rows: bool = False) -> bool:
-    """Whether parts of the leaves along an axis (halves, or rows) make the parts of a Value.
+    """Whether cutting the leaves along an axis (into halves, or rows) cuts the Value.
 
-    Each leaf has the shape of the array, whatever the sizes are, and the parts materialise as those of the
-    array. A type that refuses to materialise is taken by its shapes.
+    Each leaf must have the shape of the array, whatever the sizes are, and the parts must materialise as
+    those of the array. For a type that refuses to materialise, the shapes decide.
     """
     shape = slot.aval.shape
     if any(a.shape != shape for a in slot.avals):
         return False
-    sizes = [2 + i for i in range(len(shape))]  # tell the axes apart
+    sizes = [2 + i for i in range(len(shape))]  # distinct, to tell the axes apart
     half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
     if not rows:
         sizes[axis] *= 2
@@ -194,7 +194,7 @@ def _is_cut_with_leaves(slot: Slot, axis: int, *, rows: bool = False) -> bool:
         try:
             leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
             dense = materialise(whole.unflatten(leaves))
-        except Exception:  # whatever a type does that refuses
+        except Exception:  # a type may refuse in any way
             return True
         parts = [materialise(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
         return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
@@ -213,7 +213,7 @@ def strong(aval: Any) -> Any:
 
 
 def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
-    """The leaves of all operands in a row, and the slot of each operand."""
+    """The leaves of all operands in one list, and the slot of each operand."""
     leaves: list[Any] = []
     slots: list[Slot] = []
     for x in operands:
@@ -228,7 +228,7 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
 
 
 def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Slot] = ()) -> tuple[Slot, ...]:
-    """The slots of the operands with placeholders marked, if a type that has them is near."""
+    """The slots of the operands, with placeholders marked if a type that has them is around."""
     classes = [slot.cls for slot in (*slots, *beside) if slot.treedef is not None]
     if any(map(has_placeholders, classes)):
         return tuple(slot.loosened(x) for slot, x in zip(slots, operands, strict=True))
@@ -251,7 +251,7 @@ def unflatten(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
 
 
 def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """`items` cut into pieces of the given sizes, and the rest."""
+    """Cuts `items` into pieces of the given sizes; the last piece is the rest."""
     out, at = [], 0
     for size in sizes:
         out.append(items[at : at + size])
@@ -260,12 +260,12 @@ def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
 
 
 def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImplementedType:
-    """For a Value made of `parts`, what its `leading_axis` returns.
+    """The result of `leading_axis` for a Value made of `parts`.
 
     **Arguments:**
 
     - `parts`: each array or Value that it holds, in the order of its leaves, and whether its first axis is
-        the leading one; all rows share it otherwise.
+        the leading one; otherwise all rows share it.
     """
     axes: list[int | None] = []
     for part, has_rows in parts:
@@ -282,17 +282,17 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
 
 
 def spread(items: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
-    """One item per logical operand, repeated for each of its leaves."""
+    """Repeats one item per logical operand for each of its leaves."""
     return tuple(x for x, slot in zip(items, slots, strict=True) for _ in slot.avals)
 
 
 def per_slot(slots: Sequence[Slot], items: Sequence[Any]) -> list[Sequence[Any]]:
-    """One item per leaf, those of each logical operand together."""
+    """Groups one item per leaf by logical operand."""
     return split(items, *map(len, slots))[:-1]
 
 
 def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:
-    """For each leaf of the slot, the partition spec that follows from the logical array's."""
+    """For each leaf of the slot, the partition spec that follows from that of the logical array."""
     if slot.treedef is None or len(slot) == 0:
         return (spec,) * len(slot)
     specs = slot.like.shard_spec(spec)

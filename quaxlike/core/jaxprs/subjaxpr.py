@@ -1,4 +1,4 @@
-"""A jaxpr on Values as a flat jaxpr on their leaves: what every primitive that carries code is made of."""
+"""Jaxprs on Values as flat jaxprs on their leaves, for the primitives that carry code."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ from .unify import conform
 class Flat:
     """A jaxpr on leaves: its inputs are `consts`, then the leaves of the operands."""
 
-    jaxpr: jexc.ClosedJaxpr  # constants that are concrete are closed over
-    consts: tuple[Any, ...]  # those that are traced by an outer transform; they lead the inputs
+    jaxpr: jexc.ClosedJaxpr  # closes over concrete constants
+    consts: tuple[Any, ...]  # those that an outer transform traces; they lead the inputs
     out: tuple[Slot, ...]
 
 
@@ -46,10 +46,10 @@ def subjaxpr(
 
     **Arguments:**
 
-    - `trace`: the level on whose behalf, for its rules.
-    - `targets`: for each result, the slot that it is brought to; None leaves it as it comes.
-    - `order`: where each leaf of the operands stands among the flat inputs. Default: in order.
-    - `what`: names the caller in messages.
+    - `trace`: the level whose rules are used.
+    - `targets`: for each result, the slot to convert it to; None leaves it unchanged.
+    - `order`: the position of each leaf of the operands among the flat inputs. Default: in order.
+    - `what`: the name of the caller, for messages.
     - `closed`: whether concrete constants may stay inside the jaxpr; else they lead the inputs as well.
     """
     key = (
@@ -111,7 +111,7 @@ def _trace(
 
 
 def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat], tuple[Any, ...]]:
-    """Several jaxprs of the same operands, made to take the constants of all of them."""
+    """Makes several jaxprs of the same operands take the constants of all of them."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
         return list(flats), ()

@@ -1,4 +1,4 @@
-"""Making one side look like the other: branches, loop carries and buffers that hold Values."""
+"""Unification of the two sides of branches, loop carries and buffers that hold Values."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ from .slots import Slot, flatten
 
 
 class OperandMismatch(TypeError):
-    """Operands that do not fit each other, such as metres and seconds; for rules to raise.
+    """Operands are incompatible, such as metres and seconds; for rules to raise.
 
-    Where it is raised inside a loop, the plain arrays among the loop's carry may be placeholders of which
-    an iteration makes Values: see `Value.promote`.
+    If it is raised inside a loop, plain arrays in the loop's carry are tried as placeholders, which an
+    iteration turns into Values: see `Value.promote`.
 
     **Arguments:**
 
-    - `cls`: the type of Values whose rule raises it.
+    - `cls`: the Value type whose rule raises it.
     """
 
     def __init__(self, message: str, cls: type[Value] = Value) -> None:
@@ -37,7 +37,7 @@ class StructureError(OperandMismatch):
 
 
 def placeholder(slot: Slot, cls: type[Value]) -> Slot:
-    """A loose slot as one of `cls` of which nothing is known yet; another slot as it is."""
+    """Turns a loose slot into one of `cls` of which nothing is known yet; returns another slot unchanged."""
     if not slot.loose:
         return slot
     (aval,) = slot.avals
@@ -46,7 +46,7 @@ def placeholder(slot: Slot, cls: type[Value]) -> Slot:
 
 
 def settled(slot: Slot) -> Slot:
-    """The plain slot that a placeholder stands for; another slot as it is."""
+    """The plain slot that a placeholder stands for; returns another slot unchanged."""
     if len(slot.avals) != 1 or slot.treedef is None or not has_placeholders(slot.cls):
         return slot
     plain = Slot(None, slot.avals, loose=1)
@@ -54,13 +54,13 @@ def settled(slot: Slot) -> Slot:
 
 
 def without_placeholder(x: Any) -> Any:
-    """The array of a placeholder; anything else as it is."""
+    """The array of a placeholder; returns anything else unchanged."""
     (slot,) = flatten([x])[1]
     return x if settled(slot) is slot else settled(slot).unflatten(jtu.tree_leaves(x))
 
 
 def unify(a: Slot, b: Slot, where: str) -> Slot:
-    """The slot that both sides can be brought to with `conform`."""
+    """The slot that both sides can be converted to with `conform`."""
     if a.treedef is None and b.treedef is None and a.loose != b.loose:
         known = min(a.loose, b.loose)
         a, b = Slot(None, a.avals, known), Slot(None, b.avals, known)
@@ -69,7 +69,7 @@ def unify(a: Slot, b: Slot, where: str) -> Slot:
     if a.strong() == b.strong():
         return a.strong()
     if a.treedef is None and b.treedef is None:
-        return a  # left to JAX, which has a message for it
+        return a  # JAX raises its own error
     if a.treedef is not None and b.treedef is not None:
         a, b = settled(a), settled(b)
         if _widened(b, a).has_form_of(a):
@@ -90,11 +90,11 @@ def unify(a: Slot, b: Slot, where: str) -> Slot:
 
 
 def widened(x: Any, like: Any) -> Any:
-    """`x` in a form that `like` has or can be brought to; as it is if it has no such form.
+    """Converts `x` to a form that `like` has or can be widened to; returns it unchanged if there is none.
 
     **Arguments:**
 
-    - `x`, `like`: an array or a Value each. Of `like` only statics and shapes are read.
+    - `x`, `like`: an array or a Value each. Only the statics and shapes of `like` are read.
     """
     if not is_value(like):
         return x
@@ -110,25 +110,25 @@ def widened(x: Any, like: Any) -> Any:
 
 
 def widened_part(x: Any, like: Any) -> Any:
-    """The same for a part of a Value: dense (under the policy) beside an array that is not lifted."""
+    """As `widened`, for a part of a Value: it is made dense (under the policy) beside an unlifted array."""
     x = widened(x, like)
     if not is_value(x) or is_value(like):
         return x
     lifted: list[bool] = []
     array = jax.ShapeDtypeStruct(like.shape, like.dtype)
     jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
-    hint = "A part of a Value meets a dense array, in another branch or before or after an iteration."
+    hint = "This part of a Value is a dense array in another branch, or before or after an iteration."
     return x if lifted[0] else dense(x, "a part of a Value", hint=hint)
 
 
 def dense_apart(x: Any) -> Any:
-    """What `widen` gives for a Value that cannot have the form of the other: dense, under the policy."""
+    """The result of `widen` for a Value that cannot take the form of the other: dense, under the policy."""
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
 def dense_where_it_changes(a: Slot, b: Slot) -> Slot:
-    """`a` with those parts dense that have another form in `b`; all of it, if it is not only parts."""
+    """`a` with the parts that have another form in `b` made dense; all of it, if more than parts differs."""
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
 
@@ -145,12 +145,12 @@ def _dense_unlike(x: Value, like: Value) -> Any:
 
 
 def with_dense_parts(slot: Slot) -> Slot:
-    """The slot of a Value with arrays for the Values that it holds; that of an array as it is."""
+    """The slot of a Value once the Values that it holds are made dense; that of an array is unchanged."""
     return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialise, x), slot)
 
 
 def can_be_unified(x: Any, like: Any) -> bool:
-    """Whether there is a form that both can be brought to."""
+    """Whether there is a form that both can be converted to."""
     slots: list[Slot] = []
     jax.eval_shape(lambda *both: slots.extend(flatten(both)[1]), x, like)
     first, second = slots
@@ -162,12 +162,12 @@ def can_be_unified(x: Any, like: Any) -> bool:
 
 
 def _widened(slot: Slot, like: Slot) -> Slot:
-    """The slot of `widened`."""
+    """As `widened`, for slots."""
     return _slot_of(lambda x: widened(x, like.like), slot)
 
 
 def _slot_of(change: Callable[[Any], Any], slot: Slot) -> Slot:
-    """The slot of what a function returns for what is in a slot."""
+    """The slot of the result of `change` for the content of a slot."""
 
     def on_leaves(*leaves: Any) -> None:
         nonlocal out
@@ -179,14 +179,14 @@ def _slot_of(change: Callable[[Any], Any], slot: Slot) -> Slot:
 
 
 def conform(x: Any, slot: Slot, what: str) -> Any:
-    """`x` brought to the form of `slot`: lifted, materialised (under the policy), or given its dtypes."""
+    """Converts `x` to the form of `slot`: lifts it, materialises it (under the policy), or casts it."""
     (found,) = flatten([x])[1]
     if found == slot:
         return x
     x = without_placeholder(x)
     (found,) = flatten([x])[1]
     if slot.treedef is None:
-        other = "the other side is a plain array that it does not lift; `promote(array, like)` can."
+        other = "the other side is a plain array. Define `promote(array, like)` to lift it."
         x = dense(x, what, hint=f"{type(x).__name__}: {other}")
     elif not found.has_form_of(slot):
         x = dense_as(widened(x, slot.like), slot.like, what)
@@ -201,13 +201,13 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """`x` with those parts dense, under the policy, that are arrays in `like`."""
+    """`x` with the parts that are arrays in `like` made dense, under the policy."""
     hint = f"This part of a {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 
 
 def map_parts_as(like: Any, f: Callable[[Value], Any], x: Any) -> Any:
-    """`x` with the results of `f` for those Values in it that are arrays in `like`."""
+    """`x` with `f` applied to the Values in it that are arrays in `like`."""
     if not is_value(x) or type(x) is not type(like):
         return x
     parts = {
