@@ -1,4 +1,4 @@
-"""Array types, one package each; importing one registers rules for its own type only."""
+"""Array types, one package each. Importing one registers rules for its own types only."""
 
 from typing import TYPE_CHECKING
 

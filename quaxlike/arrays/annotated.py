@@ -1,4 +1,4 @@
-"""`AnnotatedArray`: an array and static metadata."""
+"""`AnnotatedArray`: an array with static metadata."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -22,21 +22,21 @@ _Rule = TypeVar("_Rule", bound=Callable[..., Any])
 STRUCTURAL = REARRANGEMENTS + installed(
     "copy copy_p convert_element_type dynamic_slice gather reduce_precision sharding_constraint"
 )
-"""Primitives that move elements, or round them, and so keep the metadata of an array."""
+"""Primitives that only move or round elements, and so keep the metadata of an array."""
 
 
 class AnnotatedArray(ArrayOperators, ArrayValue):
-    """An array and static metadata, such as a unit, names of axes, a frame of reference or a calendar.
+    """An array with static metadata, such as a unit, names of axes, a frame of reference or a calendar.
 
     Subclass it, declare the metadata as static fields, and register rules for the primitives that read or
     change them. Shape and dtype are those of the array. Rows, stacks, shardings, derivatives, loop carries
-    and the operators of `jax.Array` work without a rule, and so do primitives that only move elements:
-    they keep the metadata as it is. Any other primitive without a rule is given the array alone, under the
-    policy of [`quaxlike.on_materialise`][].
+    and the operators of `jax.Array` work without a rule, and so do primitives that only move elements, which
+    keep the metadata. Any other primitive without a rule receives the array alone, under the policy of
+    [`quaxlike.on_materialise`][].
 
     **Arguments:**
 
-    - `array`: any array, or a Value that stands for one.
+    - `array`: any array or `ArrayValue`.
 
     !!! example
 
@@ -74,19 +74,19 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
         return self.array
 
     def with_array(self: _Self, array: Any) -> _Self:
-        """Another array with the metadata of this one. What the constructor checks is not checked again."""
+        """Attaches the metadata of this array to another one, without the checks of the constructor."""
         return replace_fields(self, array=array)
 
     @classmethod
     def bind(cls, primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
-        """The primitive of the operands without the metadata of this class: what most rules begin with."""
+        """Applies the primitive to the operands, stripped of the metadata of this class: for use in rules."""
         arrays = [x.array if isinstance(x, cls) else x for x in operands]
         return quaxify(primitive.bind)(*arrays, **params)
 
     @classmethod
     def rule_for_several(cls, primitives: str | Sequence[str]) -> Callable[[_Rule], _Rule]:
-        """Registers a rule for a primitive, or several, of any number of operands of which one or more are of
-        this class. It is asked where no rule of [`quaxlike.register`][] matches.
+        """Registers a rule for one or several primitives with any number of operands, one or more of them of
+        this class. It is tried if no rule of [`quaxlike.register`][] matches.
 
         **Arguments:**
 
@@ -113,7 +113,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def without_rule(cls, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """The result of a primitive that no rule covers: that of the array alone, unless it is overridden."""
+        """Applies a primitive that no rule covers: to the array alone, unless this is overridden."""
         return primitive.bind(*dense_operands(primitive, values), **primitive.get_bind_params(params))
 
     @classmethod
@@ -136,7 +136,7 @@ def _moved(primitive: Primitive, x: AnnotatedArray, *rest: ArrayLike, **params: 
     return [x.with_array(part) for part in out] if primitive.multiple_results else x.with_array(out)
 
 
-# Primitives of several arrays whose elements end up in one, and which of the operands those arrays are.
+# Primitives that combine the elements of several arrays, and which of the operands those arrays are.
 _JOINING = {
     "concatenate": slice(None),
     "stack": slice(None),
@@ -149,7 +149,7 @@ _JOINING = {
 
 @AnnotatedArray.rule_for_several(tuple(_JOINING))
 def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    """Arrays with the same metadata."""
+    """Combines arrays with the same metadata."""
     arrays = xs[_JOINING[primitive.name]]
     if not isinstance(arrays[0], AnnotatedArray) or len(set(map(_metadata, arrays))) > 1:
         return NotImplemented

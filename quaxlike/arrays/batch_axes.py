@@ -1,6 +1,6 @@
-"""Batch axes, which stack arrays of one kind: moved, resized and cut part by part.
+"""Batch axes, which stack arrays of one kind: moving, reshaping and cutting them part by part.
 
-A stack is an array that is made of parts, each of which has the batch axes in front of its own.
+A stack is an array that consists of parts, each of which has the batch axes in front of its own axes.
 """
 
 import math
@@ -17,7 +17,7 @@ _S = TypeVar("_S", bound="Stack")
 
 @runtime_checkable
 class Stack(Protocol):
-    """An array, as the functions of this module need it."""
+    """The interface that the functions of this module need."""
 
     @property
     def num_batch(self) -> int:
@@ -28,16 +28,16 @@ class Stack(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def each(self: _S, fn: Callable[[Any, int], Any]) -> _S:
-        """`fn(part, own)` in place of each part, of which the last `own` axes are not batch axes."""
+        """Replaces each part by `fn(part, own)`; its last `own` axes are not batch axes."""
         ...
 
     def stacked(self: _S) -> _S:
-        """The same, with all batch axes on every part."""
+        """The same array, with all batch axes on every part."""
         ...
 
 
 def transpose_batch(x: _S, order: Sequence[int]) -> _S:
-    """Batch axes in another `order`."""
+    """Puts the batch axes in another `order`."""
     n = len(order)
     if tuple(order) == tuple(range(n)):
         return x
@@ -45,12 +45,12 @@ def transpose_batch(x: _S, order: Sequence[int]) -> _S:
 
 
 def squeeze_batch(x: _S, axes: Sequence[int]) -> _S:
-    """Without these batch axes of size one."""
+    """Removes these batch axes of size one."""
     return x.stacked().each(lambda part, _: lax.squeeze(part, axes)) if axes else x
 
 
 def reshape_batch(x: Stack, new_sizes: Sequence[int]) -> Any:
-    """`reshape`; `NotImplemented` unless it is of batch axes alone."""
+    """Reshapes an array; returns `NotImplemented` unless only batch axes change."""
     n = x.num_batch
     num_new = len(new_sizes) - (len(x.shape) - n)
     batch = new_sizes[: max(num_new, 0)]
@@ -60,7 +60,7 @@ def reshape_batch(x: Stack, new_sizes: Sequence[int]) -> Any:
 
 
 def cut_batch(x: _S, cut: Callable[[Any, int], Any], axes: Sequence[int]) -> _S:
-    """`cut(part, axis)` along each of these batch axes."""
+    """Applies `cut(part, axis)` along each of these batch axes."""
 
     def along_each(part: Any, _: int) -> Any:
         for axis in axes:
@@ -71,7 +71,7 @@ def cut_batch(x: _S, cut: Callable[[Any, int], Any], axes: Sequence[int]) -> _S:
 
 
 def with_batch_of(part: Any, like: Any, core: int) -> Any:
-    """A part with the batch axes of `like`, if that has more; the last `core` axes of both are none."""
+    """A part with the batch axes of `like`, if that has more; all but the last `core` axes are batch axes."""
     batch = like.shape[: like.ndim - core]
     if part.ndim - core >= len(batch):
         return part

@@ -1,7 +1,7 @@
-"""Starts, bounds and fills: what the primitives `dynamic_slice` and `gather` do beyond the ends of an array.
+"""Starts, bounds and fill values of `dynamic_slice` and `gather` beyond the ends of an array.
 
-`jax.numpy` and the functions of `jax.lax` wrap negative positions before they bind a primitive. The
-primitives themselves never wrap, and a rule must not do so a second time.
+`jax.numpy` and the functions of `jax.lax` wrap negative indices before they bind a primitive. The
+primitives themselves never wrap, and a rule must not wrap again.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from jaxtyping import Array, ArrayLike, Bool, Int32
 
 
 def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, ""]:
-    """Where a dynamic slice along an axis begins: `start`, moved so that the slice lies inside.
+    """Clamps `start` so that a dynamic slice along an axis lies inside.
 
     **Arguments:**
 
     - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, of any integer dtype.
-    - `size`: of the axis.
-    - `slice_size`: of the slice along it.
+    - `size`: the size of the axis.
+    - `slice_size`: the size of the slice along it.
     """
     start = jnp.asarray(start)
     last = min(size - slice_size, jnp.iinfo(start.dtype).max)
@@ -31,19 +31,19 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
 
 
 def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: int) -> Any:
-    """A dynamic slice along one axis, from a `start` that is clamped and never wrapped."""
+    """Takes a dynamic slice along one axis, from a `start` that is clamped and never wrapped."""
     start = clamped_start(start, operand.shape[axis], slice_size)
     return lax.dynamic_slice_in_dim(operand, start, slice_size, axis, allow_negative_indices=False)
 
 
 def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
-    """The value of `gather` out of bounds; None for a mode that never fills.
+    """The value that `gather` returns out of bounds; None for a mode that never fills.
 
     **Arguments:**
 
     - `mode`, `fill_value`: parameters of the primitive `gather`.
-    - `dtype`: of its operand. The default fill value is NaN for inexact dtypes, the least number for signed
-        integers, the largest for unsigned ones, and True for booleans.
+    - `dtype`: the dtype of its operand. The default fill value is NaN for inexact dtypes, the least number
+        for signed integers, the largest for unsigned ones, and True for booleans.
     """
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return None
@@ -63,12 +63,12 @@ def in_bounds(
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
 ) -> Bool[Any, "*batch"]:
-    """Which slices of a `gather` lie inside of its operand; known, as a NumPy array, if the indices are.
+    """Which slices of a `gather` lie inside its operand: a NumPy array if the indices are concrete.
 
     **Arguments:**
 
     - `indices`: `(*batch, axes)`, the second operand of `gather`.
-    - `shape`: that of the first one.
+    - `shape`: the shape of the first operand.
     - `dimension_numbers`, `slice_sizes`: parameters of the primitive.
     """
     xp = jnp if isinstance(indices, jax.core.Tracer) else np
@@ -95,7 +95,7 @@ def fills(
 def filled(
     out: Array, inside: Bool[Any, "*batch"], dimension_numbers: lax.GatherDimensionNumbers, fill_value: Any
 ) -> Array:
-    """The result of a `gather`, with `fill_value` for the slices that are not `inside`."""
+    """The result of a `gather`, with `fill_value` in place of the slices that are not `inside`."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     mask = lax.broadcast_in_dim(jnp.asarray(inside), out.shape, batch)
     return jnp.where(mask, out, jnp.asarray(fill_value, out.dtype))

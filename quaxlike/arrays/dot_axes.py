@@ -1,4 +1,4 @@
-"""The axes of `dot_general`, told from the side of one operand, which stands on the left or on the right."""
+"""The axes of `dot_general` from the point of view of one operand, on the left or on the right."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ _Pair = tuple[_Axes, _Axes]
 
 
 def seen_from(on_left: bool, dimension_numbers: Any) -> tuple[_Pair, _Pair]:
-    """`((own summed, other's summed), (own batch, other's batch))`.
+    """Returns `((own summed, other's summed), (own batch, other's batch))` for one operand.
 
     **Arguments:**
 
@@ -26,5 +26,5 @@ def free_axes(ndim: int, *used: Sequence[int]) -> list[int]:
 
 
 def in_order(on_left: bool, own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The free axes of both operands as the product has them: first those of the one on the left."""
+    """The free axes of both operands in the order of the product: those of the left one come first."""
     return [*own, *other] if on_left else [*other, *own]

@@ -1,4 +1,4 @@
-"""Tells `explain` on which backend the kernels run that rules call."""
+"""Notes for `explain` about the backends of the kernels that rules call."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
-"""Products of two array types at once, where a kernel makes them.
+"""Rules that fuse two array types in one product, if a kernel can compute it.
 
-Without these rules the same comes out by redispatch, one product after the other.
+Without these rules, redispatch gives the same result, one product after the other.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from .quantized.scales import NestedScales
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=precedence.LORA_OF_CODES)
 def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A 4-bit weight and its adapter: the low-rank term is added where the product is summed up."""
+    """A 4-bit weight and its adapter: the kernel adds the low-rank term to its accumulator."""
     on_left = isinstance(lhs, LoraArray)
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
     if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractCodebookArray):
@@ -40,7 +40,7 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
         return NotImplemented
     w = lora.w if lora.train_base and lora.w.train_scales else frozen(lora.w)
     flat = w.with_axes(range(2))
-    if flat.num_lead != 1 or flat.stored_shape[1] % flat.block:  # else rows of codes, as devices share them
+    if flat.num_lead != 1 or flat.stored_shape[1] % flat.block:  # else keep rows: devices can share them
         flat = flat.flattened()
     if flat is None:
         return NotImplemented
@@ -60,13 +60,13 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
 
 
 def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
-    """Whether the kernel computes this: `x @ W.T` of one matrix, all activations of one dtype."""
+    """Whether the kernel supports this product: `x @ W.T` of one matrix, all activations of one dtype."""
     if is_value(lora.a) or is_value(lora.b):
         return False
     one_matrix = lora.ndim == lora.a.ndim == lora.b.ndim == 2 and len(summed) == 1
     plain = lora.rank > 0 and lora.magnitude is None and not drops(lora)
     if not (one_matrix and plain and lora.a.dtype == lora.b.dtype == x.dtype):
         return False
-    # Rows are contiguous in what is stored: the summed axis is the one that `a` has, and it comes last.
+    # Rows are contiguous in the stored array: the summed axis is that of `a`, and is stored last.
     (axis,) = summed
     return lora.in_axes == (axis - 2,) and lora.w.permutation[axis] == 1

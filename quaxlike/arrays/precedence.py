@@ -1,6 +1,6 @@
-"""The order in which types that stand for other arrays are asked, where rules of several match.
+"""The order in which the rules of nested array types are tried if several match.
 
-A type with a larger number is asked first: it is the outer one of a nest, and hands what is inside on to
+A type with a larger number comes first: it is the outer one of a nest, and passes what it holds on to
 the others. Types that are not listed have 0.
 """
 

@@ -185,10 +185,10 @@ def test_linear_algebra():
         (lambda x, t: jax.lax.cond(True, lambda: x, lambda: t), "cannot be unified"),
         (
             lambda x, t: jax.lax.cond(True, lambda: x[0], lambda: 1.0),
-            "An array without a unit stands where one in m does",
+            "An array without a unit takes the place of one in m",
         ),
-        (lambda x, t: jax.lax.cond(True, lambda: x, lambda: NUMBERS), "An array without a unit stands where"),
-        (lambda x, t: NUMBERS.at[0].set(x[0]), "An array without a unit stands where one in m does"),
+        (lambda x, t: jax.lax.cond(True, lambda: x, lambda: NUMBERS), "An array without a unit"),
+        (lambda x, t: NUMBERS.at[0].set(x[0]), "An array without a unit takes the place of one in m"),
         (lambda x, t: x.at[0].set(NUMBERS[0]), r"found \(m, dimensionless\)"),
         (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c * t, x), "cannot be unified"),
         (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c + t, x), "`add` takes arrays in the same unit"),
@@ -228,7 +228,7 @@ def test_a_unit_inside_of_a_matrix_beside_one_outside(f, unit):
 def test_a_unit_is_not_dropped_silently():
     with pytest.raises(ql.MaterialisationError, match="Unitful"):
         float(X[0])
-    with pytest.raises(DimensionError, match="No rule says what `bitcast_convert_type` of arrays in"):
+    with pytest.raises(DimensionError, match="No rule gives the unit of `bitcast_convert_type` of arrays in"):
         X.view(jnp.int32)
     assert float((X / Y)[0]) == 2.0
 

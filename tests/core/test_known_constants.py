@@ -77,7 +77,7 @@ def test_the_result_of_a_callback_is_an_array_like_any_other():
     assert str(ql.quaxify(lambda x: x * call())(length).unit) == "m"
     with pytest.raises(DimensionError, match="`add` takes arrays in the same unit"):
         ql.quaxify(lambda x: x + call())(length)
-    with pytest.raises(DimensionError, match="An array without a unit stands where one in m does"):
+    with pytest.raises(DimensionError, match="An array without a unit takes the place of one in m"):
         ql.quaxify(lambda x: lax.cond(x.array > 1, lambda: x, call))(length)
 
 

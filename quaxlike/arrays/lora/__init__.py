@@ -1,6 +1,6 @@
 """Low-rank adapters: a frozen weight plus a small trained correction."""
 
-# They register rules.
+# Imported to register rules.
 from . import convolution, dot, elementwise, indexing  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .array import RANK, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
 from .einsum import arrange

@@ -29,32 +29,32 @@ RANK = -1
 class LoraArray(ArrayOperators, ArrayValue):
     """The array `w + scaling * (b @ a)`: a frozen weight with a low-rank adapter.
 
-    A product with it is one with `w` and two thin ones; neither the sum nor its gradient is ever formed.
-    `w` may be any Value: over a 4-bit array this is QLoRA.
+    A product with it is computed as a product with `w` and two thin ones; neither the sum nor its gradient is
+    ever formed. `w` may be any Value: over a 4-bit array this is QLoRA.
 
     Axes in front of those named below are batch axes. Each of `w`, `a` and `b` may have them or not:
-    stacked layers have them everywhere, several adapters on one base in `a` and `b` alone.
+    stacked layers have them everywhere, several adapters on one base only in `a` and `b`.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value of shape `(..., out, in)`. Its dtype is that of the whole.
+    - `w`: the base, an array or a Value of shape `(..., out, in)`. Its dtype is that of the LoraArray.
     - `a`: shape `(..., rank, in)`.
     - `b`: shape `(..., out, rank)`.
     - `alpha`: `scaling = alpha / rank`. Default: the rank, so that `scaling` is 1.
     - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
-    - `dropout`: the share of the adapter's inputs that is dropped where there is a `key`. Default: 0.
-    - `magnitude`: shape `(..., out)`; the rows of the sum are scaled to have these norms (DoRA). The
-        norms that they have without it count as constants in differentiation. Default: None.
+    - `dropout`: the share of the adapter's inputs that is dropped if there is a `key`. Default: 0.
+    - `magnitude`: shape `(..., out)`; the rows of the sum are scaled to have these norms (DoRA). Their
+        original norms are treated as constants in differentiation. Default: None.
     - `key`: a typed PRNG key that dropout draws from. Default: None, for inference without dropout.
     - `train_base`: whether gradients flow to `w`. Default: False.
-    - `out_axes`, `in_axes`: which axes of this array, counted from the end, belong to `b` and which to
+    - `out_axes`, `in_axes`: the axes of this array, counted from the end, that belong to `b` and to
         `a`; there may be several of each. The kernel of a convolution, `(out, in, height, width)`, has
         `out_axes=(-4,)` and `in_axes=(-3, -2, -1)`; a weight stored as `(in, out)`, or an embedding, has
         `out_axes=(-1,)` and `in_axes=(-2,)`. Default: `(-2,)` and `(-1,)`.
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit each other.
+    `ValueError` if the shapes are inconsistent.
 
     !!! example
 
@@ -136,7 +136,7 @@ class LoraArray(ArrayOperators, ArrayValue):
         return self.w if self.train_base else frozen(self.w)
 
     def replace(self, **fields: Any) -> "LoraArray":
-        """This array with some of its fields replaced, which are not checked against the others."""
+        """This array with some fields replaced, without checking them against the others."""
         return replace_fields(self, **fields)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -146,11 +146,11 @@ class LoraArray(ArrayOperators, ArrayValue):
         return dense(self, self.base)
 
     def merged(self) -> jax.Array:
-        """The dense array, with gradients to the base and the adapter alike."""
+        """The dense array, with gradients to both the base and the adapter."""
         return dense(self, self.w)
 
     def delta(self) -> jax.Array:
-        """`scaling * (b @ a)` as a dense array, its axes in the order of this array's."""
+        """`scaling * (b @ a)` as a dense array, with its axes in the order of this array."""
         a, b = materialise((self.a, self.b))
         dtype = common_dtype(a, b)
         _, a_labels, b_labels = labels(self)
@@ -159,8 +159,8 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Value | NotImplementedType:
-        """`array` as a trained base, with an adapter that adds nothing. Not to match a DoRA or dropout, which
-        take more, or an array of another shape."""
+        """Makes `array` a trained base, with an adapter that adds nothing. Declines for DoRA and dropout,
+        which need more, and for another shape."""
         assert isinstance(like, LoraArray)
         if (
             not array.shape == like.shape == like.w.shape
@@ -175,8 +175,8 @@ class LoraArray(ArrayOperators, ArrayValue):
         return like.replace(w=w, a=a, b=b, train_base=True)
 
     def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
-        """With a rank, batch axes and a base that both can have; the base is trained if that of `like` is.
-        Dense if magnitudes are not of the same axes."""
+        """Converts to a rank, batch axes and a base that both can have; the base is trained if that of `like`
+        is. Dense if the axes or the kinds of the adapters differ."""
         if not isinstance(like, LoraArray):
             return NotImplemented
         x = _swapped(self) if (self.out_axes, self.in_axes) == (like.in_axes, like.out_axes) else self
@@ -192,12 +192,12 @@ class LoraArray(ArrayOperators, ArrayValue):
         return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
 
     def _kind(self) -> Any:
-        """Static properties of adapters that cannot be changed."""
+        """The properties of an adapter that cannot be changed."""
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if 0 in matrix_labels(self):
-            return NotImplemented  # rows of the matrix are arrays that have no adapter
+            return NotImplemented  # a row of a matrix has no adapter
         return leading_axes((part, 0 in part_labels) for part, part_labels in _parts(self))
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
@@ -216,7 +216,7 @@ class LoraArray(ArrayOperators, ArrayValue):
 
 
 def frozen(x: Any) -> Any:
-    """`x`, an array or a Value, as a constant in differentiation."""
+    """`x`, an array or a Value, treated as a constant in differentiation."""
     return jtu.tree_map(jax.lax.stop_gradient, x)
 
 
@@ -226,13 +226,13 @@ def frozen(x: Any) -> Any:
 
 
 def opened(x: LoraArray) -> LoraArray:
-    """The same array with a base that gradients flow to: to its arrays they still do not if they did not."""
+    """The same array with `train_base`; gradients still do not flow to a base that was frozen."""
     return x.replace(w=x.base, train_base=True)
 
 
 def _swapped(x: LoraArray) -> LoraArray:
-    """The same array with outputs as inputs: each factor in the place of the other. As it is, if a magnitude
-    or dropout tells them apart."""
+    """The same array with outputs and inputs, and so both factors, swapped; unchanged if a magnitude or
+    dropout distinguishes them."""
     if x.magnitude is not None or x.key is not None or x.dropout:
         return x
     move = quaxify(jnp.moveaxis)
@@ -241,13 +241,13 @@ def _swapped(x: LoraArray) -> LoraArray:
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:
-    """The same array with `scaling` 1 and an open base."""
+    """The same array with `scaling` 1 and `train_base`."""
     b = x.b if x.scaling == 1 else x.b * x.scaling
     return opened(x).replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
 
 
 def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
-    """The same array with zeros added to its adapter, up to this rank."""
+    """The same array with its adapter padded by zeros to this rank."""
     _, a_labels, b_labels = labels(x)
 
     def pad(part: Any, own: Labels) -> Any:
@@ -267,7 +267,7 @@ def _ndim(lora: LoraArray) -> int:
 
 
 def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
-    """The labels of the axes of `w`, `a` and `b`: which axis of the whole array each of them is."""
+    """The labels of the axes of `w`, `a` and `b`: the axis of the whole array that each corresponds to."""
     n = _ndim(lora)
     out, into = [n + axis for axis in lora.out_axes], [n + axis for axis in lora.in_axes]
     batch = [i for i in range(n) if i not in out and i not in into]
@@ -285,7 +285,7 @@ def matrix_labels(lora: LoraArray) -> set[int]:
 
 
 def _parts(lora: LoraArray) -> list[tuple[Any, Labels]]:
-    """The array fields and the labels of their axes, in the order in which they are leaves."""
+    """The array fields and the labels of their axes, in the order of the leaves."""
     w_labels, a_labels, b_labels = labels(lora)
     parts = [(lora.w, w_labels), (lora.a, a_labels), (lora.b, b_labels)]
     if lora.magnitude is not None:

@@ -27,8 +27,8 @@ def _conv(
     batch_group_count: int,
     **params: Any,
 ):
-    """A convolution down to `rank` channels, by `a`, and a pointwise one back up, by `b`; or the other way
-    round, by the kernel of a gradient, whose inputs are the outputs of the forward pass."""
+    """Computes a convolution with `a`, down to `rank` channels, and a pointwise one with `b`, back up. In a
+    gradient it is the other way round: the inputs of the kernel are the outputs of the forward pass."""
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)
@@ -39,7 +39,7 @@ def _conv(
 
     scale, rows = (None, ()) if lora.magnitude is None else row_scale(lora)
     if scale is not None and scale.size != lora.shape[b_labels[0]]:
-        return NotImplemented  # a scale for each place of the window, too
+        return NotImplemented  # the scale also varies over the window
 
     def conv(x: Any, kernel: Any, **params: Any) -> Any:
         return primitive.bind(
@@ -58,7 +58,7 @@ def _conv(
 
     def adapter(a: Any, b: Any, x: Any) -> Any:
         dtype = common_dtype(a, b, x)
-        # Kernels in the order of the base's: the rank stands for `out` in the one, for `in` in the other.
+        # Both kernels have the axes of the base: the rank replaces `out` in one, and `in` in the other.
         if backward:
             down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
             up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
@@ -66,7 +66,7 @@ def _conv(
             thin = thin if lora.scaling == 1 else thin * lora.scaling
             return conv(thin, up, **widened(params, dtype))
         down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
-        down = jnp.concatenate([down] * groups, axis=out)  # one `a` for all groups of channels
+        down = jnp.concatenate([down] * groups, axis=out)  # all groups of channels share `a`
         up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
         thin = conv(cast(x, dtype), down, **params | {"preferred_element_type": None})
         thin = thin if lora.scaling == 1 else thin * lora.scaling
@@ -102,7 +102,7 @@ def _ragged_dot(
     ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
     **params: Any,
 ):
-    """Rows of `x` with the expert of their group: two thin products of the same kind."""
+    """Multiplies rows of `x` by the expert of their group; the adapter takes two thin products of it."""
     dims = ragged_dot_dimension_numbers
     ((_, lora_summed), batch), rows = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions
     parts = labels(lora)

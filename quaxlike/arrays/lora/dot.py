@@ -17,8 +17,8 @@ from ..dot_axes import free_axes, in_order, seen_from
 from .array import LoraArray, labels, row_scale
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
-# Opened before arrays that say how they are stored, whose rules then meet the parts; after those that
-# say what is in them (zeros).
+# Tried before the rules of arrays with a special storage, which then receive the parts; and after those of
+# arrays with known contents (zeros).
 
 
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
@@ -32,7 +32,7 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     n = lora.ndim
     (lora_summed, x_summed), (lora_batch, x_batch) = seen_from(on_left, dimension_numbers)
-    # Every axis of x has the label of the axis of the array that it goes with, or one of its own.
+    # Every axis of x has the label of the axis of the array that it is paired with, or a new one.
     x_labels = list(range(n, n + x.ndim))
     for label, axis in zip((*lora_summed, *lora_batch), (*x_summed, *x_batch), strict=True):
         x_labels[axis] = label
@@ -72,7 +72,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         return add(y, adapter_product(a, b, dropped(lora, x), x_labels))
 
     def dora_product(w: Any, a: Any, b: Any, x: Any) -> Any:
-        if not set(rows) <= set(out):  # summed over: then it is x that is scaled
+        if not set(rows) <= set(out):  # rows are summed over, so x is scaled instead
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 x = cast(x, common_dtype(lora, x))
             more = [*(i for i in rows if i not in x_labels), *x_labels]
@@ -92,13 +92,13 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
 
 def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
-    """Whether only axes of `b` are summed over; else `a` is the factor that makes x thin."""
+    """Whether only axes of `b` are summed over, so that `b` makes x thin; otherwise `a` does."""
     n = lora.ndim
     return not any(i - n in lora.in_axes for i in summed) and any(i - n in lora.out_axes for i in summed)
 
 
 def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """`params` of a product of arrays of this dtype, which may be wider than the base's."""
+    """The `params` for a product of arrays of this dtype, which may be wider than that of the base."""
     preferred = params["preferred_element_type"]
     if preferred is not None:
         preferred = common_dtype(jax.ShapeDtypeStruct((), preferred), jax.ShapeDtypeStruct((), dtype))
@@ -106,12 +106,12 @@ def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Arithmetic that keeps the dtype of the base, whatever that of the adapter
+# Arithmetic that keeps the dtype of the base, whatever the dtype of the adapter
 # -------------------------------------------------------------------------------------------------
 
 
 def add(y: Any, z: Any) -> Any:
-    """`y + z`, spread over the explicit axes of a mesh as `y` is."""
+    """`y + z`, sharded over the explicit axes of a mesh like `y`."""
     dtype = common_dtype(y, z)
     z = z if is_value(y) or is_value(z) or y.shape != z.shape else spread_like(z, y)
     return cast(cast(y, dtype) + cast(z, dtype), y.dtype)
@@ -128,7 +128,7 @@ def drops(lora: LoraArray) -> bool:
 
 
 def dropped(lora: LoraArray, x: Any) -> Any:
-    """The part of `x` that the adapter sees."""
+    """`x` after dropout, as the adapter receives it."""
     if not drops(lora):
         return x
     keep = 1 - lora.dropout

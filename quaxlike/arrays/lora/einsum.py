@@ -1,4 +1,4 @@
-"""Products of two arrays whose axes are labelled: one `dot_general`, in whatever order its axes come out."""
+"""Products of two arrays with labelled axes: one `dot_general`, without transposing its result."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def _sum_out(x: Any, labels: Sequence[int], wanted: Collection[int]) -> tuple[An
 
 
 def arrange(x: Any, labels: Sequence[int], out: Sequence[int]) -> Any:
-    """`x` with its axes in the order `out`, of size one where it has no such label."""
+    """`x` with its axes in the order `out`, and an axis of size one for each label that it lacks."""
     order = [i for i in out if i in labels]
     if order != list(labels):
         x = jax.lax.transpose(x, [labels.index(i) for i in order])
@@ -50,7 +50,7 @@ def arrange(x: Any, labels: Sequence[int], out: Sequence[int]) -> Any:
 
 
 def common_dtype(*arrays: Any) -> Any:
-    """The dtype to compute with, under JAX's standard rules whatever rules are set."""
+    """The dtype to compute with, by JAX's standard promotion rules whichever are set."""
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()

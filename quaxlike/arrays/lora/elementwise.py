@@ -1,4 +1,4 @@
-"""Adapted arrays converted, scaled and added."""
+"""Conversion, scaling and addition of adapted arrays."""
 
 from typing import Any
 
@@ -43,10 +43,10 @@ def _neg(x: LoraArray, **params: Any):
 
 
 def _times(x: LoraArray, y: Any) -> Any:
-    """By a scalar, or by one number for each row or for each column: then one factor takes it, too."""
+    """Multiplies by a scalar, or by a number for each row or each column, which one factor absorbs."""
     y = jnp.asarray(y)
     if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
-        return NotImplemented  # infinite parts cancel where the whole is infinite
+        return NotImplemented  # w and b @ a could become opposite infinities, and their sum NaN
     if x.magnitude is not None:
         return NotImplemented if y.ndim else x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
     _, a_labels, b_labels = labels(x)
@@ -77,7 +77,7 @@ def _sub_array(x: LoraArray, y: ArrayLike, **params: Any):
 
 
 def _plus(x: LoraArray, y: Any) -> Any:
-    """A scalar, or an array of the same shape, goes into the base."""
+    """Adds a scalar, or an array of the same shape, to the base."""
     if x.magnitude is not None or x.w.shape != x.shape or jnp.shape(y) not in ((), x.shape):
         return NotImplemented
     return x.replace(w=quaxify(jnp.add)(x.base, y), train_base=True)
@@ -85,7 +85,7 @@ def _plus(x: LoraArray, y: Any) -> Any:
 
 @register("add")
 def _add(x: LoraArray, y: LoraArray, **params: Any):
-    """One adapter beside the other, over the sum of the bases."""
+    """Concatenates the adapters along the rank, over the sum of the bases."""
     loras = alike((x, y))
     if loras is None or x.shape != y.shape or x.magnitude is not None:
         return NotImplemented

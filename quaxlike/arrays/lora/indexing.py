@@ -1,5 +1,5 @@
-"""Parts of an adapted array: slices of it are adapted, and so are matrices of a stack that are looked up
-(experts); rows that are looked up (embeddings) are dense."""
+"""Indexing of adapted arrays: slices are adapted arrays, and so are matrices looked up in a stack (experts);
+rows that are looked up (embeddings) are dense."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from .shape import each
 
 
 def _cut(x: LoraArray, cut: Callable[[Any, Labels], Any], touched: Sequence[int]) -> Any:
-    """`x` with each part cut; `touched` are the labels of the axes that become shorter."""
+    """Applies `cut` to each part of `x`; `touched` are the labels of the axes that become shorter."""
     if x.magnitude is None or not any(i - x.ndim in x.in_axes for i in touched):
         return each(x, cut)
     # The norms of a DoRA are those of whole rows.
@@ -65,7 +65,7 @@ def _dynamic_slice(x: LoraArray, *starts: ArrayLike, slice_sizes: Sequence[int],
 
 
 @register("split")
-def _split(x: LoraArray, *, sizes: Sequence[Any], axis: int):  # of numpy's integers, too
+def _split(x: LoraArray, *, sizes: Sequence[Any], axis: int):  # sizes may be NumPy integers
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     split = quaxify(lambda x, start, end: jax.lax.slice_in_dim(x, start, end, axis=axis))
     return [split(x, end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -82,7 +82,7 @@ def _gather(
     fill_value: Any,
     **params: Any,
 ):
-    """The reads of `jnp.take`, of indexing with arrays, and of their `vmap`s."""
+    """Implements `jnp.take`, indexing with arrays, and their batched forms."""
     dnums, n = dimension_numbers, x.ndim
     picked, paired, dropped = dnums.start_index_map, dnums.operand_batching_dims, dnums.collapsed_slice_dims
     gone = {*dropped, *paired}
@@ -91,13 +91,13 @@ def _gather(
     w_labels, a_labels, b_labels = labels(x)
     where = indices, x.shape, dnums, slice_sizes
     fill = fill_value_of(mode, fill_value, x.dtype)
-    # A base that is filled with NaN makes all of it NaN; but so are gradients of what it is added to, unless
-    # they belong to slots that are filled, too.
+    # Filling the base with NaN makes the sum NaN, but also gradients of the factors, unless these are filled
+    # in the same slots.
     in_all = all(set(picked) <= set(own) for own in (w_labels, a_labels, b_labels))
     masked = fills(*where, mode) and not (in_all and np.isnan(fill))
     if masked:
         mode, fill_value = jax.lax.GatherScatterMode.CLIP, None
-    # Axes of the indices are labelled n, n + 1, ...; an operand axis that goes with one shares its label.
+    # Axes of the indices are labelled n, n + 1, ...; an operand axis paired with one shares its label.
     n_indices = jnp.ndim(indices) - 1
     index_labels = [n + i for i in range(n_indices)]
     partner = dict(zip(paired, (n + i for i in dnums.start_indices_batching_dims), strict=True))
@@ -146,8 +146,8 @@ def _gather(
 def _stack(
     x: LoraArray, gathered: Callable[..., tuple[Any, Labels]], out: Labels, fill_value: Any
 ) -> LoraArray | None:
-    """Whole matrices that are looked up, each with its own adapter; `out` are the labels of the axes of the
-    result. None if a part would lack a batch axis behind one that it has."""
+    """Looks up whole matrices, each with its own adapter; `out` are the labels of the axes of the result.
+    None if a part would have a batch axis in front of one that it lacks."""
     matrix, (w_labels, a_labels, b_labels) = matrix_labels(x), labels(x)
     batch = [i for i in out if i not in matrix]
 

@@ -1,4 +1,4 @@
-"""Axes of an adapted array: moved, cut into several, stacked, fused."""
+"""Axes of adapted arrays: moving, reshaping, stacking and fusing them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from .einsum import Labels, arrange, cast, common_dtype
 
 
 def each(lora: LoraArray, fn: Callable[[Any, Labels], Any], order: Sequence[int] | None = None) -> LoraArray:
-    """`fn(part, labels)` in place of each array of `lora`; `order` are the labels that its axes have then."""
+    """Replaces each array of `lora` by `fn(part, labels)`; `order` lists the labels of the result's axes."""
     n = lora.ndim
     order = range(n) if order is None else order
     at = {label: axis - len(order) for axis, label in enumerate(order)}
@@ -36,14 +36,14 @@ def each(lora: LoraArray, fn: Callable[[Any, Labels], Any], order: Sequence[int]
 @register("transpose")
 @cached_trace
 def _transpose(x: LoraArray, *, permutation: Sequence[int]):
-    """The base is transposed; of the factors only batch axes move, and which axes they belong to changes."""
+    """Transposes the base. In the factors only batch axes move; `out_axes` and `in_axes` change instead."""
     matrix = matrix_labels(x)
     batch = [i for i in permutation if i not in matrix]
     w_labels, *factor_labels = labels(x)
     for own, order in ((w_labels, permutation), *((own, batch) for own in factor_labels)):
         missing = [i for i in order if i not in own]
         if missing != list(order[: len(missing)]):
-            return NotImplemented  # a batch axis that this part does not have would come to stand inside
+            return NotImplemented  # a batch axis that this part lacks would have to follow one that it has
 
     def transposed(part: Any, own: Labels) -> Any:
         if matrix <= set(own):
@@ -55,7 +55,7 @@ def _transpose(x: LoraArray, *, permutation: Sequence[int]):
 
 @register("rev")
 def _rev(x: LoraArray, *, dimensions: Sequence[int]):
-    """Each part in the other direction along those of these axes that it has."""
+    """Reverses each part along those of these axes that it has."""
     own_axes = lambda own: [axis for axis, label in enumerate(own) if label in dimensions]
     return each(x, lambda part, own: jax.lax.rev(part, own_axes(own)))
 
@@ -63,7 +63,7 @@ def _rev(x: LoraArray, *, dimensions: Sequence[int]):
 @register("squeeze")
 def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
     left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
-    if not left & {*x.out_axes} or not left & {*x.in_axes}:  # one row or column: an activation, not a weight
+    if not left & {*x.out_axes} or not left & {*x.in_axes}:  # a single row or column is not a weight
         return jax.lax.squeeze(x.materialise(), dimensions)
 
     def squeezed(part: Any, own: Labels) -> Any:
@@ -76,7 +76,7 @@ def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
 def _broadcast_in_dim(
     x: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
 ):
-    """New leading axes are batch axes that `a` alone has; axes of size one may come in anywhere."""
+    """Adds new leading axes, as batch axes of `a` alone, or axes of size one anywhere."""
     n, n_new = x.ndim, len(shape) - x.ndim
     if x.shape != tuple(shape[i] for i in broadcast_dimensions):
         return NotImplemented
@@ -84,7 +84,7 @@ def _broadcast_in_dim(
     if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
         sizes = (*shape[:n_new], *(x.shape[i] for i in batch))
         return x.replace(a=jnp.broadcast_to(x.a, sizes + x.a.shape[-1 - len(x.in_axes) :]))
-    order = [n + axis for axis in range(len(shape))]  # n and up: the new ones
+    order = [n + axis for axis in range(len(shape))]  # labels from n on are new
     for label, axis in enumerate(broadcast_dimensions):
         order[axis] = label
     new = [size for size, label in zip(shape, order, strict=True) if label >= n]
@@ -98,7 +98,7 @@ def has_all_axes(x: LoraArray) -> bool:
 
 
 def with_all_axes(x: LoraArray) -> LoraArray:
-    """The same array, each part with all batch axes: those that a part lacks are in front of its own."""
+    """The same array with all batch axes on every part; those that a part lacks go in front of its own."""
     if has_all_axes(x):
         return x
     batch = [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]
@@ -117,7 +117,7 @@ def with_all_axes(x: LoraArray) -> LoraArray:
 
 
 def with_axes(x: LoraArray, order: Sequence[int]) -> LoraArray:
-    """`x`, which has all axes, with new axes of size one: those with labels from `x.ndim` on in `order`."""
+    """`x`, which has all axes, with new axes of size one, whose labels in `order` start at `x.ndim`."""
     matrix = matrix_labels(x)
     batch = [i for i in order if i not in matrix]
 
@@ -148,7 +148,7 @@ def _stack(*operands: LoraArray | ArrayLike, axis: int):
 
 
 def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
-    """The operands as adapted arrays with the same axes; None if that cannot be."""
+    """The operands as adapted arrays with the same axes; None if that is impossible."""
     like = with_all_axes(next(x for x in operands if isinstance(x, LoraArray)))
     loras = [
         with_all_axes(x) if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like)
@@ -159,7 +159,7 @@ def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
 
 
 def without_adapter(w: Any, like: LoraArray) -> LoraArray:
-    """`w` with an adapter of rank 0, its base open to gradients."""
+    """`w` with an adapter of rank 0; gradients flow to `w`."""
     sizes = dict(enumerate(w.shape)) | {RANK: 0}
     _, a_labels, b_labels = labels(like)
     a, b = (jnp.zeros([sizes[i] for i in own], part.dtype) for own, part in
@@ -168,7 +168,7 @@ def without_adapter(w: Any, like: LoraArray) -> LoraArray:
 
 
 def _in_a_row(loras: Sequence[LoraArray], axis: int) -> LoraArray:
-    """Joined along a batch axis."""
+    """Joins arrays along a batch axis."""
     first = loras[0]
     if any(statics(x) != statics(first) for x in loras):
         rank = max(x.rank for x in loras)
@@ -183,17 +183,17 @@ def _in_a_row(loras: Sequence[LoraArray], axis: int) -> LoraArray:
 
 
 def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
-    """Joined along an axis of the matrix: an adapter whose rank is the sum of all, since each reaches its
-    own part only."""
+    """Joins arrays along an axis of the matrix. The rank of the result is the sum of all ranks, since each
+    adapter acts only on its own part."""
     w_labels, a_labels, b_labels = labels(loras[0])
     if loras[0].magnitude is not None and axis not in b_labels:
-        return NotImplemented  # the norms of longer rows
+        return NotImplemented  # longer rows have other norms
     loras = [plainly_scaled(x) for x in loras]
     rank, before, padded = sum(x.rank for x in loras), 0, []
     for x in loras:
         padded.append(padded_to(x, rank, before))
         before += x.rank
-    # The factor that has the axis is cut into parts; the other one is shared by all.
+    # The factor with the axis is block diagonal; the other one is concatenated along the rank.
     along_a = a_labels.index(axis if axis in a_labels else RANK)
     along_b = b_labels.index(axis if axis in b_labels else RANK)
     return loras[0].replace(
@@ -206,7 +206,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 
 
 def statics(x: LoraArray) -> Any:
-    """The statics that stacked adapters must have in common."""
+    """The statics that stacked adapters must share."""
     return x.rank, x.alpha, x.rslora, x.dropout, x.train_base
 
 
@@ -223,7 +223,7 @@ def _magnitudes(loras: Sequence[LoraArray], axis: int) -> Any:
 
 @register("reshape")
 def _reshape(x: LoraArray, *, new_sizes: Sequence[int], **params: Any):
-    """`out` and `in` may be of several axes each; what would mix them makes the array dense."""
+    """Splits or merges axes of `out`, of `in`, or of the batch; mixing these makes the array dense."""
     groups = _groups(x.shape, new_sizes)
     if groups is None or any(value is not None for value in params.values()) or not has_all_axes(x):
         return NotImplemented
@@ -253,7 +253,7 @@ def _reshape(x: LoraArray, *, new_sizes: Sequence[int], **params: Any):
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]] | None:
-    """The smallest runs of old axes that become runs of new ones; None for arrays without elements."""
+    """The shortest runs of old axes that become runs of new ones; None for arrays without elements."""
     if math.prod(new) == 0 or not old or not new:
         return None
     groups: list[tuple[range, range]] = []
@@ -267,6 +267,6 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]
             else:
                 right, j = right * new[j], j + 1
         groups.append((range(start[0], i), range(start[1], j)))
-    last_old, last_new = groups[-1]  # with what is left, axes of size one
+    last_old, last_new = groups[-1]  # takes the remaining axes, which are of size one
     groups[-1] = (range(last_old.start, len(old)), range(last_new.start, len(new)))
     return groups

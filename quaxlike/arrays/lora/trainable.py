@@ -1,4 +1,4 @@
-"""Arrays that are trained beside the adapters: in full, or as biases of adapters."""
+"""Arrays that are trained along with the adapters: in full, or as biases of adapters."""
 
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -20,7 +20,7 @@ from .dot import add
 
 
 class Beside(ArrayValue):
-    """Marks an array for `trainable`; every computation takes it as the array that it is."""
+    """Marks an array for `trainable`; every computation uses the plain array."""
 
     @staticmethod
     def default(
@@ -32,9 +32,9 @@ class Beside(ArrayValue):
 
 
 class TrainableArray(Beside):
-    """An array that is trained in full, in a model of which the rest is frozen.
+    """An array that is trained in full, in a model that is otherwise frozen.
 
-    `loraify(..., modules_to_save=...)` and `bias=` put it in place.
+    `loraify(..., modules_to_save=...)` and `bias=` insert it.
 
     **Arguments:**
 
@@ -69,15 +69,15 @@ class TrainableArray(Beside):
 
 
 class LoraBias(Beside):
-    """The bias of a layer whose adapter has a bias of its own: `w + scaling * b`, of which `b` is trained.
+    """The bias of a layer whose adapter has its own bias: `w + scaling * b`, where `b` is trained.
 
-    `loraify(..., lora_bias=True)` puts it in place.
+    `loraify(..., lora_bias=True)` inserts it.
 
     **Arguments:**
 
     - `w`: the bias of the layer, frozen unless it is a `TrainableArray`; None if there is none.
     - `b`: the bias of the adapter.
-    - `scaling`: that of the adapter.
+    - `scaling`: the scaling of the adapter.
     """
 
     w: Any

@@ -1,4 +1,4 @@
-"""Rows of an embedding that are trained, beside the adapters."""
+"""Rows of an embedding that are trained along with the adapters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,20 +23,20 @@ from .trainable import Beside
 
 
 class TrainableRows(Beside):
-    """A frozen matrix, some of whose rows are replaced by others, which are trained.
+    """A frozen matrix, some of whose rows are replaced by trained ones.
 
-    `loraify(..., trainable_token_indices=...)` puts it in place: embeddings of a few tokens are trained, and
-    an adapter's file holds these alone. Looking rows up reads no more of the matrix than without it, and a
-    product with it is one with the matrix and one with the rows, as the output layer that is tied to an
-    embedding takes it; neither the matrix with these rows in it nor its gradient is ever formed. All other
-    computations take it as the array that it is.
+    `loraify(..., trainable_token_indices=...)` inserts it: the embeddings of a few tokens are trained, and
+    an adapter's file holds only these. Looking rows up reads no more of the matrix than without it. A product
+    with it, as in an output layer that is tied to an embedding, is computed as one with the matrix and one
+    with the rows; neither the combined matrix nor its gradient is ever formed. All other computations use the
+    combined matrix as a plain array.
 
     **Arguments:**
 
     - `w`: the matrix, `(n, size)`.
-    - `rows`: the trained ones, `(len(indices), size)`.
-    - `indices`: which rows of the matrix these stand for; each once.
-    - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are as they were.
+    - `rows`: the trained rows, `(len(indices), size)`.
+    - `indices`: the rows of the matrix that these replace, without repetition.
+    - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are not transposed.
         Default: False.
     """
 
@@ -79,7 +79,7 @@ class TrainableRows(Beside):
         return self.materialise()
 
     def widen(self, like: Value) -> Any:
-        """Dense beside one of other rows, or of another layout."""
+        """Makes this dense if `like` has other rows or another layout."""
         same = not isinstance(like, TrainableRows) or self._layout() == like._layout()
         return NotImplemented if same else dense_apart(self)
 
@@ -122,8 +122,8 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
-    """Where the rows are summed over, each part takes its own entries of `other`; else both products are
-    formed, and entries of the second take the place of those of the first."""
+    """If rows are summed over, each part is multiplied by its own entries of `other`. Otherwise both products
+    are computed, and entries of the second replace those of the first."""
     (summed, other_summed), (batch, other_batch) = seen_from(on_left, dimension_numbers)
     if batch or len(summed) != 1 or params.get("out_sharding") is not None:
         return NotImplemented

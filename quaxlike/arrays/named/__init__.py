@@ -1,4 +1,4 @@
-"""Arrays whose axes have names, and are told apart by them."""
+"""Arrays whose axes have names, by which they are matched."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import AxisError, NamedArray, align

@@ -21,32 +21,32 @@ Name = str | None
 
 
 class AxisError(OperandMismatch):
-    """Axes whose names do not fit each other, or a name that an array does not have."""
+    """The names of axes do not match, or an array has no axis of a name."""
 
     @checked
     def __init__(self, message: str) -> None:
         super().__init__(message, NamedArray)
 
 
-# Names describe an array, whatever its unit and whatever it is made of: before all other types.
+# Names describe any array, whatever its unit or its parts, so this type has the highest precedence.
 
 
 class NamedArray(AnnotatedArray):
     """An array whose axes have names.
 
-    Operators broadcast by name: `x + y` has the axes of `x`, then those of `y` that `x` lacks. Methods that
-    reduce take names. Under [`quaxlike.quaxify`][] any code keeps them: transposing permutes them, reducing
-    drops them, new axes have none; a product contracts axes of the same name only, and arrays that are
-    added have the same names in the same order. An axis without a name (None) goes with any. What no rule
-    covers, such as a decomposition, is done to the array without its names.
+    Operators broadcast by name: `x + y` has the axes of `x`, followed by those of `y` that `x` lacks. Methods
+    that reduce take names. Under [`quaxlike.quaxify`][] any code keeps the names: transposing permutes them,
+    reducing drops them, new axes have none. A product contracts only axes of the same name, and arrays that
+    are added must have the same names in the same order. An axis without a name (None) matches any.
+    Primitives that no rule covers, such as decompositions, are applied to the array without its names.
 
     **Arguments:**
 
-    - `array`: any array, or a Value that stands for one.
-    - `names`: one for each axis, or None. Counted from the last axis: one that a transform puts in front
-        (`jax.vmap`, `jax.lax.scan`) has no name, one that it takes away takes its name along.
+    - `array`: any array or `ArrayValue`.
+    - `names`: a name, or None, for each axis. They are counted from the last axis: an axis that a transform
+        (`jax.vmap`, `jax.lax.scan`) adds in front has no name, and one that it removes loses its name.
 
-    **Raises:** [`quaxlike.arrays.named.AxisError`][], which names both sides.
+    **Raises:** [`quaxlike.arrays.named.AxisError`][], which lists both sides.
 
     !!! example
 
@@ -79,7 +79,7 @@ class NamedArray(AnnotatedArray):
         return (None,) * missing + self._names[max(-missing, 0) :]
 
     def widen(self, like: Any) -> Any:
-        """Rows still have the name of the axis along which they were cut among their static fields."""
+        """Drops the name of an axis along which rows were cut, which is still among their static fields."""
         if not isinstance(like, NamedArray) or like.names != self.names:
             return NotImplemented
         return replace_fields(self, array=widened_part(self.array, like.array), _names=self.names)
@@ -92,7 +92,7 @@ class NamedArray(AnnotatedArray):
     # By name
 
     def axis(self, name: str) -> int:
-        """The number of the axis of this name."""
+        """The index of the axis of this name."""
         found = [i for i, n in enumerate(self.names) if n == name]
         if len(found) != 1:
             problem = "several axes" if found else "no axis"
@@ -100,29 +100,29 @@ class NamedArray(AnnotatedArray):
         return found[0]
 
     def rename(self, names: dict[str, Name]) -> "NamedArray":
-        """With other names for some axes: `x.rename({"time": "step"})`."""
+        """Renames some axes: `x.rename({"time": "step"})`."""
         for name in names:
             self.axis(name)
         return NamedArray(self.array, [names.get(n, n) if n else n for n in self.names])
 
     def ordered(self, *names: str) -> Any:
-        """With its axes in this order."""
+        """Transposes to this order of the axes."""
         if len(names) != self.ndim:
             raise AxisError(f"An order of the axes {self.names} names each of them; found {names}.")
         return self.transpose([self.axis(name) for name in names])
 
     def isel(self, **indices: Any) -> Any:
-        """With axes indexed by name: `x.isel(time=0, batch=slice(2))`."""
+        """Indexes axes by name: `x.isel(time=0, batch=slice(2))`."""
         index: list[Any] = [slice(None)] * self.ndim
         for name, i in indices.items():
             index[self.axis(name)] = i
         return self[tuple(index)]
 
     def contract(self, other: Any, *names: str) -> Any:
-        """The product with another named array, summed over the axes of these names.
+        """Multiplies this by another named array, and sums over the axes of these names.
 
-        Other axes that both have are paired. The result has the paired axes first, then those of this
-        array that are left, then those of the other.
+        Other axes that both have are paired. The result has the paired axes first, then the remaining ones of
+        this array, then those of the other.
         """
         contract = (tuple(map(self.axis, names)), tuple(map(other.axis, names)))
         shared = [n for n in self.names if n and n in other.names and n not in names]
@@ -200,8 +200,8 @@ for _name in [
 
 
 def align(x: NamedArray, y: NamedArray) -> tuple[Any, Any]:
-    """Two named arrays with the same axes in the same order, of size 1 where one lacks them: those of `x`,
-    then those of `y` that `x` lacks. Arrays with axes that have no name are left as they are."""
+    """Gives two named arrays the same axes in the same order, of size 1 where one lacks them: those of `x`,
+    then those of `y` that `x` lacks. Arrays that have axes without a name are returned unchanged."""
     if None in (*x.names, *y.names):
         return x, y
     names = (*x.names, *(n for n in y.names if n not in x.names))

@@ -20,7 +20,7 @@ _Any = ArrayLike | ArrayValue
 
 def _names(x: Any) -> tuple[Name, ...]:
     if isinstance(x, AnnotatedArray):
-        return x.names if isinstance(x, NamedArray) else _names(x.array)  # of an array in a unit, say
+        return x.names if isinstance(x, NamedArray) else _names(x.array)  # a unit around names, say
     return (None,) * len(getattr(x, "shape", ()))
 
 
@@ -35,8 +35,8 @@ def _unnamed(x: Any) -> Any:
 
 
 def _named(array: Any, names: Sequence[Name]) -> Any:
-    """The array itself, once no axis has a name."""
-    if any(inner := _names(array)):  # of a matrix that holds an array with names
+    """Attaches names to an array; returns it unchanged if no axis has a name."""
+    if any(inner := _names(array)):  # the array is made of parts that have names
         array, names = _unnamed(array), [n or m for n, m in zip(names, inner, strict=True)]
     return NamedArray(array, names) if any(names) else array
 
@@ -102,7 +102,7 @@ def _reshape(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
 
 
 def reshaped_names(names: Sequence[Name], old: Sequence[int], new: Sequence[int]) -> list[Name]:
-    """An axis that is neither merged nor split keeps its name."""
+    """The names of the axes after a reshape; an axis that is neither merged nor split keeps its name."""
     out: list[Name] = []
     i = 0
     for j, size in enumerate(new):
@@ -133,7 +133,7 @@ def _gather(primitive: Primitive, x: NamedArray, indices: ArrayLike, **params: A
 
 
 def _agreed(primitive: Primitive, operands: Sequence[Any]) -> list[Name]:
-    """For each axis, the one name that the operands (those that are no scalars) have for it."""
+    """For each axis, the name that all operands (except scalars) have; an error if they disagree."""
     shaped = [_names(x) for x in operands if _names(x)]
     out: list[Name] = []
     for of_axis in zip(*shaped, strict=True):
@@ -210,7 +210,7 @@ def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     installed("pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 )
 def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
-    """An array that is written into another takes its axes."""
+    """An array that is written into another one takes its axes."""
     updates = rest[0] if primitive.name == "dynamic_update_slice" else None
     names = _agreed(primitive, (x, updates)) if updates is not None else _names(x)
     return _named(_bind(primitive, (x, *rest), params), names)

@@ -1,4 +1,4 @@
-"""Keys of pseudo-random generators as Values, whose leaves are plain arrays of words."""
+"""PRNG keys as Values, whose leaves are plain arrays of words."""
 
 from .keys import KeyArray, key
 from .philox import philox4x32

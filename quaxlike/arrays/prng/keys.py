@@ -1,4 +1,4 @@
-"""`KeyArray`: keys of a pseudo-random generator."""
+"""`KeyArray`: keys of a pseudo-random number generator."""
 
 import functools
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ _NAMES = ("threefry2x32", "rbg", "unsafe_rbg", *_IMPLEMENTATIONS)
 
 
 class KeyArray(ArrayOperators, ArrayValue):
-    """Keys of a pseudo-random generator, as the words that they are made of.
+    """Keys of a pseudo-random number generator, stored as the words that they consist of.
 
-    To `jax.random` under [`quaxlike.quaxify`][] they are keys; to everything that handles leaves
-    (checkpoints, averages, `np.save`) they are arrays of uint32, which JAX's own keys are not.
+    `jax.random` treats them as keys under [`quaxlike.quaxify`][]; everything that handles leaves
+    (checkpoints, averages, `np.save`) sees arrays of uint32, unlike JAX's own keys.
 
     **Arguments:**
 
     - `data`: the words, uint32 of shape `(*shape, words)`: 2 for Threefry and Philox, 4 for RBG.
-    - `impl`: the generator: "threefry2x32", "rbg", "unsafe_rbg" or "philox4x32". Default: the first.
+    - `impl`: the generator: "threefry2x32" (default), "rbg", "unsafe_rbg" or "philox4x32".
 
     !!! example
 
@@ -65,12 +65,12 @@ class KeyArray(ArrayOperators, ArrayValue):
         return self.to_jax()
 
     def to_jax(self) -> jax.Array:
-        """The same keys as JAX has them."""
+        """Converts to JAX's own keys."""
         return jax.random.wrap_key_data(self.data, impl=_implementation(self.impl))
 
     @classmethod
     def from_jax(cls, key: jax.Array) -> "KeyArray":
-        """Keys that `jax.random.key` or `jax.random.split` made, of one of the generators above.
+        """Converts keys that `jax.random.key` or `jax.random.split` made, of one of these generators.
 
         **Raises:**
 
@@ -103,7 +103,7 @@ def _implementation(name: str) -> Any:
 
 @functools.cache
 def _like(impl: str) -> tuple[Any, int]:
-    """The dtype that JAX has for keys of a generator, and the number of words of a key."""
+    """JAX's dtype for keys of a generator, and the number of words of a key."""
     make = lambda: jax.random.key(0, impl=_implementation(impl))
     words = jax.eval_shape(lambda: jax.random.key_data(make()))
     return jax.eval_shape(make).dtype, words.shape[-1]
@@ -111,7 +111,7 @@ def _like(impl: str) -> tuple[Any, int]:
 
 @checked
 def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
-    """A key from a seed: `jax.random.key` as a [`quaxlike.arrays.prng.KeyArray`][].
+    """Makes a key from a seed: `jax.random.key`, as a [`quaxlike.arrays.prng.KeyArray`][].
 
     **Arguments:**
 

@@ -17,17 +17,17 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
-# The last word of the counter says what a block is for, so that no two uses share one.
+# The last word of the counter identifies what a block is used for, so that no two uses share one.
 _BITS, _SPLIT, _FOLD_IN = 0, 1, 2
 
 
 def philox4x32_block(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-    """The four words of a counter.
+    """Computes the four words for a counter.
 
     **Arguments:**
 
     - `key`: two arrays of uint32.
-    - `counter`: four arrays of uint32, of a shape that broadcasts with the key's.
+    - `counter`: four arrays of uint32, of a shape that broadcasts with that of the key.
 
     **Returns:**
 
@@ -40,7 +40,7 @@ def philox4x32_block(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, A
         k0, k1 = k0 + np.uint32(_WEYL[0]), k1 + np.uint32(_WEYL[1])
         return k0, k1, *_round(k0, k1, *counter)
 
-    # A loop, since compilers take long over the rounds in a row, each of which uses the one before twice.
+    # A loop, since unrolled rounds, each of which uses the one before twice, take long to compile.
     k0, k1, *words = (jnp.broadcast_to(x, shape) for x in (*key, *counter))
     state = (k0, k1, *_round(k0, k1, *words))
     _, _, c0, c1, c2, c3 = lax.fori_loop(1, _ROUNDS, bump_and_mix, state)
@@ -54,7 +54,7 @@ def _round(k0: Any, k1: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple[Any, A
 
 
 def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
-    """The high and the low word of a product, from those of halves: there may be no 64-bit integers."""
+    """The high and the low word of a product, computed from half words: 64-bit integers may be disabled."""
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a0, a1, b0, b1 = a & mask, a >> half, b & mask, b >> half
     low, middle, other = a0 * b0, a1 * b0, a0 * b1
@@ -63,7 +63,7 @@ def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _words(key: Any, n: int, use: int) -> Any:
-    """`n` blocks of four words; shape (n, 4)."""
+    """Generates `n` blocks of four words; shape (n, 4)."""
     index = lax.iota(jnp.uint32, n)
     zero = jnp.zeros_like(index)
     block = philox4x32_block((key[0], key[1]), (index, zero, zero, jnp.full_like(index, use)))
@@ -92,7 +92,7 @@ def _random_bits(key: Any, bit_width: int, shape: Sequence[int]) -> Any:
     size = math.prod(shape)
     if size * bit_width > 2**32 * 128:
         raise ValueError(
-            f"philox4x32 gives 2**39 bits per key; found a shape of {tuple(shape)}. Split the key."
+            f"philox4x32 generates 2**39 bits per key; found a shape of {tuple(shape)}. Split the key."
         )
     words = jnp.ravel(_words(key, -(-size * bit_width // 128), _BITS))
     if bit_width == 64:

@@ -1,6 +1,6 @@
 """Arrays of codes with block scales: NF4, FP4, int4, int8, and every published block format."""
 
-# They register rules.
+# Imported to register rules.
 from . import convolution, dot, elementwise, experts, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import AbstractQuantizedArray
 from .block import BlockArray

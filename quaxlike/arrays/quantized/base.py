@@ -1,13 +1,13 @@
-"""The base of quantised arrays: the layout of codes and scales, and what it makes possible.
+"""The base of quantised arrays: the layout of codes and scales, and the operations that it permits.
 
 The *stored* array is the logical one with its axes in the order in which they were quantised. Its
 leading axes are axes of both leaves; its trailing ones are flattened, row-major, into the last axis of
-`codes` and cut into blocks there:
+`codes`, and cut into blocks there:
 
     stored shape = codes.shape[:-1] + inner,      scale: codes.shape[:-1] + (blocks,)
 
 Leading axes are therefore free: `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding
-act on the leaves and leave the shape true. Blocks may cross the inner axes, so these stay together.
+act on the leaves, and the shape follows. Blocks may cross the inner axes, so these stay together.
 """
 
 import abc
@@ -43,21 +43,21 @@ _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     """An array of integer codes, with a scale for each block of them.
 
-    Make one with `quantize`. It behaves as the array of dtype `logical_dtype` that it stands for:
-    `dot_general` multiplies with the codes as they are stored, in either direction and on either side;
-    transposing, reshaping whole blocks, slicing and stacking do not requantise. What cannot be done on
-    codes materialises the array, with a [`quaxlike.MaterialisationWarning`][].
+    Make one with `quantize`. It behaves like the array of dtype `logical_dtype` that it stands for:
+    `dot_general` multiplies with the stored codes, in either direction and on either side; transposing,
+    reshaping whole blocks, slicing and stacking do not requantise. Anything that cannot be done on codes
+    materialises the array, with a [`quaxlike.MaterialisationWarning`][].
 
     **Arguments:**
 
-    - `codes`: `(*lead, n)`: bytes, packed as the codec says.
+    - `codes`: `(*lead, n)`: bytes, packed as the codec specifies.
     - `scale`: `(*lead, blocks)` float32; or [`NestedScales`][quaxlike.arrays.quantized.NestedScales], or
         [`BlockScales`][quaxlike.arrays.quantized.BlockScales].
     - `block_size`: how many codes share a scale; None for all of the last axis.
     - `inner`: the trailing axes that are flattened into the last axis of `codes`; None for a single
-        axis, as long as there are codes.
+        axis, whose length is the number of codes.
     - `axes`: how the last `len(axes)` axes of the stored array are permuted in the logical array.
-    - `logical_dtype`: the dtype of the array that this stands for.
+    - `logical_dtype`: the dtype of the logical array.
     - `train_scales`: whether gradients flow into the scales.
     """
 
@@ -72,10 +72,10 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     train_scales: bool = eqx.field(static=True, default=False)
 
     codec: eqx.AbstractVar[Codec]
-    """How codes and scales are read."""
+    """The format of codes and scales."""
 
     order: eqx.AbstractVar[Any]
-    """For codes whose columns were sorted: which logical column each stored one is; else None."""
+    """For codes whose columns were sorted: the logical column of each stored one; else None."""
 
     def __check_init__(self) -> None:
         self.check_leaves()
@@ -83,7 +83,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
     def check_leaves(self) -> None:
-        """Raises `ValueError` unless codes and scales fit each other."""
+        """Raises `ValueError` unless the shapes and dtypes of codes and scales are consistent."""
         (rows, count), codec, scale = self.matrix, self.codec, self.scale
         parts = (scale.codes if isinstance(scale, NestedScales) else scale, None, None, None)
         parts = scale.parts() if isinstance(scale, BlockScales) else parts
@@ -108,7 +108,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
-        """Codes, packed, and scales for rows of the stored array, as this one has them."""
+        """Quantises rows of the stored array like this one, into packed codes and scales."""
 
     @abc.abstractmethod
     def matmul(
@@ -120,18 +120,18 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         transpose: bool,
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
-        """`x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `parts` are its leaves,
-        on leading axes that together are axes of the matrix; nested scales have none. Of `self` only
-        statics are read."""
+        """Computes `x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `parts` are its
+        leaves, whose leading axes together are axes of the matrix; nested scales have none. Only the statics
+        of `self` are read."""
 
-    # The array that this stands for
+    # The logical array
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
         fields = [(f, getattr(self, f.name, None)) for f in dataclasses.fields(self)]
         shown = [(f.name, x) for f, x in fields if not (f.metadata.get("static") and x == f.default)]
         try:
             stands_for = [wl.TextDoc(self.aval().str_short(short_dtypes=True))]
-        except AttributeError:  # leaves that are no arrays, as in a half of a partitioned model
+        except AttributeError:  # leaves that are not arrays, as in a half of a partitioned model
             stands_for = []
         return wl.bracketed(
             begin=wl.TextDoc(f"{type(self).__name__}("),
@@ -159,7 +159,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """How many rows of how many codes the last axis of `codes` holds: several that share an order."""
+        """How many rows of how many codes the last axis of `codes` holds: 1, unless rows share an order."""
         inner = self.inner_shape
         return (1, math.prod(inner)) if self.order is None else (inner[0], math.prod(inner[1:]))
 
@@ -169,7 +169,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @property
     def permutation(self) -> tuple[int, ...]:
-        """For each logical axis, the stored axis that it is."""
+        """For each logical axis, the corresponding stored axis."""
         kept = len(self.stored_shape) - len(self.axes)
         return (*range(kept), *(kept + axis for axis in self.axes))
 
@@ -180,29 +180,29 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @property
     def parts(self) -> Any:
-        """The leaves that `matmul` takes, a pytree."""
+        """The leaves that `matmul` takes, as a pytree."""
         return self.codes, self.scale, self.order
 
     def block_scales(self) -> BlockScales:
-        """The scales as the codec reads them; shut off from gradients unless `train_scales`."""
+        """The scales as the codec reads them; without gradients unless `train_scales`."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
         return scale if self.train_scales else jax.tree.map(lax.stop_gradient, scale)
 
     def joins(self, *, in_columns: bool) -> bool:
-        """Whether leading axes can be made axes of one large matrix: of its columns, beside the inner
-        axes, or else of its rows."""
+        """Whether leading axes can become axes of one large matrix: of its columns, beside the inner axes, or
+        else of its rows."""
         if self.order is not None or not (in_columns or self.codec.flat):
             return self.order is None
         return self.codec.cuts(self.matrix[1], self.block)
 
     def joined(self: _Q) -> _Q:
-        """The same array in a form whose leading axes may be made axes of one large matrix: nested scales
-        belong to one matrix, not to the larger one that is formed."""
+        """The same array in a form whose leading axes can become axes of one large matrix: nested scales,
+        which belong to a single matrix, are made dense."""
         nested = isinstance(self.scale, NestedScales)
         return dataclasses.replace(self, scale=dense_scales(self.scale)) if nested else self
 
     def opened(self: _Q) -> _Q:
-        """The same array with `train_scales`: gradients still do not flow into scales that were shut off."""
+        """The same array with `train_scales`; gradients still do not flow into scales that were frozen."""
         if self.train_scales:
             return self
         return dataclasses.replace(self, scale=jax.tree.map(lax.stop_gradient, self.scale), train_scales=True)
@@ -215,7 +215,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return dataclasses.replace(self, axes=tuple(axis - kept for axis in permutation[kept:]))
 
     def map_lead(self: _Q, fn: Callable[[Array], Array]) -> _Q:
-        """`fn`, which acts on leading axes only, done to each leaf."""
+        """Applies `fn`, which acts on leading axes only, to each leaf."""
         return jax.tree.map(fn, self)
 
     def stored(self) -> Array:
@@ -223,8 +223,8 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return self.with_axes(range(len(self.stored_shape))).materialise()
 
     def stored_slice(self: _Q, i: ArrayLike) -> "_Q | Array":
-        """Slice `i` of the stored array along its first axis: an array of this type, or, where blocks are
-        cut, a dense one."""
+        """Slice `i` of the stored array along its first axis: an array of this type, or a dense one if blocks
+        are cut."""
         if self.num_lead:
             part = self.map_lead(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False))
             return part.with_axes(range(len(part.stored_shape)))
@@ -233,7 +233,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     # Its values
 
     def rows_of_codes(self) -> tuple[Any, BlockScales]:
-        """Codes and scales with an axis of rows, where several of them share an order."""
+        """Codes and scales, with an axis of rows if several of them share an order."""
         codes, scales = self.codes, self.block_scales()
         if self.order is None:
             return codes, scales
@@ -241,7 +241,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:-1], rows, -1), (codes, scales))
 
     def _decode(self, codes: Any, scales: BlockScales) -> Float[Array, "*lead columns"]:
-        """Rows of codes to values, whose columns are in order."""
+        """Decodes rows of codes, with their columns in logical order."""
         dense = _decoded((codes, *scales.parts()), Rows(self.codec, self.matrix[1], self.block))
         if self.order is None:
             return dense
@@ -252,7 +252,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         leaves, treedef = jax.tree.flatten(self)
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)
-        # Each device decodes its rows, and its part of them if blocks fill these.
+        # Each device decodes its rows, or parts of them if no block is shared between devices.
         lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.tied_by()
         last = lambda j, leaf: "k" if cut and leaf.shape[-1] > 1 else f"own{j}"
         names = [lead if leaf.ndim == len(lead) else [*lead, last(j, leaf)] for j, leaf in enumerate(leaves)]
@@ -266,7 +266,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return self._decode(*self.rows_of_codes()).astype(self.logical_dtype).reshape(self.stored_shape)
 
     def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
-        """Slices of the stored array along its first axis, dense, where that is no leading axis:
+        """Dense slices of the stored array along its first axis, which is not a leading axis:
         `(*batch, *stored_shape[1:])`."""
         codes, scales = self.rows_of_codes()
         shape = self.stored_shape[1:]
@@ -289,7 +289,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return dataclasses.replace(self, scale=self.scale.times(factor) if nested else self.scale * factor)
 
     def requantized(self: _Q, dense: Array) -> _Q:
-        """A dense array of the same shape, quantised as this one is."""
+        """Quantises a dense array of the same shape like this one."""
         stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
         rows, count = self.matrix
         rows_of = stored.reshape(*self.codes.shape[:-1], *([] if self.order is None else [rows]), count)
@@ -304,7 +304,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     # Hooks
 
     def widen(self: _Q, like: Value) -> _Q | Array:
-        """With scales that may be trained if those of `like` may; dense beside other codes."""
+        """Sets `train_scales` if `like` has it; dense if `like` has another layout of codes."""
         if not isinstance(like, AbstractQuantizedArray):
             return self
         if self._layout() != like._layout():
@@ -313,7 +313,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return said.opened() if like.train_scales else said
 
     def _layout(self) -> Any:
-        """What cannot be changed without other codes, whichever way it is said."""
+        """Properties that cannot change without other codes, independent of how they are specified."""
         nested = isinstance(self.scale, NestedScales)
         return type(self), self.codes.shape, self.block, self.stored_shape, self.permutation, nested
 
@@ -334,14 +334,14 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
                 f"{reason}. Shard leading axes only, or quantise with `block_size` dividing the last axis "
                 "and without double quantisation."
             )
-        # What there is once a row, all devices have; but a block that happens to be as wide is not cut.
+        # Entries for a whole row are replicated; but a block that is given as long as a row cannot be cut.
         once = lambda leaf: leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
         return [
             jax.P(*lead, *([None] * len(inner) if once(leaf) else inner)) for leaf in jax.tree.leaves(self)
         ]
 
     def tied_by(self) -> str:
-        """The reason why inner axes cannot be divided among devices; none if they can."""
+        """The reason why inner axes cannot be divided among devices; "" if they can."""
         if self.order is not None:
             return "its columns are out of order"
         if self.inner is not None or isinstance(self.scale, NestedScales):
@@ -354,14 +354,14 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
 @functools.partial(jax.jit, static_argnames="rows", inline=True)
 def _decoded(parts: Any, rows: Rows) -> Float[Array, "*lead columns"]:
-    """Rows of codes to values, whose columns are in the order in which they are stored."""
+    """Decodes rows of codes, with their columns in stored order."""
     if not parts[0].size:
         return jnp.zeros((*parts[0].shape[:-1], rows.count))
     return join(rows(parts), rows.count)
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:
-    """`x` with `axis` last, and the permutation that leads back from there."""
+    """`x` with `axis` moved last, and the permutation that moves it back."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
@@ -376,7 +376,7 @@ def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:
 
 
 def quantize_stack(cls: Any, x: ArrayLike, axis: int, stacked: int, options: dict[str, Any]) -> Any:
-    """Each array of a stack on its own; `axis` is one of the whole."""
+    """Quantises each array of a stack on its own; `axis` is an axis of the whole stack."""
     x = jnp.asarray(x)
     from_end = axis - x.ndim if axis >= 0 else axis
     if stacked >= x.ndim or not stacked - x.ndim <= from_end < 0:
@@ -391,7 +391,7 @@ def quantize_stack(cls: Any, x: ArrayLike, axis: int, stacked: int, options: dic
 
 
 def check_block_size(block_size: Any) -> None:
-    """Raises `ValueError` unless `block_size` is None or positive, `TypeError` if it is no whole number."""
+    """Raises `ValueError` unless `block_size` is None or positive, `TypeError` if it is not an integer."""
     if block_size is None:
         return
     if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):

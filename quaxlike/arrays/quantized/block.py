@@ -1,4 +1,4 @@
-"""Arrays in the block formats in which weights are published."""
+"""Arrays in the block formats of published weights."""
 
 import math
 from typing import Any, TypeVar
@@ -24,19 +24,19 @@ _B = TypeVar("_B", bound="BlockArray")
 
 
 class BlockArray(AbstractQuantizedArray):
-    """An array in any of the block formats in which weights are published: a table of codecs says how codes
-    and scales are read.
+    """An array in any of the block formats of published weights. A table of codecs describes how codes and
+    scales are read.
 
     Make one with `quantize`, or read a file with `quaxlike.interop.load`. It does what every quantised
-    array does: products on either side, transposing, slicing and stacking keep codes as they are.
+    array does: products on either side, transposing, slicing and stacking leave codes unchanged.
 
     **Arguments:**
 
     - `codes`: `(*lead, bytes)` uint8, a little-endian stream of codes; int8 for the codec `int8`.
     - `scale`: `BlockScales`, with the same leading axes.
-    - `order`: for codes whose columns were sorted, so that those of a block stand together (act-order
-        of GPTQ): which logical column each stored one is, `(*lead, columns)`. Its first
-        inner axis counts rows, which share the order and stay together. None for columns that are in order.
+    - `order`: for codes whose columns were sorted, so that those of a block are adjacent (act-order
+        of GPTQ): the logical column of each stored one, `(*lead, columns)`. The first inner axis of the
+        array then counts rows, which share the order and stay together. None for columns in order.
     - `codec`: how codes, scales and zeros are stored.
     - `block_size`, `inner`, `axes`, `logical_dtype`, `train_scales`: as of every quantised array.
     """
@@ -65,9 +65,9 @@ class BlockArray(AbstractQuantizedArray):
 
         - `x`: any floating dtype, which becomes the logical dtype; computed in float32.
         - `codec`: a name from the table of codecs (`quaxlike.arrays.quantized.CODECS`), or a codec.
-        - `block_size`: how many elements along `axis` share a scale, the last block may be partial; the
-            codec's if None.
-        - `double_quant`: for 4-bit types alone; codecs say themselves how scales are stored.
+        - `block_size`: how many elements along `axis` share a scale; the last block may be partial. None
+            for the block size of the codec.
+        - `double_quant`: only for the 4-bit types; a codec defines how its scales are stored.
         - `axis`: the axis that blocks run along, the contracted one of a weight. Default -1.
         - `stacked`: how many leading axes count the arrays of a stack. They are free in any case.
         - `train_scales`: whether gradients flow into floating scales. Default False.
@@ -126,15 +126,15 @@ class BlockArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _B:
-        """An array of given codes, one a byte, and scales, as readers of files have them.
+        """Makes an array from codes, one per byte, and scales; for readers of files.
 
         **Arguments:**
 
         - `codes`: `(*lead, n)` uint8; with `order` `(*lead, rows, n)`.
         - `scale`: with the leading axes of `codes`, rows included.
         - `codec`, `block_size`: how they are read.
-        - `order`: `(*lead, n)`: which logical column each stored one is.
-        - `count`: how many codes there are in a row of `codes` that are packed already.
+        - `order`: `(*lead, n)`: the logical column of each stored one.
+        - `count`: if `codes` are already packed, the number of codes in a row.
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into floating scales.
         """
@@ -155,7 +155,7 @@ class BlockArray(AbstractQuantizedArray):
         )
 
     def widen(self: _B, like: Value) -> _B | Array:
-        """With scales as wide as those of `like`, if that is this type of array times a factor."""
+        """Widens the scales to those of `like`, if that is an array of this form times a factor."""
         out = super().widen(like)
         if not (isinstance(like, BlockArray) and isinstance(out, BlockArray)) or out._form() == like._form():
             return out
@@ -184,7 +184,7 @@ class BlockArray(AbstractQuantizedArray):
         codes, scale, order = parts
         rows, count = math.prod(codes.shape[:-1]) * self.matrix[0], self.matrix[1]
         if shape[0] == 0 or rows % shape[0] or (order is not None and rows != shape[0]):
-            # Rows of the matrix are parts of rows of codes: nothing that models do with weights.
+            # Rows of the matrix are parts of rows of codes, which does not occur with the weights of models.
             whole = eqx.tree_at(
                 lambda w: (w.codes, w.scale, w.order), self, parts, is_leaf=lambda x: x is None
             )

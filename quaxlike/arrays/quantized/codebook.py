@@ -1,4 +1,4 @@
-"""4-bit arrays: two codes a byte, each an index into a table of 16 values."""
+"""4-bit arrays: two codes per byte, each an index into a table of 16 values."""
 
 from typing import Any, ClassVar, TypeVar
 
@@ -28,7 +28,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
     """The 16 values that codes stand for."""
 
     largest: ClassVar[float] = 1.0
-    """The value that a block's largest magnitude is stored as."""
+    """The value as which the largest magnitude of a block is stored."""
 
     @classmethod
     @checked
@@ -50,7 +50,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         - `block_size`: how many elements share a scale, a power of two from 32 to 4096. The array is
             flattened, so that blocks may cross rows and the last one may be partial. Default 64.
         - `double_quant`: stores the scales in 8 bits as well. Default False.
-        - `axis`: the axis that blocks run along, last where the array is flattened. Default -1.
+        - `axis`: the axis that blocks run along, last when the array is flattened. Default -1.
         - `stacked`: how many leading axes count the arrays of a stack, each quantised on its own: those
             that `vmap` or `lax.scan` will run over. Default 0.
         - `train_scales`: whether gradients flow into the scales. Default False.
@@ -102,13 +102,13 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _C:
-        """An array of given codes and scales, as they are stored in files: without leading axes.
+        """Makes an array from codes and scales without leading axes, as files store them.
 
         **Arguments:**
 
         - `codes`: `ceil(prod(shape) / 2)` bytes, row-major, high nibble first.
         - `scale`: one for each block of `block_size` codes.
-        - `shape`: of the array.
+        - `shape`: the shape of the array.
         - `block_size`: how many codes share a scale.
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into the scales.
@@ -150,7 +150,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
         codes, scale, _ = parts
-        # Rows of codes where blocks do not cross them, so that devices can share them.
+        # Keeps rows of codes if no block crosses them, so that they can be sharded.
         by_rows = codes.ndim > 1 and shape[1] % self.block == 0
         flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
         return nf4_matmul(
@@ -166,7 +166,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
 
 
 class NF4Array(AbstractCodebookArray):
-    """A 4-bit NormalFloat array, bit for bit as bitsandbytes makes it.
+    """A 4-bit NormalFloat array, identical to that of bitsandbytes bit for bit.
 
     Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
     """
@@ -175,8 +175,8 @@ class NF4Array(AbstractCodebookArray):
 
 
 class FP4Array(AbstractCodebookArray):
-    """A 4-bit floating-point array (1 sign, 2 exponent, 1 mantissa bit), bit for bit as bitsandbytes
-    makes it."""
+    """A 4-bit floating-point array (1 sign, 2 exponent, 1 mantissa bit), identical to that of bitsandbytes
+    bit for bit."""
 
     codec, codebook = CODECS["fp4"], blockwise.FP4
 

@@ -1,4 +1,4 @@
-"""The table of block formats: what a code stands for, and how scales and minima are stored."""
+"""The table of block formats: the values of codes, and the storage of scales and minima."""
 
 import dataclasses
 import functools
@@ -18,14 +18,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# Powers of two: what is taken from a byte to have the exponent of a float32.
+# Powers of two: the number that is subtracted from a byte to get the exponent of a float32.
 _E8M0 = {"e8m0": 0, "e8m0_half": 1}
 _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A block format: codes of `bits` each, a little-endian stream in a row, whose blocks share a scale.
+    """A block format: rows of codes of `bits` each, as a little-endian stream, whose blocks share a scale.
 
         value = scale · (code - zero)      zeros = "points"
         value = scale · code ± zero        zeros = "plus", "minus"
@@ -33,23 +33,23 @@ class Codec:
 
     **Attributes:**
 
-    - `bits`: of a code, 2 to 8.
-    - `codes`: `"integer"`, unsigned, from which `bias` is taken; `"signed"`, int8 but for -128; `"e4m3"`,
-        `"e5m2"`; or `"table"`.
-    - `bias`: what is taken from integer codes.
+    - `bits`: the number of bits of a code, 2 to 8.
+    - `codes`: `"integer"`, unsigned, minus `bias`; `"signed"`, int8 without -128; `"e4m3"`, `"e5m2"`; or
+        `"table"`.
+    - `bias`: the number that is subtracted from integer codes.
     - `table`: the values of the codes.
     - `block`: the usual number of codes that share a scale; None for a whole row.
     - `scales`: `"float"` of any dtype; `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half of it), as bytes;
-        `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in the low, the minimum in the
-        high half of a byte.
+        `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in the low half of a byte, the
+        minimum in the high half.
     - `group`: how many blocks share an outer scale, 0 for all of a row; None for one level of scales.
     - `over`: whether the inner scale is divided by the outer one.
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
-    - `dtype`: of the floating scales that `quantize` makes.
+    - `dtype`: the dtype of the floating scales that `quantize` makes.
     - `limits`: for scales that are integers, the smallest and the largest.
     - `high_first`: whether the first of two 4-bit codes is in the high half of their byte.
-    - `flat`: whether products take rows of codes one after the other, without gaps, so that blocks may cross
-        rows of the matrix.
+    - `flat`: whether products take rows of codes without gaps between them, so that blocks may cross rows of
+        the matrix.
     """
 
     bits: int
@@ -97,7 +97,7 @@ class Codec:
         return (min(self.table) if self.table is not None else -largest), largest
 
     def nearest(self, values: Float32[Array, "..."]) -> Array:
-        """The uint8 codes of the values that are nearest; ties go to the even integer or the lower value."""
+        """The uint8 codes of the nearest values; ties go to the even integer or the lower value."""
         low, high = self.range()
         if self.codes == "integer":
             return (jnp.clip(jnp.round(values), low, high) + self.bias).astype(jnp.uint8)
@@ -119,19 +119,19 @@ class Codec:
         return bitstream.num_bytes(count, self.bits), blocks, groups, blocks, groups
 
     def cuts(self, count: int, block: int) -> bool:
-        """Whether rows of codes may be cut into, or put together of, parts of this many."""
+        """Whether rows of codes may be cut into, or joined from, parts of this many codes."""
         whole = count % max(block, 1) == 0 and count % bitstream.stride_of(self.bits) == 0
         if self.group is None or not whole:
             return whole
         return self.group > 0 and count // max(block, 1) % self.group == 0
 
     def pack(self, codes: Any) -> Any:
-        """The bytes of rows of codes, one a byte."""
+        """Packs rows of codes, given as one per byte."""
         packed = self._turned(bitstream.pack(codes, self.bits))
         return packed.view(np.int8) if self.codes == "signed" else packed
 
     def _turned(self, packed: Any) -> Any:
-        """Bytes with their halves in the order of the stream, or back."""
+        """Converts between the order of the halves of bytes and that of the stream, in either direction."""
         return packed >> np.uint8(4) | packed << np.uint8(4) if self.high_first else packed
 
     def scales_and_zeros(
@@ -144,7 +144,7 @@ class Codec:
         inner = self._inner(scale)
         if outer is not None:
             outer = self._spread(outer, blocks)
-            # Of one outer scale for all blocks XLA would take the reciprocal, and multiply with that.
+            # XLA would replace division by a single outer scale with multiplication by its reciprocal.
             each = lambda outer: lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
             inner = inner / each(outer) if self.over else outer * inner
         if zero is None:
@@ -153,7 +153,7 @@ class Codec:
         return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
 
     def planes(self, count: int, block: int, parts: Sequence[Any]) -> list[Float32[Array, "*lead width"]]:
-        """The values of rows of `count` codes, in the planes of [`bits.planes`].
+        """Decodes rows of `count` codes, in the planes of [`bits.planes`].
 
         **Arguments:**
 
@@ -178,13 +178,13 @@ class Codec:
         return out
 
     def at(self, index: Int[Array, "*shape"], block: int, parts: Sequence[Any]) -> Float32[Array, "*shape"]:
-        """The values at places of one row, whose `parts` are those of `planes`."""
+        """Decodes the codes at the given indices of one row; `parts` are those of `planes`."""
         packed, *scales = parts
         packed = self._turned(packed)
         stride = bitstream.stride_of(self.bits)
         first, shift = index // stride * (stride * self.bits // 8), index % stride * self.bits
         code = packed[first + shift // 8] >> (shift % 8).astype(packed.dtype)
-        if 8 % self.bits:  # a code may go on in the next byte
+        if 8 % self.bits:  # a code may continue in the next byte
             rest = packed[jnp.minimum(first + shift // 8 + 1, packed.shape[-1] - 1)]
             left = 8 - shift % 8
             code |= jnp.where(left < self.bits, rest << left.astype(packed.dtype), 0).astype(packed.dtype)
@@ -204,7 +204,7 @@ class Codec:
         return values * scale + zero if self.zeros == "plus" else values * scale - zero
 
     def _inner(self, scale: Array) -> Array:
-        if self.scales in _E8M0:  # by its bits: powers of two are not exact on every device
+        if self.scales in _E8M0:  # from its bits: exponentiation is not exact on every device
             wide = jnp.maximum(scale.astype(jnp.uint32), np.uint32(1 + _E8M0[self.scales]))
             raw = (wide - np.uint32(_E8M0[self.scales])) << np.uint32(23)
             if self.scales == "e8m0":
@@ -215,8 +215,8 @@ class Codec:
         return scale.astype(jnp.float32)
 
     def _shrunk(self, scale: Array) -> Array | None:
-        """The remainder of scales below the least normal number, 2**-126, which stands in for them: devices
-        take such numbers for zero, though their multiples are none."""
+        """The remaining factor of scales below the least normal number, 2**-126, which replaces them: devices
+        flush such numbers to zero, even if their products with codes are not that small."""
         if self.scales not in _E8M0:
             return None
         below = np.int32(1 + _E8M0[self.scales]) - scale.astype(jnp.int32)
@@ -229,7 +229,7 @@ class Codec:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Decodes rows of parts, as `block_matmul` asks for it: of those that are `present`."""
+    """Decodes rows for `block_matmul`, from the parts that are `present`."""
 
     codec: Codec
     count: int
@@ -244,7 +244,7 @@ class Rows:
         return [next(rest) if p else None for p in self.present]
 
     def _reads_scales(self, decoded: bool) -> bool:
-        """Whether kernels read scales as they are stored."""
+        """Whether kernels read stored scales directly."""
         _, _, outer, _, outer_zero = self.present
         return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *_E8M0)
 
@@ -302,7 +302,7 @@ CODECS: dict[str, Codec] = {
     "mxfp4_gguf": Codec(4, "table", table=tuple(2 * x for x in E2M1), block=32, scales="e8m0_half"),
     "iq4_nl": _gguf(4, "table", table=IQ4_NL, block=32),
     "iq4_xs": _gguf(4, "table", table=IQ4_NL, block=32, scales="integer", group=8, limits=(-32, 31)),
-    # Those of the types of their own: NF4Array, FP4Array, Int4Array, Int8Array.
+    # The codecs of NF4Array, FP4Array, Int4Array and Int8Array.
     "nf4": _nibbles(blockwise.NF4),
     "fp4": _nibbles(blockwise.FP4),
     "int4": _nibbles(blockwise.INT4),

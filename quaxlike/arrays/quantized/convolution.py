@@ -16,7 +16,7 @@ from .shape import with_free_axes
 
 @register("conv_general_dilated")
 def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **params: Any) -> Any:
-    """The kernel is decoded for the product, and again for the backward pass: only codes are kept between."""
+    """Decodes the kernel for the product, and again for the backward pass: only codes are residuals."""
 
     @jax.checkpoint
     def product(x: Array, w: AbstractQuantizedArray) -> Array:
@@ -27,7 +27,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: Any) -> Any:
-    """The window of a kernel in the other direction, as the gradient of a convolution has it."""
+    """Reverses the window of a kernel, as the gradient of a convolution does."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)
     if free is None:

@@ -1,7 +1,7 @@
 """`dot_general` on codes, for every dimension_numbers, on either side.
 
-Axes go by names: an axis of the stored weight by its number, and so does the axis of the other operand
-that is paired with it; the free axes of the other operand by negative numbers.
+Axes have names: an axis of the stored weight, and the axis of the other operand that is paired with it,
+are named by the number of the former; the free axes of the other operand by negative numbers.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
 
 
 def placed(y: Array, params: Mapping[str, Any]) -> Array:
-    """A product, spread over a mesh as its `out_sharding` says."""
+    """Shards a product as its `out_sharding` specifies."""
     sharding = params.get("out_sharding")
     return y if sharding is None else jax.sharding.reshard(y, sharding)
 
@@ -105,10 +105,10 @@ def contract(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The stored weight as a stack of matrices: its axes are `batch`, `mapped`, rows, columns.
+    """The stored weight as a stack of matrices, with axes `batch`, `mapped`, rows, columns.
 
-    `batch` axes are those that `x` has as well and that are not summed over; along `mapped` ones `x`
-    is the same. Contracting columns is `x @ W.T`; contracting rows is `x @ W` (`transpose`).
+    `x` has the `batch` axes as well, and they are not summed over; it does not vary along `mapped` axes.
+    Contracting columns is `x @ W.T`; contracting rows is `x @ W` (`transpose`).
     """
 
     batch: _Names
@@ -124,7 +124,7 @@ class _Plan:
 
 
 def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[int]) -> _Plan | None:
-    """The form in which `w` is contracted; None if blocks would be cut through."""
+    """The form in which `w` is contracted; None if that would cut blocks."""
     lead, inner = range(w.num_lead), range(w.num_lead, len(w.stored_shape))
     if any(name in inner for name in batch):
         return None
@@ -138,7 +138,7 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
         transpose, inner_rows = True, inner_contracted
     else:
         return None
-    # Free leading axes join the rows or columns of one large matrix, or else are mapped over.
+    # Free leading axes become rows or columns of one large matrix if possible; else they are mapped over.
     for joined, mapped in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
         cut = lead_columns and inner_rows
@@ -151,13 +151,13 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
 def _contract_slices(
     x: Array, x_names: _Names, w: AbstractQuantizedArray, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """One slice of the stored weight along its first axis after the other, each decoded on its own."""
+    """Contracts the slices of the stored weight along its first axis one by one, decoding each separately."""
     if len(w.stored_shape) == 1:
         return _einsum(x, x_names, w.stored(), out_names, dtype)
     rest = tuple(_without_first(name) for name in out_names if name != 0)
     in_x, in_out = 0 in x_names, 0 in out_names
 
-    @jax.checkpoint  # the backward pass decodes again
+    @jax.checkpoint  # so that the backward pass decodes again
     def product(x: Array, w: AbstractQuantizedArray, i: Array) -> Array:
         if in_x:
             x = lax.dynamic_index_in_dim(x, i, x_names.index(0), keepdims=False)
@@ -176,12 +176,12 @@ def _contract_slices(
 
 
 def _without_first(name: int) -> int:
-    """The name of the same axis in a slice along the first stored axis."""
+    """The name that an axis has in a slice along the first stored axis."""
     return name if name < 0 else name - 1
 
 
 def _einsum(x: Array, x_names: _Names, w: Array, out_names: _Names, dtype: np.dtype) -> Array:
-    offset = x.ndim + 1  # einsum takes names from 0
+    offset = x.ndim + 1  # einsum needs names that are not negative
     sublists = [[name + offset for name in names] for names in (x_names, range(w.ndim), out_names)]
     y = jnp.einsum(
         x.astype(jnp.float32),

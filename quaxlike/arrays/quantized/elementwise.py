@@ -1,4 +1,4 @@
-"""Arithmetic that is done on scales, or on the tables of codes: factors, powers and the sums of penalties."""
+"""Arithmetic on scales or on tables of codes: factors, powers, and the sums in penalties."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
-    """The square of an array; the product of two has no codes."""
+    """Squares an array that is multiplied by itself; other products have no codes."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)
@@ -47,10 +47,10 @@ def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
 
 
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
-    """`w` times a scalar, or factors for whole rows of codes. The product is rounded once for each block, not
-    for each element.
+    """Multiplies `w` by a scalar, or by factors for whole rows of codes. The product is rounded once for each
+    block, not for each element.
 
-    The scales may be frozen, but the factor need not be: it is reached through those of the result."""
+    Even if the scales are frozen, gradients reach the factor, through the scales of the result."""
     if not jnp.issubdtype(factor.dtype, jnp.floating) or factor.ndim not in (0, w.ndim):
         return NotImplemented
     factor = factor.astype(jnp.float32)
@@ -81,12 +81,12 @@ def _abs(w: AbstractQuantizedArray, **params: Any) -> Any:
 
 
 def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]) -> Any:
-    """A function of each element that is one of codes times one of scales: an array of the same codes,
-    which stand for other values. Rounded as the function of codes and that of scales are."""
+    """Applies a function of each element that is a function of codes times one of scales: the codes stay the
+    same, but stand for other values. Both functions are rounded on their own."""
     if w.codec.zeros is not None:
         return NotImplemented
     values = of_table(w.codec.all_values()).tolist()
-    table = tuple(math.nan if value != value else value for value in values)  # one NaN, which equals itself
+    table = tuple(math.nan if value != value else value for value in values)  # one NaN, equal to itself
     codec = dataclasses.replace(w.codec, codes="table", bias=0, table=table, scales="float", group=None)
     scale, _ = w.codec.scales_and_zeros(*w.block_scales().parts())
     return BlockArray(
@@ -104,7 +104,7 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
 
 @register("reduce_sum")
 def _reduce_sum(w: AbstractQuantizedArray, *, axes: Sequence[Any], **params: Any) -> Any:
-    """The sum along blocks is a product with ones; there is no dense array of the whole."""
+    """Sums along blocks by a product with ones, which never forms the dense array."""
     if params.get("out_sharding") is not None:
         return NotImplemented
     summed = sorted(w.permutation[axis] for axis in axes)

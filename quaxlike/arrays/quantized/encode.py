@@ -1,4 +1,4 @@
-"""Values to codes, scales and zeros of any codec, each block on its own and to the nearest."""
+"""Encoding of values as codes, scales and zeros of any codec: each block on its own, to the nearest codes."""
 
 import functools
 from typing import Any
@@ -27,14 +27,14 @@ def encode(
     - `x`: `(*lead, n)`, any floating dtype; computed in float32.
     - `codec`: how codes, scales and zeros are stored.
     - `block`: how many elements share a scale; the last block of a row may be partial.
-    - `like`: scales and zeros whose dtypes are taken; those of the codec if None.
+    - `like`: scales and zeros whose dtypes are used; those of the codec if None.
 
-    **Returns:** the codes, one a byte, and scale, outer scale, zero and outer zero, as of `BlockScales`.
+    **Returns:** the codes, one per byte, and scale, outer scale, zero and outer zero, as in `BlockScales`.
     """
     x = x.astype(jnp.float32)
     n = x.shape[-1]
     missing = -n % block
-    # Padding repeats the last element: it changes neither the least nor the largest of its block.
+    # Padding repeats the last element, which changes neither the minimum nor the maximum of its block.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
     blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
     scale, zero = _wanted(blocks, codec)
@@ -52,11 +52,11 @@ def encode(
 
 
 def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
-    """The scales and zeros with which codes cover each block."""
+    """The float32 scales and zeros with which the codes cover the range of each block."""
     low, high = codec.range()
     if codec.zeros is None:
         largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
-        # Where the codes reach further on one side, the element of the largest magnitude goes there.
+        # If the codes reach further on one side, the element with the largest magnitude is mapped there.
         if codec.bits <= 3 or (codec.codes == "table" and -low > high):
             at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
             return jnp.take_along_axis(blocks, at, axis=-1)[..., 0] / low, None
@@ -72,7 +72,7 @@ def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
 def _stored(
     scale: Float32[Array, "*lead blocks"], zero: Any, codec: Codec, like: tuple[Any, ...] | None
 ) -> Parts:
-    """Scales and zeros as the codec stores them."""
+    """Converts scales and zeros to the form in which the codec stores them."""
     floating = np.dtype(codec.dtype)
     dtypes = [floating] * 4 if like is None else [x if x is None else x.dtype for x in like]
     outer = outer_zero = None
@@ -85,7 +85,7 @@ def _stored(
         small = jnp.int8 if codec.limits[0] < 0 else jnp.uint8
         return scale.astype(small), outer, None if zero is None else zero.astype(small), outer_zero
     if codec.scales in ("e8m0", "e8m0_half"):
-        # The power of two that is at least the scale, so that nothing is cut off.
+        # Rounded up to a power of two, so that nothing is clipped.
         raw = lax.bitcast_convert_type(jnp.maximum(scale, _TINY), jnp.uint32)
         up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
         byte = (raw >> 23) + up + np.uint32(codec.scales == "e8m0_half")
@@ -105,7 +105,7 @@ def _stored(
 
 
 def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> tuple[Array, Array]:
-    """`x` as integers times an outer scale for each group."""
+    """Splits `x` into integers and an outer scale for each group."""
     group = codec.group or max(x.shape[-1], 1)
     missing = -x.shape[-1] % group
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])

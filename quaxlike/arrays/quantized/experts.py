@@ -1,4 +1,4 @@
-"""`ragged_dot`: rows of `x` in groups, each multiplied by the weight of its expert."""
+"""`ragged_dot`: groups of rows of `x`, each multiplied by the weight of its expert."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def _ragged_dot_general(
     group_offset: Any,
     **params: Any,
 ) -> Any:
-    """A pass over the rows, which are sorted by experts, in tiles of one expert each."""
+    """Goes over the rows, which are sorted by expert, in tiles of one expert each."""
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
     rows = tuple(dims.lhs_ragged_dimensions)
@@ -41,7 +41,7 @@ def _ragged_dot_general(
     if stored[group_axis] != 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return NotImplemented
 
-    # Names of axes in the weight of one expert: the stack's, without its first axis.
+    # The names of the axes in the weight of one expert: those in the stack, less its first axis.
     inputs = jnp.moveaxis(inputs, rows[0], 0)
     x_contract = [axis + 1 if axis < rows[0] else axis for axis in x_contract]
     x_names = name_axes(inputs, x_contract, [stored[axis] - 1 for axis in w_contract])
@@ -57,7 +57,7 @@ def _ragged_dot_general(
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)
     tiles = Tiles(counts, len(inputs))
 
-    @jax.checkpoint  # the backward pass decodes again
+    @jax.checkpoint  # so that the backward pass decodes again
     def product(part: Array, expert: Array) -> Array:
         return contract(part, x_names, stack.stored_slice(expert), out_names, np.dtype(np.float32))
 
@@ -74,17 +74,17 @@ def _ragged_dot_general(
 
 
 class Tiles:
-    """Rows in groups, cut into tiles that each are of one group.
+    """Groups of rows, cut into tiles of a single group each.
 
     **Attributes:**
 
-    - `experts`: the group of each tile; past the last for tiles that are left over.
-    - `rows`, `filled`: the rows of each tile, and which of its places they fill, `(tiles, rows of a tile)`.
-    - `places`, `grouped`: where each row is in the tiles, and whether it is in any group.
+    - `experts`: the group of each tile; past the last group for unused tiles.
+    - `rows`, `filled`: the rows of each tile, and which of its slots they fill, `(tiles, rows of a tile)`.
+    - `places`, `grouped`: the position of each row in the tiles, and whether it is in any group.
     """
 
     def __init__(self, counts: Array, num_rows: int) -> None:
-        # As many rows as a group has on average: groups that are larger are cut, and few places stay empty.
+        # As many rows as a group has on average: larger groups are cut, and few slots stay empty.
         average = -(-num_rows // len(counts))
         size = min(_LARGEST_TILE, max(_SMALLEST_TILE, 1 << (average - 1).bit_length()))
         most = num_rows // size + min(len(counts), num_rows)
@@ -109,5 +109,5 @@ _SMALLEST_TILE, _LARGEST_TILE = 8, 128
 
 
 def _beside(x: Array, ndim: int) -> Array:
-    """With further axes of size 1, up to `ndim` of them."""
+    """Appends axes of size 1, up to `ndim` axes."""
     return x.reshape(*x.shape, *[1] * (ndim - x.ndim))

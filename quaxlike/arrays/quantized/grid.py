@@ -1,4 +1,4 @@
-"""The numbers that codes of a quantised matrix may stand for, with its scales as they are."""
+"""The numbers that a quantised matrix can represent with its present scales."""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     shift: np.ndarray
 
     def places(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        """Where in the table the nearest value of each element of these columns stands."""
+        """The index in the table of the value nearest to each element of these columns."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2
@@ -48,7 +48,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
     each = spread(scale)
     signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
     shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
-    # The finite values of codes, each once and in order.
+    # The finite values of codes, sorted and without repetition.
     values = codec.all_values().astype(np.float64)
     low, high = codec.range()
     table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)
@@ -57,7 +57,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
 
 
 def with_codes(w: _Q, codes: np.ndarray) -> _Q:
-    """The same scales with other codes, one a byte, for the rows and columns of the grid."""
+    """Replaces the codes by others, one per byte, for the rows and columns of the grid; keeps the scales."""
     rows, count = w.matrix
     lead = w.codes.shape[:-1]
     packed = w.codec.pack(codes.astype(np.uint8).reshape(*lead, *([] if w.order is None else [rows]), count))

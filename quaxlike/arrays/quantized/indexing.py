@@ -1,7 +1,7 @@
-"""Looking up slices of a quantised array at positions that are data: embeddings, experts, layers.
+"""Lookup of slices of a quantised array at indices that are data: embeddings, experts, layers.
 
-Rows of a matrix come out dense: what is looked up in an embedding are activations. Matrices of a stack
-stay quantised.
+Rows of a matrix become dense: the rows that are looked up in an embedding are activations. Matrices of a
+stack stay quantised.
 """
 
 import math
@@ -66,12 +66,12 @@ def _gather(
         return NotImplemented
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]
     if fills and len(indexed) < len(dims.start_index_map):
-        return NotImplemented  # an axis that is taken whole has one place; elsewhere means fill
+        return NotImplemented  # a slice of a whole axis has only one valid index; any other would fill
     if not {*dims.collapsed_slice_dims} <= {*indexed}:
         return _with_all_axes(
             w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params
         )
-    # The position along an axis that is taken whole is 0, whatever the index says.
+    # The index along an axis that is taken whole is clamped to 0.
     columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
     indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
     free = with_free_axes(w, [*indexed, *dims.operand_batching_dims, *dims.collapsed_slice_dims])
@@ -89,7 +89,7 @@ def _gather(
         order = [*batch, *dims.offset_dims]
         return out.transpose([order.index(axis) for axis in range(out.ndim)])
 
-    # On the leaves the inner axes are one, and it comes last.
+    # In the leaves the inner axes are a single axis, the last one.
     num_inner = len(w.shape) - free.num_lead
     inner_places = dims.offset_dims[len(dims.offset_dims) - num_inner :]
     other_places = dims.offset_dims[: len(dims.offset_dims) - num_inner]
@@ -124,7 +124,7 @@ def _with_all_axes(
     indexed: Sequence[int],
     **params: Any,
 ) -> Any:
-    """A look-up without axes of size 1 that it takes whole: it is made with them, and they are squeezed."""
+    """A lookup that drops axes of size 1 which it takes whole: it keeps them, and squeezes the result."""
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
@@ -148,7 +148,7 @@ def _of_stored(
     slice_sizes: Sequence[int],
     **params: Any,
 ) -> tuple[Any, Sequence[int]]:
-    """The same look-up in the array as it is stored, and the order of the axes of what it gives."""
+    """The same lookup in the stored array, and the order of the axes of its result."""
     stored = w.permutation
     gone = {stored[axis] for axis in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
     pairs = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
@@ -170,7 +170,7 @@ def _of_stored(
 
 
 def _nan_of(dtype: Any) -> Any:
-    """The content of a leaf of this dtype where there is no value: all bits set is NaN in eight bits, too."""
+    """The fill value for a leaf of this dtype, to decode as NaN: in 8-bit floats, that is all bits set."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return np.nan
     return 255 if dtype == np.uint8 else 0

@@ -30,14 +30,14 @@ class Int8Array(AbstractQuantizedArray):
         stacked: int = 0,
         train_scales: bool = False,
     ) -> _I:
-        """Quantises an array of any shape but a scalar; needs no calibration.
+        """Quantises an array of any shape but a scalar, without calibration.
 
         **Arguments:**
 
         - `x`: any floating dtype, which becomes the logical dtype; computed in float32.
         - `block_size`: how many elements along `axis` share a scale; the last block may be partial.
-            None (default) for one scale a channel.
-        - `double_quant`: for 4-bit types alone: there are few scales here, and they stay float32.
+            None (default) for one scale per channel.
+        - `double_quant`: only for the 4-bit types: there are few scales here, and they stay float32.
         - `axis`: the axis that blocks run along, the contracted one of a weight. Default -1.
         - `stacked`: how many leading axes count the arrays of a stack: those that `vmap` or `lax.scan` will
             run over. Default 0.

@@ -1,4 +1,4 @@
-"""The stored axes of a quantised array in other shapes, with whole blocks."""
+"""Reshaping of the stored axes of a quantised array, without cutting blocks."""
 
 import dataclasses
 import math
@@ -15,16 +15,16 @@ _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
 
 def shortest(inner: tuple[int, ...], codec: Codec) -> tuple[int, ...] | None:
-    """`inner`, or None where the number of bytes tells how many codes there are."""
+    """`inner`, or None if the number of bytes determines that of the codes."""
     return None if len(inner) == 1 and inner[0] % bitstream.stride_of(codec.bits) == 0 else tuple(inner)
 
 
 def cut(w: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
-    """The stored array in the shape `first + inner`, as few axes as possible left inner: those that whole
-    blocks cannot be cut along.
+    """The stored array in the shape `first + inner`, with as few inner axes as possible: only those along
+    which blocks would be cut.
 
-    Nested scales tie all of them, since their own blocks cross rows. A scale for a whole row goes with each
-    part of it.
+    Nested scales keep all of them, since their own blocks cross rows. A scale for a whole row is repeated for
+    each part of it.
     """
     count, block, cuts = math.prod(inner), w.block, w.codec.cuts
     shared = w.block_size is None and count == w.matrix[1] > 0
@@ -54,13 +54,13 @@ def cut(w: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
 
 
 def untied(w: _Q) -> _Q:
-    """The same array with as many leading axes as whole blocks allow: nested scales, whose blocks cross rows,
-    become float32."""
+    """The same array with as many leading axes as are possible without cutting blocks: nested scales, whose
+    blocks cross rows, become float32."""
     return w if w.order is not None else cut(w.joined(), w.codes.shape[:-1], w.inner_shape)
 
 
 def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
-    """The stored array in another shape; None if that does not keep blocks whole."""
+    """The stored array in another shape; None if that would cut blocks."""
     if w.axes:
         return None
     lead, count, n = w.codes.shape[:-1], w.matrix[1], w.num_lead
@@ -69,7 +69,7 @@ def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
         return dataclasses.replace(w, inner=tuple(shape[n:])) if same else None
     if shape[:n] == lead and math.prod(shape[n:]) == count:
         return cut(w, lead, shape[n:])
-    for at in range(len(shape) - 1, -1, -1):  # rows of codes stay as they are
+    for at in range(len(shape) - 1, -1, -1):  # keeps rows of codes
         if math.prod(shape[at:]) == count and math.prod(shape[:at]) == math.prod(lead):
             return cut(w.joined(), shape[:at], shape[at:])
     if w.codec.cuts(count, w.block):

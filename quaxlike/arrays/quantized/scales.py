@@ -1,4 +1,4 @@
-"""Scales of blocks: those that codecs read, and those that are quantised in turn."""
+"""Scales of blocks: in the form that codecs read, and quantised themselves."""
 
 import dataclasses
 from typing import Any
@@ -21,9 +21,9 @@ class BlockScales(eqx.Module):
     **Arguments:**
 
     - `scale`: `(*lead, blocks)`.
-    - `outer`: `(*lead, groups)`, what the scales of a group of blocks are multiplied with; or None.
+    - `outer`: `(*lead, groups)`, factors of the scales of each group of blocks; or None.
     - `zero`: `(*lead, blocks)`, zero points or minima; or None.
-    - `outer_zero`: `(*lead, groups)`, what minima are multiplied with; or None.
+    - `outer_zero`: `(*lead, groups)`, factors of the minima; or None.
     """
 
     scale: Array | np.ndarray
@@ -55,7 +55,7 @@ class BlockScales(eqx.Module):
 class NestedScales(eqx.Module):
     """Block scales in 8 bits each ("double quantisation"): `map[codes] * absmax + offset`.
 
-    4.13 bits a weight for blocks of 64, against 4.5 with float32 scales. Leading axes of the three
+    A weight takes 4.13 bits for blocks of 64, against 4.5 with float32 scales. Leading axes of the three
     arrays are those of stacked weights.
 
     **Arguments:**
@@ -97,7 +97,7 @@ class NestedScales(eqx.Module):
         return np.asarray(self.quant_map, np.float32)
 
     def for_kernels(self) -> kernels.NestedScales:
-        """As the kernels take them, for scales without leading axes."""
+        """The scales, without leading axes, in the form that kernels take."""
         return kernels.NestedScales(self.codes, self.absmax, self.offset, jnp.asarray(self.table))
 
     def dense(self) -> Float32[Array, "*lead blocks"]:
@@ -113,5 +113,5 @@ class NestedScales(eqx.Module):
 
 
 def dense_scales(scale: Array | NestedScales) -> Float32[Array, "*lead blocks"]:
-    """The float32 scales, whichever way they are stored."""
+    """The float32 scales, however they are stored."""
     return scale.dense() if isinstance(scale, NestedScales) else jnp.asarray(scale)

@@ -1,4 +1,4 @@
-"""Axes of a quantised array, moved without looking at its codes."""
+"""Axes of quantised arrays, rearranged without reading codes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: 
 def _broadcast_in_dim(
     w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
 ) -> Any:
-    """New and stretched axes in front of the inner ones; or new axes of size one anywhere."""
+    """Adds or stretches axes in front of the inner ones, or adds axes of size one anywhere."""
     if params.get("sharding") is not None:
         return NotImplemented
     num_inner = len(w.stored_shape) - w.num_lead
@@ -123,7 +123,7 @@ def _unstack(w: AbstractQuantizedArray, *, axis: int, **params: Any) -> Any:
 
 @register("stack")
 def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
-    """The new axis comes first in what is stored."""
+    """Stacks arrays; the new axis comes first in the stored array."""
     ws = _alike(ws)
     if len({jax.tree.structure(w) for w in ws}) > 1:
         ws = tuple(untied(w) for w in ws)
@@ -147,12 +147,12 @@ def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> 
 
 
 def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
-    """All of them with `train_scales` if some of them are."""
+    """Sets `train_scales` on all arrays if any has it."""
     return tuple(w.opened() for w in ws) if any(w.train_scales for w in ws) else tuple(ws)
 
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
-    """`w` in a form in which these logical axes are leading axes; None if that would cut blocks."""
+    """`w` in a form whose leading axes include these logical axes; None if that would cut blocks."""
     for form in (lambda: w, lambda: untied(w)):
         free = form()
         if all(free.permutation[axis] < free.num_lead for axis in axes):

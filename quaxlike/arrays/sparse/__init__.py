@@ -1,6 +1,6 @@
-"""Arrays that are mostly zero, stored by what is not."""
+"""Arrays that are mostly zero, of which only the rest is stored."""
 
-# They register rules.
+# Imported to register rules.
 from . import block_dot, block_elementwise, block_shape, dot, elementwise, indexing, rows, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .block import BlockSparseArray
 from .one_hot import OneHotVector

@@ -1,4 +1,4 @@
-"""`BlockSparseArray`: a weight of which some square blocks are stored."""
+"""`BlockSparseArray`: a weight of which only some square blocks are stored."""
 
 import numbers
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ from .stacks import SparseStack, add_at, is_stacked, shard_stack
 
 
 class BlockSparseArray(ArrayOperators, SparseStack):
-    """A matrix that is zero outside of some square blocks, or a stack of such matrices.
+    """A matrix that is zero outside some square blocks, or a stack of such matrices.
 
-    Products with it take time in proportion to the blocks that are stored, on either side, forward and
-    backward, and nothing dense is made. Gradients are those of the stored blocks: a weight that was
-    pruned stays pruned while it is trained.
+    Products with it, on either side, forward and backward, take time in proportion to the number of stored
+    blocks, and form no dense matrix. Only stored blocks have gradients: a weight that was pruned stays
+    pruned while it is trained.
 
-    Blocks are stored by block rows (block-ELL): each row has slots for as many as the fullest one.
+    Blocks are stored by block rows (block-ELL): each row has as many slots as the fullest row has blocks.
 
     **Arguments:**
 
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value, such as an
         [`NF4Array`][quaxlike.NF4Array] of this shape.
-    - `col_idx`: int32 `(*batch, rows, slots)`: the block column of each block; `columns` for a slot
-        that holds none, which counts as zeros, whatever `blocks` holds there, with a gradient of zero.
-    - `transposed_idx`: int32 `(*batch, columns, slots of a column)`: which blocks stand in each block
-        column, by [`transposed_index`][quaxlike.kernels.transposed_index].
+    - `col_idx`: int32 `(*batch, rows, slots)`: the block column of each block; `columns` for an empty
+        slot, which counts as zeros, whatever `blocks` holds there, and has a gradient of zero.
+    - `transposed_idx`: int32 `(*batch, columns, slots of a column)`: the blocks in each block column, by
+        [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this stands for the transposed matrix. Default False.
 
     !!! example
@@ -66,7 +66,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
     ) -> "BlockSparseArray":
         """Keeps the blocks of a dense matrix that are largest in magnitude (Euclidean norm).
 
-        Which blocks are kept depends on the values of `w`, so that it cannot be done under `jax.jit`.
+        The choice of blocks depends on the values of `w`, so it cannot be made under `jax.jit`.
 
         **Arguments:**
 
@@ -75,9 +75,9 @@ class BlockSparseArray(ArrayOperators, SparseStack):
             128, those for TPUs multiples of 128. Default 128.
         - `density`: the share of the blocks that is kept, in (0, 1]. Default: all blocks that are not
             zero, so that nothing changes.
-        - `balanced`: with a `density`, whether each block row keeps as many; then no slot is empty. Else
-            the largest blocks of the matrix are kept, wherever they are, and each row has slots for as
-            many as the fullest. Default True.
+        - `balanced`: with a `density`, whether each block row keeps the same number, so that no slot is
+            empty. Otherwise the largest blocks of the whole matrix are kept, and each row has as many slots
+            as the fullest row has blocks. Default True.
 
         **Returns:** the pruned matrix.
 
@@ -115,19 +115,19 @@ class BlockSparseArray(ArrayOperators, SparseStack):
     @classmethod
     @checked
     def from_blocks(cls, blocks: Any, col_idx: Any, columns: int) -> "BlockSparseArray":
-        """A matrix of given blocks.
+        """Makes a matrix from its blocks.
 
         **Arguments:**
 
         - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value.
-        - `col_idx`: `(*batch, rows, slots)`, known integers: the block column of each block, each at most
-            once in a row; `columns` for a slot that holds none.
+        - `col_idx`: `(*batch, rows, slots)`, concrete integers: the block column of each block, each at most
+            once in a row; `columns` for an empty slot.
         - `columns`: the number of block columns, `K / b`.
 
         **Returns:** the array of shape `(*batch, rows * b, columns * b)`.
 
-        **Raises:** `ValueError` if the shapes do not fit each other, or for a column that is out of bounds
-        or comes twice in a row.
+        **Raises:** `ValueError` if the shapes are inconsistent, or for a column that is out of bounds or
+        occurs twice in a row.
         """
         col_idx = np.asarray(col_idx, np.int32)
         if blocks.ndim < 4 or blocks.shape[-1] != blocks.shape[-2] or blocks.shape[:-2] != col_idx.shape:
@@ -155,7 +155,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
     @classmethod
     @checked
     def from_scipy(cls, matrix: Any, *, block_size: int = 128) -> "BlockSparseArray":
-        """A matrix of `scipy.sparse`, in any of its formats; blocks without an entry are not stored.
+        """Converts a `scipy.sparse` matrix of any format; blocks without an entry are not stored.
 
         **Arguments:**
 
@@ -181,7 +181,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
         return cls.from_blocks(jnp.asarray(blocks), col_idx, k // block_size)
 
     def to_scipy(self) -> Any:
-        """The matrix as a `scipy.sparse.bsr_array`.
+        """Converts the matrix to a `scipy.sparse.bsr_array`.
 
         **Raises:** `ValueError` for a stack of matrices.
         """
@@ -209,20 +209,20 @@ class BlockSparseArray(ArrayOperators, SparseStack):
 
     @property
     def density(self) -> float:
-        """The share of the blocks for which there is a slot."""
+        """The number of slots as a share of all blocks."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
     def stored_blocks(self) -> Any:
-        """`blocks`, with zeros for slots that hold none: what functions of the elements read. Products, and
-        sums at the places of the blocks, leave such slots out as it is; so do blocks that are Values."""
+        """`blocks`, with zeros in empty slots; for elementwise functions. Products and scatters ignore empty
+        slots anyway. Blocks that are Values are returned unchanged."""
         if isinstance(self.blocks, ArrayValue):
             return self.blocks
         stored = self.col_idx[..., None, None] < self.transposed_idx.shape[-2]
         return jnp.where(stored, self.blocks, jnp.zeros_like(self.blocks))
 
     def replace(self, **fields: Any) -> "BlockSparseArray":
-        """This array with some of its fields replaced, which are not checked against the others."""
+        """This array with some fields replaced, without checking them against the others."""
         return replace_fields(self, **fields)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -256,7 +256,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
 
 
 def _largest(norms: np.ndarray, density: float | None, balanced: bool) -> np.ndarray:
-    """Which blocks to keep: a mask of the shape of `norms`, `(*batch, rows, columns)`."""
+    """A mask of the blocks to keep, of the shape of `norms`, `(*batch, rows, columns)`."""
     if density is None:
         return norms > 0
     groups = norms if balanced else norms.reshape(*norms.shape[:-2], -1)
@@ -268,7 +268,7 @@ def _largest(norms: np.ndarray, density: float | None, balanced: bool) -> np.nda
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:
-    """The columns of the blocks of each row, in order, and then padding."""
+    """The columns of the blocks of each row, in order, followed by padding."""
     columns = masks.shape[-1]
     slots = int(masks.sum(-1).max(initial=0))
     index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))

@@ -41,7 +41,7 @@ def _dot_general(
     x = jnp.asarray(x)
     dtype = product_dtype(x, w, preferred_element_type)
     if not jnp.issubdtype(dtype, jnp.floating):
-        return NotImplemented  # kernels sum in floating point
+        return NotImplemented  # kernels accumulate in floating point
     product = functools.partial(_matmul, out_dtype=dtype)
     return dot_stack(w, x, product, dimension_numbers, on_left=on_left)
 
@@ -56,8 +56,8 @@ def _matmul(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype) ->
 
 
 def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dtype) -> Array:
-    """The same with blocks that are Values, summed in `dtype`: a product with the blocks of one block row
-    after the other, each left to the rules of their type."""
+    """As `_matmul`, for blocks that are Values: multiplies one block row at a time by the rules of their
+    type, and accumulates in `dtype`."""
     b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
     x = jnp.moveaxis(x.reshape(-1, x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
     dot = functools.partial(lax.dot_general, preferred_element_type=dtype)

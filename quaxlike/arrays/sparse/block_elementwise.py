@@ -1,4 +1,4 @@
-"""Block-sparse arrays element by element, and their sums."""
+"""Elementwise functions of block-sparse arrays, and sums of their elements."""
 
 import functools
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _div(primitive: Primitive, x: BlockSparseArray, y: ArrayLike, **params: Any)
 
 
 def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
-    """The elements of `y`, which is broadcast to `w`, where blocks are; 1 for empty slots."""
+    """The elements of `y`, broadcast to the shape of `w`, at the places of the blocks; 1 in empty slots."""
     y = jnp.asarray(y)
     if y.ndim == 0:
         return y
@@ -72,7 +72,7 @@ def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
 
 @register_on_either_side(["add", "sub", "add_any"], BlockSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """The sum with an array, or a number, is an array, to which the blocks are added."""
+    """Adds the blocks to a dense array or a number, which gives a dense array."""
     if isinstance(x, BlockSparseArray) and isinstance(y, BlockSparseArray):
         return _on_blocks(primitive, x, y, **params)
     w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
@@ -100,7 +100,7 @@ def _add_blocks(y: Array, w: BlockSparseArray) -> Array:
 
 
 def _on_blocks(primitive: Primitive, x: BlockSparseArray, y: BlockSparseArray, **params: Any) -> Any:
-    """Two matrices with the same blocks."""
+    """Applies the primitive to two matrices that store the same blocks."""
     if x.shape != y.shape or x.transposed != y.transposed or not same_index(x.col_idx, y.col_idx):
         return NotImplemented
     bind = quaxify(lambda a, b: primitive.bind(a, b, **params))

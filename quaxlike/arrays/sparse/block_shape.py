@@ -1,4 +1,4 @@
-"""Axes of a block-sparse array: those that stack matrices are axes of every leaf."""
+"""Axes of block-sparse arrays: batch axes are axes of every leaf."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sparse arrays without batch axes, and those whose pattern is known."""
+"""Coordinates of sparse arrays: without batch axes, flattened, or concrete."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .unstructured import SparseArray
 
 
 def unstacked(x: SparseArray) -> SparseArray:
-    """The same array, its batch axes sparse like the others."""
+    """The same array, with its batch axes made sparse like the others."""
     if not x.num_batch:
         return x
     shape, batch = x.data.shape, x.data.shape[:-1]
@@ -32,7 +32,7 @@ def unstacked(x: SparseArray) -> SparseArray:
 def flattened(
     indices: Sequence[Array], sizes: Sequence[int], inside: Bool[Array, " elements"]
 ) -> Int32[Array, " elements"]:
-    """The places of elements in an array of these sizes, flattened; its size for those not `inside`."""
+    """The flat indices of elements in an array of these sizes; its total size for those not `inside`."""
     place = jnp.zeros(inside.shape, jnp.int32)
     for index, size in zip(indices, sizes, strict=True):
         place = place * size + index
@@ -51,17 +51,17 @@ def unflattened(
 
 
 def fits_int32(sizes: Sequence[int]) -> bool:
-    """Whether places in an array of these sizes can be counted."""
+    """Whether flat indices into an array of these sizes fit int32."""
     return math.prod(sizes) < 2**31
 
 
 def smaller(x: SparseArray) -> Any:
-    """`x`, or the dense array if that takes no more numbers."""
+    """`x`, or the dense array if that needs no more elements."""
     return x.materialise() if x.data.size >= x.size else x
 
 
 # -------------------------------------------------------------------------------------------------
-# Patterns that are known
+# Concrete patterns
 # -------------------------------------------------------------------------------------------------
 
 
@@ -70,14 +70,14 @@ def same_pattern(x: SparseArray, y: SparseArray) -> bool:
 
 
 def known_indices(x: SparseArray) -> np.ndarray | None:
-    """Where the elements stand, `(elements, axes)`; None if that is traced, or for a stack."""
+    """The concrete indices of the elements, `(elements, axes)`; None if they are traced, or for a stack."""
     if x.num_batch or any(isinstance(index, jax.core.Tracer) for index in x.indices):
         return None
     return np.stack([np.asarray(index) for index in x.indices], -1)
 
 
 def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Places in the flattened array of these axes; -1 for padding."""
+    """Flat indices into the array of these axes; -1 for padding."""
     inside = (indices < np.asarray(sizes)).all(1)
     safe = np.where(inside[:, None], indices, 0).astype(np.int64)
     place = np.zeros(len(indices), np.int64)
@@ -87,7 +87,7 @@ def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int])
 
 
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of positions at which `x` and `y` are the same number, and not negative."""
+    """All pairs of positions at which `x` and `y` hold the same number that is not negative."""
     order = np.argsort(y, kind="stable")
     first = np.searchsorted(y[order], x, side="left")
     counts = np.searchsorted(y[order], x, side="right") - first

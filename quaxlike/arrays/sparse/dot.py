@@ -55,7 +55,7 @@ def _matmul(w: SparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Arra
 
 
 def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: bool, dtype: np.dtype) -> Any:
-    """Elements in any order, any axes contracted: each element scales a row of `x` and is added up."""
+    """Contracts any axes, with elements in any order: each scales a row of `x`, and these are summed."""
     (w_summed, x_summed), (w_batch, x_batch) = seen_from(on_left, dimension_numbers)
     shape, w = w.shape, unstacked(w)
     w_free, x_free = free_axes(len(shape), w_summed, w_batch), free_axes(x.ndim, x_summed, x_batch)
@@ -75,7 +75,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
 
 
 def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:
-    """A sparse array, if both patterns are known: the elements that meet are found at once."""
+    """Multiplies two sparse arrays with concrete patterns: pairs of elements are found ahead of time."""
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
     if at_x is None or at_y is None or x_batch:
@@ -103,8 +103,8 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     precedence=precedence.SPARSE_BESIDE_VALUES,
 )
 def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """With a type that is multiplied with arrays alone, such as a quantised one, and of two sparse arrays
-    that nothing better is known for: only the (smaller) sparse one is made dense."""
+    """The fallback beside a type that multiplies only arrays, such as a quantised one, and for two sparse
+    arrays that no other rule covers: makes only the (smaller) sparse one dense."""
     sparse = [v for v in (x, y) if isinstance(v, SparseArray | BlockSparseArray)]
     lost = min(sparse, key=lambda v: v.size)
     operands = [dense(v, primitive.name, (x, y)) if v is lost else v for v in (x, y)]

@@ -1,4 +1,4 @@
-"""Sparse arrays element by element, and their sums."""
+"""Elementwise functions of sparse arrays, and sums of their elements."""
 
 import math
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> A
 
 
 def _at(w: SparseArray, y: ArrayLike) -> Array:
-    """The elements of `y`, of shape () or with axes like those of `w` or of size one, where `w` has
-    elements; 1 for padding."""
+    """The elements of `y` at the places of the elements of `w`; 1 for padding. `y` has the shape (), or axes
+    that match those of `w` or are of size one."""
     y = jnp.asarray(y)
     if y.ndim == 0:
         return y
@@ -65,7 +65,7 @@ def _at(w: SparseArray, y: ArrayLike) -> Array:
 
 
 def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: Any) -> Any:
-    """A function that is zero where one of the two is."""
+    """Applies a function that is zero where either operand is."""
     if x.shape != y.shape:
         return NotImplemented
     if same_pattern(x, y):
@@ -80,7 +80,7 @@ def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: 
 
 @register_on_either_side(["add", "sub", "add_any"], SparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """The sum with an array, or a number, is an array, to which the elements are added."""
+    """Adds the elements to a dense array or a number, which gives a dense array."""
     minus = primitive.name == "sub"
     if isinstance(x, SparseArray) and isinstance(y, SparseArray):
         return _where_either(x, y.replace(data=-y.data) if minus else y)
@@ -96,7 +96,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _where_either(x: SparseArray, y: SparseArray) -> Any:
-    """The sum of two sparse arrays."""
+    """Adds two sparse arrays."""
     if x.shape != y.shape:
         return NotImplemented
     if same_pattern(x, y):
@@ -122,7 +122,7 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
 
 @register(["reduce_or", "reduce_and"])
 def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
-    """From the number of those that are true."""
+    """Reduces booleans by counting those that are True."""
     size = math.prod(x.shape[axis] for axis in axes)
     if x.dtype != bool or not fits_int32([size]):
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Parts of a sparse array."""
+"""Slices of sparse arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +60,7 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
 
 
 def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]) -> SparseArray:
-    """The elements of a part; what lies outside becomes padding."""
+    """Cuts out a part; elements outside become padding."""
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
     inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):

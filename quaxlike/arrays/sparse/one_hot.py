@@ -1,4 +1,4 @@
-"""`OneHotVector`: one value at one index, zero elsewhere."""
+"""`OneHotVector`: a vector with one value at one index, and zero elsewhere."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ class OneHotVector(ArrayOperators, ArrayValue):
 
     **Arguments:**
 
-    - `value`: what the vector holds; shape `()`, or `(*batch,)` for a stack of vectors.
-    - `index`: where, an integer; the same shape as `value`. Out of bounds there is nothing to hold it.
+    - `value`: the value; shape `()`, or `(*batch,)` for a stack of vectors.
+    - `index`: its index, an integer of the same shape as `value`. If it is out of bounds, the vector is zero.
     - `length`: the length of the vector.
 
     !!! example
@@ -80,7 +80,7 @@ def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bo
     """`dot_general` of a vector with an array."""
     (x_contract, y_contract), (x_batch, y_batch) = seen_from(on_left, dimension_numbers)
     if list(x_contract) != [x.value.ndim]:
-        return NotImplemented  # nothing, or an axis that stacks vectors, is contracted
+        return NotImplemented  # contracts no axis, or a batch axis
     y_free, x_free = free_axes(y.ndim, y_contract, y_batch), free_axes(x.value.ndim, x_batch)
     # y: (*batch, *y_free, length); x: (*batch, *x_free)
     y = jnp.transpose(y, (*y_batch, *y_free, *y_contract))
@@ -131,7 +131,7 @@ def _by_array(primitive: Primitive, x: OneHotVector, y: ArrayLike, **params: Any
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """The elements of `y`, which is broadcast to `x`, where `x` is not zero."""
+    """The elements of `y`, broadcast to the shape of `x`, at the index of `x`."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     if not x.size:

@@ -1,6 +1,6 @@
-"""Rows and columns of a sparse matrix looked up at positions that are data, as in embeddings.
+"""Lookup of rows and columns of a sparse matrix at indices that are data, as in embeddings.
 
-They come out dense: what is looked up in an embedding are activations. What is not looked up is not read.
+They become dense: the rows that are looked up in an embedding are activations. Other rows are not read.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def _gather(
     **params: Any,
 ) -> Any:
     dims = dimension_numbers
-    # An axis that is taken whole has one place, wherever the index points; elsewhere means fill.
+    # A slice of a whole axis has only one valid index; any other is clamped to it, or fills.
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != x.shape[axis]]
     outside = fill_value_of(mode, fill_value, x.dtype)
     is_one_line = len(indexed) == 1 and (outside is None or len(dims.start_index_map) == 1)
@@ -58,8 +58,8 @@ def _gather(
 
 
 def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*batch"]) -> Array | Any:
-    """`(*batch, size)`: the rows of a matrix at these positions, or its columns for `axis` 1;
-    `NotImplemented` where they cannot be found without reading all of it."""
+    """The rows of a matrix at these positions, or its columns for `axis` 1, `(*batch, size)`;
+    `NotImplemented` if finding them would read the whole matrix."""
     stored, look_up = (x.data, _of_elements) if isinstance(x, SparseArray) else (x.blocks, _of_blocks)
     if not stored.size:
         return jnp.zeros((*positions.shape, x.shape[1 - axis]), x.dtype)
@@ -88,7 +88,7 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
         return NotImplemented
     rows, slots, b, _ = x.blocks.shape
     block, inside = positions // b, positions % b
-    if axis == x.transposed:  # rows of blocks, as they are stored
+    if axis == x.transposed:  # along stored block rows
         at, number = x.col_idx[block], x.transposed_idx.shape[0]
         found = jnp.moveaxis(x.blocks, 2, 1)[block, inside]
     else:
@@ -101,7 +101,7 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 
 
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
-    """Zeros `(*batch, size, ...)`, with what was `found`, `(*batch, slots, ...)`, at some of their places."""
+    """Scatters what was `found`, `(*batch, slots, ...)`, into zeros `(*batch, size, ...)`."""
     place = lambda at, found: add_at(jnp.zeros((size, *found.shape[1:]), found.dtype), at, found)
     for _ in range(at.ndim - 1):
         place = jax.vmap(place)

@@ -1,4 +1,4 @@
-"""Axes of a sparse array: moved, repeated and joined."""
+"""Axes of sparse arrays: moving, repeating and joining them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +62,7 @@ def _squeeze(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> Any
 def _broadcast_in_dim(
     x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
 ) -> Any:
-    """New axes in front stack the array; elsewhere every element is repeated."""
+    """Adds leading axes as batch axes; along other new axes, repeats every element."""
     if params.get("sharding") is not None:
         return NotImplemented
     out = broadcast_stack(x, shape, broadcast_dimensions)
@@ -123,7 +123,7 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
 
 
 def _padded(x: SparseArray, nse: int) -> SparseArray:
-    """The same array with more elements, of zero."""
+    """The same array, padded to `nse` elements."""
     extra = nse - x.nse
     end = lambda array, fill: jnp.pad(array, [(0, 0)] * x.num_batch + [(0, extra)], constant_values=fill)
     out = x.replace(data=end(x.data, 0), indices=tuple(map(end, x.indices, x.sizes)))

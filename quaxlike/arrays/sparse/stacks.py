@@ -1,4 +1,4 @@
-"""Stacks of sparse arrays, and `dot_general` with one, from the product with one of its matrices."""
+"""Stacks of sparse arrays, and `dot_general` with one, given the product with a single matrix."""
 
 import abc
 import dataclasses
@@ -28,16 +28,16 @@ def dot_stack(
     *,
     on_left: bool,
 ) -> Any:
-    """The product of `w`, all of whose leaves start with its batch axes, and an array.
+    """The product of an array with `w`, whose batch axes are the leading axes of all its leaves.
 
     **Arguments:**
 
     - `w`: `(*batch, n0, n1)`.
-    - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of one matrix with the last of `x`, and
-        puts the other in its place.
-    - `dimension_numbers`: of `dot_general(w, x)`; of `dot_general(x, w)` unless `on_left`.
+    - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of one matrix with the last axis of `x`, and
+        puts the other axis of the matrix in its place.
+    - `dimension_numbers`: those of `dot_general(w, x)`, or of `dot_general(x, w)` unless `on_left`.
 
-    **Returns:** the product, or `NotImplemented` where anything but one axis of a matrix is contracted.
+    **Returns:** the product, or `NotImplemented` unless exactly one axis of the matrices is contracted.
     """
     (w_summed, x_summed), (w_batch, x_batch) = seen_from(on_left, dimension_numbers)
     num_batch = w.ndim - 2
@@ -59,7 +59,7 @@ def dot_stack(
 
 
 class SparseStack(ArrayValue):
-    """Sparse arrays, whose batch axes are axes of all leaves."""
+    """The base of sparse arrays, whose batch axes are axes of all leaves."""
 
     @property
     @abc.abstractmethod
@@ -67,7 +67,7 @@ class SparseStack(ArrayValue):
         """How many of the leading axes are batch axes."""
 
     def each(self: _S, fn: Callable[[Array, int], Array]) -> _S:
-        """`fn(leaf, own)` in place of each leaf, of which the last `own` axes are not batch axes."""
+        """Replaces each leaf by `fn(leaf, own)`; its last `own` axes are not batch axes."""
         n = self.num_batch
         return jax.tree.map(lambda leaf: fn(leaf, leaf.ndim - n), self)
 
@@ -94,23 +94,23 @@ def is_stacked(w: Any) -> bool:
 
 
 def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
-    """The specs of `shard_spec`: batch axes are axes of all leaves."""
+    """The result of `shard_spec`: batch axes are axes of all leaves."""
     if any(axis is not None for axis in spec[w.num_batch :]):
         raise ValueError(
             f"{type(w).__name__} of shape {w.shape} cannot be sharded by {spec}: the index of an array "
-            "numbers all of what is stored. Shard axes that stack arrays only."
+            "covers all that is stored of it. Shard only axes that stack arrays."
         )
     batch = spec[: w.num_batch]
     return [jax.P(*batch, *[None] * (leaf.ndim - len(batch))) for leaf in jax.tree.leaves(w)]
 
 
 def is_covered(w: Any, y: Any) -> bool:
-    """Whether a function of `w` and `y`, element by element, has the shape of `w`."""
+    """Whether an elementwise function of `w` and `y` has the shape of `w`."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
 
 
 def add_at(y: Array, at: Any, values: Array) -> Array:
-    """`y` with `values` added at some places (for booleans: or); those out of bounds are left out."""
+    """Adds `values` to `y` (for booleans: or) at the indices `at`; those out of bounds are dropped."""
     if not y.size:
         return y
     at = y.at[at]
@@ -126,7 +126,7 @@ def same_index(x: Any, y: Any) -> bool:
 
 
 def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
-    """The dtype of a product, under JAX's standard rules."""
+    """The dtype of a product, by JAX's standard promotion rules."""
     if preferred_element_type is not None:
         return np.dtype(preferred_element_type)
     with jax.numpy_dtype_promotion("standard"):
@@ -134,7 +134,7 @@ def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
 
 
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
-    """`broadcast_in_dim` of batch axes; `NotImplemented` where the matrices change or move."""
+    """`broadcast_in_dim` of batch axes; `NotImplemented` if the matrices change or move."""
     num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
     matrix = tuple(range(num_new, len(shape)))
     if tuple(dimensions[kept:]) != matrix or tuple(shape[num_new:]) != w.shape[kept:]:

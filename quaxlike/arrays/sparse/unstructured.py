@@ -1,4 +1,4 @@
-"""`SparseArray`: an array of which single elements are stored."""
+"""`SparseArray`: an array of which only some elements are stored."""
 
 import functools
 import math
@@ -22,28 +22,28 @@ from .stacks import SparseStack, add_at, shard_stack
 
 
 class SparseArray(ArrayOperators, SparseStack):
-    """An array that is zero but for some elements, wherever they are.
+    """An array that is zero except for some elements at any positions.
 
-    Products with a matrix take time in proportion to the elements that are stored, on either side,
-    forward and backward, and nothing dense is made. Gradients are those of the stored elements. Axes in
-    front of the sparse ones stack arrays with as many stored elements each, as `jax.vmap` does.
+    Products with a matrix, on either side, forward and backward, take time in proportion to the number of
+    stored elements, and form no dense matrix. Only stored elements have gradients. Axes in front of the
+    sparse ones stack arrays with the same number of stored elements, as `jax.vmap` does.
 
     Make one with `from_dense`, `from_coo`, `from_bcoo`, `from_bcsr` or `from_scipy`.
 
     **Arguments:**
 
     - `data`: `(*batch, elements)`, of any dtype.
-    - `indices`: for each sparse axis, where the elements stand along it: int32 `(*batch, elements)`. No
-        place comes twice. Padding has the size of the axis, in all of them: it counts as zero, whatever
-        `data` holds there, and has a gradient of zero.
-    - `sizes`: those of the sparse axes.
+    - `indices`: for each sparse axis, the indices of the elements along it: int32 `(*batch, elements)`. No
+        position occurs twice. The index of padding is the size of the axis, for all axes: padding counts as
+        zero, whatever `data` holds there, and has a gradient of zero.
+    - `sizes`: the sizes of the sparse axes.
     - `order`: `row_ptr`, `by_column` and `column_ptr` of a matrix whose elements are in the order of
         [`csr_index`][quaxlike.kernels.csr_index]. None for elements in any other order, and for arrays
-        that are not matrices: products are slower then.
+        that are not matrices: their products are slower.
     - `major`: which of the two axes is that of the rows in `order`.
 
-    **Raises:** `ValueError` if the shapes do not fit each other, for negative sizes, and for indices that
-    are out of bounds or come twice, where they are known.
+    **Raises:** `ValueError` if the shapes are inconsistent, for negative sizes, and for concrete indices that
+    are out of bounds or occur twice.
 
     !!! example
 
@@ -81,11 +81,11 @@ class SparseArray(ArrayOperators, SparseStack):
     def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
         """Keeps the elements that are not zero, or those that are largest in magnitude.
 
-        Which elements are kept depends on the values of `x`, so that it cannot be done under `jax.jit`.
+        The choice of elements depends on the values of `x`, so it cannot be made under `jax.jit`.
 
         **Arguments:**
 
-        - `x`: of any shape.
+        - `x`: an array of any shape.
         - `density`: the share of the elements that is kept, in (0, 1]. Default: all that are not zero, so
             that nothing changes.
         - `stacked`: how many leading axes stack arrays, each of them sparse on its own: those that `vmap`
@@ -124,20 +124,20 @@ class SparseArray(ArrayOperators, SparseStack):
     @classmethod
     @checked
     def from_coo(cls, data: ArrayLike, indices: Any, shape: Sequence[int]) -> "SparseArray":
-        """An array of elements at given places, in any order; elements at one place are added up.
+        """Makes an array from elements and their indices, in any order; duplicates are summed.
 
         **Arguments:**
 
         - `data`: `(*batch, elements)`; may be traced.
-        - `indices`: known integers `(*batch, elements, axes)`: where each element stands. An element out of
-            bounds counts as zero.
-        - `shape`: that of the whole, `(*batch, *sizes)`.
+        - `indices`: concrete integers `(*batch, elements, axes)`: the position of each element. An element
+            out of bounds counts as zero.
+        - `shape`: the shape of the whole array, `(*batch, *sizes)`.
 
-        **Raises:** `ValueError` if the shapes do not fit each other, or for indices that are traced.
+        **Raises:** `ValueError` if the shapes are inconsistent, or for traced indices.
         """
         if isinstance(indices, jax.core.Tracer):
             raise ValueError(
-                "SparseArray sorts elements by where they stand, which is not known under jit, vmap or grad; "
+                "SparseArray sorts elements by their indices, which are not known under jit, vmap or grad; "
                 "found indices that are traced. Make the array outside of them."
             )
         data, indices, shape = jnp.asarray(data), np.asarray(indices), tuple(shape)
@@ -169,7 +169,7 @@ class SparseArray(ArrayOperators, SparseStack):
 
     @classmethod
     def _at_places(cls, data: Array, places: np.ndarray, sizes: tuple[int, ...]) -> "SparseArray":
-        """Elements at `places` of the flattened array, in ascending order and padded at the end."""
+        """Makes an array from elements at flat indices `places`, which are sorted and padded at the end."""
         inside = places < math.prod(sizes)
         if not inside.all():
             data = jnp.where(inside, data, jnp.zeros_like(data))
@@ -187,9 +187,9 @@ class SparseArray(ArrayOperators, SparseStack):
     @classmethod
     @checked
     def from_bcoo(cls, matrix: Any) -> "SparseArray":
-        """A `jax.experimental.sparse.BCOO`. Its batch axes stay batch axes, its dense ones become sparse.
+        """Converts a `jax.experimental.sparse.BCOO`. Batch axes stay batch axes, dense axes become sparse.
 
-        Where its indices are traced, under `jax.jit` say, its elements stay in their order.
+        If its indices are traced (under `jax.jit`, say), its elements keep their order.
         """
         from jax.experimental import sparse
 
@@ -204,7 +204,7 @@ class SparseArray(ArrayOperators, SparseStack):
             return cls.from_coo(data, indices, matrix.shape)
         if not matrix.unique_indices:
             matrix = sparse.BCOO((data, indices), shape=matrix.shape)
-            with jax.numpy_rank_promotion("allow"):  # which JAX relies on there
+            with jax.numpy_rank_promotion("allow"):  # JAX relies on rank promotion here
                 matrix = matrix.sum_duplicates(nse=matrix.nse)
             data, indices = matrix.data, matrix.indices
         sizes = matrix.shape[matrix.n_batch :]
@@ -214,7 +214,7 @@ class SparseArray(ArrayOperators, SparseStack):
         return cls(jnp.where(inside, data, jnp.zeros_like(data)), each, sizes)
 
     def to_bcoo(self) -> Any:
-        """The array as a `jax.experimental.sparse.BCOO`, with the same batch axes."""
+        """Converts the array to a `jax.experimental.sparse.BCOO` with the same batch axes."""
         from jax.experimental import sparse
 
         return sparse.BCOO(
@@ -227,7 +227,7 @@ class SparseArray(ArrayOperators, SparseStack):
     @classmethod
     @checked
     def from_bcsr(cls, matrix: Any) -> "SparseArray":
-        """A `jax.experimental.sparse.BCSR`."""
+        """Converts a `jax.experimental.sparse.BCSR`."""
         from jax.experimental import sparse
 
         if not isinstance(matrix, sparse.BCSR):
@@ -235,7 +235,7 @@ class SparseArray(ArrayOperators, SparseStack):
         return cls.from_bcoo(matrix.to_bcoo())
 
     def to_bcsr(self) -> Any:
-        """The matrix, or stack of matrices, as a `jax.experimental.sparse.BCSR`."""
+        """Converts the matrix, or stack of matrices, to a `jax.experimental.sparse.BCSR`."""
         from jax.experimental import sparse
 
         if self.order is None or self.major != 0:
@@ -245,13 +245,13 @@ class SparseArray(ArrayOperators, SparseStack):
     @classmethod
     @checked
     def from_scipy(cls, matrix: Any) -> "SparseArray":
-        """An array of `scipy.sparse`, in any of its formats."""
+        """Converts a `scipy.sparse` array of any format."""
         coo = matrix.tocoo()
         coordinates = (coo.row, coo.col) if coo.ndim == 2 else coo.coords
         return cls.from_coo(coo.data, np.stack(coordinates, -1), coo.shape)
 
     def to_scipy(self) -> Any:
-        """A matrix as a `scipy.sparse.csr_array`, anything else as a `coo_array`.
+        """Converts a matrix to a `scipy.sparse.csr_array`, anything else to a `coo_array`.
 
         **Raises:** `ValueError` for a stack.
         """
@@ -276,28 +276,28 @@ class SparseArray(ArrayOperators, SparseStack):
 
     @property
     def csr(self) -> CsrIndex | None:
-        """The index of the matrix whose rows lie along the axis `major`, if the elements are in its order."""
+        """The index of the matrix with rows along the axis `major`; None if its elements are not in order."""
         if self.order is None:
             return None
         return CsrIndex(self.indices[self.major], self.indices[1 - self.major], *self.order)
 
     @property
     def is_stored(self) -> Bool[Array, "*batch elements"]:
-        """Which elements are no padding."""
+        """Which elements are not padding."""
         return self.indices[0] < self.sizes[0]
 
     @property
     def elements(self) -> Array:
-        """`data`, with zeros for padding: what functions of the elements read. Sums at the places of the
-        elements leave padding out as it is."""
+        """`data`, with zeros for padding; for elementwise functions. Scatters by the indices ignore padding
+        anyway."""
         return jnp.where(self.is_stored, self.data, jnp.zeros_like(self.data))
 
     def replace(self, **fields: Any) -> "SparseArray":
-        """This array with some of its fields replaced, which are not checked against the others."""
+        """This array with some fields replaced, without checking them against the others."""
         return replace_fields(self, **fields)
 
     def placed(self, data: Array, indices: Sequence[Array], sizes: Sequence[int]) -> "SparseArray":
-        """Elements at other places, in any order, which are not checked."""
+        """Replaces the elements by others, in any order, without checking their indices."""
         return replace_fields(
             self, data=data, indices=tuple(indices), sizes=tuple(sizes), order=None, major=0
         )
@@ -319,7 +319,7 @@ class SparseArray(ArrayOperators, SparseStack):
 
 
 def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
-    """Elements of one array, `(*batch, elements, axes)`, each stand somewhere else; padding at `sizes`."""
+    """Checks that elements, `(*batch, elements, axes)`, are at distinct positions, or padding at `sizes`."""
     inside = ((indices >= 0) & (indices < sizes)).all(-1)
     padding = (indices == sizes).all(-1)
     if not (inside | padding).all():

@@ -1,10 +1,10 @@
 """Structured matrices: diagonal, tridiagonal, Kronecker product, low-rank update.
 
-A product, a linear system or a determinant costs what the structure asks for: `jnp.linalg.solve`,
-`jnp.linalg.inv`, `jnp.linalg.slogdet` and `jnp.linalg.det` reach it under `quaxify`.
+Products, linear systems and determinants exploit the structure: `jnp.linalg.solve`, `jnp.linalg.inv`,
+`jnp.linalg.slogdet` and `jnp.linalg.det` do so under `quaxify`.
 """
 
-# They register rules.
+# Imported to register rules.
 from . import dot, elementwise, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import StructuredMatrix
 from .diagonal import DiagonalMatrix

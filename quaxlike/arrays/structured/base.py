@@ -1,4 +1,4 @@
-"""`StructuredMatrix`: parts with batch axes in front, and the methods that a type defines."""
+"""`StructuredMatrix`: the base of matrices that are made of parts, with leading batch axes."""
 
 import abc
 import contextlib
@@ -24,19 +24,19 @@ _M = TypeVar("_M", bound="StructuredMatrix")
 class StructuredMatrix(ArrayOperators, ArrayValue):
     """A matrix, or a stack of them, made of smaller arrays: its parts.
 
-    Axes in front of a part's own are batch axes. A part may lack some of them, from the left: then it is
-    shared by what they stack.
+    Axes in front of a part's own are batch axes. A part may lack some of them, from the left; it is then
+    shared along those.
     """
 
     CORE: ClassVar[dict[str, int]]
-    """For each part, the field that holds it and how many of its axes are not batch axes."""
+    """For each part, the name of its field and how many of its axes are not batch axes."""
 
     FACTORS: ClassVar[tuple[str, ...]]
     """The parts that are multiplied when the matrix is multiplied by a scalar."""
 
     OTHERS: ClassVar[dict[str, int] | None]
-    """If the matrix whose part `FACTORS[0]` is filled with a number is filled with it: with which numbers
-    its other parts are filled then. None for a type that always has zeros."""
+    """The numbers that fill the other parts of a matrix that is filled with a number, as is its part
+    `FACTORS[0]`. None for a type that always has zeros."""
 
     @property
     @abc.abstractmethod
@@ -47,7 +47,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def transposed(self) -> "StructuredMatrix":
         """The matrix with its last two axes swapped."""
 
-    # The rules call what follows by way of `inside`, so that parts may be Values.
+    # The rules call these methods through `inside`, so that parts may be Values.
 
     @abc.abstractmethod
     def times(self, x: Any, precision: Any = None) -> Any:
@@ -59,7 +59,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def inverse(self) -> Any:
-        """The inverse: structured if that is of a type here, else dense."""
+        """The inverse: structured if one of these types can represent it, else dense."""
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
@@ -67,7 +67,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def det(self) -> Any:
-        """The determinant, with derivatives where it is zero as well."""
+        """The determinant, differentiable even where it is zero."""
 
     @abc.abstractmethod
     def diagonal_elements(self) -> Any:
@@ -75,7 +75,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @property
     def has_solver(self) -> bool:
-        """Whether linear systems and determinants gain by the structure; else the sum is factorised."""
+        """Whether linear systems and determinants benefit from the structure; else the sum is factorised."""
         return True
 
     @property
@@ -98,7 +98,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return jax.core.ShapedArray((*self.batch, *self.matrix_shape), dtype)
 
     def each(self: _M, fn: Callable[[Any, int], Any]) -> _M:
-        """`fn(part, n)` in place of each part, of which `n` axes are not batch axes."""
+        """Replaces each part by `fn(part, n)`; its last `n` axes are not batch axes."""
         return self.with_parts(
             {name: quaxify(fn)(part, self.CORE[name]) for name, part in self.parts.items()}
         )
@@ -107,19 +107,19 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return replace_fields(self, **parts)
 
     def stacked(self: _M, batch: Sequence[int] | None = None) -> _M:
-        """The same, with all batch axes on every part."""
+        """The same matrix, with all batch axes on every part."""
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
 
     def converted(self: _M, dtype: Any) -> _M:
-        """The same, with parts of one dtype."""
+        """The same matrix, with all parts converted to one dtype."""
         if all(part.dtype == dtype for part in self.parts.values()):
             return self
         return self.each(lambda part, _: part if part.dtype == dtype else part.astype(dtype))
 
     def scaled(self: _M, factor: Any, by: Callable[[Any, Any], Any] = jnp.multiply) -> _M:
-        """The matrix times a scalar, or times one for each of a stack, of the shape of `batch`; or what else
-        `by` does to elements."""
+        """The matrix times a scalar, or times one scalar for each matrix of a stack, of the shape of `batch`;
+        `by` may be another elementwise function."""
         parts, n = self.converted(self.dtype).parts, jnp.ndim(factor)
         for name in self.FACTORS:
             core = self.CORE[name]
@@ -130,8 +130,8 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.with_parts(parts)
 
     def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
-        """With the batch axes on each part that it has in `like`, and one dtype where dtypes differ; dense
-        beside parts of other sizes or types."""
+        """Gives each part the batch axes that it has in `like`, and all parts one dtype if dtypes differ;
+        dense if parts have other sizes or types."""
         if not isinstance(like, StructuredMatrix) or type(like) is not type(self):
             return NotImplemented
         dtypes = [[part.dtype for part in x.parts.values()] for x in (self, like)]
@@ -146,7 +146,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not self.batch:
-            return NotImplemented  # rows of a matrix have no such structure
+            return NotImplemented  # a row of a matrix has no structure
         n = len(self.batch)
         return leading_axes((part, part.ndim - self.CORE[name] >= n) for name, part in self.parts.items())
 
@@ -166,7 +166,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
 
 def inside(fn: Callable[..., Any], *operands: Any) -> Any:
-    """`fn(*operands)` inside `quaxify`, with the parts of structured operands as what is dispatched on."""
+    """Calls `fn(*operands)` inside `quaxify`, which dispatches on the parts of structured operands."""
 
     def opened(*parts: Any) -> Any:
         pairs = zip(operands, parts, strict=True)
@@ -179,7 +179,7 @@ def inside(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 def check_batches(matrix: StructuredMatrix) -> None:
-    """Batch axes must agree, as far as a part has them."""
+    """Raises a `ValueError` unless the batch axes of all parts agree, as far as they have them."""
     batch = matrix.batch
     for name, part in matrix.parts.items():
         core = matrix.CORE[name]
@@ -193,7 +193,7 @@ def check_batches(matrix: StructuredMatrix) -> None:
 
 
 def as_part(x: Any) -> Any:
-    """A field as an array; a Value as it is."""
+    """Converts a field to an array; returns a Value unchanged."""
     return x if is_value(x) or hasattr(x, "shape") else as_array(x)
 
 
@@ -202,13 +202,13 @@ def _broadcast(part: Any, shape: tuple[int, ...]) -> Any:
 
 
 def lead(part: Any, ndim: int) -> Any:
-    """`part` with axes of size 1 in front, so as to have `ndim`."""
+    """`part` with leading axes of size 1, up to `ndim` axes."""
     return part if part.ndim >= ndim else jnp.reshape(part, (*[1] * (ndim - part.ndim), *part.shape))
 
 
 def solve_part(part: Any, b: Any) -> Any:
-    """`jnp.linalg.solve` of a part with `b`, of shape `(*batch, n, k)`; a part that the batch shares is
-    factorised once."""
+    """`jnp.linalg.solve` of a part with `b`, of shape `(*batch, n, k)`; factorises a part that the batch
+    shares once."""
     batch = b.shape[:-2]
     if part.ndim > 2:
         return jnp.linalg.solve(_broadcast(part, (*batch, *part.shape[-2:])), b)

@@ -1,4 +1,4 @@
-"""`DiagonalMatrix`: zero but for its diagonal."""
+"""`DiagonalMatrix`: a matrix that is zero except on its diagonal."""
 
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from .base import StructuredMatrix, as_part, lead
 
 
 class DiagonalMatrix(StructuredMatrix):
-    """A square matrix that is zero but for its diagonal.
+    """A square matrix that is zero except on its diagonal.
 
     **Arguments:**
 

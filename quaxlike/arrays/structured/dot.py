@@ -1,4 +1,4 @@
-"""Products: `dot_general` with any dimension numbers that sum over one axis of the matrix."""
+"""Products: `dot_general` with any dimension numbers that contract one axis of the matrix."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ def _product(
     x_free = free_axes(jnp.ndim(x), x_summed, x_batch)
 
     def product(matrix: StructuredMatrix, x: Any) -> Any:
-        # x: (*batch, n, k) in the order of the matrix's batch axes, of size 1 where it has none.
+        # x: (*batch, n, k), with batch axes in the order of the matrix's, and of size 1 where x has none.
         own = dict(zip(batch, x_batch, strict=True))
         x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *x_summed, *x_free])
         sizes = x.shape[len(batch) + 1 :]
@@ -77,7 +77,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# Of two structured matrices, where that is structured again
+# Products of two structured matrices that are structured again
 # -------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +99,7 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
 
 
 def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) -> Any:
-    """`x @ y` as a structured matrix, or NotImplemented where it is none."""
+    """`x @ y` as a structured matrix, or NotImplemented if it is not one."""
     if isinstance(x, DiagonalMatrix):
         return _scale_rows(x, y)
     if isinstance(y, DiagonalMatrix) or (isinstance(y, LowRankUpdate) and not isinstance(x, LowRankUpdate)):

@@ -1,4 +1,4 @@
-"""Sums, scaling and elementwise functions that leave a structured matrix a structured matrix."""
+"""Sums, scaling and elementwise functions that keep the structure of a matrix."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .kronecker import KroneckerMatrix
 from .low_rank import LowRankUpdate
 from .tridiagonal import TridiagonalMatrix
 
-# Zero outside of the bands that they store.
+# Types that are zero outside the bands that they store.
 Banded = DiagonalMatrix | TridiagonalMatrix
 
 
@@ -63,7 +63,7 @@ def _neg(primitive: Primitive, x: KroneckerMatrix | LowRankUpdate, **params: Any
 
 
 # -------------------------------------------------------------------------------------------------
-# Products and quotients, element by element
+# Elementwise products and quotients
 # -------------------------------------------------------------------------------------------------
 
 
@@ -87,13 +87,13 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
     factor = _factor(x, y)
     whole = not isinstance(x, Banded) and not jnp.issubdtype(x.dtype, jnp.inexact)
     if factor is None or whole or np.broadcast_shapes(x.shape, np.shape(y)) != x.shape:
-        return NotImplemented  # 0 / 0, or integers that are rounded
+        return NotImplemented  # 0 / 0, or integer division, which rounds
     return x.scaled(factor, lambda part, factor: primitive.bind(part, factor, **params))
 
 
 def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
-    """`y` as one number, or as one for each matrix of a stack, if it is that. JAX binds primitives with axes
-    of size 1, too."""
+    """`y` as a single number, or as one for each matrix of a stack, if it is that; else None. JAX may bind
+    primitives with axes of size 1, too."""
     shape = np.shape(y)
     if not shape:
         return y
@@ -105,7 +105,7 @@ def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
 
 
 def _bands(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Element by element with a dense array that is broadcast to the same shape: the bands of both."""
+    """Applies an elementwise function of `x` and a dense array, broadcast to the same shape, to the bands."""
     n = x.matrix_shape[0]
     at, y, x = jnp.arange(n), jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
     rows = {"lower": (at[1:], at[:-1]), "diagonal": (at, at), "upper": (at[:-1], at[1:])}
@@ -180,7 +180,7 @@ def _as_tridiagonal(x: Banded) -> TridiagonalMatrix:
     return TridiagonalMatrix(beside, x.diagonal, beside)
 
 
-# Not another update: if the rule for two of them declines, none is left.
+# Excludes LowRankUpdate: if the rule for two updates declines, these rules must not match.
 _Other = ArrayLike | DiagonalMatrix | TridiagonalMatrix | KroneckerMatrix
 
 
@@ -215,8 +215,8 @@ def _sum_of_updates(primitive: Primitive, x: LowRankUpdate, y: LowRankUpdate, **
 
 
 def _repeated(x: LowRankUpdate, shape: tuple[int, ...]) -> Any:
-    """An update, repeated along those batch axes in which it has size one and an array of this shape has not;
-    NotImplemented where its own axes would be repeated."""
+    """Repeats an update along the batch axes in which it has size one and an array of this shape has not;
+    NotImplemented if the axes of its matrices would be repeated."""
     full = np.broadcast_shapes(x.shape, shape)
     if not shape or full[-2:] != x.matrix_shape:
         return NotImplemented
@@ -243,7 +243,7 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
         return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes), dtype=part.dtype))
 
     def total(x: Any) -> Any:
-        # A product with ones; of what is left, plain sums.
+        # A product with ones, followed by plain sums over the remaining axes.
         matrix = x if columns else x.transposed()
         size = matrix.matrix_shape[1]
         y = matrix.times(jnp.ones((*[1] * n, size, 1), x.dtype))

@@ -1,4 +1,4 @@
-"""Parts of a structured matrix that are structured: blocks on the diagonal, matrices of a stack."""
+"""Slices of structured matrices that are structured: blocks on the diagonal, matrices of a stack."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def _slice(
     cuts = [slice(*cut) for cut in zip(start_indices, limit_indices, strides, strict=True)]
     rows, columns = cuts[n:]
     if any(cut != slice(0, size, 1) for cut, size in zip(cuts[n:], x.matrix_shape, strict=True)):
-        # A square block on the diagonal is one of these again.
+        # A square block on the diagonal is a matrix of the same type.
         if rows != columns or not isinstance(x, DiagonalMatrix | TridiagonalMatrix):
             return NotImplemented
         if isinstance(x, TridiagonalMatrix) and (rows.step != 1 or rows.stop <= rows.start):
@@ -62,7 +62,7 @@ def _gather(
     fill_value: Any,
     **params: Any,
 ):
-    """Whole matrices, picked from a stack by index."""
+    """Picks whole matrices from a stack by index."""
     dnums, n = dimension_numbers, x.num_batch
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)
@@ -77,7 +77,7 @@ def _gather(
         constant_of = dict.fromkeys(x.CORE, 0) | {x.FACTORS[0]: fill} | (x.OTHERS or {})
     else:
         mode = lax.GatherScatterMode.from_any(mode)
-        if mode == lax.GatherScatterMode.FILL_OR_DROP:  # all indices are known, and in bounds
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:  # all indices are concrete, and in bounds
             mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
         constant_of = dict.fromkeys(x.CORE)
 

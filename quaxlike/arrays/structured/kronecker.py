@@ -13,7 +13,7 @@ from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, s
 class KroneckerMatrix(StructuredMatrix):
     """The Kronecker product of two matrices: `a[i, j] * b` in block `(i, j)`.
 
-    Each of them may be any Value, another `KroneckerMatrix` for a product of three.
+    Each of them may be any Value: another `KroneckerMatrix`, for a product of three.
 
     **Arguments:**
 
@@ -57,7 +57,7 @@ class KroneckerMatrix(StructuredMatrix):
         return jnp.reshape(a * b, self.shape)
 
     def _map(self, by_a: Any, by_b: Any, x: Any) -> Any:
-        """`x`, of shape (..., q * s, k), with `by_a` along q and `by_b` along s."""
+        """Applies `by_a` along q and `by_b` along s to `x`, of shape (..., q * s, k)."""
         *batch, _, k = x.shape
         q, s = self.a.shape[-1], self.b.shape[-1]
         # (..., s, q * k)

@@ -1,11 +1,11 @@
 """Linear systems, inverses and determinants of structured matrices, through the functions of `jax.numpy`.
 
-`jnp.linalg.solve` factorises with the primitive `lu` and then solves with `triangular_solve`, all inside of
-`lax.custom_linear_solve`. The `lu` of a structured matrix here is the matrix itself, kept as a factor; that
-carries through every transform, and differentiation is JAX's own, of the linear system.
+`jnp.linalg.solve` factorises with the primitive `lu` and then solves with `triangular_solve`, all inside
+`lax.custom_linear_solve`. Here the `lu` of a structured matrix is the matrix itself, kept as a factor. This
+works under every transform, and JAX differentiates the linear system as usual.
 
-The other functions read elements of what they compute on the way. They are recognised as a whole, by the
-jaxpr of their call: it is the very object that the function itself is traced to.
+The other functions read elements of their intermediate results. They are recognised as a whole, by the jaxpr
+of their call, which is identical to the object that tracing the function returns.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from .diagonal import DiagonalMatrix
 
 @checked
 def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
-    """`x` such that `matrix @ x = b`: `jnp.linalg.solve` under [`quaxlike.quaxify`][].
+    """Solves `matrix @ x = b`: `jnp.linalg.solve` under [`quaxlike.quaxify`][].
 
     **Arguments:**
 
@@ -59,8 +59,8 @@ def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
 
 @checked
 def logdet(matrix: ArrayLike | ArrayValue) -> Any:
-    """The logarithm of the absolute value of the determinant: the second result of `jnp.linalg.slogdet`
-    under [`quaxlike.quaxify`][].
+    """Computes the logarithm of the absolute value of the determinant: the second result of
+    `jnp.linalg.slogdet` under [`quaxlike.quaxify`][].
 
     **Arguments:**
 
@@ -101,7 +101,7 @@ def _check_square(matrix: Any) -> None:
 class Factored(ArrayValue):
     """The result of `lu` for a structured matrix: the identity as L, and the matrix as U.
 
-    The primitive `triangular_solve` is all that it is for.
+    Only the primitive `triangular_solve` uses it.
     """
 
     matrix: StructuredMatrix
@@ -136,7 +136,7 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
 
 @register([*REARRANGEMENTS, "gather", "dynamic_slice", "concatenate"])
 def _move(primitive: Primitive, x: Factored, *rest: ArrayLike, **params: Any):
-    """Batch axes."""
+    """Moves batch axes."""
     out = quaxify(primitive.bind)(x.matrix, *rest, **params)
     return Factored(out) if isinstance(out, StructuredMatrix) else NotImplemented
 
@@ -169,7 +169,7 @@ def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bo
 
 _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
 
-# For each jitted function, what it gives, and the keywords that it may have been called with.
+# For each jitted function, its implementation, and the keywords that it may have been called with.
 _FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[str, Any], ...]]] = {
     "inv": (jnp.linalg.inv, lambda x: x.inverse(), ({},)),
     "slogdet": (jnp.linalg.slogdet, lambda x: x.slogdet(), ({},)),
@@ -188,7 +188,7 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
         return NotImplemented
     if not any(_is_call_of(fun, kwargs, jaxpr, x) for kwargs in keywords):
         return NotImplemented
-    if solves:  # of integers in floating point
+    if solves:  # integers are converted to floating point
         x = x.converted(jaxpr.out_avals[0].dtype)
     out = inside(of_matrix, x)
     return [*out] if isinstance(out, tuple) else [out]
@@ -196,9 +196,9 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
 
 @register("jit")
 def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
-    """Determinants are products of the diagonal.
+    """Replaces the diagonal of factors by one with the same product, the determinant.
 
-    Transforms rewrite this call, so that it is known by its source. `lu` puts the batch axes of every
+    Transforms rewrite this call, so it is recognised by its source. `lu` puts the batch axes of every
     transform in front, and elements of all rows are those of the diagonal.
     """
     diagonal: Any = jnp.diagonal
@@ -210,12 +210,12 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     if n == 0:
         return [jnp.zeros(x.shape[:-1], x.dtype)]
     sign, log = inside(lambda x: x.slogdet(), x.matrix)
-    # Elements of the same size, so that neither they nor their product's logarithm overflow.
+    # Elements of equal magnitude, so that neither they nor the logarithm of their product overflow.
     size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
     return [size.at[..., 0].multiply(sign)]
 
 
 def _is_call_of(fun: Any, kwargs: dict[str, Any], jaxpr: Any, x: ArrayValue) -> bool:
     if not kwargs and x.ndim > 2 and fun in (jnp.diagonal, jnp.trace):
-        return False  # without keywords they are of the first two axes
+        return False  # without keywords they act on the first two axes
     return fun.trace(x.aval(), **kwargs).jaxpr is jaxpr

@@ -1,4 +1,4 @@
-"""`LowRankUpdate`: a matrix plus a product of thin ones."""
+"""`LowRankUpdate`: a matrix plus a product of two thin ones."""
 
 from types import NotImplementedType
 from typing import Any, ClassVar
@@ -18,9 +18,9 @@ from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, s
 class LowRankUpdate(StructuredMatrix):
     """The matrix `base + u @ v.T`, with thin `u` and `v`.
 
-    Linear systems are solved by the formula of Woodbury, in systems with the base and one of the size of
-    the rank; determinants by the matrix determinant lemma. Both ask for a base that can be inverted. They
-    would save nothing where the base has no structure, and no stack shares it: then the sum is factorised.
+    Linear systems are solved by the Woodbury formula, through systems with the base and one of the size of
+    the rank; determinants are computed by the matrix determinant lemma. Both need an invertible base. If the
+    base has no structure, and no stack shares it, they would save nothing, and the sum is factorised.
 
     **Arguments:**
 
@@ -30,7 +30,7 @@ class LowRankUpdate(StructuredMatrix):
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit each other.
+    `ValueError` if the shapes are inconsistent.
 
     !!! example
 
@@ -83,7 +83,7 @@ class LowRankUpdate(StructuredMatrix):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Any:
-        """`array` with an update that adds nothing."""
+        """Makes `array` the base, with an update that adds nothing."""
         assert isinstance(like, LowRankUpdate)
         base = type(like.base).promote(array, like.base) if is_value(like.base) else array
         if base is NotImplemented or base.shape != like.base.shape:
@@ -92,7 +92,7 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(like, base=base, **zeros)
 
     def widen(self, like: Value) -> "LowRankUpdate | NotImplementedType":
-        """With a rank that both can have: columns of zeros are added to `u` and `v`."""
+        """Raises the rank to that of `like` by adding columns of zeros to `u` and `v`."""
         if not isinstance(like, LowRankUpdate):
             return NotImplemented
         more = max(0, like.u.shape[-1] - self.u.shape[-1])
@@ -135,7 +135,7 @@ class LowRankUpdate(StructuredMatrix):
         u, v = self._wide(self.u), self._wide(self.v)
         of_u, of_v = jnp.matmul(base, u), jnp.matmul(jnp.matrix_transpose(base), v)
         capacitance = _plus_identity(jnp.matrix_transpose(v) @ of_u)
-        # of_u @ inv(capacitance), by the transposed system
+        # of_u @ inv(capacitance), from the transposed system
         weighted = jnp.linalg.solve(jnp.matrix_transpose(capacitance), jnp.matrix_transpose(of_u))
         return replace_fields(self, base=base, u=-jnp.matrix_transpose(weighted), v=of_v)
 
@@ -149,7 +149,7 @@ class LowRankUpdate(StructuredMatrix):
         return jnp.linalg.det(self._capacitance()) * of_base
 
     def _capacitance(self) -> Any:
-        """The matrix, of the size of the rank, that determinants depend on."""
+        """The capacitance matrix `I + v.T @ inv(base) @ u`, of the size of the rank."""
         of_u = solve_part(self.base, self._wide(self.u))
         return _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
 

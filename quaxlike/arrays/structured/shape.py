@@ -1,4 +1,4 @@
-"""Axes of a structured matrix, moved and joined as far as it stays one: the batch axes."""
+"""Axes of structured matrices: moving and joining the batch axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,14 +34,14 @@ def _broadcast_in_dim(
     def broadcast(part: Any, core: int) -> Any:
         own = stack[n - (part.ndim - core) :]
         if not own:
-            return part  # shared by the new axes as well
+            return part  # shared along the new axes as well
         sizes = (*shape[:new], *part.shape[part.ndim - core :])
         return lax.broadcast_in_dim(part, sizes, (*own, *range(new, new + core)))
 
     out = x.each(broadcast)
     if out.batch == tuple(shape[:new]):
         return out
-    # One part has to carry the new axes.
+    # At least one part must have the new axes.
     (carrier, *_), part = x.FACTORS, x.parts[x.FACTORS[0]]
     sizes = (*shape[:new], *part.shape[part.ndim - x.CORE[carrier] :])
     return out.with_parts(out.parts | {carrier: quaxify(jnp.broadcast_to)(part, sizes)})
@@ -58,7 +58,7 @@ def _squeeze(x: StructuredMatrix, *, dimensions: Sequence[int]):
 
 
 def _join(xs: Sequence[StructuredMatrix], join: Any) -> Any:
-    """`join` of each part of several matrices of one type."""
+    """Applies `join` to each part of several matrices of one type."""
     xs = [x.stacked() for x in xs]
     first = xs[0]
     if any(type(x) is not type(first) for x in xs):

@@ -1,4 +1,4 @@
-"""`TridiagonalMatrix`: zero but for its diagonal and the two beside it."""
+"""`TridiagonalMatrix`: a matrix that is zero except on its diagonal and the two beside it."""
 
 from typing import Any, ClassVar
 
@@ -12,17 +12,17 @@ from .base import StructuredMatrix, as_part, check_batches, lead
 
 
 class TridiagonalMatrix(StructuredMatrix):
-    """A square matrix that is zero but for its diagonal and the two beside it.
+    """A square matrix that is zero except on its diagonal and the two beside it.
 
     **Arguments:**
 
-    - `lower`: what is below the diagonal; shape `(*batch, n - 1)`.
+    - `lower`: the elements below the diagonal; shape `(*batch, n - 1)`.
     - `diagonal`: shape `(*batch, n)`.
-    - `upper`: what is above the diagonal; shape `(*batch, n - 1)`.
+    - `upper`: the elements above the diagonal; shape `(*batch, n - 1)`.
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit each other.
+    `ValueError` if the shapes are inconsistent.
 
     !!! example
 
@@ -91,7 +91,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
 
     def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """The three diagonals, each of the length of the middle one: row by row."""
+        """The three diagonals by rows, all padded to the length of the middle one."""
         full = self.stacked(batch)
         zero = jnp.zeros((*batch, 1), self.dtype)
         lower = jnp.concatenate([zero, full.lower], -1)
@@ -101,7 +101,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return self.solve(jnp.broadcast_to(jnp.eye(self.diagonal.shape[-1], dtype=self.dtype), self.shape))
 
     def slogdet(self) -> tuple[Any, Any]:
-        """By elimination with exchange of neighbouring rows, as LAPACK's `gttrf`: O(n)."""
+        """Eliminates with partial pivoting between neighbouring rows, like LAPACK's `gttrf`: O(n)."""
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype), jnp.zeros(self.batch, jnp.finfo(self.dtype).dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
@@ -122,7 +122,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return sign * jnp.sign(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
 
     def det(self) -> Any:
-        """By the recurrence of the leading minors, which divides by nothing."""
+        """Follows the recurrence of the leading minors, which needs no division."""
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))

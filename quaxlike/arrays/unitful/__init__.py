@@ -1,4 +1,4 @@
-"""Arrays with units of the SI, checked and worked out while tracing."""
+"""Arrays with SI units, which are checked and propagated while tracing."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import (

@@ -22,27 +22,27 @@ from .symbols import BASE, of_symbol, parse, superscript
 
 
 class DimensionError(OperandMismatch):
-    """Arrays whose units do not fit each other, or do not fit what is done to them."""
+    """The units of arrays do not match each other, or the operation applied to them."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message}\n  at {user_source()[0]}", Unitful)
 
 
 class Unit:
-    """A unit of the SI: a product of powers of metre, kilogram, second, ampere, kelvin, mole and candela.
+    """An SI unit: a product of powers of metre, kilogram, second, ampere, kelvin, mole and candela.
 
     Powers are rational. Immutable and hashable. `number * unit` and `array * unit` make a
     [`quaxlike.arrays.unitful.Unitful`][].
 
     **Arguments:**
 
-    - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a text: `"m/s^2"`, in which
-        `/` divides by the one factor that follows, or what `str` makes of a unit. The derived units Hz, N,
-        Pa, J, W, C, V, F, ohm, S, Wb, T, H and rad have their symbols too.
+    - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a string: `"m/s^2"`, in which
+        `/` divides by only the factor that follows, or the `str` of a unit. The derived units Hz, N, Pa, J,
+        W, C, V, F, ohm, S, Wb, T, H and rad have symbols too.
 
     **Raises:**
 
-    `ValueError` for a symbol that is not known.
+    `ValueError` for an unknown symbol.
 
     !!! example
 
@@ -56,7 +56,7 @@ class Unit:
     __slots__ = ("_exponents",)
     _exponents: tuple[Fraction, ...] | str  # a text for the two units that are none
 
-    # NumPy arrays leave `array * unit` to us.
+    # Makes NumPy arrays leave `array * unit` to us.
     __array_ufunc__ = None
 
     @checked
@@ -134,9 +134,9 @@ def _fraction(power: Any) -> Fraction:
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# A wildcard, used while the units of a loop's placeholders are inferred: goes with any unit, and takes it.
+# A wildcard, used while inferring the units of a loop's placeholders: matches any unit, and becomes it.
 UNKNOWN = _unit("unknown")
-# Of derivatives by the numbers inside of a Unitful, which have no unit: goes with any unit, and stays.
+# The unit of derivatives by the bare numbers inside a Unitful: matches any unit, and stays as it is.
 ANY = _unit("any")
 dimensionless = Unit()
 metre = Unit("m")
@@ -160,24 +160,24 @@ weber = Unit("Wb")
 tesla = Unit("T")
 henry = Unit("H")
 
-# A unit describes an array whatever that is made of: before the types that say how it is stored.
+# A unit describes any array, whatever its parts, so this type precedes those with a special storage.
 
 
 class Unitful(AnnotatedArray):
-    """An array in a unit of the SI.
+    """An array in an SI unit.
 
-    Units are worked out while tracing, from the primitives that meet; they cost nothing at run time.
-    Whatever does not fit (metres plus seconds, the exponential of a length) is a
-    [`quaxlike.arrays.unitful.DimensionError`][] there. A result without a dimension is a plain array.
+    Units are propagated through primitives while tracing; they cost nothing at run time. A mismatch (metres
+    plus seconds, the exponential of a length) raises a [`quaxlike.arrays.unitful.DimensionError`][] there. A
+    dimensionless result is a plain array.
 
-    A plain array counts as dimensionless. Only 0, infinity and NaN, where they are known while tracing,
-    have any unit; and in `jnp.where` a plain array takes the unit of the other, as in
+    A plain array counts as dimensionless. Only 0, infinity and NaN, if they are known while tracing, match
+    any unit; and in `jnp.where` a plain array takes the unit of the other, as in
     `jnp.where(x > 0, x, 1)`.
 
     **Arguments:**
 
-    - `array`: any array, or a Value that stands for one.
-    - `unit`: a [`quaxlike.arrays.unitful.Unit`][], or what makes one: `"m/s^2"`, `{"m": 1, "s": -2}`.
+    - `array`: any array or `ArrayValue`.
+    - `unit`: a [`quaxlike.arrays.unitful.Unit`][], or its argument: `"m/s^2"`, `{"m": 1, "s": -2}`.
 
     !!! example
 
@@ -199,7 +199,7 @@ class Unitful(AnnotatedArray):
 
     @property
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None if self.unit == dimensionless else "error"  # dropping a unit has to be asked for
+        return None if self.unit == dimensionless else "error"  # units are only dropped on request
 
     @classmethod
     def without_rule(cls, primitive: Any, values: Any, params: Any) -> Any:
@@ -207,7 +207,7 @@ class Unitful(AnnotatedArray):
             return super().without_rule(primitive, values, params)
         units = ", ".join(str(v.unit) if isinstance(v, Unitful) else "no unit" for v in values)
         raise DimensionError(
-            f"No rule says what `{primitive}` of arrays in ({units}) has for a unit. Take the units off "
+            f"No rule gives the unit of `{primitive}` of arrays in ({units}). Remove the units "
             f"first (`.array`), or register a rule with `quaxlike.register({primitive.name!r})`."
         )
 
@@ -218,8 +218,8 @@ class Unitful(AnnotatedArray):
             return cls(0.0, UNKNOWN).with_array(array) if inexact else NotImplemented
         if like.unit.exponents and not may_be_placeholder(array):
             raise DimensionError(
-                f"An array without a unit stands where one in {like.unit} does: in another branch, or before "
-                "or after an iteration. Give it the unit by multiplying with it."
+                f"An array without a unit takes the place of one in {like.unit}: in another branch, or "
+                "before or after an iteration. Multiply it by the unit."
             )
         return super().promote(array, like)
 
@@ -227,7 +227,7 @@ class Unitful(AnnotatedArray):
         return with_unit(array, self.unit) if isinstance(array, Unitful) else super().with_array(array)
 
     def widen(self, like: Any) -> Any:
-        # The rules take off a unit that comes out without dimensions.
+        # The rules drop a unit once it is dimensionless.
         if is_value(like) and not isinstance(like, Unitful) and not self.unit.exponents:
             return widened(self.array, like)
         if not isinstance(like, Unitful) or like.unit != ANY:
@@ -236,7 +236,7 @@ class Unitful(AnnotatedArray):
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        # The unit of the function that is differentiated is not known here, so the cotangent has any unit.
+        # The unit of the differentiated function is unknown here, so the cotangent gets the unit ANY.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
 
     def __str__(self) -> str:
@@ -250,13 +250,13 @@ class Unitful(AnnotatedArray):
 
 
 def unit_of(x: ArrayLike | ArrayValue) -> Unit:
-    """The unit of an array; dimensionless for one that has none."""
+    """The unit of an array; dimensionless for a plain array."""
     return x.unit if isinstance(x, Unitful) else Unit()
 
 
 def with_unit(array: Any, unit: Unit) -> Any:
-    """The array in a unit; the array itself without a dimension."""
-    if isinstance(array, Unitful):  # of a matrix that holds an array in a unit
+    """Attaches a unit to an array; returns it unchanged if the unit is dimensionless."""
+    if isinstance(array, Unitful):  # the array is made of parts that have a unit
         array, unit = array.array, array.unit * unit
     return array if unit.dimensionless else Unitful(array, unit)
 
@@ -269,8 +269,8 @@ def quantity(array: Any, unit: Unit) -> Any:
     level = level_of(value)
     if level is None:
         return value
-    # Inside a quaxified function it has to be an operand at once: a transform that it is passed to
-    # would take a Value apart.
+    # Inside a quaxified function it must become an operand right away: a transform that it is passed to
+    # would flatten a Value.
     if isinstance(array, jax.core.Tracer):
         return array * level.adopt(Unitful(jnp.ones((), array.dtype), unit))
     return level.adopt(value)

@@ -1,4 +1,4 @@
-"""From and to the quantities of pint and astropy, if they are installed."""
+"""Conversion from and to quantities of pint and astropy, if they are installed."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ _PINT = {
 
 
 def from_pint(quantity: Any) -> Unitful:
-    """A `pint.Quantity`, converted to the base units of the SI.
+    """Converts a `pint.Quantity` to SI base units.
 
-    **Raises:** `ValueError` for a unit outside of the SI.
+    **Raises:** `ValueError` for a unit outside the SI.
     """
     base = quantity.to_base_units()
     exponents = {}
     for name, power in base.unit_items():
         if name not in _PINT:
-            raise ValueError(f"{quantity.units} has no place in the SI: it comes down to {base.units}.")
+            raise ValueError(f"{quantity.units} is not an SI unit: it reduces to {base.units}.")
         exponents[_PINT[name]] = power
     return Unitful(jnp.asarray(base.magnitude), Unit(exponents))
 
 
 def to_pint(x: Unitful, registry: Any = None) -> Any:
-    """A `pint.Quantity` with a NumPy array.
+    """Converts to a `pint.Quantity` with a NumPy array.
 
     **Arguments:**
 
@@ -52,9 +52,9 @@ def to_pint(x: Unitful, registry: Any = None) -> Any:
 
 
 def from_astropy(quantity: Any) -> Unitful:
-    """An `astropy.units.Quantity`, converted to the base units of the SI.
+    """Converts an `astropy.units.Quantity` to SI base units.
 
-    **Raises:** `ValueError` for a unit outside of the SI.
+    **Raises:** `ValueError` for a unit outside the SI.
     """
     unit = quantity.unit.decompose()
     exponents = {base.name: power for base, power in zip(unit.bases, unit.powers, strict=True)}
@@ -62,7 +62,7 @@ def from_astropy(quantity: Any) -> Unitful:
 
 
 def to_astropy(x: Unitful) -> Any:
-    """An `astropy.units.Quantity` with a NumPy array."""
+    """Converts to an `astropy.units.Quantity` with a NumPy array."""
     from astropy import units
 
     unit = units.dimensionless_unscaled

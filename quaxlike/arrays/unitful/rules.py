@@ -34,7 +34,7 @@ def _units(operands: Sequence[Any]) -> str:
 # One array
 # -------------------------------------------------------------------------------------------------
 
-# The power of the operand's unit that each result is in; one number stands for all results.
+# For each result, the power of the operand's unit that it has; one number applies to all results.
 # Further operands are indices and the like.
 _POWERS: dict[str, Any] = {
     **dict.fromkeys(
@@ -90,7 +90,7 @@ _NUMBERS = set(ELEMENTWISE_UNARY) - {*STRUCTURAL, *_POWERS} - {"integer_pow"} | 
 
 @register(tuple(_NUMBERS))
 def _of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
-    """Functions that mean something for numbers only."""
+    """Applies functions that are defined only for dimensionless numbers."""
     return _bind(primitive, _dimensionless(primitive, [x]), params)
 
 
@@ -115,14 +115,14 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     out = _bind(primitive, (x, y), params)
     if any(map(is_open, (x,) if primitive.name == "div" else (x, y))) and not is_value(out):
-        note_constant(out, OPEN)  # so is the product, in whatever unit a loop finds for its placeholder
+        note_constant(out, OPEN)  # the product is open too, whichever unit a loop finds for its placeholder
         return out
     return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 
 
 @register_on_either_side("triangular_solve", Unitful, precedence=precedence.UNITFUL)
 def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
-    # With a unit diagonal the matrix is a plain factor, as the lower one of an LU decomposition.
+    # With a unit diagonal the matrix is dimensionless, like the lower factor of an LU decomposition.
     unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
     return with_unit(_bind(primitive, (a, b), params), unit)
 
@@ -151,10 +151,10 @@ _RATIOS = (*COMPARISONS, "atan2")
 
 
 def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
-    """The one unit of the operands."""
+    """The unit that all operands share."""
     if any(unit_of(x) == ANY for x in operands):
         return ANY
-    # 0, infinity and NaN are so in any unit.
+    # 0, infinity and NaN are the same in any unit.
     units = {unit_of(x) for x in operands if not may_be_placeholder(x)} - {UNKNOWN}
     if len(units) > 1:
         hint = " Give a number its unit by multiplying with it." if Unit() in units else ""
@@ -178,8 +178,8 @@ def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _stands_for_zero(x: Any) -> bool:
-    """Whether a plain array is known to hold a number within the rounding of the rounding of 1, with which
-    libraries compare instead of 0, as `jnp.interp` does."""
+    """Whether a plain array is known to hold a number of at most `eps ** 2`, with which libraries compare
+    instead of 0, as `jnp.interp` does."""
     number, dtype = constant_of(x), jnp.result_type(x)
     if number is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
@@ -196,10 +196,10 @@ def _two_numbers(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------
-# Several operands, of which some have units
+# Several operands, some of which have units
 # -------------------------------------------------------------------------------------------------
 
-# Arrays that elements are taken from, or written into: which of the operands those are.
+# Which operands are the arrays that elements are taken from or written into.
 _STORED = {
     "pad": slice(None),
     "dynamic_update_slice": slice(0, 2),
@@ -248,7 +248,7 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 
 @Unitful.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
-    """A plain case takes the unit of the others, as before a division: `jnp.where(x > 0, x, 1)`."""
+    """Gives a plain case the unit of the others, as in `jnp.where(x > 0, x, 1)` before a division."""
     unit = _common(primitive, [x for x in cases if isinstance(x, Unitful)])
     return with_unit(_bind(primitive, (which, *cases), {}), unit)
 

@@ -1,4 +1,4 @@
-"""Symbols of the SI: what their exponents are, in the text of a unit and out of it."""
+"""Symbols of SI units: their exponents, and parsing and formatting of units."""
 
 import difflib
 import re
@@ -30,7 +30,7 @@ _RAISE, _LOWER = str.maketrans(_PLAIN, _RAISED), str.maketrans(_RAISED, _PLAIN)
 
 
 def of_symbol(name: str) -> tuple[Fraction, ...]:
-    """The exponents of the base units, in order."""
+    """The exponents of the base units for a symbol, in order."""
     exponents = {name: 1} if name in BASE else _DERIVED.get(name)
     if exponents is None:
         near = difflib.get_close_matches(name, [*BASE, *_DERIVED], cutoff=0.3)
@@ -42,7 +42,7 @@ def of_symbol(name: str) -> tuple[Fraction, ...]:
 
 
 def parse(text: str) -> list[tuple[str, Fraction]]:
-    """The factors of a unit, and the power of each."""
+    """Parses the factors of a unit, and the power of each."""
     factors, at = [], 0
     text = re.sub(f"[{_RAISED}]+", lambda power: "^" + power[0].translate(_LOWER), text.strip())
     while at < len(text):
@@ -57,7 +57,7 @@ def parse(text: str) -> list[tuple[str, Fraction]]:
 
 
 def superscript(e: Fraction) -> str:
-    """A power behind a symbol."""
+    """Formats the power behind a symbol."""
     if e == 1:
         return ""
     return str(e).translate(_RAISE) if e.denominator == 1 else f"^({e})"

@@ -1,7 +1,7 @@
-"""Arrays that are known without looking at them.
+"""Arrays whose elements are known from their type.
 
-What follows from that alone is worked out while tracing: x + 0 is x, x · 0 is 0, I @ x is x, and no
-arithmetic is left in the jaxpr.
+Operations on them are simplified while tracing: x + 0 is x, x · 0 is 0, I @ x is x, and no arithmetic is
+left in the jaxpr.
 """
 
 from .constants import Full, Zero

@@ -26,19 +26,19 @@ from .. import precedence
 from ..bounds import fill_value_of
 from ..dot_axes import free_axes, seen_from
 
-# After the types that describe an array, before those that say how it is stored.
+# Tried after the types that describe an array, and before those with a special storage.
 
 
 class Zero(ArrayOperators, ArrayValue):
     """An array of zeros.
 
-    It holds no array, so transforms that are applied *outside* of `quaxify` do not see it: `jax.vmap`
-    hands it on whole.
+    It holds no array, so transforms that are applied *outside* `quaxify` do not affect it: `jax.vmap`
+    passes it on unchanged.
 
     **Arguments:**
 
-    - `shape`: default `()`.
-    - `dtype`: default float.
+    - `shape`: the shape. Default: `()`.
+    - `dtype`: the dtype. Default: float.
 
     !!! example
 
@@ -66,7 +66,7 @@ class Zero(ArrayOperators, ArrayValue):
         return jnp.zeros(self._shape, self._dtype)
 
     def widen(self, like: Value) -> Any:
-        """As a `Full`, or as an array of zeros is lifted to another type."""
+        """Converts to a `Full`, or lifts an array of zeros to another type."""
         return _unknown(self) if isinstance(like, Full) else widened(self.materialise(), like)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
@@ -76,14 +76,14 @@ class Zero(ArrayOperators, ArrayValue):
 class Full(ArrayOperators, ArrayValue):
     """An array whose elements are all equal.
 
-    A Python or NumPy number is known while tracing, and 0 and 1 fold away. An array is a leaf: it may be
-    traced and differentiated. Leading axes of it stack arrays, as `jax.vmap` does.
+    A Python or NumPy number is known while tracing, and operations with 0 and 1 are simplified. An array is a
+    leaf: it may be traced and differentiated. Leading axes of it stack arrays, as `jax.vmap` does.
 
     **Arguments:**
 
     - `value`: a number, or an array of shape `()`, or `(*batch,)` for a stack.
-    - `shape`: of the array (without batch axes). Default `()`.
-    - `dtype`: default that of `value`.
+    - `shape`: the shape of the array, without batch axes. Default: `()`.
+    - `dtype`: the dtype. Default: that of `value`.
 
     !!! example
 
@@ -109,7 +109,7 @@ class Full(ArrayOperators, ArrayValue):
         else:
             number = np.asarray(value, self._dtype).item()
             is_nan = isinstance(number, float) and math.isnan(number)
-            # Always the same NaN, so that it is equal where static fields are compared.
+            # Always the same NaN object, so that static fields compare equal.
             self.value, self.number = None, math.nan if is_nan else number
 
     def aval(self) -> jax.core.ShapedArray:
@@ -126,7 +126,7 @@ class Full(ArrayOperators, ArrayValue):
         return self.number is None
 
     def widen(self, like: Value) -> Any:
-        """With the number as an array, unless it is that of `like`; as an array is lifted to another type."""
+        """Makes the number an array, unless `like` has the same; or lifts a dense array to another type."""
         if not isinstance(like, Zero | Full):
             return widened(self.materialise(), like)
         same = isinstance(like, Full) and (like.number is self.number or like.number == self.number)
@@ -152,12 +152,12 @@ Constant = Zero | Full
 _Any = ArrayLike | ArrayValue
 
 # -------------------------------------------------------------------------------------------------
-# Working out what follows
+# Simplification
 # -------------------------------------------------------------------------------------------------
 
 
 def _lift(x: Any) -> Any:
-    """A plain operand of shape () as the constant that it is; anything else as it is."""
+    """Converts a plain operand of shape () to a constant; returns anything else unchanged."""
     return x if isinstance(x, ArrayValue) or np.shape(x) else Full(x)
 
 
@@ -174,7 +174,7 @@ def _scalar(x: Constant) -> Any:
 
 
 def _unknown(x: Constant) -> Full:
-    """The same constant, of which the number is not known while tracing."""
+    """The same constant, but with a number that is not known while tracing."""
     return Full(jnp.asarray(known(x), x.dtype), x.shape)
 
 
@@ -187,11 +187,11 @@ def _same(x: Constant, shape: Sequence[int]) -> Any:
     if known(x) is not None:
         return _constant(known(x), shape, x.dtype)
     value = _scalar(x)
-    return Full(value, shape) if value.ndim == 0 else NotImplemented  # which axes then are the batch's?
+    return Full(value, shape) if value.ndim == 0 else NotImplemented  # the batch axes would be unclear
 
 
 def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) -> Any:
-    """The constant of `fn` of the elements; worked out at once if they are known."""
+    """Applies `fn` to the elements of constants; computes the result right away if they are known."""
     scalars = [_scalar(x) for x in constants]
     if all(known(x) is not None for x in constants):
         with jax.core.eval_context():  # also inside an eager shard_map
@@ -205,7 +205,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
 
 
 def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Shape and dtype of what a primitive gives."""
+    """The shape and dtype of the result of a primitive."""
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in operands]
     return jax.eval_shape(functools.partial(primitive.bind, **params), *shapes)
 
@@ -237,14 +237,14 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
 
 
 def conform(x: Any, out: Any) -> Any:
-    """`x`, broadcast and converted if it does not have the shape and dtype of `out` as it is."""
+    """Broadcasts and converts `x` to the shape and dtype of `out`."""
     if np.shape(x) != out.shape:
         x = quaxify(jnp.broadcast_to)(x, out.shape)
     return x if jnp.result_type(x) == out.dtype else quaxify(jax.lax.convert_element_type)(x, out.dtype)
 
 
 def _with_scalars(primitive: Primitive, x: Any, y: Any, params: dict[str, Any], out: Any) -> Any:
-    """A constant, next to an operand of the full shape, may as well have shape ()."""
+    """Applies the primitive to a constant of shape () instead, if the other operand has the full shape."""
     small = [_scalar(v) if isinstance(v, Constant) else v for v in (x, y)]
     fits = {np.shape(v) for v in small} == {(), out.shape}
     if not fits:
@@ -316,7 +316,7 @@ def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **para
     if any(i < np.ndim(_scalar(x)) for i in axes):
         return NotImplemented
     n = math.prod(x.shape[i] for i in axes)
-    if not isinstance(n, int):  # of a dimension that `jax.export` leaves open
+    if not isinstance(n, int):  # a symbolic dimension of `jax.export`
         return NotImplemented
     shape = [d for i, d in enumerate(x.shape) if i not in axes]
     if n == 0:
@@ -344,7 +344,7 @@ def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Z
 
 @register_on_either_side("dot_general", Full, other=ArrayLike, precedence=precedence.CONSTANT)
 def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Each sum of the other's elements stands for all rows of the `Full`."""
+    """Multiplies by a `Full`, all of whose rows are equal: sums the elements of the other operand once."""
     if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):
         return NotImplemented
     out = result(primitive, (x, y), params)

@@ -23,7 +23,7 @@ from .. import precedence
 from ..dot_axes import seen_from
 from .constants import Full, apply, as_dtype, conform, known, result
 
-# After `Zero`: zero times the identity is zero.
+# Tried after `Zero`: zero times the identity is zero.
 
 
 class Identity(ArrayOperators, ArrayValue):
@@ -74,7 +74,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         out = jnp.asarray(x.n)
     elif len(axes) == 2:
         out = quaxify(functools.partial(jnp.trace, axis1=axes[0], axis2=axes[1]))(other)
-    else:  # the identity's other axis takes the place of the contracted one, and comes first or last
+    else:  # the other axis of the identity replaces the contracted one, and comes first or last
         out = quaxify(jnp.moveaxis)(other, axes[0], 0 if on_left else -1)
     return conform(out, result(primitive, (x, y), params))
 
@@ -86,7 +86,7 @@ def _transpose(x: Identity, **params: Any) -> Identity:
 
 @register(ZERO_PRESERVING)
 def _elementwise(primitive: Primitive, x: Identity, **params: Any) -> Any:
-    """A function that keeps both 0 and 1."""
+    """Applies a function that maps 0 to 0 and 1 to 1."""
     one = apply(functools.partial(primitive.bind, **params), Full(1, (), x.dtype), shape=())
     return Identity(x.n, one.dtype) if known(one) == 1 else NotImplemented
 
@@ -98,7 +98,7 @@ def _reduce_sum(x: Identity, *, axes: Sequence[int], **params: Any) -> Full | Id
     return Full(x.n, (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
 
 
-# It is its own factor, so that `jnp.linalg.solve` and `inv` fold as well.
+# The identity is its own LU factor, so `jnp.linalg.solve` and `inv` simplify as well.
 
 
 @register("lu")
