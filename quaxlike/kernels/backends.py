@@ -1,4 +1,4 @@
-"""The choice of an implementation, by platform, shapes and dtypes alone."""
+"""The choice of an implementation, by platform, shapes and dtypes only."""
 
 import contextlib
 import functools
@@ -16,18 +16,18 @@ from .multilinear import vary_alike
 
 Backend = Literal["reference", "gpu", "tpu"]
 
-# Part of JAX's trace context: what was traced under one choice is not reused under another.
+# Part of JAX's trace context: a function that was traced under one choice is not reused under another.
 _forced = jax.make_user_context(default_value=None)
 
-# Called with the name of each operation that is traced, and with what gives its choice on the device
-# at hand.
+# Called with the name of each operation that is traced, and with a function that returns its choice on
+# the current device.
 listeners: list[Callable[[str, Callable[[], "Choice"]], None]] = []
 
 _NATIVE: dict[str, Backend] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class KernelFallbackWarning(UserWarning):
-    """A backend that was asked for does not take the operation at hand; another one runs it."""
+    """The requested backend does not support an operation, so another one runs it."""
 
 
 class Choice(NamedTuple):
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
     - `backend`: `"reference"`, `"gpu"` or `"tpu"`.
     - `reason`: how it runs there, and why not on another one.
-    - `run`: the function of the operation's operands and parameters that computes it.
+    - `run`: the function that computes the operation from its operands and parameters.
     """
 
     backend: Backend
@@ -47,11 +47,11 @@ class Choice(NamedTuple):
 
 @contextlib.contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Within this context every kernel runs on the backend `name`, wherever that takes its shapes.
+    """Runs every kernel within this context on the backend `name`, if that supports its shapes.
 
-    A backend of another platform is interpreted where that is possible: `"tpu"` on a CPU runs the
-    TPU kernels in Pallas' interpret mode, slowly. Where the backend does not take an operation the
-    next best one runs, and a `KernelFallbackWarning` says so.
+    A backend of another platform is interpreted if possible: `"tpu"` on a CPU runs the TPU kernels in
+    Pallas' interpret mode, which is slow. If the backend does not support an operation, the next best
+    one runs it, with a `KernelFallbackWarning`.
 
     !!! example
 
@@ -80,13 +80,13 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, **params: Any) -> Choice:
-    """Which backend runs a kernel primitive on given operands, and why.
+    """Tells which backend runs a kernel primitive on given operands, and why.
 
     **Arguments:**
 
-    - `primitive`: `nf4_matmul_p`, `lora_matmul_p` or `block_sparse_matmul_p`.
-    - `operands`: arrays, or anything with a shape and a dtype: the inputs of an equation.
-    - `platform`: `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`; the default device's if None.
+    - `primitive`: a kernel primitive, such as `nf4_matmul_p`, `lora_matmul_p` or `block_sparse_matmul_p`.
+    - `operands`: the inputs of an equation: arrays, or anything with a shape and a dtype.
+    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; that of the default device if None.
     - `params`: the parameters of the equation.
 
     **Returns:** the [`Choice`][quaxlike.kernels.Choice].
@@ -108,15 +108,15 @@ def kernel_primitive(
     local: Callable[..., dict[str, Any]] | None = None,
     **rules: Any,
 ) -> DefinedPrimitive:
-    """A primitive that runs, on each platform, on the backend that `choose` picks there.
+    """Defines a primitive that runs, on each platform, on the backend that `choose` picks there.
 
     **Arguments:**
 
     - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`, where a
         `partitioned` operation is in a program that XLA divides between devices.
-    - `reference`: computes the operation anywhere; what its other derivatives are derived from.
+    - `reference`: computes the operation on any platform; rules that are not given are derived from it.
     - `partitioning`: `partitioning(*operands, **params)`: how the operation is split over devices, each of
-        which then runs the kernel on its part; None if it cannot be.
+        which then runs the kernel on its part; None if it cannot be split.
     - `local`: `local(*operands, **params)`: the parameters for parts of the operands.
     - `rules`: hand-written rules, for `define_primitive`.
     """
@@ -138,7 +138,7 @@ def kernel_primitive(
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         is_partitioned = _is_partitioned(context)
         run = functools.partial(run_on, platform, is_partitioned)
-        # The reference that is asked for by name is plain JAX, which can be exported.
+        # A reference that is requested by name stays plain JAX, so that it can be exported.
         divided = is_partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform, False), partitioning)
@@ -159,7 +159,7 @@ def kernel_primitive(
 def _split(
     run: Callable[..., jax.Array], partitioning: Callable[..., Partitioning], *leaves: Any, **params: Any
 ) -> jax.Array:
-    """Each device runs the operation on its part."""
+    """Runs the operation on each device's part."""
     tree = params.get("in_tree")
     operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
     rule = partitioning(*operands, **params)
@@ -167,7 +167,7 @@ def _split(
 
 
 def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA divides the program by a mesh that is known here, and may use all of its axes."""
+    """Whether XLA divides the program over a mesh that is known here, and may use all of its axes."""
     axes = context.module_context.axis_context
     if not isinstance(axes, mlir.ShardingContext):
         return False
@@ -175,17 +175,17 @@ def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
 
 
 def _ask_for_devices(primitive: DefinedPrimitive) -> None:
-    """Has JAX choose devices, and a mesh of them, before it lowers the primitive, for `custom_partitioning`.
+    """Makes JAX choose devices, and a mesh, before it lowers the primitive, for `custom_partitioning`.
 
-    Not where programs are lowered for devices that are not at hand, which JAX would refuse: what was traced
-    before and is lowered then is divided by XLA alone.
+    JAX would refuse this when lowering for devices that are not available, so it is not done then; XLA alone
+    divides such a program if it was traced before.
     """
     elsewhere = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
     compat.lower_with_devices(primitive, not elsewhere and _forced.value != "reference")
 
 
 def _is_partitioned(context: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA will divide the program between devices: all of it that is not in a `shard_map`."""
+    """Whether XLA will divide the program between devices: all of it outside any `shard_map`."""
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
@@ -196,7 +196,7 @@ def _is_partitioned(context: mlir.LoweringRuleContext) -> bool:
 
 
 def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
-    """Calls a kernel primitive for the backend that is asked for, and tells the listeners."""
+    """Calls a kernel primitive for the requested backend, and notifies the listeners."""
     params["backend"] = _forced.value
     for listener in listeners:
         listener(primitive.name, functools.partial(chosen_backend, primitive, *operands, **params))
@@ -223,12 +223,12 @@ def first_choice(
     partitioned: bool,
     **params: Any,
 ) -> Choice:
-    """The choice of the platform's kernels, or the reference and why.
+    """The choice of a kernel for the platform, or else the reference and the reason.
 
     **Arguments:**
 
-    - `kernels`: for a backend, `choose(platform, *operands, partitioned, **params)`: its choice, or
-        the reason why it does not take the operation.
+    - `kernels`: for each backend, `choose(platform, *operands, partitioned, **params)`, which returns its
+        choice, or the reason why it does not support the operation.
     """
     asked = _asked(platform, forced)
     shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]
@@ -260,12 +260,12 @@ PARTITIONED = (
 
 @functools.cache
 def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | None = None) -> str | None:
-    """Why a kernel of Mosaic GPU cannot be compiled; None if it can.
+    """The reason why a kernel of Mosaic GPU cannot be compiled; None if it can.
 
     **Arguments:**
 
-    - `lowest`: the lowest compute capability that the kernel is for.
-    - `newest`: the largest major number of one, or None.
+    - `lowest`: the lowest compute capability that the kernel supports.
+    - `newest`: the highest supported major version of it, or None.
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
@@ -277,14 +277,14 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | 
     missing = [n for n in ("kernel", "inline_mgpu", "LoweringSemantics") if not hasattr(plgpu, n)]
     if missing:
         return f"Mosaic GPU of JAX {jax.__version__} lacks {', '.join(missing)}"
-    # Where no GPU is at hand the program is lowered for another machine, perhaps for one that is described.
+    # Without a GPU the program is lowered for another machine, which an abstract device may describe.
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "9.0")
     major, minor = map(int, capability.split("."))
-    # Earlier releases (0.10) elect a thread in every kernel by an instruction of Hopper's, where they do not
-    # look at what they compile for; without it LLVM aborts the process.
+    # Earlier releases (0.10) elect a thread in every kernel by an instruction of Hopper, whatever they
+    # compile for; LLVM aborts the process on a device without it.
     if not hasattr(mosaic_utils, "_infer_arch"):
         lowest = max(lowest, (9, 0))
     if (major, minor) < lowest or (newest is not None and major > newest):
@@ -293,7 +293,7 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | 
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:
-    """Why kernels for TPUs cannot be compiled for a platform or interpreted on it; None if they can."""
+    """The reason why TPU kernels can be neither compiled for a platform nor interpreted on it, or None."""
     if platform not in ("tpu", "cpu"):
         return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"
     if platform == "tpu" and jax.default_backend() != "tpu":

@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits as one little-endian stream: code `j` is at bits `b·j … b·j + b - 1` of the bytes."""
+"""Codes of 2 to 8 bits in a little-endian stream: code `j` is at bits `b·j … b·j + b - 1` of the bytes."""
 
 import math
 from typing import Any
@@ -8,26 +8,26 @@ import numpy as np
 
 
 def stride_of(bits: int) -> int:
-    """How many codes begin and end on whole bytes together: 2 of 4 bits, 8 of 3 bits."""
+    """The smallest number of codes that fill whole bytes: 2 of 4 bits, 8 of 3 bits."""
     return math.lcm(8, bits) // bits
 
 
 def num_bytes(codes: int, bits: int) -> int:
-    """How many bytes hold this many codes."""
+    """How many bytes this many codes take."""
     return -(-codes * bits // 8)
 
 
 def planes(packed: Any, bits: int) -> list[Any]:
-    """The codes of the last axis of bytes, in `stride` planes: codes 0, stride, …; codes 1, stride + 1, …
+    """Unpacks the last axis into `stride` planes of codes: codes 0, stride, …; codes 1, stride + 1, …
 
-    Planes need no interleaving, which costs as much as the unpacking itself.
+    Planes avoid interleaving the codes, which costs as much as unpacking them.
 
     **Arguments:**
 
     - `packed`: `(..., bytes)` uint8, a NumPy or a JAX array.
-    - `bits`: of a code, 1 to 8.
+    - `bits`: the number of bits of a code, 1 to 8.
 
-    **Returns:** for each plane the codes, uint8, the last unit filled up with zeros.
+    **Returns:** the uint8 codes of each plane; the last `stride` codes are padded with zeros.
     """
     if bits == 8:
         return [packed]
@@ -48,7 +48,7 @@ def planes(packed: Any, bits: int) -> list[Any]:
 
 
 def unpack(packed: Any, bits: int, count: int) -> Any:
-    """The first `count` codes of the last axis of bytes, uint8, as NumPy or JAX has them."""
+    """Unpacks the first `count` codes of the last axis as uint8, a NumPy or JAX array like `packed`."""
     xp: Any = np if isinstance(packed, np.ndarray) else jnp
     parts = planes(packed, bits)
     width = len(parts) * parts[0].shape[-1]
@@ -57,7 +57,7 @@ def unpack(packed: Any, bits: int, count: int) -> Any:
 
 
 def pack(codes: Any, bits: int) -> Any:
-    """The bytes of uint8 codes along the last axis, the last byte filled up with zeros."""
+    """Packs uint8 codes along the last axis into bytes; the last byte is padded with zeros."""
     if bits == 8:
         return codes
     xp: Any = np if isinstance(codes, np.ndarray) else jnp

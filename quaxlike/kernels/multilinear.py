@@ -1,4 +1,4 @@
-"""Shared parts of multilinear operations: accumulator, derivatives, batching, manual mesh axes."""
+"""Shared parts of multilinear operations: accumulators, derivatives, batching, mesh axes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,34 +17,34 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """The dtype in which products of a floating dtype are summed: float32, or wider if they are."""
+    """The dtype in which products of a floating dtype are accumulated: float32, or float64 if they are."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def precision_for(dtype: Any) -> lax.Precision | None:
-    """The precision of a product of operands of a dtype: float32 is not rounded to TensorFloat32 or bfloat16,
-    as GPUs and TPUs do by default, unless `jax.default_matmul_precision` asks for it."""
+    """The precision for a product of operands of this dtype. Unlike the default on GPUs and TPUs, float32 is
+    not rounded to TensorFloat32 or bfloat16, unless `jax.default_matmul_precision` asks for it."""
     wide = jnp.finfo(dtype).bits >= 32 and jax.config.jax_default_matmul_precision is None
     return lax.Precision.HIGHEST if wide else None
 
 
 def vary_alike(operands: _Tree) -> _Tree:
-    """A tree of arrays that within `shard_map` all vary over the same mesh axes: sums that begin with one of
-    them go on with the others."""
+    """Makes all arrays of a tree vary over the same mesh axes within `shard_map`, so that they can be added
+    in a loop."""
     leaves, tree = jax.tree.flatten(operands)
     return jax.tree.unflatten(tree, compat.vary_alike(leaves))
 
 
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
-    """Zeros that vary, within `shard_map`, over the mesh axes over which any of the operands does: what a
-    loop that adds up products of them begins with."""
+    """Zeros that vary, within `shard_map`, over the mesh axes over which any operand varies: the initial
+    accumulator of a loop over products of the operands."""
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
-    """`lax.dot_general`, also where the axes of a mesh are explicit and both operands are spread over the
-    same ones: what is summed over is summed over devices; else `x` stays as it is, and `y` follows."""
+    """`lax.dot_general`, even if both operands are sharded over the same explicit axes of a mesh: contracted
+    axes are summed over devices; for other axes `x` keeps its sharding, and `y` is resharded."""
     if not is_spread((x, y)):
         return lax.dot_general(x, y, dimension_numbers, **params)
     (summed, y_summed), (batch, y_batch) = dimension_numbers
@@ -67,7 +67,7 @@ def nonzero(tangent: Any) -> bool:
 def sum_tangents(
     p: DefinedPrimitive, primals: Sequence[Any], tangents: Sequence[Any], params: Mapping[str, Any]
 ) -> Any:
-    """The tangent of a primitive that is linear in each operand that has a tangent."""
+    """Computes the tangent of a primitive that is linear in each operand that has a tangent."""
     out = None
     for i, tangent in enumerate(tangents):
         if nonzero(tangent):
@@ -87,8 +87,8 @@ def map_rows(
 ) -> tuple[Any, int]:
     """The batching rule of a primitive whose operands `rows` may have any leading axes.
 
-    A batch of rows is more rows. A batch of weights is run one after the other: each of them alone
-    fills the machine, and a kernel need not know of batches.
+    A batch of rows just adds rows. A batch of weights is run sequentially: each weight alone keeps the
+    device busy, and kernels do not have to support batches.
     """
     is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]
     leaves, tree = jax.tree.flatten(list(operands))

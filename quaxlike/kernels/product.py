@@ -1,4 +1,4 @@
-"""The description of a product with a stored weight that a kernel needs beside the arrays."""
+"""The description of a product with a stored weight, for kernels."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`x @ W.T` or `x @ W`, and how codes and scales stand for the values of `W`:
+    """`x @ W.T` or `x @ W`, and how codes and scales encode the values of `W`:
 
         value = scale · table[code]
         value = scale · (table[code] - zero)     zeros = "points"
@@ -17,13 +17,13 @@ class Product:
 
     **Attributes:**
 
-    - `shape`: `(N, K)`, of `W`.
-    - `block_size`: codes that share a scale.
+    - `shape`: the shape of `W`, `(N, K)`.
+    - `block_size`: how many codes share a scale.
     - `transpose`: whether `N` is contracted, as in `x @ W`.
-    - `out_dtype`: of the result.
-    - `bits`: of a code, 4 or 8.
-    - `bias`: where codes are the integers `table[code] + bias`; None where the table must be looked up in.
-    - `low_first`: whether of two codes in a byte the first is in the low half.
+    - `out_dtype`: the dtype of the result.
+    - `bits`: the number of bits of a code, 4 or 8.
+    - `bias`: the number with `code = table[code] + bias`; None if values must be looked up.
+    - `low_first`: whether the first of two codes in a byte is in the low half.
     - `scales`: `"float"`, of any floating dtype; as bytes `"e4m3"`, or powers of two `"e8m0"`, and
         `"e8m0_half"` (half of it).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
@@ -41,27 +41,27 @@ class Product:
 
     @property
     def contracted(self) -> int:
-        """How many numbers of each row of `x` are summed over."""
+        """The size of the contracted axis of `x`."""
         return self.shape[not self.transpose]
 
     @property
     def free(self) -> int:
-        """How many numbers each row of the result has."""
+        """The size of the last axis of the result."""
         return self.shape[self.transpose]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of codes of a row of `W`, where rows begin with bytes."""
+        """The number of bytes of codes of a row of `W`, if rows start at bytes."""
         return self.shape[1] * self.bits // 8
 
     @property
     def planes(self) -> int:
-        """Codes in a byte."""
+        """The number of codes in a byte."""
         return 8 // self.bits
 
     @property
     def row_blocks(self) -> int:
-        """Scales of a row of `W`, where rows begin with blocks."""
+        """The number of scales of a row of `W`, if rows start at blocks."""
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":

@@ -16,20 +16,20 @@ from jaxtyping import Array, Float
 
 from ..primitives.partitioning import is_spread
 
-# Weights decoded at a time. Few: one MiB of float32, which a core's L2 holds. Many: work enough for
+# Weights decoded at a time. Few: one MiB of float32, which fits in a core's L2. Many: enough work for
 # each step to be shared between cores, and fewer passes over activations and accumulator.
 _TILE_FEW, _TILE_MANY = 2**18, 2**20
 _FEW_ROWS_OF_X = 4
 
 Decode = Callable[[Array | int, int], list[Array]]
-"""`decode(start, rows)`: rows of `W` from an even `start` on, as one array for every `stride`-th column:
-columns 0, stride, 2·stride, …; columns 1, stride + 1, …; and so on."""
+"""`decode(start, rows)` returns rows of `W` from an even `start` on, in `stride` arrays of every
+`stride`-th column: columns 0, stride, 2·stride, …; columns 1, stride + 1, …; and so on."""
 
 
 def contract_columns(
     x: Float[Array, "m k"], decode: Decode, n: int, k: int, stride: int = 1
 ) -> Float[Array, "m n"]:
-    """`x @ W.T` for `W` of shape (n, k)."""
+    """Computes `x @ W.T` for `W` of shape (n, k)."""
     columns = [x[:, i::stride] for i in range(stride)]
 
     def rows_of_y(start: Array | int, rows: int) -> Array:
@@ -47,7 +47,7 @@ def contract_columns(
 def contract_rows(
     x: Float[Array, "m n"], decode: Decode, n: int, k: int, stride: int = 1
 ) -> Float[Array, "m k"]:
-    """`x @ W` for `W` of shape (n, k)."""
+    """Computes `x @ W` for `W` of shape (n, k)."""
 
     def add(acc: list[Array], start: Array | int, rows: int) -> list[Array]:
         part = lax.dynamic_slice_in_dim(x, start, rows, axis=1)
@@ -57,7 +57,7 @@ def contract_rows(
     tiles, rows = _tiling(x.shape[0], n, k)
     widths = [len(range(i, k, stride)) for i in range(stride)]
     acc = [jnp.zeros_like(x, shape=(x.shape[0], width)) for width in widths]
-    if is_spread((x,)):  # over explicit axes of a mesh: rows stay where they are
+    if is_spread((x,)):  # sharded over explicit axes of a mesh: rows keep their sharding
         acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]
     acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
     if tiles * rows < n:
@@ -67,9 +67,9 @@ def contract_rows(
 
 
 def as_weights(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """`values` with the precision of a floating `dtype`, as they are after a cast to it."""
+    """Rounds `values` to the precision of a floating `dtype`, as a cast to it would."""
     info = jnp.finfo(dtype)
-    # Not by a pair of casts, which XLA elides.
+    # A pair of casts would be elided by XLA.
     return values if info.bits >= 32 else lax.reduce_precision(values, info.nexp, info.nmant)
 
 
@@ -78,10 +78,10 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def _tiling(m: Any, n: int, k: int) -> tuple[int, int]:
-    """How many tiles of how many rows; an even number, and fewer than a tile is left over."""
-    # Never a weight of any size at once: XLA would keep it, decoded, from the forward to the backward pass.
+    """The number of tiles and of their rows, which is even; the remainder is less than a tile."""
+    # A large weight is never decoded at once: XLA would keep it from the forward to the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
-    few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # not a dimension that `jax.export` leaves open
+    few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension of `jax.export` is no int
     weights = _TILE_FEW if few else many
     tiles = -(-n // max(2, weights // max(k, 1)))
     return (tiles, n) if tiles < 2 else (tiles, n // tiles // 2 * 2)

@@ -129,8 +129,8 @@ def test_lowers_for_other_platforms():
         (lambda d, i: csr_matmul(normal(3, 5), d, i, transpose=True), r"must be N = 6"),
         (lambda d, i: csr_matmul(normal(3, 5), d[1:], i), r"data must have the shape"),
         (lambda d, i: csr_sampled_matmul(normal(3, 5), normal(3, 6), i), r"shape \(6, 5\), got \(3, 5\)"),
-        (lambda d, i: csr_index(np.array([1, 0]), np.array([0, 0]), (2, 2)), r"by rows and within them"),
-        (lambda d, i: csr_index(np.array([0, 0]), np.array([1, 1]), (2, 2)), r"each one once"),
+        (lambda d, i: csr_index(np.array([1, 0]), np.array([0, 0]), (2, 2)), r"sorted by rows, then"),
+        (lambda d, i: csr_index(np.array([0, 0]), np.array([1, 1]), (2, 2)), r"without repetition"),
     ],
 )
 def test_operands_that_do_not_fit(call, match):

@@ -1,4 +1,4 @@
-"""The matmul with weights in a block format as a primitive that picks its backend."""
+"""The primitive for matmuls with weights in a block format, which picks its backend."""
 
 import functools
 import math
@@ -18,28 +18,28 @@ from ..product import Product
 from .gpu import chunked
 from .reference import tiled, whole
 
-# Rows of activations up to which XLA may decode in the product itself.
+# Up to this many rows of activations, XLA may fuse decoding into the product.
 FUSED_ROWS = 64
 
 
 @runtime_checkable
 class Decode(Protocol):
-    """How some arrays stand for the rows of a weight; hashable."""
+    """Decodes arrays to the rows of a weight; hashable."""
 
     def __call__(self, leaves: Any, /) -> list[Array]:
-        """Rows of the leaves to rows of `W`, float32, in planes: columns 0, s, …; columns 1, s + 1, …; and
-        so on for as many planes, `s`."""
+        """Decodes rows of the leaves to float32 rows of `W`, in `s` planes: columns 0, s, …; columns 1,
+        s + 1, …; and so on."""
         ...
 
     def stored(self, product: Product, *, decoded: bool) -> Product | None:
-        """The product with what kernels must know of the codes; None if there are no kernels for them.
+        """The product with the details of the codes that kernels need; None if no kernel supports them.
 
-        `decoded`: whether scales and zero points are to be float32, for kernels that take no others.
+        `decoded`: whether to make scales and zero points float32, for kernels that take no others.
         """
         ...
 
     def operands(self, leaves: Any, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
-        """Codes, scales, the values of the codes, and zero points if there are any, as `stored` says."""
+        """Codes, scales, the table of values, and zero points if there are any, as `stored` describes."""
         ...
 
 
@@ -52,23 +52,23 @@ def block_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
-    """`x @ W.T` for a weight `W` that `decode` makes of some arrays, row by row; `x @ W` if transposed.
+    """Computes `x @ W.T` for a weight `W` that `decode` decodes row by row; `x @ W` if `transpose`.
 
-    No dense copy of `W` is made on a CPU, nor of a large one on a GPU. Differentiable in `x`, and in what
-    `decode` is differentiable in.
+    It makes no dense copy of `W` on a CPU, nor of a large `W` on a GPU. Differentiable in `x`, and in
+    everything in which `decode` is.
 
     **Arguments:**
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `leaves`: arrays of `N` rows each: codes, scales, minima.
-    - `decode`: takes some rows of `leaves`, and gives those of `W`; tells kernels how codes are stored.
+    - `decode`: decodes rows of `leaves` to rows of `W`; describes the storage of codes to kernels.
     - `shape`: `(N, K)`.
-    - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: dtype of the result; that of `x` if None.
+    - `transpose`: whether to contract over `N` instead of `K`.
+    - `out_dtype`: the dtype of the result; that of `x` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` where the operands do not fit each other.
+    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
     n, k = shape
     if any(leaf.shape[0] != n for leaf in jax.tree.leaves(leaves)):
@@ -121,7 +121,7 @@ def _run(
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
     if nonzero(tangents[1]):
-        return NotImplemented  # the scales: derived from the reference
+        return NotImplemented  # tangents of scales are derived from the reference
     return block_matmul_p(tangents[0], primals[1], **params) if nonzero(tangents[0]) else None
 
 

@@ -1,4 +1,4 @@
-"""The matmul with weights in a block format on GPUs, where there is no fused kernel for it."""
+"""The matmul with weights in a block format on GPUs, if there is no fused kernel for it."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def chunked(
     decode: Callable[[Any], list[Array]],
     product: Product,
 ) -> Float[Array, "*batch free"]:
-    """Decodes some rows or columns of `W` to the dtype of `x`, multiplies them by the library, and so on."""
+    """Decodes `W` in chunks of rows or columns, in the dtype of `x`, and multiplies each by the library."""
     (n, k), m = product.shape, math.prod(x.shape[:-1])
 
     def rows_of_w(leaves: PyTree[Array], start: int, stop: int) -> Array:
@@ -31,7 +31,7 @@ def chunked(
         return times(x[..., start:stop], w, product.of_dtype(accumulator_dtype(x.dtype)))
 
     def columns(leaves: PyTree[Array], start: int, stop: int) -> Array:
-        if product.transpose:  # the compiler decodes these columns alone
+        if product.transpose:  # the compiler decodes only these columns
             return times(x, join(decode(leaves), k)[:, start:stop], product)
         return times(x, rows_of_w(leaves, start, stop), product)
 

@@ -47,14 +47,14 @@ def whole(
 
 
 def times(x: Float[Array, "*batch contracted"], w: Float[Array, "n k"], product: Product) -> Array:
-    """The product with (some of) the rows or columns of `W`."""
+    """Multiplies `x` by `W`, or by some of its rows or columns."""
     contract = ((x.ndim - 1,), (0 if product.transpose else 1,))
     params = {"precision": precision_for(x.dtype), "preferred_element_type": accumulator_dtype(x.dtype)}
     return lax.dot_general(x, w.astype(x.dtype), (contract, ((), ())), **params).astype(product.out_dtype)
 
 
 def join(planes: list[Array], count: int) -> Array:
-    """The first `count` columns of a matrix in planes, put beside each other again."""
+    """Interleaves the planes of a matrix to its first `count` columns."""
     if len(planes) == 1:
         return planes[0]
     width = planes[0].shape[-1]

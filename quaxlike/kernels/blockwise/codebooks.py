@@ -1,7 +1,7 @@
-"""The tables that block-wise quantisation looks values up in, and their decision thresholds.
+"""The tables of values of block-wise quantisation, and their decision thresholds.
 
-Everything here is NumPy and computed once: what reaches XLA are constants, so that no compiler
-pass can reassociate or contract the arithmetic that decides a code.
+Everything here is computed once, in NumPy. XLA sees only constants, so no compiler pass can
+reassociate or contract the arithmetic that decides a code.
 """
 
 import functools
@@ -53,7 +53,7 @@ Code 8 is a second zero, as in bitsandbytes.
 """
 
 INT4: FloatArray = _frozen(np.arange(16) - 8)
-"""Code `i` stands for the integer `i - 8`; quantising yields -7 to 7 only."""
+"""Code `i` stands for the integer `i - 8`; quantising yields only -7 to 7."""
 
 
 @functools.cache
@@ -118,10 +118,10 @@ def dynamic_bounds() -> FloatArray:
 
 
 def _first_float(predicate: Callable[[FloatArray], Bool[np.ndarray, "_"]], n: int) -> FloatArray:
-    """For each of `n` monotone predicates the smallest float32 in (-1, 1] that satisfies it."""
+    """For each of `n` monotone predicates, the smallest float32 in (-1, 1] that satisfies it."""
 
     def to_float(key: Int[np.ndarray, "_"]) -> FloatArray:
-        # Integers in the order of the floats: the magnitude's bits, signed.
+        # Integers in the order of the floats: the bits of the magnitude, with a sign.
         return np.copysign(np.abs(key).astype(np.int32).view(np.float32), key).astype(np.float32)
 
     one = np.int64(np.float32(1).view(np.int32))

@@ -1,4 +1,4 @@
-"""Codes and block scales back to arrays, by table and therefore exact."""
+"""Dequantisation of codes and block scales, by tables and therefore exact."""
 
 import functools
 
@@ -14,7 +14,7 @@ from .codebooks import dynamic_map
 
 
 def unpack_codes(packed: UInt8[ArrayLike, " bytes"]) -> UInt8[Array, " codes"]:
-    """The two 4-bit codes of each byte, high nibble first."""
+    """Unpacks the two 4-bit codes of each byte, high nibble first."""
     packed = jnp.asarray(packed)
     return jnp.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)
 
@@ -29,7 +29,7 @@ def dequantize_codebook(
     block_size: int,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, " n"]:
-    """The `n` values that `quantize_codebook` packed: code times scale in float32, then cast."""
+    """Dequantises `n` values of `quantize_codebook`: table value times scale in float32, then cast."""
     values = pad_to_blocks(jnp.asarray(codebook)[unpack_codes(packed)][:n], block_size)
     return (values * jnp.asarray(absmax)[:, None]).reshape(-1)[:n].astype(dtype)
 
@@ -42,11 +42,11 @@ def dequantize_scales(
     *,
     quant_map: Float32[ArrayLike, "256"] | None = None,
 ) -> Float32[Array, " blocks"]:
-    """The block scales that `quantize_scales` packed: map · scale + offset, rounded twice.
+    """Dequantises block scales of `quantize_scales`: map · scale + offset, rounded twice.
 
     **Arguments:**
 
-    - `quant_map`: the 256 values that codes stand for, the dynamic map if None.
+    - `quant_map`: the 256 values of the codes; the dynamic map if None.
     """
     codes = jnp.asarray(codes)
     table = jnp.asarray(dynamic_map() if quant_map is None else quant_map)
@@ -67,7 +67,7 @@ def dequantize_int(
     block_size: int | None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "... n"]:
-    """The values that `quantize_int` stored: integer times scale in float32, then cast."""
+    """Dequantises the integers of `quantize_int`: integer times scale in float32, then cast."""
     values, scale = jnp.asarray(integers, jnp.float32), jnp.asarray(scale)
     n = values.shape[-1]
     if scale.shape[-1] > 1:

@@ -1,4 +1,4 @@
-"""Arrays to codes and block scales, bit for bit as bitsandbytes does it, on any JAX backend."""
+"""Quantisation to codes and block scales, identical to bitsandbytes bit for bit, on any JAX backend."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ def quantize_codebook(
     """Quantises an array to 4-bit codes of `codebook`, scaled to each block's largest magnitude.
 
     The array is flattened row-major and cut into blocks; the last one may be partial. Two codes
-    share a byte, the first in the high nibble; an odd count is filled up with the code of zero.
+    share a byte, the first in the high nibble; an odd count is padded with the code of zero.
     Subnormal values count as zero, as everywhere in XLA.
 
     **Arguments:**
@@ -47,7 +47,7 @@ def _quantize(
     absmax = _absmax(blocks)
     normed = (blocks * _reciprocal(absmax)[:, None]).reshape(-1)
     if whole < flat.size:
-        # The partial block is divided, not multiplied by the reciprocal, and its scale is floored.
+        # The partial block is divided by its scale, which is floored, not multiplied by a reciprocal.
         tail = flat[whole:]
         tail_absmax = _floor(_absmax(tail[None]))
         absmax = jnp.concatenate([absmax, tail_absmax])
@@ -71,9 +71,9 @@ def quantize_scales(
     **Arguments:**
 
     - `absmax`: the scales to quantise.
-    - `offset`: what is subtracted; their mean if None.
+    - `offset`: the number that is subtracted; the mean of the scales if None.
 
-    **Returns:** the codes, the scales' own block scales, and the offset.
+    **Returns:** the codes, the scales of blocks of scales, and the offset.
     """
     absmax = jnp.asarray(absmax)
     offset = jnp.mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
@@ -96,8 +96,8 @@ def quantize_int(
 
     - `x`: the array, any floating dtype; computed in float32.
     - `largest`: the integer that a block's largest magnitude maps to: 127 for int8.
-    - `block_size`: elements that share a scale, the last block of a row may be partial; None for
-        one scale a row.
+    - `block_size`: how many elements share a scale; the last block of a row may be partial. None for
+        one scale per row.
 
     **Returns:** the integers, and the scales `absmax / largest`: value = integer · scale.
     """
@@ -116,12 +116,12 @@ def quantize_int(
 
 
 def _absmax(blocks: Float32[Array, "... n"]) -> Float32[Array, "..."]:
-    """The largest magnitude, NaN if there is one."""
+    """The largest magnitude; NaN if any element is NaN."""
     return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
 
 
 def _reciprocal(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """1 / absmax, and 1e38 for what is too small to divide by."""
+    """1 / absmax, or 1e38 if absmax is too small to divide by."""
     tiny = absmax < np.finfo(np.float32).tiny
     return jnp.where(tiny, np.float32(1e38), 1 / jnp.where(tiny, np.float32(1), absmax))
 
@@ -131,7 +131,7 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
-    """Codes of the nearest entries: a sum of comparisons, which XLA fuses into one pass."""
+    """The codes of the nearest entries, as a sum of comparisons, which XLA fuses into one pass."""
     bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
     for bound, step in zip(bounds, np.diff(order), strict=True):  # uint8: steps wrap around

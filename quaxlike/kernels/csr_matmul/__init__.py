@@ -1,4 +1,4 @@
-"""`x @ W.T` and `x @ W` for weights of which some elements are stored."""
+"""`x @ W.T` and `x @ W` for weights of which only some elements are stored."""
 
 from .api import csr_matmul as csr_matmul
 from .api import csr_matmul_p as csr_matmul_p

@@ -1,4 +1,4 @@
-"""The sparse matmul, and the product at stored elements alone, as primitives that are each other's
+"""The sparse matmul, and the product sampled at stored elements, as primitives that are each other's
 derivatives."""
 
 import math
@@ -27,9 +27,9 @@ def csr_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "*batch free"]:
-    """`x @ W.T` for a weight `W` of which some elements are stored; `x @ W` if transposed.
+    """Computes `x @ W.T` for a weight `W` of which only some elements are stored; `x @ W` if `transpose`.
 
-    Floating products are summed in float32 or wider. Differentiable in `x` and in the stored elements.
+    Floating products are accumulated in float32 or wider. Differentiable in `x` and in the stored elements.
 
     !!! example
 
@@ -46,13 +46,13 @@ def csr_matmul(
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `data`: the stored elements, in the order of their rows.
-    - `index`: where they stand, by [`csr_index`][quaxlike.kernels.csr_index].
-    - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: dtype of the result; that of `x` if None.
+    - `index`: their positions, by [`csr_index`][quaxlike.kernels.csr_index].
+    - `transpose`: whether to contract over `N` instead of `K`.
+    - `out_dtype`: the dtype of the result; that of `x` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` where the operands do not fit each other.
+    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
     shape = _shape(index)
     contracted = shape[0] if transpose else shape[1]
@@ -77,13 +77,13 @@ def csr_sampled_matmul(
     *,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, " elements"]:
-    """The elements of `by_rows.T @ by_columns` that stand at an index; zero for padding.
+    """Computes the elements of `by_rows.T @ by_columns` at the positions of an index; zero for padding.
 
     **Arguments:**
 
-    - `by_rows`, `by_columns`: with the same leading axes, which are contracted.
-    - `index`: by [`csr_index`][quaxlike.kernels.csr_index].
-    - `out_dtype`: dtype of the result; that of `by_rows` if None.
+    - `by_rows`, `by_columns`: arrays with the same leading axes, which are contracted.
+    - `index`: the positions, by [`csr_index`][quaxlike.kernels.csr_index].
+    - `out_dtype`: the dtype of the result; that of `by_rows` if None.
     """
     if (by_rows.shape[-1], by_columns.shape[-1]) != _shape(index) or (
         by_rows.shape[:-1] != by_columns.shape[:-1]
@@ -101,7 +101,7 @@ def _shape(index: CsrIndex) -> tuple[int, int]:
 
 
 def _matmul_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
-    # Bilinear in x and data; the index is of integers.
+    # Bilinear in x and data; the index consists of integers.
     return sum_tangents(csr_matmul_p, primals, tangents, params)
 
 

@@ -1,4 +1,4 @@
-"""The sparse matmul on CPUs: products by Eigen, which JAX calls for its BCSR matrices."""
+"""The sparse matmul on CPUs: products by Eigen, which JAX uses for its BCSR matrices."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +9,11 @@ from .reference import features_first, matmul_reference, rows_first, sampled_ref
 
 _EIGEN_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int64")
 
-# From this share of stored elements on, products of whole rows, of which most elements are thrown away, are
-# faster than gathering two vectors for each element that is kept (measured: 85 ns an element of 128
-# terms, against 1.7 ns for one of a dense product).
+# From this share of stored elements on, dense products of whole rows, most of whose elements are discarded,
+# are faster than gathering two vectors for each stored element (measured: 85 ns for an element of 128 terms,
+# against 1.7 ns for an element of a dense product).
 _DENSE_FROM = 0.02
-# How many rows, and numbers, are computed at a time, and of how many elements those are taken that are kept.
+# How many rows, and elements, of the product are computed at a time, and how many of these are read at once.
 _ROWS = 256
 _PRODUCT = 2**22
 _ELEMENTS = 2**14
@@ -22,7 +22,7 @@ _ELEMENTS = 2**14
 def matmul(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
     rows, columns, row_ptr, by_column, column_ptr = index
     dtype = sum_dtype(out_dtype)
-    is_open = not all(isinstance(size, int) for size in x.shape)  # `jax.export` takes no such calls
+    is_open = not all(isinstance(size, int) for size in x.shape)  # `jax.export` refuses such calls
     empty = 0 in (x.size, data.size, row_ptr.size - 1, column_ptr.size - 1)
     if dtype.name not in _EIGEN_DTYPES or is_open or empty:
         return matmul_reference(x, data, *index, transpose=transpose, out_dtype=out_dtype)
@@ -57,7 +57,7 @@ def sampled(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtyp
             start, out = carry
             row, column = (lax.dynamic_slice_in_dim(a, start, _ELEMENTS) for a in (rows, columns))
             found = product.at[(row - i * height) * k + column].get(mode="clip")
-            # Past the end of the chunk this writes what later chunks write over.
+            # Entries written past the end of the chunk are overwritten by later chunks.
             return start + _ELEMENTS, lax.dynamic_update_slice_in_dim(out, found, start, 0)
 
         return lax.while_loop(lambda carry: carry[0] < end, piece, (first, out))[1], None

@@ -1,4 +1,4 @@
-"""The sparse matmul in plain JAX: some elements of the weight at a time, added to where they belong."""
+"""The sparse matmul in plain JAX: scatters the terms of some elements of the weight at a time."""
 
 import math
 from typing import Any
@@ -13,12 +13,12 @@ from ..multilinear import accumulator_dtype, varying_zeros
 
 # How many numbers are gathered at a time.
 _PIECE = 2**18
-# For how many columns pieces are cut where the number is open.
+# The number of columns that is assumed if it is symbolic.
 _OPEN_WIDTH = 64
 
 
 def matmul_reference(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
-    """`x @ W.T`, or `x @ W` if `transpose`; floating products are summed in float32 or wider."""
+    """`x @ W.T`, or `x @ W` if `transpose`; floating products are accumulated in float32 or wider."""
     rows, columns, row_ptr, _, column_ptr = index
     into, out_of, ptr = (columns, rows, column_ptr) if transpose else (rows, columns, row_ptr)
     x, lead = features_first(x, sum_dtype(out_dtype))
@@ -33,13 +33,13 @@ def coo_matmul(
     out_of: Int32[Array, " elements"],
     size: int,
 ) -> Shaped[Array, "size rows"]:
-    """The sum over elements of `data * x[out_of]`, at `into`; the elements may be in any order. Those with
-    an index out of bounds count as zeros."""
+    """Adds `data * x[out_of]` at `into` for each element; the elements may be in any order. Those with an
+    index out of bounds count as zeros."""
     acc = varying_zeros((size, x.shape[1]), x.dtype, x, data, into)
     if 0 in (data.shape[0], x.shape[0]):
         return acc
 
-    @jax.checkpoint  # what is gathered is not kept
+    @jax.checkpoint  # so that gathered rows are not residuals
     def add(acc: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
         into, out_of, data = piece
         terms = data[:, None] * x.at[out_of].get(mode="fill", fill_value=0)
@@ -49,7 +49,7 @@ def coo_matmul(
 
 
 def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtype) -> Array:
-    """The stored elements of `by_rows.T @ by_columns`: the cotangent of those of the weight."""
+    """The stored elements of `by_rows.T @ by_columns`: the cotangent of the weight's elements."""
     rows, columns = index[:2]
     y, _ = features_first(by_rows, sum_dtype(out_dtype))
     x, _ = features_first(by_columns, sum_dtype(out_dtype))
@@ -67,7 +67,7 @@ def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtyp
 
 
 def features_first(x: Array, dtype: np.dtype) -> tuple[Array, tuple[int, ...]]:
-    """(..., features) as (features, rows), and the axes that rows are made of."""
+    """Reshapes (..., features) to (features, rows); also returns the sizes of the axes that rows combine."""
     lead = x.shape[:-1]
     return x.reshape(math.prod(lead), x.shape[-1]).astype(dtype).T, lead
 
@@ -78,16 +78,16 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which products are summed, for a result of this dtype. Those of booleans are counted."""
+    """The dtype in which products are accumulated, for a result of this dtype; int32 for booleans."""
     if dtype == np.bool_:
         return np.dtype(np.int32)
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
-    """Arrays of elements, padded and cut into pieces for which `width` numbers each are gathered."""
+    """Pads arrays of elements and cuts them into pieces; each element will gather `width` numbers."""
     size = arrays[0][0].shape[0]
-    if not isinstance(width, int):  # a dimension that `jax.export` leaves open
+    if not isinstance(width, int):  # a symbolic dimension of `jax.export`
         width = _OPEN_WIDTH
     length = max(1, min(size, _PIECE // max(1, width)))
     count = -(-size // length)

@@ -1,4 +1,4 @@
-"""The matmul with 4-bit weights and low-rank adapters as a primitive that picks its backend."""
+"""The primitive for matmuls with 4-bit weights and low-rank adapters, which picks its backend."""
 
 import functools
 from typing import Any
@@ -37,12 +37,12 @@ def lora_matmul(
     adapter_index: Int[Array, "..."] | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch out"]:
-    """`x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and adapters `a`, `b`.
+    """Computes `x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and adapters `a`, `b`.
 
-    The low-rank term is added where the product with `W` is accumulated, in float32: it costs a few
-    more columns of `W`, and no pass over the result. Differentiable in everything but the codes.
+    The low-rank term is added to the float32 accumulator of the product with `W`: it costs as much as a few
+    more columns of `W`, without a pass over the result. Differentiable in everything but the codes.
 
-    With several adapters each row of `x` takes the one that `adapter_index` names; all rows are
+    With several adapters, each row of `x` uses the one that `adapter_index` selects; all rows are
     computed together, whatever the mixture.
 
     !!! example
@@ -67,17 +67,17 @@ def lora_matmul(
     - `x`: `(..., in)`.
     - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight, of shape `(out, in)`, as in
         [`nf4_matmul`][quaxlike.kernels.nf4_matmul.api.nf4_matmul].
-    - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Computed with in the dtype
-        of `x`.
+    - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Converted to the dtype of `x`,
+        like `b`.
     - `b`: `(out, rank)`, or `(adapters, out, rank)`.
-    - `scaling`: factor of the low-rank term.
-    - `adapter_index`: the adapter of each row, of the leading shape of `x`; rows whose index is
-        negative take none.
-    - `out_dtype`: dtype of the result; that of `x` if None.
+    - `scaling`: the factor of the low-rank term.
+    - `adapter_index`: the adapter of each row, of the leading shape of `x`; rows with a negative index
+        use none.
+    - `out_dtype`: the dtype of the result; that of `x` if None.
 
     **Returns:** `(..., out)`.
 
-    **Raises:** `ValueError` where the operands do not fit each other.
+    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
     codebook = jnp.asarray(codebook, jnp.float32)
     check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
@@ -102,7 +102,7 @@ def lora_matmul(
 
 
 def _to_ranks(x: Array, a: Array, index: Array | None) -> Array:
-    """`x @ a.T` for each adapter, zero for adapters that a row does not take: (..., adapters, rank)."""
+    """`x @ a.T` for each adapter, zero for adapters that a row does not use: (..., adapters, rank)."""
     params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
     t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
     if index is None:
@@ -139,7 +139,7 @@ def _choose(
     partitioned: bool = False,
     **params: Any,
 ) -> Choice:
-    # The kernels of the weight alone take the low-rank term as two more operands.
+    # The kernels for the weight itself take the low-rank term as two more operands.
     kernels = {"gpu": functools.partial(gpu.choose, low_rank=operands[-1]), "tpu": tpu.choose}
     return first_choice(
         platform, backend, lora_matmul_reference, kernels, x, partitioned=partitioned, **params
@@ -176,7 +176,7 @@ def _transpose(
     product: Product,
     **params: Any,
 ) -> Any:
-    # In x and t together; products with a tangent of b are made by the library.
+    # Linear in x and t together; for products with a tangent of b, the library is used.
     if any(map(ad.is_undefined_primal, (absmax, codebook, b))) or not ad.is_undefined_primal(x):
         return NotImplemented
     to_t = (((ct.ndim - 1,), (1,)), ((), ()))
@@ -194,7 +194,7 @@ def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **par
     x_dim, *weight_dims, t_dim, b_dim = dims
     if b_dim is None or jax.tree.leaves(weight_dims):
         return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, 4))
-    # An adapter for each of the batch, on one weight: that is still read once, for all rows together.
+    # A batch of adapters on one weight, which is still read only once, for all rows together.
     product, dtype = params.pop("product"), accumulator_dtype(x.dtype)
     multiply = functools.partial(nf4_matmul_p, product=product.of_dtype(dtype), **params)
     y = multiply(x, *weight)[None] if x_dim is None else multiply(jnp.moveaxis(x, x_dim, 0), *weight)

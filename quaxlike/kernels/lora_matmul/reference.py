@@ -20,7 +20,7 @@ def lora_matmul_reference(
     *,
     product: Product,
 ) -> Float[Array, "*batch free"]:
-    """`x @ W.T` plus `t @ b.T` of each adapter, rounded once."""
+    """`x @ W.T` plus `t @ b.T` for each adapter, rounded once."""
     accumulator = accumulator_dtype(x.dtype)
     y = matmul_reference(
         x,
