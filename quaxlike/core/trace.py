@@ -48,9 +48,9 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         if not self._trace.ended:
             return self
         raise jax.errors.UnexpectedTracerError(
-            f"A {type(self.quax_value).__name__} got out of the quaxified function that it belongs to, "
+            f"A {type(self.quax_value).__name__} leaked from the quaxified function that it belongs to, "
             f"through a closure, a global or an attribute: {self!r} is used at "
-            f"{recording.user_source()[0]}. Return it from the function instead; `quaxify` gives the Value "
+            f"{recording.user_source()[0]}. Return it from the function instead; `quaxify` returns the Value "
             "itself."
         )
 
@@ -140,7 +140,7 @@ class Level(jexc.TraceTag):
     - `takes`: tells whether the level dispatches on a given Value that was not passed in. Default: on any.
     """
 
-    follows_constants = False  # True once a Value of a type that has placeholders has entered
+    follows_constants = False  # True once the level holds a Value of a type that has placeholders
 
     def __init__(self, takes: Callable[[Value], bool] | None = None) -> None:
         self.takes = takes
@@ -241,7 +241,7 @@ class QuaxTrace(jax.core.Trace):
         # passed to a jitted function, which flattened it. This level would bypass that transform.
         hint = (
             "Use its operators (`@` for `jnp.matmul`), pass it into that transform as an argument, or call "
-            "`quaxify` inside of it."
+            "`quaxify` inside it."
         )
         return dense(value, "a Value that an inner transform took apart", hint=hint)
 

@@ -232,8 +232,8 @@ def level_of(value: Value | None = None) -> Any:
 def not_dispatched(value: Value, what: str) -> str:
     """The error message for a Value that no `quaxify` dispatches on."""
     return (
-        f"A {type(value).__name__} was given to {what} "
-        + ("outside `quaxlike.quaxify`. " if level_of() is None else "that no `filter_spec` selects it for. ")
+        f"A {type(value).__name__} was passed to {what} "
+        + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")
         + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
         "`quaxlike.materialise` to make it a dense array."
     )

@@ -84,7 +84,7 @@ def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, 
 
     **Arguments:**
 
-    - `primitive`: a kernel primitive, such as `nf4_matmul_p`, `lora_matmul_p` or `block_sparse_matmul_p`.
+    - `primitive`: one that picks its backend: `nf4_matmul_p`, `lora_matmul_p`, `block_sparse_matmul_p`, ...
     - `operands`: the inputs of an equation: arrays, or anything with a shape and a dtype.
     - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; that of the default device if None.
     - `params`: the parameters of the equation.
@@ -300,7 +300,7 @@ def pallas_tpu_refusal(platform: str) -> str | None:
         device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
         if device is None:
             return (
-                "Pallas must know which TPU it compiles for; where none is at hand, lower within "
+                "Pallas must know which TPU it compiles for; if none is available, lower within "
                 "`jax.sharding.use_abstract_mesh` of a mesh with an `abstract_device`"
             )
     return None

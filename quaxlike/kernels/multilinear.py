@@ -17,7 +17,7 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """The dtype in which products of a floating dtype are accumulated: float32, or float64 if they are."""
+    """The dtype in which products of a floating dtype are accumulated: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
@@ -87,7 +87,7 @@ def map_rows(
 ) -> tuple[Any, int]:
     """The batching rule of a primitive whose operands `rows` may have any leading axes.
 
-    A batch of rows just adds rows. A batch of weights is run sequentially: each weight alone keeps the
+    A batch of rows means more rows. A batch of weights is run sequentially: each weight alone keeps the
     device busy, and kernels do not have to support batches.
     """
     is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]

@@ -78,7 +78,7 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def _tiling(m: Any, n: int, k: int) -> tuple[int, int]:
-    """The number of tiles and of their rows, which is even; the remainder is less than a tile."""
+    """The number of tiles, and of the rows of each, which is even; the remainder is less than a tile."""
     # A large weight is never decoded at once: XLA would keep it from the forward to the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
     few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension of `jax.export` is no int

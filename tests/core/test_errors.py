@@ -273,7 +273,7 @@ class TestValues:
 
     def test_outside_of_quaxify(self):
         with pytest.raises(
-            RuntimeError, match=r"A Box was given to a JAX primitive outside `quaxlike.quaxify`"
+            RuntimeError, match=r"A Box was passed to a JAX primitive outside `quaxlike.quaxify`"
         ):
             jax.lax.sin(Box(X))
 
@@ -377,7 +377,7 @@ class TestLeaks:
     )
     def test_use(self, use):
         with pytest.raises(
-            jax.errors.UnexpectedTracerError, match="A Box got out of the quaxified"
+            jax.errors.UnexpectedTracerError, match="A Box leaked from the quaxified"
         ) as caught:
             use(self._leaked())
         assert f"{__file__}:" in str(caught.value)

@@ -109,7 +109,7 @@ def test_built_inside_an_inner_transform_is_materialised_under_the_policy():
 
 
 def test_outside_of_quaxify():
-    with pytest.raises(RuntimeError, match=r"Strict was given to a JAX primitive outside .*quaxify"):
+    with pytest.raises(RuntimeError, match=r"Strict was passed to a JAX primitive outside .*quaxify"):
         lax.add(strict(jnp.ones(2)), jnp.ones(2))
 
 
@@ -127,7 +127,7 @@ class TestFilter:
     def test_not_selected(self, f):
         x, y = strict(jnp.arange(3.0)), jnp.ones(3)
         for spec in (False, lambda leaf: False, (False, (False, True), False)):
-            with pytest.raises(RuntimeError, match=r"Strict was given to a JAX primitive that no `filter_s"):
+            with pytest.raises(RuntimeError, match=r"Strict was passed to a JAX primitive but no `filter_s"):
                 ql.quaxify(f, spec)(x, y)
 
     def test_closed_over(self):

@@ -102,7 +102,7 @@ def _ragged_dot(
     ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
     **params: Any,
 ):
-    """Multiplies rows of `x` by the expert of their group; the adapter takes two thin products of it."""
+    """Multiplies rows of `x` by the expert of their group, with two thin products for the adapter."""
     dims = ragged_dot_dimension_numbers
     ((_, lora_summed), batch), rows = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions
     parts = labels(lora)

@@ -86,7 +86,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
         if isinstance(w, jax.core.Tracer):
             raise ValueError(
                 "BlockSparseArray.from_dense chooses blocks by the values of w, which are not known under "
-                "jit, vmap or grad; found a tracer. Call it outside of them."
+                "jit, vmap or grad; found a tracer. Call it outside them."
             )
         w = jnp.asarray(w)
         if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):

@@ -62,7 +62,7 @@ class OneHotVector(ArrayOperators, ArrayValue):
 
 
 def _if_held(x: OneHotVector, value: jax.Array) -> jax.Array:
-    """`value`, or zero where the index is out of bounds."""
+    """`value`, or zero if the index is out of bounds."""
     held = (x.index >= -x.length) & (x.index < x.length)
     return jnp.where(held, value, jnp.zeros_like(value))
 

@@ -75,7 +75,7 @@ class SparseStack(ArrayValue):
         return self
 
     def widen(self, like: Value) -> Any:
-        """Dense beside an array that is stored otherwise, by columns or in other shapes."""
+        """Makes this dense if `like` is stored differently: by columns, or in other shapes."""
         same = not isinstance(like, SparseStack) or self._layout() == like._layout()
         return NotImplemented if same else dense_apart(self)
 

@@ -96,7 +96,7 @@ class SparseArray(ArrayOperators, SparseStack):
         if isinstance(x, jax.core.Tracer):
             raise ValueError(
                 "SparseArray.from_dense chooses elements by the values of x, which are not known under jit, "
-                "vmap or grad; found a tracer. Call it outside of them."
+                "vmap or grad; found a tracer. Call it outside them."
             )
         x = jnp.asarray(x)
         if density is not None and not 0 < density <= 1:
@@ -138,7 +138,7 @@ class SparseArray(ArrayOperators, SparseStack):
         if isinstance(indices, jax.core.Tracer):
             raise ValueError(
                 "SparseArray sorts elements by their indices, which are not known under jit, vmap or grad; "
-                "found indices that are traced. Make the array outside of them."
+                "found indices that are traced. Make the array outside them."
             )
         data, indices, shape = jnp.asarray(data), np.asarray(indices), tuple(shape)
         if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):

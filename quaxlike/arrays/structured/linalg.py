@@ -114,8 +114,8 @@ class Factored(ArrayValue):
     def materialise(self) -> jax.Array:
         raise ValueError(
             f"The LU factors of a {type(self.matrix).__name__} are kept as the matrix itself, and have no "
-            "elements. Factorise `quaxlike.materialise(matrix)` to look at them; inside of `jax.vmap`, put "
-            "`quaxify` inside of the vmap."
+            "elements. Factorise `quaxlike.materialise(matrix)` to look at them; inside `jax.vmap`, put "
+            "`quaxify` inside the vmap."
         )
 
     def leading_axis(self) -> Any:

@@ -26,7 +26,7 @@ from ..values import ArrayValue, Value
 
 @checked
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
-    """Lists the rules that apply to a type, sorted by primitive.
+    """Lists the rules for a type, sorted by primitive.
 
     **Arguments:**
 
@@ -90,7 +90,7 @@ class RulesDiff:
 
 @checked
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
-    """Compares the primitives that two types have rules for, to show what one can do and the other cannot.
+    """Compares which primitives two types have rules for: what one can do and the other cannot.
 
     **Arguments:**
 

@@ -54,7 +54,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
     return (
         f'<div class="quaxlike"><style>{_STYLE}</style>\n'
         f"<pre>{html.escape(summary)}</pre>\n"
-        '<label><input type="checkbox" class="only"> only what is materialised</label>\n'
+        '<label><input type="checkbox" class="only"> only materialised rows</label>\n'
         f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n'
         "</table></div></div>"
     )

@@ -63,7 +63,7 @@ class Checked:
             return
         if key is None or any(isinstance(p, jexc.Jaxpr | jexc.ClosedJaxpr) for p in key):
             check_results(self.rule, primitive, operands, params, out)
-            self._is_trusted = True  # parameters that are unhashable, or that a cache would keep alive
+            self._is_trusted = True  # these are unhashable, or a set would keep them alive
             return
         trace: Any = compat.current_trace()
         known = key if compat.is_eval_trace(trace) else (key, *map(_aval, operands))

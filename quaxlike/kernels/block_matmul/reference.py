@@ -54,7 +54,7 @@ def times(x: Float[Array, "*batch contracted"], w: Float[Array, "n k"], product:
 
 
 def join(planes: list[Array], count: int) -> Array:
-    """Interleaves the planes of a matrix to its first `count` columns."""
+    """Interleaves the planes of a matrix, and returns its first `count` columns."""
     if len(planes) == 1:
         return planes[0]
     width = planes[0].shape[-1]

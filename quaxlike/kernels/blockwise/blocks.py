@@ -12,7 +12,7 @@ _SMALLEST, _LARGEST = 32, 4096
 
 
 def check_block_size(block_size: int) -> None:
-    """Raises `ValueError` unless `block_size` is a power of two from 32 to 4096, `TypeError` unless whole."""
+    """Raises a `ValueError` or `TypeError` unless `block_size` is a power of two from 32 to 4096."""
     if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
         raise TypeError(f"block_size must be a whole number, got {block_size!r}.")
     if not (_SMALLEST <= block_size <= _LARGEST and block_size & (block_size - 1) == 0):
