@@ -142,7 +142,7 @@ def test_conversions_go_both_ways(exponents, number):
 def test_conversions_scale_to_the_base_units():
     same(from_pint(36.0 * REGISTRY.km / REGISTRY.hour), 10.0, "m/s")
     same(from_astropy(36.0 * astropy.units.km / astropy.units.h), 10.0, "m/s")
-    with pytest.raises(ValueError, match="no place in the SI"):
+    with pytest.raises(ValueError, match="is not an SI unit"):
         from_pint(REGISTRY.Quantity(1.0, "bit"))
 
 
