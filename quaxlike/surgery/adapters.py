@@ -37,12 +37,12 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
     **Arguments:**
 
-    - `models`: the same base with different adapters, whose ranks and layers may differ.
+    - `models`: models with the same base and different adapters, whose ranks and layers may differ.
 
     **Returns:**
 
-    A model whose adapters have a leading axis, one entry a model; weights are stored once. Pick with
-    [`quaxlike.choose_adapter`][].
+    A model whose adapters have a leading axis with one entry per model; the weights are stored once. Pick an
+    adapter with [`quaxlike.choose_adapter`][].
 
     **Raises:**
 
@@ -70,23 +70,23 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
 @checked
 def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
-    """One of the adapters that [`quaxlike.stack_adapters`][] put side by side.
+    """Picks one of the adapters that [`quaxlike.stack_adapters`][] put side by side.
 
-    Another index compiles to the same program, and `jax.vmap` over indices and samples chooses one for
-    each sample: the product with the base is done once for all of them.
+    Every index runs the same compiled program. Under `jax.vmap` over indices and samples, each sample gets
+    its own adapter, and the product with the base is computed once for all of them.
 
     **Arguments:**
 
-    - `model`: with stacked adapters.
+    - `model`: a model with stacked adapters.
     - `adapter_index`: an integer, which may be traced.
 
     **Returns:**
 
-    The model with that adapter alone.
+    The model with only that adapter.
 
     **Raises:**
 
-    `ValueError` if there are no stacked adapters, `IndexError` for a known index that is out of range.
+    `ValueError` if there are no stacked adapters, `IndexError` if the index is concrete and out of range.
     """
     if not jnp.issubdtype(jnp.asarray(adapter_index).dtype, jnp.integer) or jnp.ndim(adapter_index) != 0:
         raise ValueError(
@@ -122,24 +122,24 @@ def combine_adapters(
     method: Literal["linear", "cat", "svd"] = "cat",
     rank: int | None = None,
 ) -> PyTree:
-    """One adapter that is the weighted sum of several, on the base of the first.
+    """Combines several adapters into one, their weighted sum, on the base of the first.
 
     **Arguments:**
 
-    - `models`: the same base with different adapters.
-    - `weights`: one for each.
-    - `method`: `"cat"`: exact, its rank is the sum of all. `"svd"`: the best approximation of this sum
-        with rank `rank`. `"linear"`: factors are added up, each weighted with the root of its weight,
-        so that ranks must be the same; not exact. Default: `"cat"`.
+    - `models`: models with the same base and different adapters.
+    - `weights`: one for each model.
+    - `method`: `"cat"` is exact, and its rank is the sum of all ranks. `"svd"` is the best approximation of
+        this sum of rank `rank`. `"linear"` adds up the factors, each scaled by the square root of its weight;
+        it needs equal ranks and is not exact. Default: `"cat"`.
     - `rank`: for `"svd"`. Default: the largest of the ranks.
 
     **Returns:**
 
-    The model with the combined adapter, of `scaling` 1.
+    The model with the combined adapter, whose `scaling` is 1.
 
     **Raises:**
 
-    `ValueError` for other numbers of weights, unknown methods, or ranks that differ.
+    `ValueError` for the wrong number of weights, an unknown method, or ranks that differ.
 
     The methods are those of PEFT's `add_weighted_adapter`.
     """
@@ -159,7 +159,7 @@ def combine_adapters(
 
 
 def _adapters(models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
-    """The adapters of all models on each weight that any of them adapts; of rank 0 where one does not."""
+    """Each model's adapter on every weight that any of them adapts; of rank 0 where a model has none."""
     check_several("this function", "models", models)
     if not models:
         raise ValueError("There must be at least one model.")
@@ -170,7 +170,7 @@ def _adapters(models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
     for name in arrays[0]:
         leaves = [each[name] for each in arrays]
         if any(isinstance(x, LoraBias | TrainableArray | TrainableRows) for x in leaves):
-            raise ValueError(f"The models must differ in adapters alone; {name} is trained beside them.")
+            raise ValueError(f"The models must differ in adapters alone; {name} is trained too.")
         like = next((x for x in leaves if isinstance(x, LoraArray)), None)
         if like is not None:
             out[name] = [x if isinstance(x, LoraArray) else without_adapter(x, like) for x in leaves]
@@ -203,7 +203,7 @@ def _combined(
     name: str, loras: Sequence[LoraArray], weights: Sequence[float | int], method: str, rank: int | None
 ) -> LoraArray:
     if loras[0].magnitude is not None:
-        raise ValueError(f"The adapter on {name} is a DoRA; a sum of those is none.")
+        raise ValueError(f"The adapter on {name} is a DoRA; a sum of DoRAs is not a DoRA.")
     _, a_labels, b_labels = labels(loras[0])
     factors = [w * x.scaling for w, x in zip(weights, loras, strict=True)]
     if method == "svd":

@@ -1,4 +1,4 @@
-"""`balance`: the inputs of layers scaled so that rounding weights costs least where activations are large."""
+"""`balance`: scaling of the inputs of layers, so that rounding costs least where activations are large."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from .layouts import Layouts, known, layouts_of
 from .quantize import quantize_array
 from .trees import bias_of, layer_of, named_arrays, near, replace
 
-#: Whose outputs go into which layers, in decoders with the names of Llama (Mistral, Qwen2, Qwen3, Phi-3 with
-#: parts of its own): norms whose weight is multiplied with, and the half of a gated unit that is not gated.
+#: Which layers feed which, in decoders with Llama's names (Mistral, Qwen2, Qwen3; Phi-3 has some of its own):
+#: norms that multiply by their weight, and the half of a gated unit that is not gated.
 LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
     r"(.*)\.input_layernorm": [rf"\1.self_attn.{name}_proj" for name in "qkv"],
     r"(.*)\.post_attention_layernorm": [r"\1.mlp.gate_proj", r"\1.mlp.up_proj"],
@@ -35,33 +35,33 @@ def balance(
     layout: Layouts = None,
     **scheme_options: Any,
 ) -> PyTree:
-    """Scales what goes into layers, so that [`quaxlike.quantize`][] loses less (AWQ).
+    """Scales the inputs of layers, so that [`quaxlike.quantize`][] loses less (AWQ).
 
-    Columns of a weight that meet large activations are multiplied by a factor, and rows of what comes before
-    are divided by it. The model computes the same as before; quantise it with this scheme then. Moments
-    for `calibrate` have to be measured anew.
+    Columns of a weight that meet large activations are multiplied by a factor, and the rows of the preceding
+    layer are divided by it. The model computes the same as before; quantise it with the same scheme next.
+    Moments for `calibrate` have to be measured again, on the balanced model.
 
     **Arguments:**
 
     - `model`: any pytree with dense weights.
-    - `moments`: for each weight the sum of `x xᵀ` over inputs of its layer, as
-        [`quaxlike.input_moments`][] gives it.
-    - `scheme`, `scheme_options`: as of [`quaxlike.quantize`][]: the rounding that is measured. Default:
-        `"uint4_block"`.
-    - `folds`: for layers, by regular expressions for their whole names, those that their outputs go into,
-        elementwise and nowhere else; groups of the expression may stand in these names. A layer is a norm
-        with a `weight` of one axis that it multiplies with, or a linear layer. Default:
-        `quaxlike.surgery.balance.LLAMA_FOLDS`.
-    - `layout`: as of [`quaxlike.quantize`][].
+    - `moments`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
+        [`quaxlike.input_moments`][].
+    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]: the rounding whose error is minimised.
+        Default: `"uint4_block"`.
+    - `folds`: a mapping from layers, as regular expressions for their whole names, to the layers that take
+        their outputs. Outputs must go nowhere else, and through elementwise operations alone; the names of
+        later layers may refer to groups of the expression. A layer is a linear layer, or a norm that
+        multiplies by a `weight` of one axis. Default: `quaxlike.surgery.balance.LLAMA_FOLDS`.
+    - `layout`: as for [`quaxlike.quantize`][].
 
     **Returns:**
 
-    The model, with other weights of the same shapes.
+    The model with rescaled weights, of the same shapes.
 
     **Raises:**
 
-    `ValueError` if no layer has a name of `folds`, if one that is named is not there or not dense, if sizes
-    do not fit, or if `moments` lack a weight.
+    `ValueError` if no layer matches `folds`, if a layer that it names is missing or not dense, if sizes do
+    not fit, or if `moments` lacks a weight.
 
     !!! example
 
@@ -76,8 +76,8 @@ def balance(
         quantised = ql.quantize(balanced, "int4")
         ```
 
-    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, which takes the mean magnitude of activations
-    where this takes the root of their mean square.
+    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, which uses the mean magnitude of activations
+    where this uses the root of their mean square.
     """
     arrays = dict(named_arrays(model))
     layouts = layouts_of(model, layout)
@@ -89,13 +89,13 @@ def balance(
         if (match := re.fullmatch(pattern, layer))
     ]
     if not pairs:
-        raise ValueError(f"No layer of the model has a name of `folds`: {', '.join(folds)}.")
+        raise ValueError(f"No layer of the model matches `folds`: {', '.join(folds)}.")
     new: dict[str, Any] = {}
     for layer, laters in pairs:
         for name in (layer, *laters):
             if name not in layers:
                 known_layers = {layer: arrays[weight] for layer, weight in layers.items()}
-                raise ValueError(f"`folds` names {name}, which is no layer. {near(name, known_layers)}")
+                raise ValueError(f"`folds` names {name}, which is not a layer. {near(name, known_layers)}")
         into = {name: known(name, arrays[name], layouts[name]) for name in (layers[x] for x in laters)}
         columns = {name: _columns(name, arrays[name], axes.in_axes) for name, axes in into.items()}
         moment = _moment_of(columns, moments)
@@ -122,7 +122,7 @@ def balance(
                 axis = known(name, arrays[name], layouts[name]).out_axes[0]
             if is_value(arrays[name]) or arrays[name].shape[axis] != size:
                 raise ValueError(
-                    f"{name} must be a dense array with {size} outputs, as many as {', '.join(laters)} take; "
+                    f"{name} must be a dense array with {size} outputs, the inputs of {', '.join(laters)}; "
                     f"found a {type(arrays[name]).__name__} of shape {tuple(arrays[name].shape)}."
                 )
             new[name] = arrays[name] = _scaled(arrays[name], 1 / best, axis)
@@ -140,7 +140,7 @@ def _moment_of(columns: Mapping[str, np.ndarray], moments: Mapping[str, ArrayLik
     """The second moments of the inputs that these layers share."""
     for name, w in columns.items():
         if name not in moments:
-            raise ValueError(f"balance has no inputs of {name}; it has those of {', '.join(moments)}.")
+            raise ValueError(f"balance has no moments for {name}; it has those for {', '.join(moments)}.")
         if np.shape(moments[name]) != (w.shape[1],) * 2:
             found = np.shape(moments[name])
             raise ValueError(f"{name}: moments must have shape {(w.shape[1],) * 2}; found {found}.")

@@ -1,9 +1,9 @@
-"""Codes that are chosen by what goes into a layer: GPTQ, and steps that improve on it.
+"""Codes chosen by the inputs of a layer: GPTQ, and steps that improve on it.
 
-The columns of a weight are rounded one after the other, those of the largest inputs first. What rounding one
-of them adds to the outputs is taken back by the columns that are still to come, as far as the inputs are
-correlated. Then each column is put at its best while the others stay, and scales that are free are fitted to
-the codes.
+The columns of a weight are rounded one after the other, those of the largest inputs first. The error that
+rounding a column causes in the outputs is compensated by the columns still to come, as far as the inputs are
+correlated. Then each column in turn is set to its optimum with the others fixed, and scales that are free are
+fitted to the codes.
 
 Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
@@ -26,14 +26,14 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> AbstractQuantizedArray:
-    """A matrix, quantised as `like` is, so that its products with inputs of these moments come close.
+    """Quantises a matrix as `like` is, so that its products with inputs of these moments change least.
 
     **Arguments:**
 
-    - `name`: what errors call the weight.
-    - `dense`: the matrix that is to be met.
-    - `like`: says type, codec and block size.
-    - `moments`: the sum of `x xᵀ` over inputs, `(in, in)`.
+    - `name`: the name of the weight in errors.
+    - `dense`: the matrix to approximate.
+    - `like`: an array of the wanted type, codec and block size.
+    - `moments`: the sum of `x xᵀ` over the inputs, `(in, in)`.
     """
     stored = jnp.transpose(dense, [like.permutation.index(i) for i in range(dense.ndim)])
     w = np.asarray(stored, np.float64)
@@ -49,12 +49,12 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     order = None if not isinstance(start, BlockArray) or start.order is None else np.asarray(start.order)
     if order is not None:
         w, h = w[:, order], h[np.ix_(order, order)]
-    candidates = (like, _with_best_scales(start, w, np.diag(h)))  # scales that there were may fit already
+    candidates = (like, _with_best_scales(start, w, np.diag(h)))  # the present scales may fit already
     return min((_fitted(scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
 
 
 def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
-    """The best codes and scales from `start` on, and what they cost."""
+    """The best codes and scales that are found from `start` on, and their cost."""
     grid = grid_of(start)
     firsts = [_rounded(w, h, grid), grid.places(w)]  # the nearest are better where little has changed
     firsts = [_improved(places, w, h, grid) for places in firsts]
@@ -75,7 +75,7 @@ def _cost(error: np.ndarray, h: np.ndarray) -> float:
 
 
 def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """Where in the table of the grid the chosen values stand. The largest inputs come first."""
+    """The indices of the chosen values in the grid's table. The largest inputs come first."""
     order = np.argsort(-np.diag(h), kind="stable")
     w, n, h = w[:, order], len(h), h[np.ix_(order, order)]
     grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
@@ -95,7 +95,7 @@ def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
 
 
 def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """The same with each column in turn at its best while the others stay: nothing gets worse by it.
+    """The same with each column in turn set to its optimum, the others fixed: the cost never rises.
 
     Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
     """
@@ -120,7 +120,7 @@ def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> n
 
 
 def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
-    """`start` with each scale in turn at its best for these codes, where scales are free."""
+    """`start` with each scale in turn at its optimum for these codes, where scales are free."""
     rows, count = w.shape
     if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:  # or blocks cross rows
         return start
@@ -141,7 +141,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
     """`start` with each scale shrunk by the factor that costs least, where scales are free floats."""
     if not _are_free(start):
         return start
-    rows = math.prod(start.codes.shape[:-1])  # one for all where blocks may cross those of the matrix
+    rows = math.prod(start.codes.shape[:-1])  # one for all where blocks may cross the matrix's rows
     if isinstance(start, BlockArray):
         rows = len(w)
     best, least = None, None
@@ -167,7 +167,7 @@ def _are_free(w: Any) -> bool:
 
 
 def _scaled(w: Any, scale: Any) -> Any:
-    """`w` with other scales, of the shape and dtype that it has."""
+    """`w` with other scales, stored as its own were."""
     if not isinstance(w, BlockArray):
         return dataclasses.replace(w, scale=scale.reshape(w.scale.shape))
     old = w.scale.scale

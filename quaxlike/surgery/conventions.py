@@ -1,6 +1,6 @@
-"""Conventions of classes of layers, and of names of arrays, about the axes of weights.
+"""Conventions about the axes of weights, by class of layer and by name of array.
 
-Classes are known by their names and the package that they are from: none of these packages is imported.
+Classes are recognised by their name and package, so that none of these packages is imported.
 """
 
 import re
@@ -24,8 +24,8 @@ OTHER = Layout((), (), "other")
 
 
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
-    """The kernel of a convolution with axes in this order, `*` for the window. `groups` is the attribute that
-    counts groups of channels."""
+    """The kernel of a convolution with axes in this order, `*` for the window. `groups` is the name of the
+    attribute with the number of channel groups."""
 
     def layout(layer: Any, shape: _Shape) -> Layout:
         window = getattr(layer, "kernel_size", None) or getattr(layer, "kernel_shape", ())
@@ -50,7 +50,7 @@ def _general(layer: Any, shape: _Shape) -> Layout:
 
 
 def _einsum(layer: Any, shape: _Shape) -> Layout:
-    """`Einsum`: what is summed over is an input; what the inputs have as well, a batch axis."""
+    """`Einsum`: axes that are summed over are inputs; axes of both operands and the result are batch axes."""
     equation = layer.einsum_str
     if equation is None:
         return UNKNOWN
@@ -67,7 +67,7 @@ _NORMS: dict[str, Mapping[str, _Entry]] = {
     f"{kind}Norm": {} for kind in ("Batch", "Layer", "RMS", "Group", "Instance", "Spectral", "Weight")
 }
 
-# For each class the fields that hold weights; all others hold biases, scales and statistics.
+# For each class, the fields that hold weights; all others hold biases, scales and statistics.
 _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
     "equinox": {
         "Linear": {"weight": "oi"},
@@ -110,7 +110,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """The layout that the layer of a weight implies; "not known" if its class is none of these."""
+    """The layout that the layer of a weight implies; "not known" for any other class."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -138,7 +138,7 @@ def _read(entry: _Entry | None, owner: Any, shape: _Shape) -> Layout | None:
 
 _BESIDE = re.compile(r"bias.*|b|scale|offset|beta|gamma|alpha|mean|var|average|hidden|counter")
 _NORM = re.compile(r"(.*_)?((layer|rms|batch|group|instance)_?norm|norm|ln|bn)_?\w*", re.IGNORECASE)
-# What nothing but its name tells from a linear layer, where the model is made of plain arrays.
+# Embeddings, which only their names distinguish from linear layers in models of plain arrays.
 _EMBEDDING = re.compile(r"(.*[._])?(wte|wpe|emb|embed\w*)([._].*)?")
 _CONV = re.compile(r"(.*_)?(sep|depthwise_?)?conv(?!.*transpose)[^.]*", re.IGNORECASE)
 _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
@@ -147,7 +147,7 @@ _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
 def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
     """The layout that the name of an array of two or more axes implies, with the shape of the bias beside it.
 
-    `shapes` are those of the other arrays of the model."""
+    `shapes` are the shapes of the model's other arrays."""
     *above, field = re.split(r"[./]", name)
     layer = above[-1] if above else ""
     if _is_beside(field) or (is_norm(layer) and field in ("weight", "scale", "w", "kernel")):

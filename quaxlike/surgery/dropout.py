@@ -13,19 +13,19 @@ from .trees import named_arrays, replace
 
 @checked
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:
-    """The model with the dropout of its adapters switched on, or off.
+    """Switches the dropout of a model's adapters on or off.
 
-    What is dropped depends on the key alone: give another one at each step, and with `jax.vmap` one to
-    each sample. An adapter that is used several times in a call drops the same each time.
+    The mask depends on the key alone: pass a new key at each step, and with `jax.vmap` one key per sample. An
+    adapter that is used several times in a call drops the same inputs each time.
 
     **Arguments:**
 
-    - `model`: adapted with `dropout=`.
+    - `model`: a model adapted with `dropout=`.
     - `key`: a PRNG key, or None to switch dropout off.
 
     **Returns:**
 
-    The model, with a key of its own for each adapter.
+    The model, with a separate key for each adapter.
 
     !!! example
 

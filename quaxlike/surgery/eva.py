@@ -1,4 +1,4 @@
-"""`eva`: starts adapters with the directions that the inputs of their layers vary in."""
+"""`eva`: adapters that start with the principal directions of the inputs of their layers."""
 
 import math
 import re
@@ -34,18 +34,18 @@ def input_moments(
     fan_in_fan_out: bool = False,
     layout: Layouts = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Measures what goes into the layers of a model: for each of them the sum of `x xᵀ` over its inputs.
+    """Measures the inputs of a model's layers: for each layer, the sum of `x xᵀ` over its inputs.
 
     **Arguments:**
 
-    - `fn`: called as `fn(model, ...)`, on data. It is run without compilation.
+    - `fn`: called as `fn(model, ...)`, with data. It runs without compilation.
     - `where`: which layers, as [`quaxlike.select`][] takes it. Default: all linear ones.
     - `fan_in_fan_out`, `layout`: as for [`quaxlike.loraify`][].
 
     **Returns:**
 
-    A function of the same arguments, that returns the sums by name, of shape `(in, in)`. Add those of
-    several batches up with `jax.tree.map`.
+    A function of the same arguments that returns the sums by name, each of shape `(in, in)`. Add up those of
+    several batches with `jax.tree.map`.
 
     !!! example
 
@@ -71,10 +71,10 @@ def input_moments(
                     f"input_moments measures linear layers; {name} is of shape {tuple(w.shape)}."
                 )
             probes[name] = lora.replace(a=_Probe(lora.a, lambda x, name=name: _count(sums, name, x)))
-        with jax.disable_jit():  # what is measured must be known here, not inside of a compiled function
+        with jax.disable_jit():  # the sums must be concrete here, not traced in a compiled function
             quaxify(fn)(replace(model, probes), *args, **kwargs)
         if missing := [name for name in probes if name not in sums]:
-            raise ValueError(f"fn does not multiply with {', '.join(missing)}.")
+            raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
         return sums
 
     return measured
@@ -82,15 +82,15 @@ def input_moments(
 
 @checked
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
-    """An initialisation with the directions in which the inputs of each layer are largest; `b` is zero.
+    """An initialisation of `a` with the directions in which each layer's inputs are largest; `b` is zero.
 
     **Arguments:**
 
-    - `moments`: for each layer the sum of `x xᵀ` over inputs, as [`quaxlike.input_moments`][] gives it.
+    - `moments`: for each layer, the sum of `x xᵀ` over its inputs, from [`quaxlike.input_moments`][].
 
     **Returns:**
 
-    What [`quaxlike.loraify`][] takes as `init`. The ranks that belong to the method come from
+    An initialisation to pass to [`quaxlike.loraify`][] as `init`. The method's ranks come from
     [`quaxlike.eva_ranks`][].
 
     Paischer et al., EVA (2024).
@@ -98,7 +98,7 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
     def init(name: str, lora: LoraArray, key: Any) -> LoraArray:
         if name not in moments:
-            raise ValueError(f"eva has no inputs of {name}; it has those of {', '.join(moments)}.")
+            raise ValueError(f"eva has no moments for {name}; it has those for {', '.join(moments)}.")
         _, directions = jnp.linalg.eigh(jnp.asarray(moments[name]))
         a = directions[:, ::-1][:, : lora.rank].T
         return with_factors(lora, a, jnp.zeros((*lora.b.shape[:-1], lora.rank), a.dtype))
@@ -108,17 +108,17 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
 @checked
 def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None = None) -> dict[str, int]:
-    """Shares ranks out among layers: to the directions that explain most of what goes into their layer.
+    """Distributes ranks among layers: to the directions that explain most of their layer's inputs.
 
     **Arguments:**
 
     - `moments`: as for [`quaxlike.eva`][].
-    - `rank`: what the ranks are on average, but for layers that would have none and keep one.
-    - `most`: the largest that one may have. Default: twice `rank`.
+    - `rank`: the average rank, except that layers which would get rank 0 get rank 1.
+    - `most`: the largest rank of a layer. Default: twice `rank`.
 
     **Returns:**
 
-    What [`quaxlike.loraify`][] takes as `rank_pattern`.
+    A mapping to pass to [`quaxlike.loraify`][] as `rank_pattern`.
 
     !!! example
 
@@ -149,7 +149,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
 
 class _Probe(ArrayValue):
-    """A first factor of zeros, that tells what it is multiplied with: rows of shape (n, in)."""
+    """A factor `a` of zeros that records its inputs: rows of shape (n, in)."""
 
     zeros: Any
     tell: Callable[[Any], None] = eqx.field(static=True)

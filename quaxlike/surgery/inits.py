@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from ..arrays.lora import LoraArray
 from ..core.values import is_value
 
-# name of the weight, its array with an adapter of zeros, key -> the array with its adapter
+# (name of the weight, its array with an adapter of zeros, key) -> the array with its adapter
 Init = Callable[[str, LoraArray, Any], LoraArray]
 
 
 def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """The array `lora`, the weight of this name of a layer of this kind, with its adapter initialised."""
+    """`lora` with its adapter initialised; `name` is the weight's, `kind` its layer's."""
     if callable(init):
         return init(name, lora, key)
     if init == "kaiming" and kind == "embedding":
@@ -46,7 +46,7 @@ def _gaussian(name: str, lora: LoraArray, key: Any) -> LoraArray:
 
 
 def _embedding(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`a` zero and `b` normal, as PEFT has it for embeddings."""
+    """`a` zero and `b` normal, as in PEFT for embeddings."""
     return lora.replace(b=jax.random.normal(key, lora.b.shape, lora.b.dtype))
 
 
@@ -71,7 +71,7 @@ def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
     return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
 
 
-# -- weights as matrices of shape (..., out, in), whatever the axes of the array are
+# -- weights as matrices of shape (..., out, in), whatever the order of axes in the array
 
 
 def _in_size(lora: LoraArray) -> int:
@@ -92,18 +92,18 @@ def as_matrix(lora: LoraArray, w: jax.Array) -> jax.Array:
 
 
 def _as_array(lora: LoraArray, w: jax.Array) -> jax.Array:
-    """The array with the axes of `lora` of which `w` is the matrix."""
+    """The matrix `w` as an array with the axes of `lora`; undoes `as_matrix`."""
     order = _order(lora)
     w = w.reshape([lora.shape[i] for i in order]).transpose([order.index(i) for i in range(lora.ndim)])
     return w.astype(lora.dtype)
 
 
 def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
-    """The base as a matrix, checked to be one that an initialisation can take a part of."""
+    """The base as a matrix; raises if an initialisation cannot take a part of it."""
     if is_value(lora.w):
         raise ValueError(
             f"{init} takes a part of the base into the adapter, and {name} is a {type(lora.w).__name__}. "
-            "Adapt the model first and quantise it then."
+            "Adapt the model first, then quantise it."
         )
     w = as_matrix(lora, lora.w)
     if lora.rank > min(w.shape[-2:]):
@@ -127,7 +127,7 @@ def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArr
 
 
 def factored(lora: LoraArray, delta: jax.Array, rank: int) -> LoraArray:
-    """`lora` with the adapter of `scaling` 1 that is nearest to `delta`, an array with its axes."""
+    """`lora` with the adapter of `scaling` 1 that best approximates `delta`, an array with the same axes."""
     u, s, vt = svd(as_matrix(lora, delta), rank)
     root = jnp.sqrt(s)
     factors = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])

@@ -18,35 +18,35 @@ Layouts = LayoutLike | Mapping[str, LayoutLike]
 
 @checked
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
-    """Says for each array of a model which of its axes are outputs and which are inputs.
+    """Finds out which axes of each array of a model are outputs and which are inputs.
 
-    What the user says counts first; then what the class of the layer says, if it is one of Equinox or of
-    Flax's NNX, or has an attribute `weight_layouts`, a mapping from fields to layouts; then the name of the
-    array, together with the shape of the bias beside it:
+    The argument `layout` takes precedence; then the class of the layer, if it is from Equinox or Flax's NNX,
+    or has an attribute `weight_layouts`, a mapping from fields to layouts; then the name of the array,
+    together with the shape of the bias beside it:
 
     | name | layout |
     | --- | --- |
-    | `….weight`, of two axes (PyTorch) | `"oi"`, taken to be a convention: see `fan_in_fan_out` |
+    | `….weight` of two axes (PyTorch) | `"oi"`, a mere convention: see `fan_in_fan_out` |
     | `….kernel` of two axes (Flax) | `"io"` |
     | `query.kernel`, `key.kernel`, `value.kernel` of three | `"ioo"`: (in, heads, dim) |
     | `out.kernel` of three | `"iio"`: (heads, dim, out) |
-    | `kernel`, `weight` of a layer whose name has `conv` in it | `"hwio"`, `"oihw"` |
-    | `w` of a Haiku module | `"io"`, or `"hwio"` for `conv2_d` and its like |
-    | `embedding`, `embeddings`, and all of a layer named `embed…`, `wte`, `wpe` | `"vo"` |
+    | `kernel`, `weight` of a layer whose name contains `conv` | `"hwio"`, `"oihw"` |
+    | `w` of a Haiku module | `"io"`, or `"hwio"` for `conv2_d` and the like |
+    | `embedding`, `embeddings`, and all arrays of a layer named `embed…`, `wte`, `wpe` | `"vo"` |
     | an array that is the whole name, such as `w` | `"oi"`, by the same convention |
-    | `bias`, `scale` and their like, and all of a layer whose name says that it is a norm | no weight |
+    | `bias`, `scale` and the like, and all arrays of a layer whose name says that it is a norm | no weight |
 
     **Arguments:**
 
     - `model`: any pytree.
-    - `layout`: layouts by name, or by its last components, as [`quaxlike.select`][] takes names; None for an
-        array that is no weight of a layer. One layout alone is that of all matrices of which nothing else is
-        known. The notation is that of [`quaxlike.Layout`][].
+    - `layout`: a mapping from names, or their last components as in [`quaxlike.select`][], to layouts; None
+        for an array that is not a weight of a layer. A single layout applies to all matrices of which nothing
+        else is known. [`quaxlike.Layout`][] explains the notation.
 
     **Returns:**
 
-    By name: a layout, or None for what is no weight of a layer. Where it cannot be told, `kind` is
-    `"unknown"`.
+    By name: a layout, or None for an array that is not a weight of a layer. Where the layout cannot be told,
+    its `kind` is `"unknown"`.
 
     **Raises:**
 
@@ -69,7 +69,7 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 def layouts_of(
     model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False
 ) -> dict[str, Layout | None]:
-    """`layouts`; by `fan_in_fan_out` what is only taken to be `(out, in)` is `(in, out)`."""
+    """`layouts`; with `fan_in_fan_out`, matrices that are `(out, in)` by convention are `(in, out)`."""
     arrays = named_arrays(model)
     stated = _stated(arrays, layout)
     otherwise = layout if isinstance(layout, str | Layout) else "io" if fan_in_fan_out else None
@@ -94,7 +94,7 @@ def _stated(arrays: Mapping[str, Any], layout: Layouts) -> dict[str, LayoutLike]
             raise ValueError(
                 f"{pattern!r} in `layout` matches none of the arrays of the model. {near(pattern, arrays)}"
             )
-        # The name of a layer stands for its weight; that of an array goes before it.
+        # The name of a layer stands for its weight; the name of an array takes precedence over it.
         stated |= {name: value for name in names if name not in stated or name.endswith(pattern)}
     return stated
 
@@ -114,7 +114,7 @@ def _found(name: str, leaf: Any, owner: Any, arrays: Mapping[str, Any]) -> Layou
 
 
 def _checked(name: str, leaf: Any, layout: LayoutLike, arrays: Mapping[str, Any]) -> Layout | None:
-    """The user's own layout, if it is possible."""
+    """The user's own layout, checked against the shapes of the array and its bias."""
     if layout is None:
         return None
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -131,7 +131,7 @@ def _checked(name: str, leaf: Any, layout: LayoutLike, arrays: Mapping[str, Any]
 
 
 def known(name: str, leaf: Any, layout: Layout | None) -> Layout:
-    """The layout of a weight that is adapted or quantised, if it can be told."""
+    """The layout of a weight to adapt or quantise; raises if it cannot be told."""
     if layout is not None and layout.is_known:
         return layout
     if layout is not None and layout.kind == "other" and "." not in name:
@@ -144,15 +144,15 @@ def known(name: str, leaf: Any, layout: Layout | None) -> Layout:
 
 
 def _is_open(layout: Layout | None, leaf: Any) -> bool:
-    """Whether nothing but a convention, if that, says what the axes of a matrix are."""
+    """Whether the axes of a matrix are known by convention only, or not at all."""
     if layout is None:
         return False
     return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)
 
 
 def hint(name: str, shape: tuple[int, ...]) -> str:
-    """How the user can say what cannot be told."""
+    """A hint for users on how to state a layout that cannot be told."""
     examples = {2: "'io' for (in, out), 'oi' for (out, in)"}.get(
         len(shape), "'ioo' for (in, heads, dim), 'iio' for (heads, dim, out), 'io' for a stack of (in, out)"
     )
-    return f"Say it with layout={{{name!r}: ...}}: {examples}, None for what is no weight of a layer."
+    return f"Pass layout={{{name!r}: ...}}: {examples}, None for arrays that are not weights of layers."

@@ -1,4 +1,4 @@
-"""`loftq`: quantises a weight and starts its adapter with what that lost."""
+"""`loftq`: adapters that start with the rounding error of their quantised weight."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from .quantize import quantize_array
 
 @checked
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
-    """An initialisation that quantises the base, and lets the adapter make up for the rounding.
+    """An initialisation that quantises the base, and fits the adapter to the rounding error.
 
     **Arguments:**
 
     - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. Default: `"nf4"`.
-    - `iterations`: how often the weight less its adapter is quantised, and the adapter fitted to what is
-        lost. Default: 1.
+    - `iterations`: how often to quantise the weight minus its adapter, and fit the adapter to the error.
+        Default: 1.
 
     **Returns:**
 
-    What [`quaxlike.loraify`][] takes as `init`.
+    An initialisation to pass to [`quaxlike.loraify`][] as `init`.
 
     !!! example
 

@@ -45,40 +45,41 @@ def loraify(
     train_base: bool = False,
     dtype: Any = None,
 ) -> PyTree:
-    """Puts a low-rank adapter on weights of a model; all else about the model stays as it is.
+    """Puts low-rank adapters on weights of a model, and leaves the rest of the model unchanged.
 
-    Call the result through [`quaxlike.quaxify`][], and train what [`quaxlike.trainable`][] says.
-    A weight that stands at several places of the model (the same array object) gets one adapter.
+    Call the result through [`quaxlike.quaxify`][], and train the leaves that [`quaxlike.trainable`][]
+    selects. A weight that appears several times in the model (the same array object) gets one adapter.
 
     **Arguments:**
 
     - `model`: any pytree. Weights may be Values: over 4-bit weights this is QLoRA.
     - `rank`: of the adapters.
     - `alpha`: adapters are scaled with `alpha / rank`. Default: the rank.
-    - `where`: which weights, as [`quaxlike.select`][] takes it; what is no matrix is passed over.
-        Default: those of all linear layers.
+    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Default: the weights
+        of all linear layers.
     - `key`: a PRNG key for the initial adapters.
     - `init`: `"kaiming"` or `"gaussian"` (which add nothing at first), `"pissa"`, `"pissa_niter_4"`
         (randomised, with 4 iterations) or `"olora"` (which move a part of the weight into the adapter),
-        or what [`quaxlike.loftq`][] and [`quaxlike.eva`][] make. Default: `"kaiming"`.
+        or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: scale with `alpha / sqrt(rank)` instead. Default: False.
-    - `dora`: train the norms of the rows apart from their directions. Default: False.
-    - `dropout`: on the adapters' inputs, where [`quaxlike.with_dropout_key`][] gave them keys. Default: 0.
-    - `rank_pattern`, `alpha_pattern`: other ranks and alphas for some layers, by the last components of
-        their names or by regular expressions for these. The first that matches counts.
+    - `dora`: train the norms of the rows separately from their directions. Default: False.
+    - `dropout`: on the adapters' inputs, once [`quaxlike.with_dropout_key`][] has given them keys. Default:
+        0.
+    - `rank_pattern`, `alpha_pattern`: other ranks and alphas for some layers, by the last components of their
+        names or by regular expressions for these. The first match wins.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
         their last components.
-    - `modules_to_save`: parts of the model that are trained in full, by the last components of their names.
-    - `bias`: whether biases are trained: all of them, those of adapted layers, or none. Default: none.
+    - `modules_to_save`: parts of the model to train in full, by the last components of their names.
+    - `bias`: which biases to train: all of them, those of adapted layers, or none. Default: none.
     - `lora_bias`: whether adapters have biases of their own. Default: False.
-    - `trainable_token_indices`: rows of the part called `embed_tokens` that are trained, the embeddings of a
-        few tokens; or rows by the names of parts. Default: none.
-    - `fan_in_fan_out`: whether weights of which nothing but a convention says that they are `(out, in)` are
-        stored as `(in, out)`, as those of GPT-2. Default: False.
-    - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
-        neither their layers nor their names say it. Default: none.
-    - `train_base`: whether the weights themselves are trained too. Default: False.
-    - `dtype`: of the adapters. Default: that of the weight, and float32 for 16-bit weights.
+    - `trainable_token_indices`: rows of the part called `embed_tokens` to train, the embeddings of a few
+        tokens; or a mapping from names of parts to rows. Default: none.
+    - `fan_in_fan_out`: whether weights that are `(out, in)` by convention only are stored as `(in, out)`
+        instead, like those of GPT-2. Default: False.
+    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
+        neither their layers nor their names say so. Default: none.
+    - `train_base`: whether to train the weights themselves too. Default: False.
+    - `dtype`: of the adapters. Default: the weight's, or float32 for 16-bit weights.
 
     **Returns:**
 
@@ -86,8 +87,8 @@ def loraify(
 
     **Raises:**
 
-    `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; if it
-    cannot be told which of its axes are outputs and which inputs.
+    `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; or if it
+    cannot be told which of its axes are outputs and which are inputs.
 
     !!! example
 
@@ -106,7 +107,7 @@ def loraify(
     check_names("loraify", "modules_to_save", modules_to_save)
     if not isinstance(init, str) and not callable(init):
         raise TypeError(
-            f"loraify takes the name of an init, or what loftq and eva make, as init; found {init!r}."
+            f"loraify takes the name of an init, or the result of loftq or eva, as init; found {init!r}."
         )
     check_flags("loraify", rslora=rslora, dora=dora, lora_bias=lora_bias, train_base=train_base)
     layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -131,7 +132,7 @@ def loraify(
     for name, w in targets.items():
         if isinstance(w, LoraArray | TrainableArray | TrainableRows):
             raise ValueError(
-                f"{name} is a {type(w).__name__} already. Merge the model before it is adapted anew, or "
+                f"{name} is a {type(w).__name__} already. Merge the model before you adapt it again, or "
                 "leave it out with `exclude`."
             )
         if id(w) not in done:
@@ -163,7 +164,7 @@ def _check_numbers(
 
 
 def _natural(name: str) -> list[Any]:
-    """For sorting names with numbers in them."""
+    """A sort key for names with numbers in them."""
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
 
 
@@ -178,7 +179,7 @@ def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> L
 
 
 def with_magnitude(lora: LoraArray) -> LoraArray:
-    """A DoRA: the norms of its rows are trained apart. They are the same to the bit in every layout."""
+    """A DoRA, which trains the norms of its rows separately; they are bitwise equal in every layout."""
     batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
     matrix = LoraArray(
         as_matrix(lora, materialise(lora.w)),
@@ -197,7 +198,7 @@ def with_beside(
     bias: str,
     lora_bias: bool,
 ) -> PyTree:
-    """The model with all that is trained beside the adapters."""
+    """The model with everything that is trained besides the adapters."""
     arrays = named_arrays(model)
     biases = {
         bias_of(name, arrays) or f"{layer_of(name)}.bias": lora
@@ -229,13 +230,13 @@ def _inside(model: PyTree, modules: Sequence[str]) -> dict[str, Any]:
         pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")
         found = {name: leaf for name, leaf in arrays.items() if pattern.fullmatch(name)}
         if not found:
-            raise ValueError(f"{module!r} in modules_to_save is no part of the model. {near(module, arrays)}")
+            raise ValueError(f"{module!r} in modules_to_save is not in the model. {near(module, arrays)}")
         inside |= found
     return {name: leaf for name, leaf in inside.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
 def _token_rows(model: PyTree, tokens: Sequence[int] | Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The embeddings of which some rows are trained."""
+    """Embeddings, some of whose rows are trained."""
     if not isinstance(tokens, Mapping):
         tokens = {"embed_tokens": tokens} if len(tokens) else {}
     out: dict[str, Any] = {}
@@ -254,7 +255,7 @@ def _token_rows(model: PyTree, tokens: Sequence[int] | Mapping[str, Sequence[int
 
 
 def pattern_matches(pattern: str, name: str) -> bool:
-    """Whether a key of rank_pattern or alpha_pattern is meant for a weight, by PEFT's convention."""
+    """Whether a key of rank_pattern or alpha_pattern matches a weight, by PEFT's convention."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer_of(name))
 
 

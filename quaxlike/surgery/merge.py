@@ -1,4 +1,4 @@
-"""Adapters into the weights, and out of them again."""
+"""`merge` and `unmerge`: adapters added into the weights, and taken out of them again."""
 
 import warnings
 from collections.abc import Mapping
@@ -17,20 +17,19 @@ from .trees import named_arrays, replace
 
 @checked
 def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
-    """The model with all adapters added into its weights.
+    """Adds all adapters of a model into its weights.
 
     **Arguments:**
 
-    - `model`: what [`quaxlike.loraify`][] made, trained or not.
-    - `exact`: for weights that are quantised the sum of `x xᵀ` over inputs of their layers, as
-        [`quaxlike.input_moments`][] gives it for the adapted model. Their codes and scales are then chosen by
-        GPTQ, so that the layers give what base and adapter gave, as nearly as codes can. Default: the
-        nearest codes.
+    - `model`: the result of [`quaxlike.loraify`][], trained or not.
+    - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs of their layers, from
+        [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses codes and scales for which the
+        outputs are as close to those of base and adapter as codes allow. Default: the nearest codes.
 
     **Returns:**
 
-    A model of the structure that it had before it was adapted. A weight that was quantised is quantised
-    anew; with a warning where `exact` says nothing about it, since that rounds what the adapter has learned.
+    A model of the same structure as before it was adapted. A quantised weight is quantised again, with a
+    warning if `exact` lacks it, since that rounds what the adapter has learned.
 
     **Raises:**
 
@@ -47,7 +46,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
         ```
     """
     requantised: list[str] = []
-    done: dict[int, Any] = {}  # what is tied stays tied
+    done: dict[int, Any] = {}  # tied weights stay tied
 
     new: dict[str, Any] = {}
     for name, leaf in named_arrays(model).items():
@@ -71,17 +70,17 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
 
     **Arguments:**
 
-    - `merged`: what [`quaxlike.merge`][] made.
-    - `adapted`: the model with the adapters that were merged. Its own base weights are not read, but for
-        the row norms of a DoRA.
+    - `merged`: the result of [`quaxlike.merge`][].
+    - `adapted`: the model with the adapters that were merged. Its own base weights are read only for the row
+        norms of a DoRA.
 
     **Returns:**
 
-    `adapted`, over the weights that `merged` had without the adapters; exact to rounding.
+    `adapted`, over the weights of `merged` without the adapters; exact up to rounding.
 
     **Raises:**
 
-    `ValueError` if the models have not the same names.
+    `ValueError` if the arrays of the models have different names.
     """
     weights = named_arrays(merged)
     adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, LoraArray | LoraBias)}
@@ -100,7 +99,7 @@ def _merged(
         if leaf.shape != leaf.w.shape:
             raise ValueError(
                 f"{name} has adapters of shape {leaf.shape} on a weight of shape {leaf.w.shape}: there are "
-                "several of them. Pick one with `quaxlike.choose_adapter`, or join them with "
+                "several of them. Pick one with `quaxlike.choose_adapter`, or combine them with "
                 "`quaxlike.combine_adapters`, and merge that."
             )
         if is_value(leaf.w):

@@ -1,4 +1,4 @@
-"""`Layout`, and how it is written."""
+"""`Layout`, and its notation."""
 
 import dataclasses
 from typing import Literal
@@ -12,19 +12,19 @@ _WINDOW = "dhw"
 class Layout:
     """Which axes of a weight are outputs and which are inputs, counted from the end.
 
-    A string says the same, with a letter for each axis: `i` for inputs, `o` for outputs, `d`, `h`, `w` for
+    A string means the same, with a letter for each axis: `i` for inputs, `o` for outputs, `d`, `h`, `w` for
     the window of a convolution, and `v` for the rows of an embedding. `"oi"` is the weight of a linear layer
-    of PyTorch and Equinox, `"io"` the kernel of Flax, `"ioo"` a kernel of shape (in, heads, dim), `"hwio"`
-    that of a convolution in Flax, `"oihw"` in PyTorch, `"vo"` an embedding. Axes in front of these count the
-    layers or experts of a stack.
+    in PyTorch and Equinox, `"io"` a kernel in Flax, `"ioo"` a kernel of shape (in, heads, dim), `"hwio"` the
+    kernel of a convolution in Flax, `"oihw"` in PyTorch, `"vo"` an embedding. Any axes in front of these
+    count the layers or experts of a stack.
 
     **Arguments:**
 
-    - `out_axes`, `in_axes`: as of [`quaxlike.LoraArray`][]. The window of a convolution is part of the
-        inputs, behind its channels.
+    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. The window of a convolution is part of the
+        inputs, after its channels.
     - `kind`: of the layer: `"linear"`, `"embedding"`, `"conv"`, `"other conv"` (grouped, transposed or not
-        shared between places); `"matrix"` for a weight that is taken to be that of a linear layer, by a
-        convention that `fan_in_fan_out` turns; `"unknown"` for one that cannot be told, `"other"` for an
+        shared between positions); `"matrix"` for a weight that is assumed to be of a linear layer,
+        `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if it cannot be told, `"other"` for an
         array that need not be a weight at all. Default: `"linear"`.
     """
 
@@ -35,7 +35,7 @@ class Layout:
     @classmethod
     @checked
     def parse(cls, text: str) -> "Layout":
-        """Reads the notation. Raises `ValueError` for another letter, or no input or output."""
+        """Parses the notation. Raises `ValueError` for any other letter, or without an input or output."""
         n = len(text)
         axes = {letter: tuple(i - n for i in range(n) if text[i] == letter) for letter in set(text)}
         window = tuple(axis for i, axis in enumerate(range(-n, 0)) if text[i] in _WINDOW)
@@ -66,11 +66,11 @@ class Layout:
 
     @property
     def is_known(self) -> bool:
-        """Whether it says which axes are outputs and inputs."""
+        """Whether it is known which axes are outputs and inputs."""
         return self.kind not in ("unknown", "other")
 
     def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the outputs of a weight of this shape, those of a stack in front."""
+        """The sizes of the outputs of a weight of this shape, after those of a stack."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
     def batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -79,6 +79,6 @@ class Layout:
         return tuple(size for i, size in enumerate(shape) if i not in matrix)
 
     def fits(self, shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
-        """Whether a layer with such a weight may have such a bias: its outputs, with axes of one behind."""
+        """Whether a layer with this weight may have this bias: its outputs, with trailing axes of size 1."""
         out = self.out_shape(shape)
         return bias[: len(out)] == out and set(bias[len(out) :]) <= {1}

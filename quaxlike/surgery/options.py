@@ -1,4 +1,4 @@
-"""Checks of the options of functions on models: errors name the function, the option, and what it takes."""
+"""Checks of options for functions on models, whose errors name function, option and accepted values."""
 
 import math
 import numbers
@@ -49,7 +49,7 @@ def check_several(function: str, option: str, value: Any) -> None:
 
 
 def check_names(function: str, option: str, value: Any) -> None:
-    """Raises unless the value is a sequence of names; a string is one of letters."""
+    """Raises unless the value is a sequence of names; a string would be a sequence of letters."""
     if isinstance(value, str):
         raise TypeError(
             f"{function} takes a sequence of names as {option}; found {value!r}. Write [{value!r}]."

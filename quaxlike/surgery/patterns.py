@@ -1,9 +1,8 @@
-"""Regular expressions that come with files: matched in time linear in the text, whatever they say.
+"""Regular expressions from untrusted files, matched in time linear in the text.
 
 `re` tries alternatives one after another, and takes exponential time for expressions such as `(.*)*!`. Here
-an expression becomes a graph of states, of which each is looked at once for each place in the text
-(K. Thompson, "Regular expression search algorithm", 1968). The grammar is Python's own, without references
-to groups.
+an expression becomes a graph of states, each of which is visited once per position in the text (K. Thompson,
+"Regular expression search algorithm", 1968). The grammar is Python's own, without backreferences.
 """
 
 import functools
@@ -13,12 +12,12 @@ from typing import Any, NamedTuple
 
 _MOST_STATES = 2_000
 _MOST_CHARACTERS = 10_000
-# The parser of the standard library: `re` itself has no name for it.
+# The parser of the standard library, which `re` does not expose.
 _sre: Any = importlib.import_module("re._parser")
 
 
 class PatternError(ValueError):
-    """A regular expression that is damaged, too long, or of a kind that takes more than linear time."""
+    """A regular expression that is malformed, too long, or cannot be matched in linear time."""
 
 
 class _State(NamedTuple):
@@ -30,7 +29,7 @@ class _State(NamedTuple):
 
 
 def fullmatch(pattern: str, text: str) -> bool:
-    """Whether an expression matches the whole of a text, as `re.fullmatch` has it.
+    """Whether an expression matches the whole of a text, like `re.fullmatch`.
 
     **Raises:** `PatternError`, a `ValueError`, for an expression that cannot be matched in linear time.
     """
@@ -40,7 +39,7 @@ def fullmatch(pattern: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def compiled(pattern: str) -> "_Graph":
-    """The graph of an expression, or a `PatternError`."""
+    """The graph of an expression. Raises `PatternError` if there is none."""
     if len(pattern) > _MOST_CHARACTERS:
         raise PatternError(
             f"expressions have at most {_MOST_CHARACTERS:,} characters; this one has {len(pattern):,}"
@@ -49,7 +48,7 @@ def compiled(pattern: str) -> "_Graph":
         re.compile(pattern)
         return _Graph(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise PatternError(f"is no regular expression: {error}") from None
+        raise PatternError(f"is not a regular expression: {error}") from None
 
 
 class _Graph:
@@ -100,7 +99,7 @@ class _Graph:
 
     def _repeat(self, least: int, most: Any, inner: Any, after: int) -> int:
         if most == _sre.MAXREPEAT:
-            # The way back is known once the state that it leads to is: a fork that is filled in.
+            # A placeholder: the loop back leads to a state that is added after this fork.
             fork = self._add("fork", None)
             first = self._sequence(inner, fork)
             self.states[fork] = _State("fork", None, (first, after))
@@ -114,7 +113,7 @@ class _Graph:
         return after
 
     def ends(self, text: str, start: int, at: int, known: dict[tuple[int, int], bool]) -> set[int]:
-        """The places at which a match of the states from `start` may end that begins at `at`."""
+        """The positions at which a match from state `start` that begins at `at` may end."""
         seen, waiting, found = {(start, at)}, [(start, at)], set[int]()
         while waiting:
             state, place = waiting.pop()

@@ -1,4 +1,4 @@
-"""`quantize`: weights of a model as codes with block scales."""
+"""`quantize`: the weights of a model as codes with block scales."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -48,28 +48,28 @@ def quantize(
     calibrate: Mapping[str, ArrayLike] | None = None,
     **scheme_options: Any,
 ) -> PyTree:
-    """Quantises weights of a model; all else about the model stays as it is.
+    """Quantises weights of a model, and leaves the rest of the model unchanged.
 
-    Call the result through [`quaxlike.quaxify`][]. Of a weight with an adapter the base is quantised, so
-    that a model may be adapted first, by an init that needs dense weights, and quantised then; of a
-    block-sparse weight the blocks.
-    A weight that stands at several places of the model (the same array object) is quantised once.
+    Call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, its base is quantised, so that
+    a model can be adapted first, with an init that needs dense weights, and quantised afterwards. If a weight
+    is block-sparse, its blocks are quantised. A weight that appears several times in the model (the same
+    array object) is quantised once.
 
     **Arguments:**
 
     - `model`: any pytree.
     - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec of [`quaxlike.BlockArray`][]: `"mxfp4"`,
         `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`.
-    - `where`: which weights, as [`quaxlike.select`][] takes it; what is no matrix is passed over.
-        Default: those of all linear layers.
+    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Default: the weights
+        of all linear layers.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
         their last components.
-    - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
-        neither their layers nor their names say it. Default: none.
-    - `calibrate`: for each weight the sum of `x xᵀ` over inputs of its layer, as
-        [`quaxlike.input_moments`][] gives it: codes are then chosen by GPTQ, so that what comes out of the
-        layer changes least. Default: the nearest codes.
-    - `scheme_options`: for the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
+    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
+        neither their layers nor their names say so. Default: none.
+    - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
+        [`quaxlike.input_moments`][]. GPTQ then chooses codes that change the outputs of the layer least.
+        Default: the nearest codes.
+    - `scheme_options`: passed to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 
     **Returns:**
@@ -78,8 +78,8 @@ def quantize(
 
     **Raises:**
 
-    `ValueError` for a scheme that there is not, if a pattern matches nothing, with near misses, or if a
-    weight is neither a dense array nor an adapter over one, or does not say which of its axes are inputs.
+    `ValueError` for an unknown scheme, if a pattern matches nothing, with near misses, if a weight is neither
+    a dense array nor an adapter over one, or if it cannot be told which of its axes are inputs.
 
     !!! example
 
@@ -115,7 +115,7 @@ def quantizers(
     layout: Layouts = None,
     **scheme_options: Any,
 ) -> dict[str, Callable[[Any], Any]]:
-    """The weights that `quantize` would choose, by name, and what quantises each: `model` may hold shapes."""
+    """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
     layouts = layouts_of(model, layout)
 
     def quantized(name: str, w: Any) -> Any:
@@ -128,7 +128,7 @@ def quantizers(
 def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
     """`q` with codes that suit the inputs of the layer."""
     if name not in moments:
-        raise ValueError(f"calibrate has no inputs of {name}; it has those of {', '.join(moments)}.")
+        raise ValueError(f"calibrate has no moments for {name}; it has those for {', '.join(moments)}.")
     if isinstance(q, LoraArray):
         return q.replace(w=fit(name, w.w, q.w, moments[name]))
     return fit(name, w, q, moments[name])
@@ -146,18 +146,18 @@ def fake_quantize(
 ) -> PyTree:
     """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
 
-    Quantisation-aware training: call it in the loss, and train the weights that go in. The gradient passes
-    as if nothing had been rounded (the straight-through estimator).
+    For quantisation-aware training: call it in the loss, and train the weights that you pass in. Gradients
+    pass as if nothing had been rounded (the straight-through estimator).
 
-    **Arguments:** as of [`quaxlike.quantize`][].
+    **Arguments:** as for [`quaxlike.quantize`][].
 
     **Returns:**
 
-    The model, with the rounded weights in place of those selected.
+    The model, with rounded weights in place of the selected ones.
 
     **Raises:**
 
-    As [`quaxlike.quantize`][].
+    As for [`quaxlike.quantize`][].
 
     !!! example
 
@@ -194,22 +194,22 @@ def _is_quantized(x: Any) -> bool:
 
 
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
-    """The weight of this name, or the base of its adapter or its blocks, quantised: along its inputs."""
+    """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
     if scheme not in _SCHEMES:
         raise ValueError(
             f"quantize takes one of the schemes {', '.join(_TYPES)}; found {scheme!r}. The codecs of "
-            f"BlockArray are schemes, too: {', '.join(CODECS)}."
+            f"BlockArray are schemes too: {', '.join(CODECS)}."
         )
     if isinstance(w, LoraArray):
         return w.replace(w=quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
-        # Nested scales belong to a whole array: each block has its own, so that rows of blocks can be cut.
+        # Nested scales span a whole array: give each block its own, so that rows of blocks can be cut.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
         return w.replace(blocks=quantize_array(name, w.stored_blocks, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
             f"{name} is a {type(w).__name__} already. Leave it out with `exclude`, or make it dense with "
-            "`quaxlike.materialise` before it is quantised anew."
+            "`quaxlike.materialise` before you quantise it again."
         )
     if is_value(w):
         raise ValueError(
@@ -218,7 +218,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         )
     quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
     stacked = len(layout.batch_shape(tuple(w.shape)))
-    if stacked and options.get("double_quant"):  # scales of scales do not go from one of a stack to the next
+    if stacked and options.get("double_quant"):  # scales of scales must not span the arrays of a stack
         options = {"stacked": stacked} | options
     if "axis" in options or order == list(range(len(order))):
         return quantized(w, **options)
@@ -227,7 +227,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _stored_order(layout: Layout, n: int) -> list[int]:
-    """The order of axes in which inputs come last. Rows of an embedding are stored as they are looked up; the
+    """The order of axes in which inputs come last. Embeddings are stored by row, as they are looked up; the
     window of a convolution comes before its channels, so that it can be reversed without cutting blocks."""
     if layout.kind == "embedding":
         return list(range(n))

@@ -1,4 +1,4 @@
-"""The weights of a model by their dotted names."""
+"""`select`: the weights of a model by their dotted names."""
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -25,7 +25,7 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 
 @checked
 def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None) -> dict[str, Any]:
-    """The arrays of a model that `where` names.
+    """Selects arrays of a model by name.
 
     **Arguments:**
 
@@ -33,14 +33,14 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         A Value in it counts as one array.
     - `where`: one of
 
-        - `"all-linear"`: the weights of all linear layers and experts, embeddings and the output head
-          (`lm_head`) apart. Which these are is what [`quaxlike.layouts`][] says.
-        - any other string: a regular expression that has to match the whole name;
+        - `"all-linear"`: the weights of all linear layers and experts, except embeddings and the output head
+            (`lm_head`). [`quaxlike.layouts`][] decides which these are.
+        - any other string: a regular expression that must match the whole name;
         - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
-        - a callable that takes name and array and says whether to take it.
+        - a callable of a name and an array that returns whether to select the array.
 
         The name of a layer stands for its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`).
-    - `layout`: as of [`quaxlike.layouts`][], for what the model does not tell. Default: none.
+    - `layout`: as for [`quaxlike.layouts`][], where the model does not say. Default: none.
 
     **Returns:**
 
@@ -48,8 +48,8 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 
     **Raises:**
 
-    `ValueError` if `where`, or an entry of it, matches nothing, with near misses; and by `"all-linear"` if it
-    cannot be told whether an array is the weight of a linear layer, or which of its axes are outputs.
+    `ValueError` if `where`, or an entry of it, matches nothing, with near misses; for `"all-linear"` also if
+    it cannot be told whether an array is the weight of a linear layer, or which of its axes are outputs.
 
     !!! example
 
@@ -121,7 +121,7 @@ def select_matrices(
 
 
 def layer_kinds(model: PyTree, layout: Layouts = None) -> dict[str, str | None]:
-    """The kind of layer whose weight each array is, if it is one and that can be told."""
+    """The kind of layer that each array is the weight of; None if it is not a weight, or cannot be told."""
     return {
         name: x.kind if x is not None and x.is_known else None
         for name, x in layouts_of(model, layout).items()

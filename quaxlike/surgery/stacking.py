@@ -1,4 +1,4 @@
-"""Equal layers as one module, so that a scan compiles one of them."""
+"""Equal layers stacked into one module, so that a scan compiles only one of them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,15 +17,15 @@ from .trees import path_of
 
 @checked
 def stack_layers(layers: Sequence[PyTree]) -> PyTree:
-    """Puts equal layers into one, whose arrays have a leading axis with an entry for each of them.
+    """Stacks equal layers into one, whose arrays have a leading axis with an entry per layer.
 
-    Use it with `jax.lax.scan`: the time to compile does not grow with the number of layers. Adapters and
-    quantised weights are stacked part by part, without being changed.
+    Use it with `jax.lax.scan`: compile time does not grow with the number of layers. Adapters and quantised
+    weights are stacked part by part, unchanged.
 
     **Arguments:**
 
-    - `layers`: modules, or any other pytrees, of the same structure, shapes and dtypes. What is no array (an
-        activation, say) must be the same in all of them, and stays as it is.
+    - `layers`: modules, or any other pytrees, of the same structure, shapes and dtypes. Leaves that are not
+        arrays (an activation, say) must be the same in all of them, and are kept.
 
     **Returns:**
 
@@ -33,7 +33,7 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if there are no layers, or they differ: it says where, and in what.
+    `ValueError` if there are no layers, or if they differ; the message says where and how.
 
     !!! example
 
@@ -72,7 +72,7 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
 
 @checked
 def unstack_layers(stacked: PyTree) -> list[Any]:
-    """Takes apart what [`quaxlike.stack_layers`][] put together.
+    """Splits the result of [`quaxlike.stack_layers`][] into its layers.
 
     **Arguments:**
 
@@ -84,7 +84,7 @@ def unstack_layers(stacked: PyTree) -> list[Any]:
 
     **Raises:**
 
-    `ValueError` if the arrays have no leading axis of one size, or the rows of a Value are no Values of its
+    `ValueError` if the arrays have no leading axis of one size, or the rows of a Value are not Values of its
     type.
     """
     leaves, structure = jtu.tree_flatten_with_path(stacked, is_leaf=is_value)
@@ -121,7 +121,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
         return _stack(*leaves)
     out: Any = jtu.tree_map(_stack, *leaves)
     wanted = (len(leaves), *first.shape)
-    if tuple(out.shape) != wanted:  # the shape is not that of its parts
+    if tuple(out.shape) != wanted:  # the Value's shape does not follow from its parts'
         out = quaxify(jnp.stack)(leaves)
     if type(out) is not type(first) or out.leading_axis() is NotImplemented:
         raise ValueError(f"{name}: a {type(first).__name__} of shape {first.shape} cannot be stacked.")
@@ -150,7 +150,7 @@ def _rows(name: str, leaf: Any, n: int) -> list[Any]:
         return [_row(leaf, i) for i in range(n)]
     axes = leaf.leading_axis()
     if axes is NotImplemented:
-        raise ValueError(f"{name}: the rows of a {type(leaf).__name__} of shape {leaf.shape} are none.")
+        raise ValueError(f"{name}: a {type(leaf).__name__} of shape {leaf.shape} cannot be split into rows.")
     parts, structure = jtu.tree_flatten(leaf)
     rows = []
     for i in range(n):

@@ -1,4 +1,4 @@
-"""`summary`: the arrays of a model, what they take up and what is trained."""
+"""`summary`: the arrays of a model, their sizes, and how much of them is trained."""
 
 import dataclasses
 import math
@@ -28,17 +28,17 @@ class Row:
     shape: tuple[int, ...]
     dtype: str
     size: int
-    """How many numbers the array has."""
+    """The number of elements of the array."""
     adapter_size: int
-    """How many numbers its adapter adds to these."""
+    """The number of elements that its adapter adds to these."""
     trainable: int
-    """How many of all these are trained."""
+    """How many of all these elements are trained."""
     logical_bytes: int
-    """Bytes of the array if it were dense."""
+    """The bytes that the array would take if it were dense."""
     stored_bytes: int
-    """Bytes that are kept in its place, the adapter included."""
+    """The bytes that are stored in its place, including its adapter."""
     layout: Layout | None = None
-    """Which of its axes are outputs and which inputs; None for what is no weight of a layer."""
+    """Which of its axes are outputs and which inputs; None for an array that is not a weight of a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +52,27 @@ class Summary:
 
     @property
     def size(self) -> int:
-        """How many numbers the model's arrays have, adapters apart."""
+        """The number of elements of the model's arrays, without adapters."""
         return self._total("size")
 
     @property
     def trainable(self) -> int:
-        """How many numbers are trained."""
+        """The number of elements that are trained."""
         return self._total("trainable")
 
     @property
     def trainable_share(self) -> float:
-        """The share of what is trained in all numbers, those of the adapters included."""
+        """The share of all elements, including those of adapters, that is trained."""
         return self.trainable / max(1, self.size + self._total("adapter_size"))
 
     @property
     def logical_bytes(self) -> int:
-        """Bytes of the arrays if they were dense."""
+        """The bytes that the arrays would take if they were dense."""
         return self._total("logical_bytes")
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that are stored, adapters included."""
+        """The bytes that are stored, including adapters."""
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -132,12 +132,12 @@ def _axes(layout: Layout | None) -> str:
 
 @checked
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
-    """The arrays of a model: type, shape, size dense and as stored, and how much of them is trained.
+    """Tabulates the arrays of a model: type, shape, dense and stored size, and how much of each is trained.
 
     **Arguments:**
 
     - `model`: any pytree. A Value in it counts as one array.
-    - `layout`: as of [`quaxlike.layouts`][], for what the model does not tell. Default: none.
+    - `layout`: as for [`quaxlike.layouts`][], where the model does not say. Default: none.
 
     **Returns:**
 

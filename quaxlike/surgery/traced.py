@@ -13,20 +13,21 @@ from .trees import named_arrays
 
 
 def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Layout]:
-    """Finds out which module of Linen or Haiku uses each parameter, and what its class says about the axes.
+    """Traces a function, and finds the layout of each parameter from the Linen or Haiku module that uses it.
 
-    Their parameters lie in dicts, which do not know the modules that made them. Names tell much of it (see
-    [`quaxlike.layouts`][]); this tells the rest, such as `DenseGeneral` and layers with names of your own.
+    Linen and Haiku keep parameters in dicts, without the modules that made them. Names suffice for most
+    layers (see [`quaxlike.layouts`][]); this covers the rest, such as `DenseGeneral` and layers that you
+    named.
 
     **Arguments:**
 
-    - `fn`: `module.apply` of Linen, or `transformed.apply` of Haiku. It is traced, not run.
-    - `args`, `kwargs`: its arguments; arrays may be shapes.
+    - `fn`: `module.apply` in Linen, or `transformed.apply` in Haiku. It is traced, not run.
+    - `args`, `kwargs`: its arguments, in which `jax.ShapeDtypeStruct`s may stand for arrays.
 
     **Returns:**
 
-    Layouts by names of parameters, without the collection (`params`): for `layout=` of
-    [`quaxlike.loraify`][] and its like.
+    Layouts by names of parameters, without the collection (`params`): pass them as `layout=` to
+    [`quaxlike.loraify`][] and the like.
 
     **Raises:**
 
@@ -46,7 +47,7 @@ def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     def note(module: Any, path: str, params: Any) -> None:
         for name, x in named_arrays(params).items():
-            if len(x.shape) < 2 or "." in name:  # of a module inside
+            if len(x.shape) < 2 or "." in name:  # of an inner module
                 continue
             layout = conventions.by_class(module, name, tuple(x.shape))
             if isinstance(layout, Layout):
@@ -73,5 +74,5 @@ def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
                 stack.enter_context(sys.modules[package].intercept_methods(interceptor))
         eqx.filter_eval_shape(fn, *args, **kwargs)
     if not found:
-        raise ValueError("fn calls no module of Linen or Haiku with weights that are known by its class.")
+        raise ValueError("fn calls no module of Linen or Haiku with weights of a known class.")
     return found

@@ -18,21 +18,21 @@ from .trees import named_arrays, replace, some
 
 @checked
 def trainable(model: PyTree) -> PyTree:
-    """Which leaves of an adapted model are trained.
+    """Says which leaves of an adapted model to train.
 
     **Arguments:**
 
-    - `model`: what [`quaxlike.loraify`][] or [`quaxlike.train_scales`][] made. A warning says so if nothing
-        of it is trained.
+    - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. Warns if nothing in it is
+        trained.
 
     **Returns:**
 
     The model with True in place of each leaf that is trained (adapters, `modules_to_save`, trained biases,
     bases with `train_base`, scales of quantised weights with `train_scales`) and False in place of all
-    others: a filter spec for `eqx.partition`. Where the optimiser gets the whole model, of floating arrays,
-    the function itself gives the labels of
-    `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not give the result to
-    `optax.masked` alone: it adds the raw gradients of all other leaves to them.
+    others: a filter spec for `eqx.partition`. If the optimiser takes the whole model, and all its arrays are
+    floating, pass the function itself as labels:
+    `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not use `optax.masked`
+    alone: it passes on the raw gradients of all other leaves as their updates.
 
     !!! example
 
@@ -53,8 +53,8 @@ def trainable(model: PyTree) -> PyTree:
     spec = jtu.tree_map(trained_leaves, model, is_leaf=is_value)
     if not any(jtu.tree_leaves(spec)):
         warnings.warn(
-            "The model has no adapters, so nothing of it is trained. Put some on it with `quaxlike.loraify`, "
-            "or let the scales of quantised weights be trained with `quaxlike.train_scales`.",
+            "The model has no adapters, so nothing in it is trained. Add some with `quaxlike.loraify`, "
+            "or train the scales of quantised weights with `quaxlike.train_scales`.",
             stacklevel=3,  # beyond `checked`
         )
     return spec
@@ -64,21 +64,22 @@ def trainable(model: PyTree) -> PyTree:
 def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     """Lets gradients flow into the scales of quantised weights; their codes stay as they are.
 
-    Train what [`quaxlike.trainable`][] says. The model takes as many bytes after training as before.
+    Train the leaves that [`quaxlike.trainable`][] selects. Training does not change the bytes that the model
+    takes.
 
     **Arguments:**
 
     - `model`: any pytree with quantised weights.
-    - `where`: which of them, as [`quaxlike.select`][] takes it; of a weight with an adapter the base.
-        Default: all.
+    - `where`: which of them, as for [`quaxlike.select`][]; if a weight has an adapter, its base. Default:
+        all.
 
     **Returns:**
 
-    The model, with `train_scales` set for these weights.
+    The model, with `train_scales` set on these weights.
 
     **Raises:**
 
-    `ValueError` if none of the weights is quantised, or if one has no scales that are floating-point numbers.
+    `ValueError` if none of the weights is quantised, or if the scales of one are not floating-point numbers.
 
     !!! example
 
@@ -100,8 +101,8 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
             continue
         if not any(map(eqx.is_inexact_array, jtu.tree_leaves(w.scale))):
             raise ValueError(
-                f"{name} is a {type(w).__name__} whose scales are no floating-point numbers, but codes of 8 "
-                "bits. Leave it out with `where`."
+                f"{name} is a {type(w).__name__} whose scales are 8-bit codes, not floating-point "
+                "numbers. Leave it out with `where`."
             )
         w = dataclasses.replace(w, train_scales=True)
         trained[name] = x.replace(w=w) if isinstance(x, LoraArray) else w

@@ -1,6 +1,6 @@
-"""Models as trees of named arrays, whichever framework made them.
+"""Models as trees of named arrays, from any framework.
 
-Flax keeps arrays in boxes: `nnx.Variable`, and the axis metadata of Linen. A box is no part of a name.
+Flax keeps arrays in boxes: `nnx.Variable`, and Linen's axis metadata. A box does not appear in names.
 """
 
 import difflib
@@ -20,13 +20,13 @@ from ..core.values import is_value
 
 @checked
 def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
-    """The dotted name of a leaf, as state dicts write it.
+    """Turns a key path into the dotted name of the leaf, as in state dicts.
 
     **Arguments:**
 
-    - `key_path`: a key path of `jax.tree_util.tree_flatten_with_path` and its relatives.
-    - `model`: the tree that it is a path of. Only needed where Flax is in use: the path of an array in an
-        `nnx.Param` ends in `.value`, which is no part of the name. Without `model`, that ending is dropped
+    - `key_path`: a key path from `jax.tree_util.tree_flatten_with_path` and the like.
+    - `model`: the tree that the path belongs to. Only needed with Flax: the path of an array in an
+        `nnx.Param` ends in `.value`, which is not part of the name. Without `model`, that ending is dropped
         if Flax has been imported.
 
     **Returns:**
@@ -51,7 +51,7 @@ def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
 
 
 def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
-    """The node that holds a leaf, boxes aside; None where its pytree type does not say."""
+    """The node that holds a leaf, ignoring boxes; None if the pytree's type does not tell."""
     owner: Any = None
     for node, _ in _steps(model, key_path):
         owner = owner if _is_box(node) else node
@@ -59,7 +59,7 @@ def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
 
 
 def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Each key of a path with the node that it is a key of."""
+    """The keys of a path, each with its node."""
     steps: list[tuple[Any, Any]] = []
     node: Any = model
     for key in key_path:
@@ -80,7 +80,7 @@ def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _flax_type(module: str, name: str) -> Any:
-    """A class of Flax; no class at all where the user has not imported it."""
+    """A class of Flax; an empty tuple if Flax has not been imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -113,9 +113,9 @@ def _is_numpy(leaf: Any) -> bool:
 
 
 def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
-    """The model with other arrays under some of its names; a name may be one that held None."""
+    """Replaces arrays of a model by name; the name of a leaf that was None is allowed too."""
     if isinstance(model, _flax_type("flax.nnx", "Module")):
-        # A variable that stands at several places of an NNX module is one, and stays one.
+        # A variable that an NNX module holds at several places stays one variable.
         nnx: Any = sys.modules["flax.nnx"]
         graph, state = nnx.split(model)
         return nnx.merge(graph, replace(state, new))
@@ -130,13 +130,13 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
 # Layers by name
 # -------------------------------------------------------------------------------------------------
 
-# The fields in which a layer holds its one weight: those of PyTorch and Equinox, of Flax, and of Haiku. The
-# layer stands for this weight, and its name is the same in every framework.
+# The fields that hold a layer's one weight in PyTorch and Equinox, Flax, and Haiku. The name of the layer
+# stands for this weight, and is the same in every framework.
 _WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
 
 
 def layer_of(name: str) -> str:
-    """The layer whose weight `name` is: what PEFT calls a module."""
+    """The layer that `name` is the weight of: a module, in PEFT's terms."""
     found = _WEIGHT.fullmatch(name)
     return found["layer"] if found else name
 
@@ -150,7 +150,7 @@ def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
 
 
 def matches(pattern: str, name: str, *, regex: bool) -> bool:
-    """Whether a name, or the layer whose weight it is, matches: wholly, or by its last components."""
+    """Whether a name, or the name of its layer, matches in full or by its last components."""
     names = {name, layer_of(name)}
     if regex:
         return any(re.fullmatch(pattern, n) for n in names)

@@ -161,7 +161,7 @@ def test_training_several_adapters_at_once():
         ([], "at least one model"),
         ([MLP, MLP], "have no adapters"),
         ([adapted(0), {"w": jnp.ones((2, 2))}], "different names"),
-        ([adapted(0), adapted(1, modules_to_save=["layers.1"])], r"layers\.1\.weight is trained beside them"),
+        ([adapted(0), adapted(1, modules_to_save=["layers.1"])], r"layers\.1\.weight is trained too"),
         ([adapted(0), adapted(1, dora=True)], r"adapters on layers\.0\.weight do not fit"),
         ([adapted(0), adapted(1, dropout=0.5)], r"adapters on layers\.0\.weight do not fit"),
     ],

@@ -67,9 +67,9 @@ def test_a_decoder_is_known_by_its_names():
 @pytest.mark.parametrize(
     ("folds", "moments", "message"),
     [
-        ({"nothing": ["first"]}, None, "No layer of the model has a name of `folds`: nothing"),
-        ({"norm": ["third"]}, None, "`folds` names third, which is no layer"),
-        ({"norm": ["first"]}, {}, "balance has no inputs of first.weight"),
+        ({"nothing": ["first"]}, None, "No layer of the model matches `folds`: nothing"),
+        ({"norm": ["third"]}, None, "`folds` names third, which is not a layer"),
+        ({"norm": ["first"]}, {}, "balance has no moments for first.weight"),
         ({"norm": ["first"]}, {"first.weight": np.eye(3)}, r"must have shape \(64, 64\); found \(3, 3\)"),
     ],
 )

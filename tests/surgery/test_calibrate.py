@@ -81,7 +81,7 @@ def test_merging_meets_base_and_adapter(scheme):
 @pytest.mark.parametrize(
     ("moments", "message"),
     [
-        ({}, "calibrate has no inputs of weight"),
+        ({}, "calibrate has no moments for weight"),
         ({"weight": jnp.eye(3)}, r"must have shape \(64, 64\); found"),
     ],
 )

@@ -67,7 +67,7 @@ def test_eva_finds_the_directions_of_the_inputs():
     _, _, vt = np.linalg.svd(x, full_matrices=False)
     np.testing.assert_allclose(np.abs(a @ vt[:2].T), np.eye(2), atol=1e-4)
     np.testing.assert_allclose(ql.quaxify(model)(x[0]), MLP(x[0]), atol=1e-6)
-    with pytest.raises(ValueError, match=r"eva has no inputs of layers\.1\.weight"):
+    with pytest.raises(ValueError, match=r"eva has no moments for layers\.1\.weight"):
         ql.loraify(MLP, rank=2, init=ql.eva({"layers.0.weight": x.T @ x}), key=KEY)
 
 

@@ -205,5 +205,5 @@ def test_scales_are_trained_where_it_is_asked(mlp):
 def test_scales_that_cannot_be_trained(mlp):
     with pytest.raises(ValueError, match=r"no quantised weights, only layers\.0\.weight \(64, 64\)"):
         ql.train_scales(mlp)
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is a BlockArray whose scales are no floating"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is a BlockArray whose scales are 8-bit codes"):
         ql.train_scales(ql.quantize(mlp, "mxfp4"))

@@ -174,7 +174,7 @@ def test_select_in_a_state_dict():
 
 
 def test_a_model_without_adapters_trains_nothing_and_says_so(mlp):
-    with pytest.warns(UserWarning, match="has no adapters, so nothing of it is trained.*loraify"):
+    with pytest.warns(UserWarning, match="has no adapters, so nothing in it is trained.*loraify"):
         assert not any(jax.tree.leaves(ql.trainable(mlp)))
 
 
@@ -190,7 +190,7 @@ def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
         ({"rank_pattern": {"layer.0": 1}}, r"'layer\.0' in rank_pattern matches none.*layers\.0"),
         ({"alpha_pattern": {"q": 1}}, r"'q' in alpha_pattern matches none"),
         ({"exclude": ["layers.3"]}, r"'layers\.3' matches none"),
-        ({"modules_to_save": ["classifier"]}, r"'classifier' in modules_to_save is no part"),
+        ({"modules_to_save": ["classifier"]}, r"'classifier' in modules_to_save is not in the model"),
         (
             {"where": ["layers"]},
             r"'layers' matches none.*is a part of the model, with the arrays layers\.0\.weight",
