@@ -1,4 +1,4 @@
-"""File formats: checkpoints that other libraries write and read."""
+"""Checkpoint formats that other libraries read and write."""
 
 from typing import TYPE_CHECKING
 

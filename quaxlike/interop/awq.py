@@ -1,4 +1,4 @@
-"""AWQ: 4-bit codes, packed along the outputs in an order of their own (GEMM), or along the inputs (GEMV).
+"""AWQ: 4-bit codes, packed along the outputs in an interleaved order (GEMM), or along the inputs (GEMV).
 
 Source: the layouts of AutoAWQ, <https://github.com/casper-hansen/AutoAWQ>.
 """

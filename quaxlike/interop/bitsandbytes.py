@@ -1,4 +1,4 @@
-"""4-bit checkpoints as bitsandbytes and transformers write them.
+"""4-bit checkpoints in the format of bitsandbytes and transformers.
 
 A weight `X` is stored as packed codes under its name, with companions `X.absmax`, `X.quant_map`, for
 double quantisation `X.nested_absmax` and `X.nested_quant_map`, and
@@ -35,11 +35,11 @@ __all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The weights of a 4-bit checkpoint by name; each look-up reads one of them.
+    """The weights of a 4-bit checkpoint by name; each look-up reads one weight.
 
     **Attributes:**
 
-    - `storage`: how the file holds the codes of each quantised weight; `save` does it alike.
+    - `storage`: how the file stores the codes of each quantised weight; `save` stores them the same way.
     - `metadata`: the free text entries of the header.
     """
 
@@ -49,7 +49,7 @@ class Checkpoint(Mapping[str, Any]):
         companions = {name + suffix for name in self._states for suffix in COMPANIONS} | {
             key for key, _ in self._states.values()
         }
-        self._names = {name: None for name in tensors if name not in companions}  # ordered, and found at once
+        self._names = {name: None for name in tensors if name not in companions}  # an ordered set
         self.storage = {
             name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self._states
         }
@@ -64,7 +64,7 @@ class Checkpoint(Mapping[str, Any]):
         return as_jax(self._tensors[name])
 
     def rows(self, name: str) -> Rows:
-        """The weight of this name, to be read in part where its blocks allow it."""
+        """The weight of this name, which can be read by rows if its blocks allow it."""
         if name in self._states:
             return rows_of(self._tensors, name, *self._states[name])
         return dense_rows(self._tensors, name)
@@ -78,9 +78,9 @@ class Checkpoint(Mapping[str, Any]):
 
 @jtu.register_pytree_with_keys_class
 class Weights(dict[str, Any]):
-    """The weights of a 4-bit checkpoint by name, in memory: a dict that remembers how the file held them.
+    """The weights of a 4-bit checkpoint by name, in memory: a dict that remembers how the file stored them.
 
-    **Attributes:** `storage` and `metadata`, as of `Checkpoint`.
+    **Attributes:** `storage` and `metadata`, as for `Checkpoint`.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class Weights(dict[str, Any]):
 
 @checked
 def load(path: str | os.PathLike[str]) -> Weights:
-    """Reads a checkpoint: 4-bit weights stay packed.
+    """Reads a checkpoint, and leaves 4-bit weights packed.
 
     **Arguments:**
 
     - `path`: a `.safetensors` file, a `.safetensors.index.json` of several, or a folder that holds one.
 
-    **Returns:** a dict from the names in the file to `jax.Array`, `NF4Array` or `FP4Array`. Arrays of
-    64 bits stay NumPy arrays unless JAX has 64-bit types enabled.
+    **Returns:** a dict from the names in the file to `jax.Array`, `NF4Array` or `FP4Array`. 64-bit arrays
+    stay NumPy arrays unless `jax_enable_x64` is set.
 
     **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged or
-    incomplete, with file, entry, expected and found. Nothing is returned then.
+    incomplete, with file, entry, expected and found.
 
     !!! example
 
@@ -132,7 +132,7 @@ def load(path: str | os.PathLike[str]) -> Weights:
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The same as `load`, but reads each weight when it is looked up.
+    """Opens a checkpoint like `load`, but reads each weight when it is looked up.
 
     **Arguments:**
 
@@ -140,7 +140,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     **Returns:** a mapping from the names in the file.
 
-    **Raises:** as `load`; what is wrong with a single weight, when that is looked up.
+    **Raises:** as for `load`; errors about a single weight when that is looked up.
     """
     return Checkpoint(open_tensors(path))
 
@@ -154,16 +154,16 @@ def save(
 ) -> None:
     """Writes a checkpoint that bitsandbytes and transformers load.
 
-    What `load` gave is written byte for byte as it was read. The file appears once it is complete.
+    The result of `load` is written byte for byte as it was read. The file appears only once it is complete.
 
     **Arguments:**
 
     - `path`: the file to write.
     - `mapping`: arrays, `NF4Array`s and `FP4Array`s by name.
-    - `quant_storage`: the dtype that packed codes are viewed as. Default: that of the file that `mapping`
-        was loaded from, else uint8.
+    - `quant_storage`: the dtype that packed codes are viewed as. Default: the dtype in the file that
+        `mapping` was loaded from, else uint8.
 
-    **Raises:** `CheckpointError` for a value that the format cannot hold; then no file is written.
+    **Raises:** `CheckpointError` for a value that the format cannot hold; no file is written then.
     """
     path = Path(path)
     tensors = tensors_of(path, mapping, quant_storage)

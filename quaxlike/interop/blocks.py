@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, checked, and the block arrays that they make."""
+"""Checks of a checkpoint's tensors, and the block arrays that they make up."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -20,18 +20,18 @@ INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
 
 
 class Weight(NamedTuple):
-    """A weight of the unquantised checkpoint: the tensors that it takes, and a function that reads it."""
+    """A weight of the unquantised checkpoint: the tensors that store it, and a function that reads it."""
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
 
 
 class Layer:
-    """The tensors of one layer of a checkpoint, by their suffixes, and what has been asked for.
+    """The tensors of one layer of a checkpoint, by suffix.
 
     **Attributes:**
 
-    - `name`: of the layer, without a dot at its end; `at(suffix)` names a tensor.
+    - `name`: of the layer, without a trailing dot; `at(suffix)` is the name of a tensor.
     """
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
@@ -49,7 +49,7 @@ class Layer:
         return complain(self.tensors.path, self.name if suffix is None else self.at(suffix), problem)
 
     def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
-        """The shape of a tensor, which must be there, with `ndim` axes of at least one element."""
+        """The shape of a tensor. Raises if it is missing, is empty, or does not have `ndim` axes."""
         if suffix not in self:
             raise self.bad(suffix, "is missing")
         shape = self.tensors.info[self.at(suffix)].shape
@@ -62,7 +62,7 @@ class Layer:
         return self.tensors.info[self.at(suffix)].dtype
 
     def get(self, suffix: str, dtypes: Iterable[np.dtype], *shapes: tuple[int, ...]) -> np.ndarray:
-        """A tensor, of one of these dtypes and one of these shapes (any, if none is given)."""
+        """A tensor. Raises unless it has one of these dtypes and one of these shapes (default: any)."""
         shape, dtype, dtypes = self.shape(suffix), self.dtype(suffix), list(dtypes)
         if dtype not in dtypes or (shapes and shape not in shapes):
             wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
@@ -71,7 +71,7 @@ class Layer:
         return self.tensors[self.at(suffix)]
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
-        """Floating scales, which must be finite."""
+        """Floating-point scales. Raises unless they are finite."""
         scale = self.get(suffix, FLOATS, *shapes)
         if not np.isfinite(scale.astype(np.float32)).all():
             raise self.bad(suffix, "has scales that are not finite")
@@ -79,19 +79,19 @@ class Layer:
 
 
 def layers(tensors: Tensors, suffix: str, separator: str = ".") -> list[Layer]:
-    """Those that have a tensor of this suffix."""
+    """The layers that have a tensor with this suffix."""
     end = separator + suffix
     return [Layer(tensors, name.removesuffix(end), separator) for name in tensors if name.endswith(end)]
 
 
 def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, Weight]:
-    """The entry for `layer`, which takes those tensors of these suffixes that there are."""
+    """The entry for `layer`, stored in the tensors with these suffixes, as far as they exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": Weight(taken, guarded(layer, read))}
 
 
 def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:
-    """`read`, whose `ValueError`s name the layer: what the array type finds wrong about its parts."""
+    """`read`, with the layer's name added to `ValueError`s that the array type raises about its parts."""
 
     def checked() -> Any:
         try:
@@ -119,8 +119,8 @@ def integers(
     count: int | None = None,
     order: np.ndarray | None = None,
 ) -> BlockArray:
-    """`scale * (code - zero)` for unsigned codes of some bits; `zero` None, or the same everywhere, for
-    the middle of their range."""
+    """An array of values `scale * (code - zero)`, for unsigned codes of `bits` bits; `zero` None, or the
+    middle of their range everywhere, gives a symmetric codec."""
     middle = 1 << (bits - 1)
     symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
     codec = Codec(bits, bias=middle) if symmetric else Codec(bits, zeros="points")
@@ -143,29 +143,29 @@ def small_floats(
     outer: np.ndarray | None = None,
     count: int | None = None,
 ) -> BlockArray:
-    """Codes that are floats of 8 or 4 bits. `count` for codes that are packed already."""
+    """An array whose codes are floats of 8 or 4 bits. Pass `count` if the codes are packed already."""
     codec = CODECS[codec] if isinstance(codec, str) else codec
     scales = BlockScales(scale, outer=outer)
     return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
 
 
 def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
-    """Scales of tiles as those of rows: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
+    """Repeats the scales of tiles for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
     return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile may reach far beyond the rows
 
 
 def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
-    """One scale, or one a row, as `(rows, 1)`."""
+    """A single scale, or one per row, as `(rows, 1)`."""
     return np.broadcast_to(scale.reshape(-1, 1), (rows, 1))
 
 
 def num_words(count: int, bits: int) -> int:
-    """How many words of 32 bits hold this many codes."""
+    """The number of 32-bit words that hold this many codes."""
     return -(-count * bits // 32)
 
 
 def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[int] = ()) -> int:
-    """An integer of a configuration."""
+    """An integer from a configuration."""
     value, among = config.get(key), list(among)
     if type(value) is not int or (among and value not in among):
         wanted = f"one of {', '.join(map(str, among))}" if among else "an integer"
@@ -174,7 +174,7 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
 
 
 def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    """An object of a configuration; an empty one if it is absent."""
+    """An object from a configuration; an empty one if it is absent."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise complain(path, key, f"the quantisation config must give an object; found {value!r}")
@@ -182,7 +182,7 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
 
 
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
-    """How many codes share a scale; None for all of a row."""
+    """The number of codes that share a scale; None for a whole row."""
     size = integer(config, "group_size", path)
     if size != -1 and not 1 <= size < 2**31:
         raise complain(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")

@@ -1,4 +1,4 @@
-"""`load` and `open_checkpoint`: checkpoints of every known format, which is found by itself."""
+"""`load` and `open_checkpoint`: checkpoints of every known format, which is detected."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from .tensors import Tensors, as_jax, open_tensors
 
 _Reader = Callable[[Tensors, Mapping[str, Any]], dict[str, Weight]]
 
-# By the `quant_method` of a configuration.
+# By `quant_method` in the configuration.
 _READERS: dict[str, _Reader] = {
     "gptq": gptq.weights,
     "awq": awq.weights,
@@ -45,7 +45,7 @@ _READERS: dict[str, _Reader] = {
     "hqq": hqq.weights,
     "torchao": torchao.weights,
 }
-# What concerns activations and caches, and is of no use to weights alone.
+# Tensors about activations and caches, which weights alone do not need.
 _SKIPPED = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
     *(".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
@@ -53,13 +53,14 @@ _SKIPPED = (
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The weights of a checkpoint by the names that it has unquantised; each look-up reads one of them.
+    """The weights of a checkpoint, by their names in the unquantised one; each look-up reads one weight.
 
     **Attributes:**
 
-    - `config`: what `config.json` says, if there is one; the metadata of a GGUF file says the same.
-    - `metadata`: the free text entries of a safetensors header; the keys and values of a GGUF file.
-    - `format`: the format that was found: "gptq", "gguf", … or "safetensors".
+    - `config`: the contents of `config.json`, if there is one; for a GGUF file, their equivalent in its
+        metadata.
+    - `metadata`: the free-text entries of a safetensors header, or the keys and values of a GGUF file.
+    - `format`: the detected format: "gptq", "gguf", … or "safetensors".
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Checkpoint(Mapping[str, Any]):
         return self._as_asked(self._weights[name]())
 
     def rows(self, name: str) -> Rows:
-        """The weight of this name, to be read in part where its format allows it."""
+        """The weight of this name, which can be read by rows if its format allows it."""
         if name not in self._rows:
             return Rows(None, lambda: self[name])
         rows = self._rows[name]()
@@ -95,7 +96,7 @@ class Checkpoint(Mapping[str, Any]):
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
 
     def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
-        """The same weights; block arrays among them stand for this dtype."""
+        """The same weights, where block arrays have this dtype."""
         out = copy.copy(self)
         out._dtype = dtype
         return out
@@ -121,22 +122,22 @@ def load(
     **Arguments:**
 
     - `path`: a folder with `config.json` and safetensors, or with a GGUF file; or a file.
-    - `dtype`: the dtype that block arrays stand for. Default: float32, in which their values are exact.
-        bitsandbytes says in the file what its 4-bit weights stand for.
-    - `mesh`: of devices, of one process or of many. Weights are read onto it one by one, and a process keeps
-        what its own devices store. Of plain tensors, and of formats that go by rows (bitsandbytes without
-        nested scales, int8, FP8, MXFP4, MLX), it reads those rows alone. Default: the default device.
-    - `sharding`: how weights are spread over the mesh, as `rule` of [`quaxlike.sharding.specs_for`][]: specs
-        by regular expressions, or a rule such as those of [`quaxlike.sharding.fsdp`][] and
-        [`quaxlike.sharding.tensor_parallel`][]. Default: along an axis of the mesh that is called `"model"`,
-        `"tensor"` or `"tp"` as `tensor_parallel` says of the names, along others as `fsdp`.
+    - `dtype`: the dtype of block arrays. Default: float32, in which their values are exact. Files of
+        bitsandbytes state the dtype of their 4-bit weights.
+    - `mesh`: of devices, in one or many processes. Weights are read onto it one by one, and a process keeps
+        what its own devices store. Of plain tensors, and of formats stored by rows (bitsandbytes without
+        nested scales, int8, FP8, MXFP4, MLX), it reads only the rows it needs. Default: the default device.
+    - `sharding`: how to spread weights over the mesh, like `rule` in [`quaxlike.sharding.specs_for`][]: specs
+        by regular expressions, or a rule such as those from [`quaxlike.sharding.fsdp`][] and
+        [`quaxlike.sharding.tensor_parallel`][]. Default: as by `tensor_parallel` along a mesh axis called
+        `"model"`, `"tensor"` or `"tp"`, and as by `fsdp` along others.
 
     **Returns:** arrays and quantised arrays by the names of the unquantised checkpoint
-    ("….q_proj.weight"), of shape (out, in). Codes and scales are those of the file.
+    ("….q_proj.weight"), of shape (out, in). Codes and scales are unchanged from the file.
 
     **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged,
     inconsistent, or of a format that cannot be read, with file, entry, expected and found; `ValueError` for a
-    `sharding` that a weight cannot follow, or without a mesh.
+    `sharding` that does not fit a weight, or without a mesh.
 
     !!! example
 
@@ -151,7 +152,7 @@ def load(
     """
     if mesh is None:
         if sharding is not None:
-            raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
+            raise ValueError("`sharding` says how weights are spread over a mesh: pass `mesh` too.")
         return dict(open_checkpoint(path, dtype=dtype))
     checkpoint = open_checkpoint(path, dtype=dtype)
     rule = usual_rule(mesh) if sharding is None else by_name(sharding, checkpoint)
@@ -160,13 +161,13 @@ def load(
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
-    """The same as `load`, but reads each weight when it is looked up.
+    """Opens a checkpoint like `load`, but reads each weight when it is looked up.
 
-    **Arguments:** as of `load`.
+    **Arguments:** as for `load`.
 
     **Returns:** a mapping from names, with `config`, `metadata` and `format`.
 
-    **Raises:** as `load`; what is wrong with a single weight, when that is looked up.
+    **Raises:** as for `load`; errors about a single weight when that is looked up.
     """
     path = Path(path)
     config, methods = _configs(path)
@@ -193,7 +194,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         raise complain(tensors.path, "quant_method", f"{known} can be read; found {method!r}")
     for name, entry in found.items():
         if name in tensors and name not in entry.tensors:
-            raise complain(tensors.path, name, f"is there twice: as it is, and as {', '.join(entry.tensors)}")
+            raise complain(tensors.path, name, f"is stored twice: plain, and as {', '.join(entry.tensors)}")
         weights[name] = entry.read
         taken.update(entry.tensors)
         if (method if method in _READERS else "int8") in BY_ROWS:
@@ -223,16 +224,16 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
 
 @checked
 def read_tokenizer(path: str | os.PathLike[str]) -> str:
-    """The tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
+    """Reads the tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
 
     **Arguments:**
 
-    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is written in this form.
+    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is converted to this form.
 
     **Returns:** the text of `tokenizer.json`.
 
-    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is no text, or a
-    vocabulary of GGUF that cannot be read.
+    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is not text, or a GGUF
+    vocabulary that cannot be read.
     """
     path = Path(path)
     file = path / "tokenizer.json"
@@ -240,14 +241,14 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
         try:
             return file.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise complain(file, None, f"is no text in UTF-8: {error}") from None
+            raise complain(file, None, f"is not UTF-8 text: {error}") from None
     if not holds_gguf(path):
-        raise FileNotFoundError(f"There is no {file}: text becomes tokens as that file says.")
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")
     gguf = open_gguf(path)
     return json.dumps(tokenizer_of(gguf.path, gguf.metadata))
 
 
-# Of no use on its own: a file that has it beside no weight is damaged, or of another format.
+# Suffixes of no use on their own: a file that has one without its weight is damaged, or of another format.
 _CODES = (
     *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_zero_point"),
     *("_blocks", "_scales", ".W_q", ".SCB"),
@@ -255,7 +256,7 @@ _CODES = (
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, Any]]]:
-    """The configuration beside a checkpoint; the method of quantisation that it names, and its settings."""
+    """The configuration beside a checkpoint, with the quantisation method that it names and its settings."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
         return {}, (None, {})
@@ -265,7 +266,7 @@ def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, An
     config = read(Pair(folder).config_path().name)
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, dict | None):
-        raise complain(folder / "config.json", "quantization_config", f"is no object: {settings!r}")
+        raise complain(folder / "config.json", "quantization_config", f"is not an object: {settings!r}")
     if isinstance(config.get("quantization"), dict) and "quant_method" not in (settings or {}):
         return config, ("mlx", config["quantization"])
     if settings is None and (other := read("quantize_config.json")):

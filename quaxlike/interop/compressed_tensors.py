@@ -1,4 +1,4 @@
-"""compressed-tensors, the format of vLLM: packed and plain integers, FP8, NVFP4, MXFP4, MXFP8, sparse masks.
+"""compressed-tensors, vLLM's format: packed and plain integers, FP8, NVFP4, MXFP4, MXFP8, sparse masks.
 
 Source: the layouts of <https://github.com/vllm-project/compressed-tensors>.
 """
@@ -76,7 +76,7 @@ def _are_targets(targets: Any) -> bool:
 
 
 def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The group whose targets name the layer; else the first that names a class of layers."""
+    """The group whose targets name the layer, or else the first one that names a class of layers."""
     by_class = None
     for group in groups.values():
         for target in group.get("targets") or []:
@@ -91,7 +91,7 @@ def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
             elif by_class is None and target[:1].isupper():
                 by_class = group
     if by_class is None:
-        raise layer.bad(None, "no group of the configuration names it, though it is quantised")
+        raise layer.bad(None, "no group in the configuration names it, though it is quantised")
     return by_class
 
 
@@ -105,7 +105,7 @@ def _bits(layer: Layer, scheme: _Scheme, kind: str, among: tuple[int, ...]) -> i
 
 
 def _block(layer: Layer, scheme: _Scheme, k: int) -> int | None:
-    """How many columns share a scale; None for all of them."""
+    """The number of columns that share a scale; None for all of them."""
     size = scheme.get("group_size")
     if scheme.get("strategy") in ("group", "tensor_group"):
         if type(size) is not int or size < 1 or k % size:
@@ -130,7 +130,7 @@ def _packed_integers(layer: Layer, scheme: _Scheme) -> Any:
     packed = layer.get("weight_packed", [INT32])
     if words == dense:
         codes = unpack(stream(packed), bits, k)
-    else:  # older releases: as many codes as a word holds whole
+    else:  # older releases: as many whole codes as a word holds
         shifts = (np.arange(per_word) * bits).astype(np.uint32)
         parts = packed.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)
         codes = parts.astype(np.uint8).reshape(n, -1)[:, :k]
@@ -181,7 +181,7 @@ def _scales(layer: Layer, suffix: str, scheme: _Scheme, n: int, k: int) -> tuple
 
 
 def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
-    """Scales of a tensor or of tiles as those of rows."""
+    """The scale of a tensor or the scales of tiles, repeated for each row."""
     if scheme.get("strategy") == "block":
         return np.ascontiguousarray(spread_tiles(x, n, scheme["block_structure"][0]))
     return np.ascontiguousarray(per_row(x, n)) if x.size == 1 else x

@@ -1,4 +1,4 @@
-"""Writes compressed-tensors: packed integers, int8 and FP8, one scheme for each kind of weight."""
+"""The writer of compressed-tensors: packed integers, int8 and FP8, one scheme for each kind of weight."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     """The format of a weight, its scheme, and its tensors by their suffixes."""
     if len(w.shape) != 2 or getattr(w, "axes", ()):
-        raise complain(path, name, "is no matrix quantised along its last axis; materialise it")
+        raise complain(path, name, "is not a matrix quantised along its last axis; materialise it")
     if isinstance(w, Int8Array):
         scale = np.asarray(w.scale)
         scheme = _scheme("int", 8, w.block if scale.shape[1] > 1 else None, True)
@@ -97,7 +97,7 @@ def _is_packable(codec: Codec) -> bool:
 
 
 def _words(packed: np.ndarray, words: int) -> np.ndarray:
-    """Bytes as words of 32 bits, the last one filled up with zeros."""
+    """Bytes as 32-bit words, the last one padded with zeros."""
     missing = 4 * words - packed.shape[-1]
     return np.ascontiguousarray(np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])).view(np.int32)
 

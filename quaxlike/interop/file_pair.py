@@ -1,9 +1,9 @@
 """Two files that belong together: tensors, and the configuration that says how they are read.
 
-No file system replaces two files at once. While a pair is written over another, the new configuration waits
-beside the old one, under a name that tells the tensors it belongs to. Once those are in place it holds, and
-it is moved to its own name. Whoever reads in between, or after a kill, takes the one that belongs to the
-tensors that are there.
+No file system replaces two files at once. While a pair overwrites another, the new configuration waits beside
+the old one, under a name with the hash of its tensors. It takes effect once those are in place, and is then
+moved to its final name. A reader in between, or after a kill, takes the configuration that belongs to the
+tensors it finds.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ class Pair(NamedTuple):
         config: bytes,
         metadata: Mapping[str, str] = {"format": "pt"},
     ) -> None:
-        """Puts a pair in place of the one that is there, if there is one.
+        """Writes a pair, in place of an existing one.
 
-        **Raises:** `CheckpointError` where the folder has tensors in several files, which readers prefer.
+        **Raises:** `CheckpointError` if the folder has tensors in several files, which readers prefer.
         """
         index = self.folder / f"{self.tensors}.index.json"
         if index.exists():
@@ -47,11 +47,11 @@ class Pair(NamedTuple):
                 beside.write(config)
         with replacing(self.folder / self.config) as file:
             file.write(config)
-        for left in self._all_waiting():  # by others that were killed, too
+        for left in self._all_waiting():  # also from writers that were killed
             left.unlink(missing_ok=True)
 
     def config_path(self) -> Path:
-        """Where the configuration is that belongs to the tensors in the folder."""
+        """The path of the configuration that belongs to the tensors in the folder."""
         if self._all_waiting() and (self.folder / self.tensors).is_file():
             waiting = self._waiting(self.folder / self.tensors)
             if waiting.is_file():
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
         return self.folder / self.config
 
     def _waiting(self, tensors: Path) -> Path:
-        """Where the configuration for these tensors waits."""
+        """The path at which the configuration for these tensors waits."""
         with open(tensors, "rb") as file:
             return self.folder / f".{self.config}.for-{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

@@ -1,4 +1,4 @@
-"""FP8 with scales of tensors, rows, blocks or tiles (DeepSeek, Qwen, vLLM, fbgemm), and ModelOpt.
+"""FP8 with scales per tensor, row, block or tile (DeepSeek, Qwen, vLLM, fbgemm), and ModelOpt.
 
 Source: the layouts of transformers' `finegrained_fp8`, <https://github.com/huggingface/transformers>, and of
 ModelOpt, <https://github.com/NVIDIA/TensorRT-Model-Optimizer>.
@@ -49,7 +49,7 @@ def _read(layer: Layer, tile: list[int] | None) -> Any:
     scales = [suffix for suffix in ("weight_scale_inv", "weight_scale") if suffix in layer]
     if len(scales) != 1:
         found = " and ".join(scales) or "none"
-        raise layer.bad(None, f"a weight of 8 bits takes weight_scale_inv or weight_scale; found {found}")
+        raise layer.bad(None, f"an 8-bit weight takes weight_scale_inv or weight_scale; found {found}")
     return read_float8(layer, scales[0], tile)
 
 
@@ -58,8 +58,8 @@ def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_blo
 
     **Arguments:**
 
-    - `suffix`: of its scales: one, one a row, one for each of the tiles, or, for each row, one for each
-        `column_block` columns.
+    - `suffix`: of its scales: a single one, one per row, one per tile, or one per row and `column_block`
+        columns.
     - `tile`: the rows and columns that share a scale.
     """
     n, k = layer.shape("weight", 2)
@@ -89,12 +89,12 @@ def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_blo
 
 
 def _read_nvfp4(layer: Layer, _: Any) -> Any:
-    """ModelOpt multiplies the scales of blocks with one of the tensor."""
+    """A weight of ModelOpt, which multiplies the scales of blocks by that of the tensor."""
     return read_nvfp4(layer, "weight", layer.get("weight_scale_2", FLOATS, (), (1,)), over=False)
 
 
 def read_nvfp4(layer: Layer, packed: str, outer: np.ndarray, *, over: bool) -> Any:
-    """A weight of 4-bit floats in blocks of 16, whose scales are float8_e4m3fn times (or over) `outer`."""
+    """A weight of 4-bit floats in blocks of 16, with float8_e4m3fn scales times (or over) `outer`."""
     n, half = layer.shape(packed, 2)
     k = 2 * half
     if k % 16:

@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: metadata, tokenizer and tensors in one file, or in several.
+"""GGUF, the format of llama.cpp: metadata, tokeniser and tensors in one or several files.
 
 Source: the specification, <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 """
@@ -31,7 +31,7 @@ _PLAIN: dict[int, np.dtype] = {
     30: np.dtype(ml_dtypes.bfloat16),
 }
 
-#: Types that cannot be read, by their numbers.
+#: Types that cannot be read, by number.
 _UNREAD = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
@@ -48,13 +48,13 @@ class _Tensor(NamedTuple):
 
 
 class Gguf(Mapping[str, Any]):
-    """The tensors of a GGUF file, by the names of transformers where the architecture has them; each look-up
-    reads one.
+    """The tensors of a GGUF file, by transformers' names if the architecture is known; each look-up reads
+    one.
 
     **Attributes:**
 
-    - `metadata`: the keys and values of the file, among them the tokenizer.
-    - `config`: what `config.json` of transformers says, for an architecture that has an entry in the table.
+    - `metadata`: the keys and values of the file, including the tokeniser.
+    - `config`: the equivalent of transformers' `config.json`, if the architecture is in the table.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ class Gguf(Mapping[str, Any]):
                 self.metadata = metadata
             for name, tensor in tensors.items():
                 if name in found:
-                    raise complain(part, name, "is in another part of the checkpoint, too")
+                    raise complain(part, name, "is also in another part of the checkpoint")
                 found[name] = tensor
         total = self.metadata.get("split.tensors.count", len(found))
         if total != len(found):
@@ -96,7 +96,7 @@ class Gguf(Mapping[str, Any]):
             return parts[0]
         shapes = [part.shape for part in parts]
         if len(shapes[0]) != 3 or shapes[0] != shapes[1]:
-            raise complain(self.path, key, f"is made of two stacks of one shape; found {shapes}")
+            raise complain(self.path, key, f"must be made of two stacks of the same shape; found {shapes}")
         return quaxify(lambda parts: jnp.concatenate(parts, axis=1))(parts)
 
     def _read(self, name: str) -> Any:
@@ -131,7 +131,7 @@ def holds_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of a checkpoint, of which `path` is one."""
+    """The files of the checkpoint that `path` is part of."""
     found = _SPLIT.fullmatch(path.name)
     if found is None:
         return [path]
@@ -148,7 +148,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, _Tensor]]:
     with open(path, "rb") as file:
         cursor = Cursor(path, file, size)
         if cursor.take(4) != MAGIC:
-            raise complain(path, None, "is no GGUF file: it does not begin with GGUF")
+            raise complain(path, None, "is not a GGUF file: it does not begin with GGUF")
         version = cursor.number("<u4")
         if version not in (2, 3):
             swapped = int.from_bytes(int(version).to_bytes(4, "big"), "little")
@@ -160,7 +160,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, _Tensor]]:
         for _ in range(keys):
             key = cursor.text()
             if key in metadata:
-                raise complain(path, key, "stands there twice")
+                raise complain(path, key, "appears twice")
             metadata[key] = read_value(cursor)
         cursor.expect(count, 24, "tensors")
         infos = [_read_info(cursor) for _ in range(count)]
@@ -183,11 +183,11 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place(
     path: Path, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int, size: int
 ) -> dict[str, _Tensor]:
-    """Where tensors are; they lie within the file, and apart."""
+    """The positions of tensors. Raises unless they lie within the file and do not overlap."""
     out: dict[str, _Tensor] = {}
     for name, shape, kind, offset in infos:
         if name in out:
-            raise complain(path, name, "stands there twice")
+            raise complain(path, name, "appears twice")
         if kind not in _PLAIN and kind not in BLOCK_TYPES:
             known = ", ".join(label for label, _ in BLOCK_TYPES.values())
             label = _UNREAD.get(kind, f"number {kind}, which is not known")
@@ -220,7 +220,7 @@ def _place(
 
 
 def open_gguf(path: Path) -> Gguf:
-    """A file by its name, or the one in a folder."""
+    """Opens a file, or the only one in a folder."""
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         firsts = [p for p in found if not (m := _SPLIT.fullmatch(p.name)) or int(m[2]) == 1]

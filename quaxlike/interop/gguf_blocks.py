@@ -1,4 +1,4 @@
-"""The blocks of GGUF: bytes of a block to codes, scales and minima, and back for the types that are written.
+"""The blocks of GGUF: bytes to codes, scales and minima, and back for the types that can be written.
 
 Source: the layouts of ggml, <https://github.com/ggml-org/ggml>, `ggml-quants.c`.
 """
@@ -11,12 +11,12 @@ import numpy as np
 from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ..kernels import bits as bitstream
 
-# Codes, scale, outer scale, zero, outer zero of some blocks, each (blocks, n).
+# Codes, scales, outer scale, zeros and outer zero of some blocks, each (blocks, n).
 Parts = tuple[Any, Any, Any, Any, Any]
 
 
 class BlockType(NamedTuple):
-    """A quantised type: how many elements and bytes a block has, its codec, and how its bytes are read."""
+    """A quantised type: the elements and bytes of a block, its codec, and the reader of its bytes."""
 
     elements: int
     nbytes: int
@@ -29,7 +29,7 @@ def _half(raw: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(qs: np.ndarray) -> np.ndarray:
-    """Low nibbles first, then the high ones."""
+    """Low nibbles first, then high ones."""
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
@@ -115,7 +115,7 @@ def _mxfp4(raw: np.ndarray) -> Parts:
     return _nibbles(raw[:, 1:]), raw[:, :1], None, None, None
 
 
-#: By their numbers in a file: names, and how they are read.
+#: Names and types, by their numbers in a file.
 BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
     2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], _q4_0)),
     3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], _q4_1)),
@@ -134,7 +134,8 @@ BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
 
 
 def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows: Any = None) -> BlockArray:
-    """The array of this shape whose blocks `data` holds, uint8; `rows` reorders the axis before the last."""
+    """The array of this shape from the bytes (uint8) of its blocks; `rows` reorders its second-to-last
+    axis."""
     lead = shape[:-1]
     per_row = shape[-1] // kind.elements
     data = data.reshape(*lead, per_row * kind.nbytes)
@@ -147,7 +148,7 @@ def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows:
 
 
 def write_blocks(w: BlockArray, name: str) -> np.ndarray:
-    """The bytes of an array of type `Q4_0` or `Q8_0`, as its rows are stored: (..., bytes)."""
+    """The bytes of an array, in the type `Q4_0` or `Q8_0`, row by row: (..., bytes)."""
     codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
     blocks = codes.reshape(-1, 32)
     packed = blocks[:, :16] | blocks[:, 16:] << np.uint8(4) if name == "Q4_0" else blocks ^ np.uint8(128)

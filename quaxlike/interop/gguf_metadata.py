@@ -14,7 +14,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class Cursor:
-    """A place in a file of known size, from which it is read on."""
+    """A reading position in a file of known size."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path
@@ -23,17 +23,15 @@ class Cursor:
         self._size = size
 
     def take(self, count: int) -> bytes:
-        """The next bytes, which must be there."""
+        """Reads the next bytes. Raises if the file is too short."""
         if count > self._size - self.at:
             left = self._size - self.at
-            raise complain(
-                self.path, None, f"{count:,} bytes are due at byte {self.at:,}; there are {left:,}"
-            )
+            raise complain(self.path, None, f"expected {count:,} bytes at byte {self.at:,}; found {left:,}")
         self.at += count
         return self._file.read(count)
 
     def expect(self, count: int, each: int, what: str) -> None:
-        """Raises unless the rest of the file has room for so many things of at least `each` bytes."""
+        """Raises unless the rest of the file has room for `count` items of at least `each` bytes."""
         if count * each > self._size - self.at:
             raise complain(self.path, None, f"claims {count:,} {what}, which the file has no room for")
 
@@ -50,7 +48,7 @@ class Cursor:
 
 
 def read_value(cursor: Cursor, depth: int = 0) -> Any:
-    """A value, after its type."""
+    """Reads a type, and a value of it."""
     return _value(cursor, cursor.number("<u4"), depth)
 
 
@@ -75,7 +73,7 @@ def _value(cursor: Cursor, kind: int, depth: int) -> Any:
 
 def _dtype(cursor: Cursor, kind: int) -> np.dtype | None:
     if kind >= len(_NUMBERS):
-        raise complain(cursor.path, None, f"there is no type {kind} of values, at byte {cursor.at:,}")
+        raise complain(cursor.path, None, f"unknown value type {kind} at byte {cursor.at:,}")
     name = _NUMBERS[kind]
     return None if name is None else np.dtype(name)
 
@@ -86,9 +84,9 @@ def encode_text(text: str) -> bytes:
 
 
 def encode_value(value: Any) -> bytes:
-    """A value with its type before it.
+    """A value, preceded by its type.
 
-    **Raises:** `TypeError` for what the format has no type for.
+    **Raises:** `TypeError` for a value that the format has no type for.
     """
     kind, raw = _encode(value)
     return struct.pack("<I", kind) + raw

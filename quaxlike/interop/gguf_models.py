@@ -1,4 +1,4 @@
-"""The table of architectures of GGUF: names of tensors, and keys of the metadata, as transformers has them.
+"""The table of GGUF's architectures: their names and metadata keys, mapped to those of transformers.
 
 Source: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-py/gguf/constants.py` and
 `conversion`.
@@ -15,7 +15,7 @@ import numpy as np
 
 from .errors import complain
 
-# Names of transformers for those of llama.cpp.
+# From llama.cpp's names to transformers'.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK = {
     "attn_norm": "input_layernorm",
@@ -40,10 +40,10 @@ _AFTER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-#: Experts have gate and up in one stack.
+#: transformers keeps gate and up of experts in one stack.
 _JOINED = ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.gate_up_proj"
 
-# Entries of `config.json` by keys of the metadata, after the name of the architecture.
+# Entries of `config.json`, by metadata keys without the architecture's prefix.
 _KEYS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -80,15 +80,15 @@ class Architecture:
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names within a block that differ from Llama's."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of the metadata beside the usual ones."""
+    """Metadata keys besides the usual ones."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that no key says."""
+    """Entries of `config.json` that no metadata key determines."""
     permuted: bool = False
-    """Whether the rows of q and k stand in the order of llama.cpp's rotary embedding."""
+    """Whether the rows of q and k are in the order of llama.cpp's rotary embedding."""
     norm_offset: float | int = 0
-    """The number that files have added to the weights of norms."""
+    """The number that has been added to the weights of norms in files."""
     large: int = 0
-    """The number of layers of that Gemma whose scores are divided by another size of heads."""
+    """The number of layers of the Gemma whose scores are scaled by another head size."""
 
 
 _GEMMA = Architecture(
@@ -113,7 +113,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         keys={"rope.scaling.original_context_length": "original_max_position_embeddings"},
     ),
 }  # fmt: skip
-#: Files of Mixtral say that they are of Llama, and have experts.
+#: Files of Mixtral claim to be Llama, but have experts.
 _MIXTRAL = dataclasses.replace(
     ARCHITECTURES["llama"], model="MixtralForCausalLM", model_type="mixtral", keys=_EXPERT_KEYS
 )
@@ -121,7 +121,7 @@ _SAME = {"mistral": "llama", "mixtral": "llama"}
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> Architecture | None:
-    """The entry of the table for a file; None for one that is not in it."""
+    """The table's entry for a file; None if its architecture is not in the table."""
     name = metadata.get("general.architecture")
     if name == "llama" and metadata.get("llama.expert_count"):
         return _MIXTRAL
@@ -129,7 +129,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture | None:
 
 
 def name_of(name: str, architecture: Architecture | None) -> str:
-    """The name that transformers has for a tensor of llama.cpp; the same name where it has none."""
+    """The transformers name of a llama.cpp tensor; the same name if there is none."""
     if architecture is None:
         return name
     stem, _, kind = name.rpartition(".")
@@ -161,7 +161,7 @@ def original_name(name: str, architecture: Architecture | None) -> str:
 
 
 def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The stacks of experts that two tensors of llama.cpp make up: the name, and theirs."""
+    """The stacks of experts that two llama.cpp tensors make up: from the stack's name to theirs."""
     (gate, up), whole = _JOINED
     return {
         f"model.layers.{found[1]}.{whole}": (name, name.replace(gate, up))
@@ -173,7 +173,7 @@ def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 def row_order(
     path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
 ) -> np.ndarray | None:
-    """For each row of q and k as transformers has them, the row of the file; None where they agree."""
+    """For each row of q and k in transformers, the row in the file; None if the order is the same."""
     found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
     architecture = architecture_of(metadata)
     if found is None or architecture is None or not architecture.permuted:
@@ -193,14 +193,14 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Any]:
-    """`config.json` of transformers for a model; nothing if its architecture is not in the table.
+    """transformers' `config.json` for a model; empty if its architecture is not in the table.
 
     **Arguments:**
 
-    - `path`: what errors call the file.
+    - `path`: the name of the file in errors.
     - `metadata`: its keys and values.
-    - `shapes`: of its tensors, by the names of llama.cpp.
-    - `read`: reads a tensor by such a name: factors of rotary frequencies.
+    - `shapes`: of its tensors, by llama.cpp's names.
+    - `read`: reads a tensor by such a name, for factors of rotary frequencies.
 
     **Raises:** `CheckpointError` for a value of another type than the key has.
     """
@@ -243,7 +243,7 @@ def _rope(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Any]:
-    """How rotary frequencies are stretched: `rope_scaling`, and the part of heads that is turned."""
+    """The scaling of rotary frequencies, and the part of heads that is rotated."""
     get = lambda key: metadata.get(f"{prefix}rope.{key}")
     out: dict[str, Any] = {}
     heads = config.get("num_attention_heads")
@@ -277,17 +277,17 @@ def _rope(
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata that llama.cpp needs of a model, from its `config.json`; without the tokenizer.
+    """The metadata that llama.cpp needs about a model, from its `config.json`; without the tokeniser.
 
-    **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or one that the
-    format has no key for.
+    **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or an entry that
+    the format has no key for.
     """
     kind = str(config.get("model_type"))
     names = {a.model_type: name for name, a in ARCHITECTURES.items()} | _SAME
     if kind not in names:
         raise ValueError(
             f"config.json has model_type={kind!r}; GGUF can be written for {', '.join(names)}. Pass "
-            "`metadata` of your own instead of `config`."
+            "your own `metadata` instead of `config`."
         )
     name, rope = names[kind], _rope_parameters(config)
     architecture = _MIXTRAL if kind == "mixtral" else ARCHITECTURES[name]
@@ -321,7 +321,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The factors of rotary frequencies that llama.cpp has as tensors, by name: of Llama 3 and LongRoPE."""
+    """The factors of rotary frequencies that llama.cpp stores as tensors (Llama 3, LongRoPE), by name."""
     rope = _rope_parameters(config)
     if _rope_kind(rope) == "longrope":
         return {
@@ -339,9 +339,9 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers 4 or 5 writes them."""
+    """The rotary parameters, from the entries of transformers 4 or 5."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    given = given.get("full_attention") or given  # Gemma's other layers are as llama.cpp knows them
+    given = given.get("full_attention") or given  # llama.cpp derives those of Gemma's other layers itself
     theta = config.get("rope_theta") or 10000.0
     part = config.get("partial_rotary_factor") or 1.0
     return {"rope_theta": theta, "partial_rotary_factor": part, **given}
@@ -357,7 +357,7 @@ def _rope_kind(rope: Mapping[str, Any]) -> str:
 
 
 def _scalar(architecture: Architecture, config: Mapping[str, Any]) -> int:
-    """The size by whose root Gemma's scores are divided."""
+    """The size whose square root divides Gemma's scores."""
     if config.get("num_hidden_layers") == architecture.large:
         return config["hidden_size"] // config["num_attention_heads"]
     return _head_size(config)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import complain
 
-# How text is cut before pairs are merged, by `tokenizer.ggml.pre`.
+# How text is split before pairs are merged, by `tokenizer.ggml.pre`.
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -23,7 +23,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _ONE_DIGIT),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
 }
-_BEGINS = ("llama-bpe", "llama3", "llama-v3")  # a text begins with a token unless the file says otherwise
+_BEGINS = ("llama-bpe", "llama3", "llama-v3")  # texts begin with BOS unless the file says otherwise
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
@@ -32,12 +32,12 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
     **Arguments:**
 
-    - `path`: what errors call the file.
+    - `path`: the name of the file in errors.
     - `metadata`: its keys and values: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
     **Returns:** an object for `tokenizers.Tokenizer.from_str(json.dumps(…))`.
 
-    **Raises:** `CheckpointError` for another kind of vocabulary, or one that is not consistent.
+    **Raises:** `CheckpointError` for another kind of vocabulary, or an inconsistent one.
     """
     get = lambda key, default=None: metadata.get(f"tokenizer.ggml.{key}", default)
     bad = lambda key, problem: complain(path, f"tokenizer.ggml.{key}", problem)
@@ -79,7 +79,7 @@ def _byte_level(vocab: dict[str, int], get: Any, bad: Any) -> dict[str, Any]:
     pairs = [merge.split(" ") for merge in merges]
     strangers = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocab.keys()]
     if strangers:
-        raise bad("merges", f"{strangers[0]} are no tokens that together are a token")
+        raise bad("merges", f"{strangers[0]} are not two tokens that form a third")
     if not isinstance(pre, str) or pre not in _PATTERNS:
         known = ", ".join(_PATTERNS)
         raise bad("pre", f"{known} can be read; found {pre!r}. Use the tokenizer.json of the model instead")
@@ -98,7 +98,7 @@ def _byte_level(vocab: dict[str, int], get: Any, bad: Any) -> dict[str, Any]:
 
 
 def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, bad: Any) -> dict[str, Any]:
-    """Neighbours are joined whose joint has the highest score: merges in the order of scores."""
+    """Merges in the order of scores: the neighbours whose union scores highest are merged first."""
     scores = get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocab):
         raise bad("scores", f"expected one for each of {len(vocab)} tokens")
@@ -144,7 +144,7 @@ def _token(tokens: list[str], i: Any, name: str, bad: Any) -> tuple[str, int]:
 
 
 def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
-    """A text, or two, each with a token before it, after it, or both."""
+    """The template of one or two texts, each with a token before it, after it, or both."""
     special = lambda token, kind: {"SpecialToken": {"id": token, "type_id": kind}}
 
     def text(which: str, kind: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Writes GGUF: floats as they are, and arrays of the codecs q4_0 and q8_0."""
+"""The writer of GGUF: floats, and arrays of the codecs q4_0 and q8_0."""
 
 import struct
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _CODECS = {CODECS["q4_0"]: (2, "Q4_0"), CODECS["q8_0"]: (8, "Q8_0")}
 
 
 def write(path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Writes a file: metadata, and the tensors by the names of llama.cpp."""
+    """Writes a file: metadata, and tensors by llama.cpp's names."""
     metadata = {"general.architecture": "llama", **metadata}
     tensors: dict[str, tuple[int, tuple[int, ...], np.ndarray]] = {}
     for name, value in mapping.items():
@@ -56,12 +56,12 @@ def _padded(raw: bytes) -> bytes:
 def _tensor(
     path: Path, name: str, out: str, value: Any, metadata: Mapping[str, Any]
 ) -> tuple[int, tuple[int, ...], np.ndarray]:
-    """The number of its type, its shape and its bytes."""
+    """The type's number, the shape and the bytes of a tensor."""
     shape = tuple(value.shape)
     if not 1 <= len(shape) <= 4:
         raise complain(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
     order = row_order(path, out, shape, metadata)
-    rows = None if order is None else np.argsort(order)  # for each row of the file, that of transformers
+    rows = None if order is None else np.argsort(order)  # for each row of the file, the row in transformers
     if isinstance(value, BlockArray) and value.codec in _CODECS and value.order is None and not value.axes:
         kind, label = _CODECS[value.codec]
         whole = len(value.inner_shape) == 1 and value.inner_shape[0] % 32 == 0 and value.block == 32

@@ -1,4 +1,4 @@
-"""GPTQ: codes of 2, 3, 4 or 8 bits, packed down the columns, with zero points that are packed, too.
+"""GPTQ: codes of 2, 3, 4 or 8 bits, packed down the columns, with packed zero points.
 
 Source: the layouts of AutoGPTQ and GPTQModel, <https://github.com/ModelCloud/GPTQModel>.
 """
@@ -48,7 +48,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
 
 
 def _own_config(config: Mapping[str, Any], layer: Layer) -> Mapping[str, Any]:
-    """The settings of one layer: `dynamic` holds those that differ, by regular expressions."""
+    """The settings of one layer: `dynamic` overrides them by regular expressions."""
     dynamic = settings(config, "dynamic", layer.tensors.path)
     for pattern in dynamic:
         own = settings(dynamic, pattern, layer.tensors.path)
@@ -90,14 +90,14 @@ def _read(layer: Layer, config: Mapping[str, Any], plus_one: bool) -> Any:
         order = np.argsort(index, kind="stable")
         codes, index = codes[:, order], index[order]
     scale, zero = np.ascontiguousarray(scale.T), np.ascontiguousarray(zero.T)
-    if not np.array_equal(index, usual):  # groups of another size than the config says: a scale a column
+    if not np.array_equal(index, usual):  # not the config's group size: one scale per column
         scale, zero, block = scale[:, index], zero[:, index], 1
     return integers(codes, scale, zero, bits=bits, block=block, order=order)
 
 
 def _zeros(packed: np.ndarray, bits: int, n: int, plus_one: bool) -> np.ndarray:
-    """The zero points. Version 1 stores them less one, and the one is added to whole words, carries
-    included: so its writers subtracted it."""
+    """The zero points. Version 1 stores them minus one. Its writers subtracted that from whole words, so it
+    is added to whole words, carries included."""
     per_word = 32 if bits == 3 else 32 // bits
     held = packed.shape[1] * 32 // bits
     fields = unpack(stream(packed), bits, held)

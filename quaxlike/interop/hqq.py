@@ -13,7 +13,7 @@ from ..arrays.quantized.layout import reshaped
 from .blocks import FLOATS, INT32, UINT8, Layer, Weight, layers, weight
 from .tensors import Tensors
 
-# By the number of bits: the name of the packing, the dtype of its words, and how many slabs a word holds.
+# By number of bits: the packing's name, the dtype of its words, and the slabs per word.
 _PACKINGS = {
     8: ("8bit_u8", UINT8, 1),
     4: ("4bit_u8", UINT8, 2),
@@ -77,7 +77,7 @@ def _read(layer: Layer) -> Any:
 def _in_rows(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Groups of neighbours in a row; where they cross rows, rows stay together."""
+    """An array with groups of neighbours in a row. If groups cross rows, all rows are stored as one."""
     n, k = shape
     codec, whole = Codec(bits, zeros="points"), k % size == 0
     as_stored = (lambda x: x.reshape(n, -1)) if whole else (lambda x: x.reshape(-1))
@@ -91,8 +91,8 @@ def _in_rows(
 def _in_columns(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Group j holds the elements j, j + groups, … of the flat weight. Stored transposed: a row of codes is a
-    column of the weight, whose elements are sorted by their groups."""
+    """An array whose group j holds the elements j, j + groups, … of the flat weight. It is stored transposed:
+    a row of codes is a column of the weight, with its elements sorted by group."""
     n, k = shape
     groups = n * k // size
     if k % groups == 0:  # all of a column is in one group
@@ -100,7 +100,7 @@ def _in_columns(
         scales = BlockScales(in_rows(scale), zero=in_rows(zero))
         turned, codec = np.ascontiguousarray(codes.reshape(n, k).T), Codec(bits, zeros="points")
         return BlockArray.from_codes(turned, scales, codec=codec, block_size=None).with_axes((1, 0))
-    if groups % k:  # neighbours are in different groups along either axis: nothing is shared
+    if groups % k:  # neighbours are in different groups along both axes: no shared scales
         codes = codes.reshape(n, k)
         index = np.arange(n * k).reshape(n, k) % groups
         scales = BlockScales(scale.reshape(-1)[index], zero=zero.reshape(-1)[index])

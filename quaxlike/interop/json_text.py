@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: what it may hold, and how much, is known before it is read."""
+"""JSON from untrusted files, whose contents and size are bounded before it is parsed."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from .errors import CheckpointError, complain
 
 _MOST_BYTES = 64 << 20  # far more than any configuration or index
-_MOST_ENTRY = 8_192  # characters of what a header says about one tensor: 64 sizes have at most 1,300
+_MOST_ENTRY = 8_192  # characters of a header's entry for one tensor: 64 sizes take at most 1,300
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
@@ -20,14 +20,15 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
 
     - `path`: the file, for messages.
     - `text`: the bytes.
-    - `what`: what messages call the text, such as "the index".
+    - `what`: the name of the text in messages, such as "the index".
 
-    **Raises:** `CheckpointError` if it is none, has a name twice, or would take much more memory than text.
+    **Raises:** `CheckpointError` if it is not a JSON object, has a name twice, or would take much more memory
+    than the text.
     """
 
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        text.encode()  # a text from within a file may have halves of pairs of surrogates
+        text.encode()  # text from inside a file may have lone surrogates
         _check_nesting(text)
         out = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -38,7 +39,7 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file, as `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
+    """Reads a file, like `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
     check_regular(path)
     if (size := path.stat().st_size) > _MOST_BYTES:
         raise complain(path, None, f"{what} has {size:,} bytes; at most {_MOST_BYTES:,} can be read")
@@ -46,9 +47,9 @@ def read_json_file(path: Path, what: str) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-    """Raises `FileNotFoundError` for a pipe, a device or a folder: to read them may take forever."""
+    """Raises `FileNotFoundError` for a pipe, a device or a folder: reading them may never end."""
     if not path.is_file():
-        problem = "is no regular file" if path.exists() else "does not exist"
+        problem = "is not a regular file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"{path} {problem}.")
 
 
@@ -67,14 +68,14 @@ def _check_nesting(text: str) -> None:
 
 
 class _Scanner:
-    """A place in a text of JSON, from which it is read on."""
+    """A reading position in a JSON text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
 
     def next(self) -> str:
-        """The next character that is no space; an empty text at the end."""
+        """The next non-space character; an empty string at the end."""
         while self.text[self.at : self.at + 1] in (" ", "\t", "\n", "\r"):
             self.at += 1
         return self.text[self.at : self.at + 1]
@@ -87,11 +88,11 @@ class _Scanner:
     def string(self) -> str:
         self.take('"')
         value, self.at = scanstring(self.text, self.at, True)
-        value.encode()  # half of a pair of surrogates is no character
+        value.encode()  # a lone surrogate is not a character
         return value
 
     def members(self) -> Iterator[str]:
-        """The names in an object; whoever asks for the next one has read the value."""
+        """Yields the names in an object; the caller reads the value before it asks for the next name."""
         seen: set[str] = set()
         self.take("{")
         while self.next() != "}":
@@ -106,7 +107,7 @@ class _Scanner:
         self.take("}")
 
     def flat(self) -> Any:
-        """An object without objects in it; anything else as text."""
+        """An object without nested objects; anything else as text."""
         if self.next() != "{":
             return re.compile(r"[^,}]{0,80}").match(self.text, self.at)[0]  # pyright: ignore[reportOptionalSubscript]
         end = self.text.find("}", self.at, self.at + _MOST_ENTRY) + 1
@@ -119,13 +120,13 @@ class _Scanner:
 
 
 def read_header(path: Path, raw: bytes, metadata: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The header of a safetensors file, entry by entry: none of them takes much more memory than its text.
+    """Reads a safetensors header entry by entry, so that none takes much more memory than its text.
 
     **Arguments:**
 
     - `path`: the file, for messages.
     - `raw`: the header.
-    - `metadata`: the name of the entry that maps names to text. Others are about a tensor each.
+    - `metadata`: the name of the entry that maps names to text. Every other entry describes a tensor.
 
     **Returns:** what the header says about tensors, by name, and the metadata.
 
@@ -151,7 +152,7 @@ def read_header(path: Path, raw: bytes, metadata: str) -> tuple[dict[str, Any], 
                     raise complain(path, metadata, "must map names to text")
                 texts[inner] = scanner.string()
         if scanner.next():
-            raise ValueError(f"there is more behind its end at character {scanner.at:,}")
+            raise ValueError(f"there is more after its end at character {scanner.at:,}")
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:

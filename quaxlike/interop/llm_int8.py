@@ -1,4 +1,4 @@
-"""LLM.int8 of bitsandbytes: int8 weights with a scale for each row.
+"""LLM.int8 of bitsandbytes: int8 weights with one scale per row.
 
 Source: Dettmers et al., LLM.int8(), <https://arxiv.org/abs/2208.07339>.
 """

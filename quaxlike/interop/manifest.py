@@ -1,8 +1,7 @@
-"""Values as JSON: what a file says about an array that is more than one tensor.
+"""Values as JSON: the description, in a file, of arrays that consist of several tensors.
 
-A node is a dict with one entry that says what it is, beside `fields` of a type:
-`array` and `key` name a tensor; `type` a class that ships with quaxlike; `dtype`, `tuple`, `float`, `value`
-are statics.
+A node is a dict with one entry, whose name says what it is; a type has `fields` besides. `array` and `key`
+name a tensor, `type` a class that ships with quaxlike; `dtype`, `tuple`, `float` and `value` are statics.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ Types = Mapping[str, type]
 
 @functools.cache
 def shipped_types() -> Types:
-    """The types of `quaxlike.arrays`, and those of their parts, by name."""
+    """The types of `quaxlike.arrays` and of their parts, by name."""
     package = quaxlike.arrays
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
@@ -38,9 +37,9 @@ def shipped_types() -> Types:
 
 
 def encode(x: Any, name: str, types: Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
-    """The node for `x`. Its arrays go to `put` under names that begin with `name`.
+    """The node for `x`. Passes its arrays to `put`, under names that begin with `name`.
 
-    **Raises:** `TypeError` for something that a file cannot hold.
+    **Raises:** `TypeError` for a value that a file cannot hold.
     """
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         put(name, np.asarray(jax.random.key_data(x)))
@@ -67,9 +66,9 @@ def encode(x: Any, name: str, types: Types, put: Callable[[str, np.ndarray], Non
 
 
 def decode(node: Any, types: Types, get: Callable[[str], Any]) -> Any:
-    """The inverse of `encode`; `get` gives the tensors.
+    """The inverse of `encode`; `get` returns a tensor by its name.
 
-    **Raises:** `ValueError` for a node that `encode` does not write, or a value that is not consistent.
+    **Raises:** `ValueError` for a node that `encode` does not write, or an inconsistent value.
     """
     if not isinstance(node, dict):
         raise ValueError(f"expected an object, found {type(node).__name__}")
@@ -88,7 +87,7 @@ def decode(node: Any, types: Types, get: Callable[[str], Any]) -> Any:
             return float(text)
         case {"value": None | bool() | int() | float() | str() as value} if len(node) == 1:
             return value
-    raise ValueError(f"the entries {sorted(node)} make no known node")
+    raise ValueError(f"the entries {sorted(node)} do not form a known node")
 
 
 def _build(kind: str, fields: dict[str, Any], types: Types, get: Callable[[str], Any]) -> Any:
@@ -103,7 +102,7 @@ def _build(kind: str, fields: dict[str, Any], types: Types, get: Callable[[str],
     if set(given) != set(known) or set(fields) - set(known):
         differing = ", ".join(sorted((set(known) - set(given)) | (set(fields) - set(known))))
         raise ValueError(f"{kind}: missing or unknown fields: {differing}")
-    # As unflattening does: `__init__` may take other arguments than the fields.
+    # Like unflattening: `__init__` may take arguments other than the fields.
     value = object.__new__(cls)
     for name, x in given.items():
         object.__setattr__(value, name, x)

@@ -1,4 +1,4 @@
-"""A checkpoint's `config.json`: the entries that a model reads, and what it refuses."""
+"""A checkpoint's `config.json`: the entries that a model reads, and the values that it refuses."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ _C = TypeVar("_C", bound="Config")
 
 
 class UnsupportedConfigError(ValueError):
-    """A checkpoint asks for something that the models of this library do not do."""
+    """A checkpoint needs something that the models of this library do not support."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Config:
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
-        """Takes its fields from `config`, with their defaults where absent.
+        """Reads the fields from `config`, with their defaults where absent.
 
         **Arguments:**
 
         - `config`: the entries by name.
-        - `label`: what error messages call the model. Default: the name of the class.
-        - `required`: values that other entries must have where they are given. A tuple lists several.
+        - `label`: the name of the model in error messages. Default: the name of the class.
+        - `required`: values that other entries must have if they are present. A tuple lists several.
 
         **Raises:**
 
-        `UnsupportedConfigError` for an entry with another value, or a missing one without a default.
+        `UnsupportedConfigError` for an entry with another value, or a missing entry without a default.
         """
         label = label or cls.__name__
         for name, allowed in required.items():
@@ -59,12 +59,12 @@ def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedCon
 
 
 def is_finite(x: Any) -> bool:
-    """Whether a value of a configuration is a number."""
+    """Whether a value of a configuration is a finite number."""
     return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """An entry that is a whole number where it is given. **Raises:** `UnsupportedConfigError`."""
+    """An entry that must be a whole number if it is present. **Raises:** `UnsupportedConfigError`."""
     value = entries.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise refused(name, value, label, "whole numbers that are not negative")
@@ -72,7 +72,7 @@ def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> An
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:
-    """Raises `UnsupportedConfigError` unless these entries are numbers where they are given."""
+    """Raises `UnsupportedConfigError` if any of these entries is present but not a number."""
     for name in names:
         value = entries.get(name)
         if value is not None and not (is_finite(value) and value >= 0):
@@ -81,7 +81,7 @@ def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) 
 
 @contextlib.contextmanager
 def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
-    """Raises `UnsupportedConfigError` where an entry is missing, or nothing can be computed from them."""
+    """Raises `UnsupportedConfigError` if the computation inside fails, or lacks an entry."""
     try:
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             yield

@@ -1,4 +1,4 @@
-"""MXFP4 as GPT-OSS is published: blocks of 32 floats of 4 bits that share a power of two.
+"""MXFP4, the format of GPT-OSS: blocks of 32 floats of 4 bits that share a power of two.
 
 Source: the Microscaling Formats specification of OCP, <https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>.
 """
@@ -36,8 +36,8 @@ def _read(layer: Layer) -> Any:
 
 
 def turned(name: str, w: Any) -> Any:
-    """Weights of experts from (experts, out, in), as they are in files, to (experts, in, out), as they are
-    unquantised; and back. Others stay as they are."""
+    """Transposes weights of experts from (experts, out, in), as in files, to (experts, in, out), as when
+    unquantised, and back. Other weights are returned unchanged."""
     is_expert = isinstance(w, BlockArray) and w.codec == CODECS["mxfp4"] and len(w.shape) == 3
     if not is_expert or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return w
@@ -46,9 +46,9 @@ def turned(name: str, w: Any) -> Any:
 
 
 def tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
-    """The tensors of a weight, to be written."""
+    """The tensors that store a weight."""
     if w.codec != CODECS["mxfp4"] or w.block != 32 or w.axes or len(w.inner_shape) != 1:
-        raise complain(path, name, "is no array of the codec mxfp4 in blocks of 32 along its last axis")
+        raise complain(path, name, "is not an array of the codec mxfp4 in blocks of 32 along its last axis")
     if w.inner_shape[0] % 32:
         raise complain(path, name, f"blocks of 32 do not divide the last axis of {w.inner_shape[0]}")
     codes = np.asarray(w.codes)

@@ -1,4 +1,4 @@
-"""Arrays of a model, and the tensors of files that make them up: one, or the matrices of experts in turn."""
+"""Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,22 +21,22 @@ def sources_of(
     published: Callable[[str], list[str]] = lambda name: [name],
     optional: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """For each array of a model the tensors of a file that make it up.
+    """The tensors of a file that make up each array of a model.
 
     **Arguments:**
 
     - `wanted`: the names of the arrays.
-    - `names`: those of the tensors.
-    - `source`: what errors call the file.
-    - `published`: the tensors of an array that is not in the file by its own name.
-    - `optional`: tensors of no use that may be there.
+    - `names`: the names of the tensors.
+    - `source`: the name of the file in errors.
+    - `published`: returns the tensors of an array that the file does not store under its own name.
+    - `optional`: tensors that are not needed but may be present.
 
     **Raises:** `CheckpointError` for a missing or superfluous name.
     """
     files = {name: name for name in names}
     sources = {name: [name] if name in files else published(name) for name in wanted}
     used = {file for own in sources.values() for file in own}
-    if not used & files.keys():  # saved with or without the task's head around it
+    if not used & files.keys():  # saved inside or outside of a model with a task's head
         files = {name.partition(".")[2]: name for name in files}
     missing = sorted(used - files.keys())
     unknown = [name for name in files if name not in {*used, *optional} and not name.endswith(_BUFFERS)]
@@ -51,9 +51,10 @@ def sources_of(
 def rows_of(
     name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
 ) -> Rows:
-    """The rows of an array of this shape, checked as they are read; `files` are its tensors.
+    """The rows of an array of this shape, checked when they are read; `files` are its tensors.
 
-    **Raises:** as they are read, `CheckpointError` for another shape, or a dtype that no model computes with.
+    **Raises:** when they are read, `CheckpointError` for another shape, or a dtype that no model computes
+    with.
     """
 
     def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
@@ -85,7 +86,7 @@ def rows_of(
 
 
 def taken_apart(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The tensors of a file that hold these arrays."""
+    """The tensors that these arrays consist of in a file."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
         leaf = arrays[name]
@@ -100,7 +101,7 @@ def taken_apart(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]])
 
 
 def _joined(parts: list[Any], count: int) -> Any:
-    """The stack of `count` matrices whose rows these parts are in turn."""
+    """A stack of `count` matrices, made of these parts' rows in turn."""
     each = len(parts) // count
     concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
     rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
@@ -108,12 +109,12 @@ def _joined(parts: list[Any], count: int) -> Any:
 
 
 def _computes(dtype: Any) -> bool:
-    """Whether models compute with weights of this dtype, as JAX is set up."""
+    """Whether models compute with weights of this dtype in JAX's present configuration."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-# Constants that some versions of transformers save along.
+# Constants that some versions of transformers save too.
 _BUFFERS = (
     *("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"),
     *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),  # GGUF's; in the config

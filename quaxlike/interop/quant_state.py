@@ -1,4 +1,4 @@
-"""One 4-bit weight of a bitsandbytes checkpoint: its tensors, and the array they stand for."""
+"""One 4-bit weight of a bitsandbytes checkpoint: its tensors, and the array that they make up."""
 
 import json
 import math
@@ -27,7 +27,7 @@ COMPANIONS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 class Storage(NamedTuple):
-    """How a file holds the packed codes of a weight: viewed as `dtype`, in `shape`."""
+    """How a file stores the packed codes of a weight: viewed as `dtype`, in `shape`."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Storage(NamedTuple):
 
 
 def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
-    """For each quantised weight the name of its statics, and its type."""
+    """For each quantised weight, the name of its statics and its type."""
     states: dict[str, tuple[str, str]] = {}
     for key in tensors:
         name, found, kind = key.partition(_STATE)
@@ -134,7 +134,7 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
 
 
 def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> Rows:
-    """A weight that can be read by rows, where these are whole blocks and scales are not nested."""
+    """A weight, which can be read by rows if these are whole blocks and scales are not nested."""
     state = _read_state(tensors, key, kind)
     read = lambda *rows: read_weight(tensors, name, key, kind, rows or None)
     count, *rest = state.shape
@@ -145,7 +145,7 @@ def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> Rows:
 def read_weight(
     tensors: Tensors, name: str, key: str, kind: str, rows: tuple[int, int] | None = None
 ) -> AbstractCodebookArray:
-    """The weight, or those of its rows that are asked for, as `rows_of` allows."""
+    """Reads a weight, or some of its rows where `rows_of` allows it."""
     state = _read_state(tensors, key, kind)
     cls = TYPES[kind]
     size = math.prod(state.shape)
@@ -221,7 +221,7 @@ def weight_tensors(
             path,
             name,
             "the format stores one row-major matrix; transposed views and stacks of weights "
-            "quantised one by one have to be saved one by one",
+            "quantised separately have to be saved one by one",
         )
     if w.dtype not in _DTYPES.values():
         raise complain(path, name, f"the format has no dtype {w.dtype} for quantised weights")

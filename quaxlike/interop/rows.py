@@ -1,4 +1,4 @@
-"""Weights of checkpoints by rows, so that a process reads those alone that its devices store."""
+"""Weights of checkpoints by rows, so that a process reads only those that its devices store."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,13 +9,13 @@ import numpy as np
 from ..sharding.reading import Rows
 from .tensors import TensorInfo, Tensors
 
-# The formats whose tensors have the rows of the weight, tiles of them, or nothing of them on their first
-# axis, and whose readers decide nothing by what other rows hold.
+# The formats whose tensors have the rows of the weight, tiles of rows, or neither on their first axis, and
+# whose readers do not depend on the contents of other rows.
 BY_ROWS = frozenset({"fp8", "fbgemm_fp8", "mxfp8", "modelopt", "mxfp4", "mlx", "int8"})
 
 
 def dense_rows(tensors: Tensors, name: str) -> Rows:
-    """A plain tensor."""
+    """The rows of a plain tensor."""
     shape = tensors.info[name].shape
 
     def read(start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -32,14 +32,14 @@ def rows_of_weight(
     reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> Rows:
-    """A weight of a format in `BY_ROWS`: its reader reads windows as it reads files.
+    """The rows of a weight in a format of `BY_ROWS`, whose reader reads windows as if they were files.
 
     **Arguments:**
 
     - `tensors`: the checkpoint.
     - `name`, `names`: of the weight, and of its tensors.
-    - `read`: reads the whole.
-    - `reader`: of the format, and `settings`, its configuration.
+    - `read`: reads the whole weight.
+    - `reader`, `settings`: the format's reader and its configuration.
     """
     count = max((tensors.info[part].shape or (1,))[0] for part in names)
     tile = settings.get("weight_block_size")
@@ -58,7 +58,7 @@ def rows_of_weight(
 
 
 def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
-    """For how many rows an entry of a tensor is, 0 if it is for all; None where that cannot be told."""
+    """The number of rows that share an entry of a tensor, 0 for all of them; None if it cannot be told."""
     if math.prod(info.shape) == 1 < count:
         return 0
     entries = info.shape[0] if info.shape else 1
@@ -66,7 +66,7 @@ def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
 
 
 def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
-    """A tensor that holds the entries for rows `start` to `stop` alone."""
+    """The part of a tensor with the entries for rows `start` to `stop`."""
     if each == 0:
         return info
     first, last = start // each, -(-stop // each)

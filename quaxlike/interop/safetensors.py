@@ -1,4 +1,4 @@
-"""Whole models in a safetensors file, arrays of any shipped type included."""
+"""Whole models in a safetensors file, with arrays of all shipped types."""
 
 import difflib
 import json
@@ -28,21 +28,21 @@ _Model = TypeVar("_Model")
 
 @checked
 def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Writes the arrays of a model, quantised, adapted, sparse or plain, under their dotted names.
+    """Writes the arrays of a model, quantised, adapted, sparse or plain, by their dotted names.
 
     Everything else about the model (its structure, functions, numbers) comes from code when it is loaded.
-    Plain arrays are tensors that any reader of the format finds; for other arrays their parts are, and a
-    manifest in the header says how they belong together. The file appears once it is complete, and the
-    same model gives the same bytes.
+    Plain arrays are tensors that any reader of the format can read; other arrays are stored as one tensor per
+    part, and a manifest in the header describes how these belong together. The file appears only once it is
+    complete, and the same model always gives the same bytes.
 
     **Arguments:**
 
     - `path`: the file to write.
     - `model`: any pytree.
-    - `types`: classes of your own, dataclasses such as `quaxlike.ArrayValue`s, that the model holds beside
+    - `types`: your own classes that the model holds, dataclasses such as `quaxlike.ArrayValue`s, besides
         those that ship with quaxlike.
 
-    **Raises:** `CheckpointError` for something that a file cannot hold; then none is written.
+    **Raises:** `CheckpointError` for a value that a file cannot hold; no file is written then.
 
     !!! example
 
@@ -83,17 +83,18 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Reads what `save` wrote; or any safetensors file whose names are those of the model.
+    """Reads a file that `save` wrote, or any safetensors file with the names of the model.
 
-    What the file holds decides of which type an array is, `like` of which shape and dtype: a quantised file
-    loads into the model that was quantised.
+    The file determines the types of arrays, `like` their shapes and dtypes: a file of quantised weights loads
+    into the model before quantisation.
 
     **Arguments:**
 
     - `path`: a `.safetensors` file, an index of several, or a folder with one.
-    - `like`: a model of the same structure; its arrays may be shapes (`eqx.filter_eval_shape`).
+    - `like`: a model of the same structure; its arrays may be `jax.ShapeDtypeStruct`s
+        (`eqx.filter_eval_shape`).
     - `types`: as for `save`.
-    - `strict`: whether arrays in the file that the model has no place for are an error. Default True.
+    - `strict`: whether to raise for arrays in the file that the model does not have. Default: True.
 
     **Returns:** `like` with the arrays of the file.
 
@@ -124,7 +125,7 @@ def load(
             shape, dtype = tuple(found.shape), found.dtype
         except CheckpointError:
             raise
-        except Exception as error:  # whatever an inconsistent value makes its type do
+        except Exception as error:  # an inconsistent value may make its type raise anything
             raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
         if shape != tuple(leaf.shape) or dtype != leaf.dtype:
             raise complain(
@@ -138,15 +139,13 @@ def load(
     left = sorted(set(tensors) - used)
     if strict and left:
         names = ", ".join(map(repr, left[:5])) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise complain(
-            tensors.path, None, f"the model has no place for {names}; pass strict=False to leave out"
-        )
+        raise complain(tensors.path, None, f"the model has no place for {names}; pass strict=False to ignore")
     return out
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """The Values of a file that `save` wrote, by name, each to be read by a call; and the names of the
-    tensors that they take."""
+    """The Values of a file that `save` wrote, by name, each as a function that reads it; and the names of
+    their tensors."""
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
     def names_in(node: Any) -> None:
@@ -163,7 +162,7 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
 
         try:
             return decode(nodes[name], known, get)
-        except Exception as error:  # whatever an inconsistent value makes its type do
+        except Exception as error:  # an inconsistent value may make its type raise anything
             raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
 
     names_in(nodes)

@@ -1,4 +1,4 @@
-"""`save` and `save_like`: weights by name as a checkpoint that other programs read."""
+"""`save` and `save_like`: weights by name, in checkpoints that other programs read."""
 
 import json
 import os
@@ -27,22 +27,22 @@ def save(
     config: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes weights by name; [`quaxlike.interop.load`][] reads them again, bit for bit.
+    """Writes weights by name; [`quaxlike.interop.load`][] reads them back bit for bit.
 
     **Arguments:**
 
-    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 also a folder, which then gets
-        `model.safetensors` and `config.json`.
-    - `mapping`: arrays and quantised arrays by the names that transformers has for them.
+    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 it may be a folder, in which
+        `model.safetensors` and `config.json` are written.
+    - `mapping`: arrays and quantised arrays by their names in transformers.
     - `format`: `"gguf"` takes arrays of the codecs `q8_0` and `q4_0` (llama.cpp); `"bitsandbytes"` takes
-        `NF4Array` and `FP4Array`; `"compressed-tensors"` those of integers with floating scales and of `fp8`,
-        and `Int8Array` (vLLM); `"mxfp4"` those of `mxfp4` (GPT-OSS); `"safetensors"` all types that ship with
-        quaxlike. Other arrays are written as they are.
-    - `config`: the `config.json` of the model, which a folder gets; for GGUF, what its metadata is made of.
-    - `metadata`: for GGUF, keys and values; those of a file that was read, say, with its tokenizer.
+        `NF4Array` and `FP4Array`; `"compressed-tensors"` takes those of integers with floating scales and of
+        `fp8`, and `Int8Array` (vLLM); `"mxfp4"` takes those of `mxfp4` (GPT-OSS); `"safetensors"` takes all
+        types that ship with quaxlike. Plain arrays are written unchanged.
+    - `config`: the `config.json` of the model, written to a folder, or converted to the metadata of GGUF.
+    - `metadata`: for GGUF, keys and values, such as those of a file that was read, including its tokeniser.
 
-    **Raises:** `ValueError` for an unknown format; `CheckpointError` for a value that the format cannot
-    hold; then nothing is written.
+    **Raises:** `ValueError` for an unknown format; `CheckpointError` for a value that the format cannot hold;
+    nothing is written then.
 
     !!! example
 
@@ -86,7 +86,7 @@ def _mxfp4(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray
     return tensors, {"quant_method": "mxfp4"}
 
 
-# The formats that make a folder: their tensors, and the `quantization_config`.
+# The formats that can write a folder: functions for their tensors and `quantization_config`.
 _FOLDERS = {
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": compressed_tensors_writer.tensors_of,
@@ -98,7 +98,7 @@ _FORMATS = ("gguf", *_FOLDERS, "safetensors")
 def _write_folder(
     path: Path, tensors: dict[str, np.ndarray], settings: dict[str, Any], config: Mapping[str, Any]
 ) -> None:
-    if path.suffix == ".safetensors":  # a file of its own says itself how it is to be read
+    if path.suffix == ".safetensors":  # a single file must say itself how to read it
         metadata = {"quantization_config": json.dumps(settings)} if settings else {}
         write_tensors(path, tensors, {"format": "pt", **metadata})
         return
@@ -112,16 +112,16 @@ def _write_folder(
 
 
 def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Writes weights to a folder in the format that their types ask for, with copies of the tokeniser, the
-    templates and the settings of generation of another checkpoint.
+    """Writes weights to a folder in the format for their types, with copies of another checkpoint's
+    tokeniser, templates and generation settings.
 
     **Arguments:**
 
     - `source`: the other checkpoint.
-    - `directory`: is made if it does not exist.
-    - `mapping`, `config`: as of `save`.
+    - `directory`: the folder to write to, which is created if it does not exist.
+    - `mapping`, `config`: as for `save`.
 
-    **Raises:** `CheckpointError` for types that no format takes; then nothing is written.
+    **Raises:** `CheckpointError` for types that no format takes; nothing is written then.
     """
     formats = {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
     if len(formats) > 1:

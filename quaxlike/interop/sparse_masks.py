@@ -1,4 +1,4 @@
-"""Pruned weights of compressed-tensors: a mask of bits, and the values that it keeps.
+"""Pruned weights of compressed-tensors: a bitmask, and the values that it keeps.
 
 Source: the layouts of <https://github.com/vllm-project/compressed-tensors>.
 """
@@ -18,7 +18,7 @@ _FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
 
 
 def dense_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The weights that have a mask, dense again; those in 8 bits as block arrays."""
+    """The weights that have a mask, made dense; 8-bit weights become block arrays."""
     out: dict[str, Weight] = {}
     for layer in layers(tensors, "bitmask"):
         kind = config.get("format")

@@ -1,4 +1,4 @@
-"""The safetensors container: one file, or several with an index. Tensors are read when asked for.
+"""The safetensors container: one file, or several with an index. Tensors are read on demand.
 
 Source: the format's specification, <https://huggingface.co/docs/safetensors>.
 """
@@ -30,7 +30,7 @@ __all__ = [
     "write_to",
 ]
 
-# In the order in which the reference implementation lays tensors out, smallest alignment first.
+# In the reference implementation's order of tensors, smallest alignment first.
 _DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -61,7 +61,7 @@ _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor is, and what."""
+    """The position, dtype and shape of a tensor."""
 
     file: Path
     dtype: np.dtype
@@ -74,13 +74,13 @@ class TensorInfo(NamedTuple):
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name. Only headers are in memory: each look-up reads one tensor.
+    """The tensors of a checkpoint by name. Only headers are kept in memory: each look-up reads one tensor.
 
     **Attributes:**
 
     - `path`: the file or folder that was opened.
-    - `info`: dtype, shape and place of each tensor.
-    - `metadata`: the free text entries of the header; for several files, of the first one.
+    - `info`: dtype, shape and position of each tensor.
+    - `metadata`: the free-text entries of the header; for several files, of the first one.
     - `unlisted`: for several files, the names of tensors in them that the index leaves out.
     """
 
@@ -104,11 +104,11 @@ class Tensors(Mapping[str, np.ndarray]):
         if len(data) != info.nbytes:
             raise complain(info.file, name, "the file has been cut short since its header was read")
         if info.dtype == np.bool_ and data.strip(b"\0\1"):
-            raise complain(info.file, name, "has bytes other than 0 and 1, which are no BOOLs")
+            raise complain(info.file, name, "has bytes other than 0 and 1, which are not BOOLs")
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """A tensor as a view of its file: what is not looked at is not read."""
+        """A tensor as a view of its file, so that only the parts that are used are read."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]
@@ -150,9 +150,9 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes one file, all of it or nothing: it appears under its name once it is complete.
+    """Writes one file atomically: it appears under its name once it is complete.
 
-    The same tensors give the same bytes, those that the reference implementation writes.
+    The same tensors always give the same bytes, equal to those of the reference implementation.
     """
     path = Path(path)
     with replacing(path) as file:
@@ -162,7 +162,7 @@ def write_tensors(
 def write_to(
     file: BinaryIO, path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes the bytes of a file that will be at `path`."""
+    """Writes the contents of a checkpoint to `file`; errors call it `path`."""
     for name, array in tensors.items():
         if array.dtype not in _NAMES:
             raise complain(path, name, f"the format has no dtype {array.dtype}")
@@ -193,7 +193,7 @@ def write_to(
 
 
 def as_jax(array: np.ndarray) -> Any:
-    """`array` on the default device; as it is if JAX would cut its 64 bits."""
+    """`array` on the default device; unchanged if JAX would truncate its 64 bits."""
     return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
@@ -276,7 +276,7 @@ def _read_entry(path: Path, name: str, entry: Any, start: int, size: int) -> Ten
 
 
 def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: int) -> None:
-    """Tensors neither overlap nor leave bytes that belong to none."""
+    """Raises if tensors overlap, or leave bytes that belong to none of them."""
     at = start
     for name, tensor in sorted(info.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
@@ -290,7 +290,7 @@ def are_sizes(x: Any) -> TypeGuard[list[int]]:
     """Whether `x` is the shape of some array: NumPy has at most 64 axes and 2**63 elements."""
     if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
         return False
-    return math.prod(n for n in x if n) < 2**63  # as if there was no axis of size 0: NumPy counts so
+    return math.prod(n for n in x if n) < 2**63  # without axes of size 0, as NumPy counts
 
 
 def _is_interval(x: Any, size: int) -> bool:

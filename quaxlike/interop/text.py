@@ -1,4 +1,4 @@
-"""Texts as tokens, by the tokeniser of a checkpoint. Needs the package `tokenizers`."""
+"""Texts as tokens, with the tokeniser of a checkpoint. Needs the package `tokenizers`."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ from .errors import complain
 
 
 class TextTokenizer:
-    """The tokeniser of a checkpoint, without the padding and the limit that its file may ask for.
+    """The tokeniser of a checkpoint, without the padding and truncation that its file may ask for.
 
     **Arguments:**
 
-    - `path`: as of `read_tokenizer`.
+    - `path`: as for `read_tokenizer`.
 
-    **Raises:** as `read_tokenizer`; `CheckpointError` for a file that is not a tokeniser.
+    **Raises:** as for `read_tokenizer`; `CheckpointError` for a file that is not a tokeniser.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -32,20 +32,20 @@ class TextTokenizer:
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens in the vocabulary."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, special: bool = True) -> Any:
-        """The tokens of a text, with those that mark its ends unless `special` is False.
+        """Encodes a text as tokens, with the special ones that mark its ends unless `special` is False.
 
         **Raises:** `ValueError` for a text that is not Unicode; `CheckpointError` for a damaged tokeniser.
         """
-        text.encode()  # raises for half of a pair of surrogates
+        text.encode()  # raises for a lone surrogate
         with self._complaining("the tokeniser is damaged"):
             return self._tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens.
+        """Decodes tokens to text.
 
         **Raises:** `CheckpointError` for a damaged tokeniser.
         """
@@ -57,7 +57,7 @@ class TextTokenizer:
         try:
             yield
         except BaseException as error:
-            # The package raises the class Exception itself, and panics, which are no Exceptions.
+            # The package raises plain Exception, and panics, which are not Exceptions.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise complain(self._file, None, f"{problem}: {error}") from None

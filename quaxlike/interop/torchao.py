@@ -40,7 +40,7 @@ def _read(layer: Layer, kind: str, narrow: bool) -> Any:
     block = k // groups if groups > 1 else None
     if kind == "Float8Tensor":
         return small_floats(layer.get("qdata", [E4M3]), scale, codec="fp8", block=block)
-    bits = 4 if narrow else 8  # those of 4 bits are stored one a byte
+    bits = 4 if narrow else 8  # 4-bit codes are stored one per byte
     middle = np.int16(1 << (bits - 1))
     codes = layer.get("qdata", [INT8]).astype(np.int16) + middle
     if codes.min() < 0 or codes.max() >= 1 << bits:

@@ -216,7 +216,7 @@ def test_tiles_that_reach_far_beyond_the_weight(tmp_path):
     [
         (lambda w: ql.NF4Array.quantize(w), "gguf", "NF4Array has no place in the file: merge adapters"),
         (lambda w: ql.BlockArray.quantize(w, codec="q4_k"), "compressed-tensors", "has no place in the file"),
-        (lambda w: ql.BlockArray.quantize(w, codec="q4_k"), "mxfp4", "is no array of the codec mxfp4"),
+        (lambda w: ql.BlockArray.quantize(w, codec="q4_k"), "mxfp4", "is not an array of the codec mxfp4"),
         (lambda w: w.astype(jnp.int32), "gguf", "bfloat16 can be written; found int32"),
     ],
 )

@@ -132,7 +132,7 @@ def test_types_that_cannot_be_read_are_named():
         ({"model": "bert"}, "'tokenizer.ggml.model': 'gpt2' and 'llama' can be read; found 'bert'"),
         ({"pre": "viking"}, "'tokenizer.ggml.pre': gpt-2, .* can be read; found 'viking'"),
         ({"merges": ["a b c"]}, "'tokenizer.ggml.merges': expected pairs of tokens"),
-        ({"merges": ["t q"]}, "are no tokens that together are a token"),
+        ({"merges": ["t q"]}, "are not two tokens that form a third"),
         ({"add_bos_token": True, "bos_token_id": 9999}, "expected one of 265 tokens; found 9999"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "two of them have the same text"),
     ],

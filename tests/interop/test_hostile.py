@@ -72,7 +72,7 @@ def test_layers_pattern(adapter):
 @pytest.mark.parametrize("name", ["x.safetensors", "x.safetensors.index.json"])
 def test_a_pipe_is_no_file(read, name, tmp_path):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="is no regular file"):
+    with pytest.raises(FileNotFoundError, match="is not a regular file"):
         read(tmp_path / name)
 
 

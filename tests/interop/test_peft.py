@@ -221,7 +221,7 @@ def test_pissa_base_is_that_of_the_initialisation(tmp_path):
         (
             lambda net: eqx.tree_at(lambda n: n.lin[0].weight, net, ql.LoraArray(
                 net.lin[0].weight, jnp.ones((3, 2, 5)), jnp.ones((3, 4, 2)))),
-            "one adapter a layer",
+            "one adapter per layer",
         ),
         (
             lambda net: eqx.tree_at(lambda n: n.lin[0].weight, net, ql.LoraArray(

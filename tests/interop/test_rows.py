@@ -114,7 +114,7 @@ def test_patterns_for_names(tmp_path):
     np.testing.assert_array_equal(found, np.eye(8))
     with pytest.raises(ValueError, match=r"'v' matches none"):
         interop.load(tmp_path / "x.safetensors", mesh=MESH, sharding={"v": jax.P("model")})
-    with pytest.raises(ValueError, match="give `mesh`"):
+    with pytest.raises(ValueError, match="pass `mesh`"):
         interop.load(tmp_path / "x.safetensors", sharding={"w": jax.P("model")})
 
 

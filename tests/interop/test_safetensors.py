@@ -142,7 +142,10 @@ def _field(name, node):
         (lambda m: m["values"].update(w=3), r"'w': cannot be rebuilt: expected an object, found int"),
         (lambda m: m["values"]["w"].update(type="Nf5Array"), r"'w': .* unknown type 'Nf5Array'; known are"),
         (lambda m: m["values"]["w"].update(type="Int8Array"), r"'w': .* Int8Array with inner axes"),
-        (lambda m: m["values"]["w"].update(surprise=1), r"'w': .* the entries .*'surprise'.* make no known"),
+        (
+            lambda m: m["values"]["w"].update(surprise=1),
+            r"'w': .* the entries .*'surprise'.* do not form a known",
+        ),
         (_field("surprise", {"value": 1}), r"'w': .* NF4Array: missing or unknown fields: surprise"),
         (_field("codes", {"array": "elsewhere"}), r"'w': .* its tensor 'elsewhere' is missing"),
         (_field("block_size", {"value": 32}), r"'w': .* in blocks of 32 takes scale of shape"),

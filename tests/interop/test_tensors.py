@@ -42,7 +42,7 @@ def _entry(dtype="U8", shape=(4,), offsets=(0, 4)):
         (b'{"__metadata__": {"a": "\\ud800"}}', b"", None, r"the header is not JSON.*surrogates"),
         (b'{"a": [' + b"[]," * 5_000 + b"[]]}", b"", None, r"'a': expected dtype, shape and data_offsets"),
         (b'{"a": {"shape": [' + b"[]," * 5_000 + b"[]]}}", b"", None, r"has no end within 8,192 characters"),
-        (b"{} 1", b"", None, r"there is more behind its end"),
+        (b"{} 1", b"", None, r"there is more after its end"),
         (b'{"a": {}, "a": {}}', b"", None, r"the header is not JSON: a name appears twice"),
         ({"__metadata__": {"a": 1}}, b"", None, r"'__metadata__': must map names to text"),
         ({"a": 3}, b"", None, r"'a': expected dtype, shape and data_offsets, found 3"),

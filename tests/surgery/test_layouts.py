@@ -295,7 +295,7 @@ def test_peft_refuses_what_pytorch_has_no_layer_for(tmp_path):
         peft.save_adapter(tmp_path, ql.loraify(stack, rank=2, key=KEY))
     unknown = {"mixer": {"kernel": normal(3, 4, 5)}}
     model = ql.loraify(unknown, rank=2, key=KEY, layout={"mixer": "iio"})
-    with pytest.raises(ValueError, match=r"no place for mixer\.kernel, of shape \(3, 4, 5\).*with `layout`"):
+    with pytest.raises(ValueError, match=r"no place for mixer\.kernel, of shape \(3, 4, 5\).*pass `layout`"):
         peft.save_adapter(tmp_path, model)
     peft.save_adapter(tmp_path, model, layout={"mixer": "iio"})
     shapes = {

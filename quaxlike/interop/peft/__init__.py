@@ -1,6 +1,6 @@
-"""LoRA adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Source: PEFT, <https://github.com/huggingface/peft>, whose conventions are those of its 0.21.
+Source: PEFT, <https://github.com/huggingface/peft>, with the conventions of its version 0.21.
 """
 
 from .load import load_adapter

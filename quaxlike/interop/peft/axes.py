@@ -1,7 +1,7 @@
-"""Arrays as PyTorch keeps them: what a layer of another framework looks like in PEFT's files.
+"""Arrays in PyTorch's layout, in which PEFT's files store layers of every framework.
 
-A linear layer is `(out, in)` there, a convolution `(out, in, *window)`, a bias one axis; the weight of each
-is called `weight`. An array that is called `weight` already is as it is in the checkpoint.
+There, the weight of a linear layer is `(out, in)`, that of a convolution `(out, in, *window)`, and both are
+called `weight`; a bias has one axis. An array that is called `weight` already keeps its layout.
 """
 
 import math
@@ -20,14 +20,14 @@ _OF_NORMS = {"scale": "weight", "offset": "bias"}
 
 
 def file_name(name: str) -> str:
-    """The name of an array in PyTorch: `dense.kernel` is `dense.weight` there."""
+    """The name of an array in PyTorch: `dense.weight` for `dense.kernel`."""
     above, _, field = name.rpartition(".")
     fields = _FIELDS | (_OF_NORMS if is_norm(above) else {})
     return f"{above}.{fields[field]}" if above and field in fields else name
 
 
 class Stored(NamedTuple):
-    """How an array is stored: with its axes in another order, and in another shape."""
+    """How an array is stored: in which order of axes, and in which shape."""
 
     order: Sequence[int]
     shape: tuple[int, ...]
@@ -41,9 +41,9 @@ class Stored(NamedTuple):
 
 
 def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
-    """How the array of this name is stored. `layouts` are those of the model.
+    """How the array of this name is stored. `layouts` are the model's.
 
-    Raises `ValueError` for one that PyTorch's layers have nothing like."""
+    Raises `ValueError` for an array without a counterpart in PyTorch's layers."""
     shape, field = tuple(shape), name.rpartition(".")[2]
     n, whole = len(shape), list(range(len(shape)))
     if field in ("bias", "b"):
@@ -72,20 +72,20 @@ def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | No
 
 
 def why_not(layout: Layout | None) -> str:
-    """A weight that PEFT has no adapter for: what it is."""
+    """Describes a weight that PEFT has no adapter for."""
     if layout is None or not layout.is_known:
-        return "a weight that does not say which of its axes are outputs; say it with `layout`"
+        return "a weight that does not say which of its axes are outputs; pass `layout`"
     if layout.kind == "other conv":
         return (
             "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the "
             "weight"
         )
-    return "a stack of layers, which are to be saved one by one"
+    return "a stack of layers; save them one by one"
 
 
 def part_shapes(lora: LoraArray, kind: str) -> dict[str, tuple[int, ...]]:
-    """The shapes in which the parts of an adapter are stored: a linear layer has one axis of outputs and one
-    of inputs, a convolution a window of ones behind its outputs."""
+    """The shapes in which the parts of an adapter are stored: a linear layer has one axis each of outputs and
+    inputs, a convolution a window of ones after its outputs."""
     rank, out, into = lora.rank, math.prod(lora.b.shape[:-1]), lora.a.shape[1:]
     if kind != "conv":
         return {"a": (rank, math.prod(into)), "b": (out, rank), "magnitude": (out,)}

@@ -14,13 +14,13 @@ from ..model_config import is_finite
 
 PREFIX = "base_model.model."
 
-# Entries that say nothing about what the adapter computes once it is trained.
+# Entries that do not affect what a trained adapter computes.
 _INFORMATIVE = {
     "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode",
     "lora_ga_config", "loftq_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
     "revision", "runtime_config", "task_type", "corda_config",
 }  # fmt: skip
-# Initialisations that leave the base alone, and those that take a part of it into the adapter.
+# Initialisations that leave the base alone, and those that move a part of it into the adapter.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", None)
 CHANGES_BASE = ("pissa", "olora")
 
@@ -60,7 +60,7 @@ class AdapterConfig(NamedTuple):
         return float(value_for(self.alpha_pattern, name, self.lora_alpha))
 
     def targets(self, layer: str) -> bool:
-        """Whether this layer is one that the adapter was put on. Not to be asked of `"all-linear"`."""
+        """Whether the adapter was put on this layer. Not defined for `"all-linear"`."""
         if _named(self.exclude_modules or (), layer) or self.saves(layer):
             return False
         if not _named(self.target_modules or (), layer):
@@ -80,7 +80,7 @@ _NUMBER = re.compile(r"\.(?P<number>\d+)(?=\.)")
 
 
 def _layer_number(patterns: str | Sequence[str], layer: str) -> int | None:
-    """The number behind the part of the name that a pattern matches; without patterns, behind any part."""
+    """The number after the part of the name that a pattern matches; without patterns, after any part."""
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer)
         return int(found["number"]) if found else None
@@ -155,7 +155,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "modules_to_save": ("a list of names", _are_expressions),
     "init_lora_weights": (
         f"one of {', '.join(map(repr, (*_KEEPS_BASE, *CHANGES_BASE)))}, since others change the base in a "
-        "way that the file does not tell",
+        "way that the file does not record",
         lambda x: x in (*_KEEPS_BASE, *CHANGES_BASE),
     ),
     "layers_to_transform": (

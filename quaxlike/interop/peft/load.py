@@ -1,4 +1,4 @@
-"""`load_adapter`: an adapter's directory onto a model."""
+"""`load_adapter`: an adapter's directory, put on a model."""
 
 import math
 import os
@@ -37,7 +37,7 @@ from .parameters import (
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
-# How the tensors of an adapter end, and what they are.
+# The endings of an adapter's tensors, and the parts that they stand for.
 SUFFIXES = {
     ".lora_A.weight": "a",
     ".lora_B.weight": "b",
@@ -64,26 +64,27 @@ def load_adapter(
 
     **Arguments:**
 
-    - `directory`: with `adapter_config.json` and `adapter_model.safetensors` in it.
-    - `model`: the base model; any pytree whose dotted names are those of the state dict that the adapter
-        was trained on, or become so by `rename`. An adapter that it has already is taken off.
-    - `rename`: from names of the model's arrays and layers to names in the file: a function, or a mapping
-        of names or their beginnings.
-    - `adapter_name`: adapters other than `"default"` are in a folder of this name in `directory`.
-    - `layout`: which axes of weights are outputs and which inputs, as of [`quaxlike.layouts`][], where
-        neither their layers nor their names say it. Default: none.
+    - `directory`: the folder with `adapter_config.json` and `adapter_model.safetensors`.
+    - `model`: the base model; any pytree whose dotted names are those of the state dict that the adapter was
+        trained on, possibly after `rename`. An adapter that it already has is removed.
+    - `rename`: a function or mapping from names of the model's arrays and layers to names in the file. A
+        mapping may have names or their beginnings.
+    - `adapter_name`: the name of the adapter. One other than `"default"` is in a folder of this name in
+        `directory`.
+    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
+        neither their layers nor their names say so. Default: none.
 
-    Weights, biases and norms of Flax and Haiku are those of PyTorch's layers: `dense.kernel` of shape
+    Weights, biases and norms of Flax and Haiku are matched with PyTorch's layers: `dense.kernel` of shape
     `(in, out)` is `dense.weight` of shape `(out, in)` in the file.
 
     **Returns:**
 
-    The model with the adapter on it. `model` itself is as it was.
+    The model with the adapter on it; `model` itself does not change.
 
     **Raises:**
 
-    `FileNotFoundError`; `CheckpointError` for a missing, unknown, misshapen or damaged entry, with file,
-    key, expected and found, and for an option of PEFT's that is not supported, with its name.
+    `FileNotFoundError` if there is no adapter; `CheckpointError` for a missing, unknown, misshapen or damaged
+    entry, with file, key, expected and found, and for an unsupported option of PEFT, with its name.
 
     !!! example
 
@@ -100,13 +101,13 @@ def load_adapter(
     pair = files_of(folder)
     if not (config_file := pair.config_path()).is_file():
         raise FileNotFoundError(
-            f"There is no {config_file}: an adapter's directory has {config_file.name} in it."
+            f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
         )
     config, tensors = read_config(config_file), open_tensors(folder / pair.tensors)
     file = _File(tensors)
     model = _tied_as(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
-    if rename is None:  # layers under the names that published files have for them
+    if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
         rename = {
             name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
@@ -153,10 +154,10 @@ def load_adapter(
 
 
 def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
-    """The model with an output layer of its own if the adapter is for the embedding alone.
+    """The model with a separate output layer if the adapter is for the embedding alone.
 
-    A model says that it can be so by a method `untied`. With `ensure_weight_tying` the file has the change of
-    the one array twice.
+    A model supports this with a method `untied`. With `ensure_weight_tying`, the file holds the change of the
+    shared array twice.
     """
     untied = getattr(model, "untied", None)
     if untied is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -187,7 +188,7 @@ def _stack_adapter(
 def _adapter_of_experts(
     config: AdapterConfig, file: "_File", stack: str, experts: Mapping[str, Any], leaf: Any, layout: Any
 ) -> Any:
-    """A stack whose experts have adapters one by one, with its own; `experts` has their keys, by layer."""
+    """Puts the adapters of single experts on their stack; `experts` has their keys, by layer."""
     for layer, keys in experts.items():
         if config.targets(layer) and not keys:
             raise file.complain(
@@ -218,15 +219,15 @@ def _adapter_of_experts(
 
 
 def _check_plain(config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str]) -> None:
-    """Experts have the two factors alone."""
+    """Raises unless the adapter of an expert consists of the two factors alone."""
     if keys.keys() != {"a", "b"}:
         raise file.complain(next(iter(keys.values())), f"expected lora_A and lora_B for {layer}")
     if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
-        raise file.complain(keys["a"], "adapters of experts have no DoRA, no biases and no init of their own")
+        raise file.complain(keys["a"], "adapters of experts have no DoRA, no biases and no PiSSA or OLoRA")
 
 
 def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, leaf: Any) -> Any:
-    """The embedding with the rows that were trained in place of its own."""
+    """The embedding with the trained rows in place of its own."""
     tokens = config.trainable_token_indices
     if isinstance(tokens, Mapping):
         found = (own for name, own in tokens.items() if layer == name or layer.endswith(f".{name}"))
@@ -238,7 +239,7 @@ def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, lea
 
 
 class _File:
-    """The tensors of an adapter, sorted by what they belong to."""
+    """The tensors of an adapter, sorted by what they apply to."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
@@ -258,7 +259,7 @@ class _File:
             elif name.endswith(".base_layer.weight"):
                 self.bases[name.removesuffix(".base_layer.weight")] = key
             elif ".original_module." not in name and ".modules_to_save." not in name:
-                # (With bias="all" PEFT writes the biases of such modules once more, under these names.)
+                # (With bias="all", PEFT writes the biases of such modules again under these names.)
                 self.beside[name.replace(".base_layer.", ".")] = key
         for layer, key in self.bases.items():
             if layer not in self.adapters:
@@ -279,14 +280,14 @@ class _File:
         return jnp.asarray(self.tensors[key])
 
     def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
-        """An array of this shape, stored in the way of PyTorch."""
+        """Reads an array of this shape, stored in PyTorch's layout."""
         return stored.take(self.read(key, stored.shape), shape)
 
 
 def _check_layers(
     config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any], stacks: Sequence[str]
 ) -> None:
-    """The file has adapters for exactly those layers that the configuration is for."""
+    """Raises unless the file has adapters for exactly the layers that the configuration targets."""
     for layer, keys in file.adapters.items():
         if layer not in layers:
             shapes = {layer: leaf for layer, (_, leaf) in layers.items()}
@@ -349,13 +350,13 @@ def _adapter(
     layout = layouts[name]
     if embedding:
         layout = Layout.parse("vo")
-    elif layout is not None and layout.kind == "embedding":  # a name that looks like one
+    elif layout is not None and layout.kind == "embedding":  # its name only looks like an embedding's
         layout = MATRIX
     if layout is None or not layout.is_known or layout.kind == "other conv":
         raise file.complain(keys["a"], f"the model's {layer} is {why_not(layout)}")
     base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
     rank = config.rank(layer)
-    if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):  # before anything of that size is made
+    if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):  # before allocating that much
         raise file.complain(
             keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
         )
@@ -404,14 +405,14 @@ def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, 
 
 
 def _base(leaf: Any) -> Any:
-    """The array before it was adapted; one that is trained in full stays as it is."""
+    """The array before it was adapted, or the array itself if it is trained in full."""
     if isinstance(leaf, LoraArray | LoraBias | TrainableRows):
         return _base(leaf.w)
     return leaf.array if isinstance(leaf, TrainableArray) else leaf
 
 
 def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
-    """Each array of the model: what it is called in the file, its name and itself."""
+    """For each array of the model, its name in the file, its name in the model, and the array."""
     out: dict[str, tuple[str, str, Any]] = {}
     for name, leaf in named_arrays(model).items():
         new = file_name(renamed(name, rename))

@@ -1,10 +1,10 @@
-"""PEFT's `target_parameters`: adapters of parameters that are no layer's weight, such as stacks of experts.
+"""PEFT's `target_parameters`: adapters of parameters other than layers' weights, such as stacks of experts.
 
-The factors of a stack `(experts, …)` are stored in one matrix each: `A` as `(experts * rank, in)`, with the
-experts outside, `B` as `(out, rank * experts)`, with the experts inside. Several parameters of a module are
-wrapped one around the other, the first innermost: each but the last is under `base_layer` of the next one.
-The weights of routers, which are parameters of modules of their own, are named likewise. For transformers 4
-the matrices of experts were layers, and had adapters one by one.
+The factors of a stack `(experts, …)` are stored in one matrix each: `A` as `(experts * rank, in)`, with
+experts as the slower index, `B` as `(out, rank * experts)`, with experts as the faster one. If several
+parameters of a module have adapters, their wrappers are nested, the first innermost: each but the last is
+under `base_layer` of the next. The weights of routers, which are parameters of separate modules, are named
+the same way. In transformers 4, the matrices of experts were layers, each with its own adapter.
 """
 
 from collections import defaultdict
@@ -22,14 +22,14 @@ _WRAPPED = ".base_layer"
 
 
 def is_stack(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Whether an array is a stack of matrices that is a parameter of its module, and no layer's weight."""
+    """Whether an array is a stack of matrices that is a parameter of its module, not a layer's weight."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     return len(shape) == 3 and len(layout.batch_shape(tuple(shape))) == 1
 
 
 def is_router(layer: str, stacks: Iterable[str]) -> bool:
-    """Whether a layer chooses from experts: it stands beside their stacks."""
+    """Whether a layer is a router, beside the stacks of its experts."""
     module, _, own = layer.rpartition(".")
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in stacks)
 
@@ -40,7 +40,7 @@ def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
 
 
 def wrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of the modules in the file under which the adapters of these parameters are stored."""
+    """The modules under whose names the file stores the adapters of these parameters."""
     of_module: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_module[name.rpartition(".")[0]].append(name)
@@ -58,13 +58,13 @@ def stored_shapes(lora: LoraArray) -> dict[str, tuple[int, ...]]:
 
 
 def unpacked(lora: LoraArray, a: Any, b: Any) -> LoraArray:
-    """The adapter with the factors that the file has."""
+    """The adapter with factors from a file."""
     (n, rank, into), out = lora.a.shape, lora.b.shape[1]
     return lora.replace(a=a.reshape(n, rank, into), b=jnp.transpose(b.reshape(out, rank, n), (2, 0, 1)))
 
 
 def packed(lora: LoraArray) -> dict[str, Any]:
-    """The factors as the file has them."""
+    """The factors in the layout of a file."""
     shapes = stored_shapes(lora)
     return {"a": lora.a.reshape(shapes["a"]), "b": jnp.transpose(lora.b, (1, 2, 0)).reshape(shapes["b"])}
 
@@ -72,7 +72,7 @@ def packed(lora: LoraArray) -> dict[str, Any]:
 def renamed_stacks(
     adapters: Mapping[str, Any], stacks: Iterable[str], target_parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """The adapters of a file, those of stacks under the names of the parameters."""
+    """The adapters of a file, with those of stacks under the names of their parameters."""
     wrapped = wrapped_names(name for name in stacks if is_targeted(name, target_parameters))
     back = {module: name for name, module in wrapped.items()}
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
@@ -81,13 +81,13 @@ def renamed_stacks(
 def of_experts_apart(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
-    """If experts have adapters one by one, the stacks, and the layers of their matrices in the file.
+    """The stacks whose experts have separate adapters in the file, with the layers of their matrices.
 
     **Arguments:**
 
     - `adapters`: the layers of the file.
-    - `stacks`: of the model, their names in the file to those in the model.
-    - `tensors_of`: from the name of an array of the model to the tensors of files that make it up.
+    - `stacks`: of the model; a mapping from their names in the file to those in the model.
+    - `tensors_of`: returns the tensors of files that make up an array of the model, by its name.
     """
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}
@@ -95,10 +95,10 @@ def of_experts_apart(
 
 
 def stacked(lora: LoraArray, parts: Sequence[tuple[Any, Any] | None]) -> LoraArray:
-    """The adapter of a stack, made of those of its matrices in turn; None for a matrix without.
+    """The adapter of a stack from the adapters of its matrices, in order; None for a matrix without one.
 
-    An expert may have several matrices, one above the other in the stack. Each keeps its factors: `a` of the
-    stack has those of all of them, and `b` is zero where they do not belong together.
+    An expert may have several matrices, one above the other in the stack. Each keeps its factors: the stack's
+    `a` holds all of theirs, and its `b` is zero between different matrices.
     """
     (n, rank, _), out = lora.a.shape, lora.b.shape[1]
     each = len(parts) // n

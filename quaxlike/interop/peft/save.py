@@ -1,4 +1,4 @@
-"""`save_adapter`: the adapter of a model into a directory that PEFT loads."""
+"""`save_adapter`: the adapter of a model, in a directory that PEFT loads."""
 
 import json
 import os
@@ -34,26 +34,27 @@ def save_adapter(
     task_type: str | None = None,
     layout: Layouts = None,
 ) -> None:
-    """Writes the adapter of a model as PEFT does: what is trained, without the base.
+    """Writes the adapter of a model in PEFT's format: the trained arrays, without the base.
 
-    Where it replaces an adapter, `load_adapter` finds the old one or the new one, even after a kill.
+    If it overwrites an adapter, `load_adapter` finds either the old or the new one, even after a kill.
 
     **Arguments:**
 
-    - `directory`: is made if it does not exist.
-    - `model`: what [`quaxlike.loraify`][] or `load_adapter` made. Layers of a
-        [`quaxlike.models.Decoder`][] that were stacked are written one by one.
-    - `base_model`: the name or path of the base model, for PEFT to find it. Default: none.
-    - `rename`: from names of the model to names in the file, as for `load_adapter`.
-    - `adapter_name`: adapters other than `"default"` go to a folder of this name in `directory`.
-    - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. The head of a
-        classifier is a part of the file then. Default: none.
-    - `layout`: as of `load_adapter`.
+    - `directory`: the folder to write to, which is created if it does not exist.
+    - `model`: the result of [`quaxlike.loraify`][] or `load_adapter`. Stacked layers of a
+        [`quaxlike.models.Decoder`][] are written one by one.
+    - `base_model`: the name or path of the base model, so that PEFT can find it. Default: none.
+    - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
+    - `adapter_name`: the name of the adapter. One other than `"default"` goes to a folder of this name in
+        `directory`.
+    - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. With a classifier's,
+        the file includes its head. Default: none.
+    - `layout`: as for `load_adapter`.
 
     **Raises:**
 
-    `ValueError` for what PEFT's format has no place for, with its name, such as several adapters stacked,
-    weights of no layer that PyTorch has, or layers that differ in more than rank and alpha.
+    `ValueError` for anything that PEFT's format cannot hold, with its name, such as stacked adapters, weights
+    of layers that PyTorch does not have, or layers that differ in more than rank and alpha.
 
     !!! example
 
@@ -67,11 +68,11 @@ def save_adapter(
         again = peft.load_adapter("adapter", mlp)
         ```
 
-    The base is not in the file. It has to be saved as well where it is not what it was: an adapter took a
-    part of it (`init="pissa"`, `"olora"`, LoftQ), or its weights or scales are trained (`train_base`,
+    The base is not in the file. Save it as well if it has changed: because adapters took a part of it
+    (`init="pissa"`, `"olora"`, LoftQ), or because its weights or scales are trained (`train_base`,
     [`quaxlike.train_scales`][]).
     """
-    if hasattr(model, "unstacked"):  # layers as one
+    if hasattr(model, "unstacked"):  # undo `stack_layers`
         model = model.unstacked()
     arrays = names_in_file(model, rename)
     layouts = layouts_of(model, layout)
@@ -130,7 +131,7 @@ def save_adapter(
     files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
 
 
-# What PEFT trains for a task without being asked, and so expects in the file.
+# The heads that PEFT trains for a task by default, and so expects in the file.
 _HEADS = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
@@ -149,7 +150,7 @@ class _Adapter(NamedTuple):
 
 
 def _layout(name: str, lora: LoraArray, layout: Layout | None) -> Layout:
-    """That of the layer; where neither it nor its name says it, that which the adapter was made for."""
+    """The layout of the layer; if neither it nor its name tells, the one that the adapter was made for."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
     if len(lora.in_axes) > 1:  # the axes of heads, or the window of a convolution
@@ -164,7 +165,7 @@ def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
     if lora.shape != lora.w.shape or layout.batch_shape(lora.shape):
         raise ValueError(
             f"{layer} is of shape {lora.shape}, with adapters of shapes {lora.a.shape} and {lora.b.shape}: "
-            "PEFT's files hold one adapter a layer. Save layers and adapters of a stack one by one."
+            "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
         )
     a, b = lora.a, lora.b
     if layout.kind == "other conv":
@@ -191,7 +192,7 @@ def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
 
 
 def _of_tied_head(model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of PEFT for an output layer that is the embedding: its change once more."""
+    """PEFT's entries for an output layer that is tied to the embedding: the embedding's change, repeated."""
     if getattr(model, "untied", None) is None or any(name.startswith("lm_head") for name in tensors):
         return {}
     if getattr(model, "lm_head", None) is not None:
@@ -220,15 +221,15 @@ def _stack_tensors(module: str, adapter: _Adapter) -> dict[str, Any]:
 
 
 def _is_fan_in_fan_out(adapter: _Adapter) -> bool:
-    """Whether the checkpoint has the weight as `(in, out)`, as those of GPT-2. Kernels of other frameworks,
-    which are so too, are `(out, in)` there."""
+    """Whether the checkpoint stores the weight as `(in, out)`, like GPT-2's. Kernels of other frameworks,
+    which are `(in, out)` too, are stored as `(out, in)`."""
     name, lora, layout = adapter
     is_weight = name.rpartition(".")[2] == "weight" and layout.kind in ("linear", "matrix")
     return is_weight and lora.out_axes == layout.out_axes == (-1,)
 
 
 def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The biases of adapters by layer, and what is trained in full by name."""
+    """The biases of adapters by layer, and the arrays that are trained in full by name."""
     lora_bias: dict[str, Any] = {}
     trained: dict[str, Any] = {}
     for new, leaf in names.items():
@@ -256,7 +257,7 @@ def _layers(
     layouts: Mapping[str, Layout | None],
     parameters: Collection[str],
 ) -> dict[str, Any]:
-    """The part of the configuration about the adapted layers; `parameters` are no layers to PEFT."""
+    """The part of the configuration about adapted layers; to PEFT, `parameters` are not layers."""
     loras = {layer: adapter.lora for layer, adapter in adapters.items()}
 
     def shared(what: str, values: dict[str, Any]) -> Any:
@@ -267,7 +268,7 @@ def _layers(
 
     def pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         counts = Counter(values.values())
-        common = max(counts, key=lambda value: (counts[value], -value))  # whatever the order of the layers
+        common = max(counts, key=lambda value: (counts[value], -value))  # independent of the order of layers
         out: dict[str, Any] = {}
         for layer, value in values.items():
             last = layer.rpartition(".")[2]
@@ -302,7 +303,7 @@ def _as_int(x: float) -> float | int:
 def _targets(
     names: Mapping[str, Any], adapters: Mapping[str, Any], layouts: Mapping[str, Layout | None]
 ) -> list[str] | None:
-    """The last components of the adapted layers' names if they say it all, else whole names."""
+    """The last components of the adapted layers' names if they identify them, or else whole names."""
     if not adapters:
         return None
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
@@ -318,7 +319,7 @@ def _targets(
 def _trained_tokens(tokens: Mapping[str, TrainableRows]) -> dict[str, Any]:
     """The part of the configuration about rows of embeddings."""
     found: Any = {layer.rpartition(".")[2]: list(leaf.indices) for layer, leaf in tokens.items()}
-    if found.keys() <= {"embed_tokens"}:  # where PEFT looks by itself
+    if found.keys() <= {"embed_tokens"}:  # where PEFT looks by default
         found = found.get("embed_tokens")
     return {"trainable_token_indices": found}
 
