@@ -1,4 +1,4 @@
-"""Attention: the projections of all architectures around one softmax, and the keys and values it keeps."""
+"""Attention: one softmax with the projections of all architectures, and its cache of keys and values."""
 
 from typing import Any, NamedTuple
 
@@ -13,14 +13,14 @@ from .rope import rotate
 
 
 class Context(NamedTuple):
-    """The inputs that layers of one kind share: rotations of heads, and the tokens that are seen."""
+    """The inputs that layers of one kind share: rotations of heads, and the mask of tokens that are seen."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     mask: Bool[Array, "tokens seen"]
 
 
 class Memory(NamedTuple):
-    """Keys and values of one layer, for as many tokens as there is room."""
+    """The cached keys and values of one layer, for up to `room` tokens."""
 
     key: Float[Array, "room kv_heads size"]
     value: Float[Array, "room kv_heads size"]
@@ -82,9 +82,9 @@ def attend(
     **Arguments:**
 
     - `mask`: which tokens each token sees.
-    - `scale`: of the scores. Default: one over the root of `size`.
-    - `softcap`: scores are bent to stay below it (Gemma 2); 0 for none.
-    - `sinks`: of each head, the score of a token that is not there (GPT-OSS).
+    - `scale`: of the scores. Default: one over the square root of `size`.
+    - `softcap`: a bound that scores are squashed to stay below (Gemma 2); 0 for none.
+    - `sinks`: for each head, the score of a virtual token (GPT-OSS).
     """
     tokens, n_heads, size = query.shape
     query = query.reshape(tokens, key.shape[1], -1, size)

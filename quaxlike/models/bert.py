@@ -1,4 +1,4 @@
-"""An encoder of the BERT family, its arrays named as in the checkpoints of transformers."""
+"""An encoder of the BERT family, with arrays named as in transformers' checkpoints."""
 
 # pyright: reportSelfClsParameterName=false
 
@@ -62,7 +62,7 @@ class BertSelfAttention(eqx.Module):
 
 
 class BertOutput(eqx.Module):
-    """A linear layer, the residual, and the norm after it."""
+    """A linear layer, a residual connection, and a norm."""
 
     dense: eqx.nn.Linear
     LayerNorm: eqx.nn.LayerNorm
@@ -72,7 +72,7 @@ class BertOutput(eqx.Module):
 
 
 class BertAttention(eqx.Module):
-    """One of its parts is called `self`, so that the instance goes by `this`."""
+    """Self-attention and its output. A field is called `self`, so methods call the instance `this`."""
 
     self: BertSelfAttention
     output: BertOutput
@@ -103,7 +103,7 @@ class BertEncoder(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """For each token of one sequence a vector; pooled into one of the sequence by what uses it."""
+    """The vectors of one sequence's tokens; callers pool them into one for the sequence."""
 
     embeddings: BertEmbeddings
     encoder: BertEncoder
@@ -139,7 +139,7 @@ class Bert(eqx.Module):
 
 
 class BertForSequenceClassification(eqx.Module):
-    """The logits of the classes of one sequence."""
+    """The logits of one sequence's classes."""
 
     bert: Bert
     classifier: eqx.nn.Linear
@@ -155,7 +155,7 @@ class BertForSequenceClassification(eqx.Module):
 
 
 def mean_pooled(x: Hidden, seen: Seen) -> Float[Array, " hidden"]:
-    """The mean over the tokens that are no padding, of norm one: an embedding of the sentence."""
+    """The mean over the tokens that are not padding, normalised: an embedding of the sentence."""
     weights = seen.astype(x.dtype)
     mean = weights @ x / jnp.maximum(jnp.sum(weights), 1)
     return mean / jnp.maximum(jnp.linalg.norm(mean), 1e-12)

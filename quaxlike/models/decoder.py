@@ -1,4 +1,4 @@
-"""The decoder: one model for all architectures of the table, its arrays named as in their checkpoints."""
+"""The decoder: one model for all architectures in the table, with arrays named as in their checkpoints."""
 
 from typing import Any
 
@@ -59,11 +59,11 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         length: Any = None,
         segments: Ids | None = None,
     ) -> tuple[Hidden, Any]:
-        """The hidden states of the tokens from place `start` on, and the memory with theirs in it.
+        """The hidden states of the tokens from position `start` on, and the memory updated with them.
 
-        `seen` tells of all places which hold a token and no padding: as many as `memory` has room for, which
-        `Decoder.memory` made; without one, those of `ids`. `length` is that of the text, where frequencies
-        depend on it; as many as are `seen` unless told. `segments` are as of `Decoder.hidden`.
+        `seen` says which positions hold a token rather than padding: all those of `memory`, which
+        `Decoder.memory` made, or of `ids` without one. `length` is the length of the text, for frequencies
+        that depend on it. Default: the number of tokens `seen`. `segments` is as for `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -74,7 +74,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
-            length = largest_of_batch(last + 1)  # transformers picks them once for a batch
+            length = largest_of_batch(last + 1)  # transformers picks frequencies once per batch
         contexts = self._contexts(seen, positions, start, length, x.dtype, segments)
         kinds = [int(window) for window in c.windows]
         if isinstance(layers, list):
@@ -95,7 +95,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
     def _contexts(
         self, seen: Any, positions: Any, start: Any, length: Any, dtype: Any, segments: Any
     ) -> list[Context]:
-        """Of layers that see everything, and of those with a window."""
+        """The contexts of layers that see all tokens, and of those with a window."""
         c = self.config
         rotations = [rope.rotation(positions, length, dtype) for rope in c.ropes] or [None]
         own, other = start + jnp.arange(len(positions))[:, None], jnp.arange(len(seen))[None, :]
@@ -109,11 +109,11 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
 
 
 class Decoder(Part, roles="model lm_head"):
-    """Causal language modelling: for each token of one sequence the logits of the next.
+    """A causal language model: for each token of one sequence, the logits of the next.
 
-    The table of architectures (`quaxlike.models.FAMILIES`) and `config.json` say what it is made of. Arrays
-    have the names of transformers; experts are in stacks. Where the output layer is tied to the embedding,
-    `lm_head` is None: one array, and one adapter.
+    The table of architectures (`quaxlike.models.FAMILIES`) and `config.json` determine its parts. Arrays have
+    the names of transformers; experts are stacked. If the output layer is tied to the embedding, `lm_head` is
+    None: the two share one array, and one adapter.
 
     !!! example
 
@@ -141,23 +141,23 @@ class Decoder(Part, roles="model lm_head"):
         **Arguments:**
 
         - `ids`: the tokens.
-        - `seen`: which of them are no padding. That may be on either side; positions count tokens only.
+        - `seen`: which of them are not padding. Padding may be on either side; positions count tokens only.
         """
         return self.logits(self.hidden(ids, seen))
 
     def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
-        """The hidden states that the output layer sees, of one sequence or of several in a row.
+        """The hidden states that enter the output layer, of one sequence or of several packed in a row.
 
         **Arguments:**
 
         - `ids`, `seen`: as for the logits.
-        - `segments`: for each token the number of its text. Texts do not see each other, and the positions of
-            each begin at 0. Default: all are one text.
+        - `segments`: for each token, the number of its text. Texts do not see each other, and the positions
+            of each start at 0. Default: all tokens are one text.
         """
         return self.body(ids, seen, segments=segments)[0]
 
     def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
-        """The output layer."""
+        """Applies the output layer."""
         head = self.part("lm_head")
         out = hidden @ self.embedding.T if head is None else each(head, hidden)
         cap = self.config.final_logit_softcapping
@@ -175,28 +175,28 @@ class Decoder(Part, roles="model lm_head"):
 
     @property
     def layers(self) -> Any:
-        """A list; or one whose arrays have an axis for the layers, where they are stacked."""
+        """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
         return self.body.part("layers")
 
     def memory(self, room: int, dtype: Any) -> Any:
-        """An empty memory for as many tokens."""
+        """An empty memory for `room` tokens."""
         c, shape = self.config, (room, self.config.num_key_value_heads, self.config.head_dim)
         empty = lambda *stack: Memory(jnp.zeros((*stack, *shape), dtype), jnp.zeros((*stack, *shape), dtype))
         return [empty() for _ in self.layers] if isinstance(self.layers, list) else empty(c.num_hidden_layers)
 
     def stacked(self) -> "Decoder":
-        """The same model with its layers as one, which is scanned ([`quaxlike.stack_layers`][])."""
+        """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned."""
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self) -> "Decoder":
-        """The same model with a list of layers, under the names of the checkpoint."""
+        """The same model with a list of layers, named as in the checkpoint."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
     def _with_layers(self, change: Any) -> "Decoder":
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def untied(self) -> "Decoder":
-        """The same model with an output layer of its own: an array that is the embedding as it is now."""
+        """The same model with a separate output layer, whose weight is the present embedding."""
         if self.part("lm_head") is not None:
             return self
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
@@ -204,8 +204,8 @@ class Decoder(Part, roles="model lm_head"):
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
 
     def tensors_of(self, name: str) -> list[str]:
-        """The tensors of published files that make up an array: itself; or the matrices of experts one by
-        one, of which a stack takes one or two from each."""
+        """The tensors of published files that make up an array: the array itself, or the matrices of single
+        experts; a stack takes one or two from each expert."""
         family = self.config.family
         for ours, theirs in family.files.items():
             name = name.replace(f".{ours}.", f".{theirs}.")
@@ -222,11 +222,11 @@ def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:
 
 
 def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
-    """The place of each token in its text, and the last place of all."""
+    """The position of each token in its text, and the last of all positions."""
     order = jnp.arange(len(seen))
     if segments is None:
         count = jnp.cumsum(seen)
-        # Padding behind a text counts on, as in transformers.
+        # Positions keep counting in padding after a text, as in transformers.
         return jnp.where(seen, count - 1, order - jnp.argmax(seen)), count[-1] - 1
     first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
     places = order - lax.cummax(jnp.where(first, order, 0))

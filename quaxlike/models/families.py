@@ -1,4 +1,4 @@
-"""The table of architectures: how each differs from a plain decoder, and what `config.json` says about it."""
+"""The table of architectures: how each differs from a plain decoder, and how to read its `config.json`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from .rope import Rope, rope_for
 
 @dataclasses.dataclass(frozen=True, eq=False)  # the entries of the table are compared by identity
 class Family:
-    """The options of a decoder that its architecture decides; the defaults are those of Llama."""
+    """The options of a decoder that its architecture determines; the defaults are Llama's."""
 
     activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
     fused: bool = False
-    """Whether one matrix gives queries, keys and values, and one the two halves of a gated layer."""
+    """Whether queries, keys and values are fused into one matrix, and the two halves of a gated layer too."""
     gated: bool = True
     qkv_bias: bool | None = None
-    """Whether these projections have biases; None: as `attention_bias` says."""
+    """Whether these projections have biases; None to follow `attention_bias`."""
     output_bias: bool | None = None
     qk_norm: Literal["", "heads", "whole"] = ""
     """Whether queries and keys are normalised, head by head or all heads together."""
@@ -33,11 +33,11 @@ class Family:
     """Whether weights are stored as (in, out)."""
     sinks: bool = False
     tied: bool = False
-    """Whether the output layer is the embedding where `tie_word_embeddings` is absent."""
+    """Whether the output layer is tied to the embedding if `tie_word_embeddings` is absent."""
 
     windows: int | Literal["upper"] | None = None
-    """Which layers see a window only: all but every n-th (0: all of them), those from `max_window_layers` on
-    ("upper"), none. `layer_types` overrules it."""
+    """Which layers see only a window: all but every n-th (0: all of them), those from `max_window_layers` on
+    ("upper"), or none. `layer_types` overrides it."""
     window_switch: bool = False
     """Whether windows are off unless `use_sliding_window` is set."""
 
@@ -45,19 +45,19 @@ class Family:
     """Whether there are experts, and how their matrices are stored."""
     router: str = "gate"
     expert_files: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """The names of the matrices of an expert in files that have them one by one."""
+    """The names of an expert's matrices in files that store experts one by one."""
     expert_bias: bool = False
     interleaved: bool = False
     """Whether gates and values of experts alternate, and are clamped."""
 
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` by the names that they have in other families."""
+    """The family's names for entries of `config.json`, by their usual names."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parts of the model, likewise."""
+    """The family's names for parts of the model, by their usual names."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parts whose names in files differ from those in the model."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` where these are absent."""
+    """The values of `config.json` entries that are absent."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values that entries must have."""
 
@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """The configuration of a decoder: `config.json` under the usual names, and what follows from it."""
+    """The configuration of a decoder: `config.json` under the usual names, and values derived from it."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -155,11 +155,11 @@ class DecoderConfig(Config):
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """For each layer, whether it sees the last `sliding_window` tokens only."""
+    """For each layer, whether it sees only the last `sliding_window` tokens."""
     sparse: tuple[bool, ...] = ()
     """For each layer, whether it has experts."""
     ropes: tuple[Rope, ...] = ()
-    """For layers that see everything, and for those with a window; none where positions are learned."""
+    """The rotations of layers without and with a window; none if positions are learned."""
 
     @property
     def family(self) -> Family:
@@ -167,7 +167,7 @@ class DecoderConfig(Config):
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
-        """Reads `config.json`, as transformers 4 or 5 writes it.
+        """Reads a `config.json` of transformers 4 or 5.
 
         **Raises:** `UnsupportedConfigError` for an architecture that is not in the table, or a value that
         the decoder does not support.
@@ -181,7 +181,7 @@ class DecoderConfig(Config):
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
-        fields |= dict.fromkeys(("windows", "sparse", "ropes"))  # which follow from the others
+        fields |= dict.fromkeys(("windows", "sparse", "ropes"))  # derived from the others
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]

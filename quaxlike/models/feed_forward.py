@@ -1,4 +1,4 @@
-"""Feed-forward layers: plain, gated, and mixtures of experts, whose matrices are in stacks."""
+"""Feed-forward layers: plain, gated, and mixtures of experts, whose matrices are stacked."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
 
     def __call__(self, x: Hidden) -> Hidden:
         family = self.config.family
-        act = jax.nn.silu if family.activation == "silu" else jax.nn.gelu  # by tanh
+        act = jax.nn.silu if family.activation == "silu" else jax.nn.gelu  # the tanh approximation
         if not family.gated:
             wide = act(each(self.part("up_proj"), x))
         elif family.fused:
@@ -37,7 +37,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
 
 
 class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gate"):
-    """A router and its experts, beside one expert for all tokens (Qwen2-MoE)."""
+    """A router and its experts, with one shared expert in Qwen2-MoE."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -56,12 +56,12 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
         return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
 
     def logits(self, x: Hidden) -> Float[Array, "tokens experts"]:
-        """Those of the router."""
+        """The logits of the router."""
         return each(self.part(self.config.family.router), x)
 
 
 class Experts(eqx.Module):
-    """All experts of a layer: stacks of matrices, stored as `(experts, out, in)` or, by GPT-OSS,
+    """All experts of a layer: stacks of matrices, stored as `(experts, out, in)` or, in GPT-OSS,
     `(experts, in, out)`."""
 
     gate_up_proj: Float[Array, "experts rows columns"]
@@ -92,14 +92,14 @@ class Experts(eqx.Module):
     def __call__(
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
-        """Sums what the chosen experts make of each token, by their shares."""
+        """Sums the outputs of the experts chosen for each token, weighted by their shares."""
         count = self.gate_up_proj.shape[0]
         return sum_over_experts(Experts._one, self, x, chosen, share, count=count)
 
     def _one(self, x: Hidden) -> Hidden:
         """One expert, whose matrices have no leading axis."""
         wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
-        if self.config.family.interleaved:  # SwiGLU as GPT-OSS has it
+        if self.config.family.interleaved:  # GPT-OSS's SwiGLU
             limit = self.config.swiglu_limit
             gate, up = jnp.minimum(wide[:, ::2], limit), jnp.clip(wide[:, 1::2], -limit, limit)
             wide = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -118,7 +118,7 @@ def route(
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
     """The experts of each token and their shares.
 
-    Where they shall add up to one, the softmax is of the chosen logits alone, and others have no gradient.
+    If shares are normalised, the softmax is over the chosen logits alone, and the others have no gradient.
     """
     scores, overall = whole_rows(logits).astype(jnp.float32), not config.norm_topk_prob
     share, chosen = lax.top_k(jax.nn.softmax(scores) if overall else scores, config.num_experts_per_tok)

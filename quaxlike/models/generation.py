@@ -1,4 +1,4 @@
-"""`generate`: texts that a decoder goes on with."""
+"""`generate`: texts that a decoder continues."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -32,26 +32,26 @@ def generate(
     key: Any = None,
     on_token: Callable[[Int[np.ndarray, " batch"]], Any] | None = None,
 ) -> Int[Array, "batch new"]:
-    """Goes on with texts, token by token.
+    """Continues texts, token by token.
 
-    Keys and values of earlier tokens are kept. Lengths are rounded up to powers of two: one program is
-    compiled for the prompts of a length, and one that adds a token.
+    Keys and values of earlier tokens are cached. Lengths are rounded up to powers of two, and two programs
+    are compiled per length: one for the prompts, and one that adds a token.
 
     **Arguments:**
 
-    - `model`: its weights may be Values. With as many adapters of [`quaxlike.stack_adapters`][] as there
-        are texts, each text has its own.
+    - `model`: the decoder, whose weights may be Values. With adapters from [`quaxlike.stack_adapters`][], one
+        for each text, every text uses its own.
     - `ids`: the prompts, padded on the left.
-    - `max_new_tokens`: how many tokens are added at most.
-    - `mask`: which of `ids` are no padding. Default: all.
+    - `max_new_tokens`: how many tokens to add at most.
+    - `mask`: which of `ids` are not padding. Default: all.
     - `eos`: tokens that end a text. Default: none does.
-    - `temperature`: logits are divided by it, and tokens drawn; 0 takes the likeliest. Default: 0.
-    - `top_k`: draws from as many of the likeliest tokens only. Default: from all.
-    - `top_p`: draws from the likeliest tokens that together have this probability. Default: from all.
-    - `key`: a PRNG key, needed where tokens are drawn.
-    - `on_token`: is called with each new token of all texts, an array `(batch,)`, as soon as it is known.
+    - `temperature`: divides the logits that tokens are sampled from; 0 takes the likeliest token. Default: 0.
+    - `top_k`: samples from only this many of the likeliest tokens. Default: from all.
+    - `top_p`: samples from the likeliest tokens that together have this probability. Default: from all.
+    - `key`: a PRNG key, needed if tokens are sampled.
+    - `on_token`: called with the new tokens of all texts, an array `(batch,)`, at each step.
 
-    **Returns:** the new tokens, `(batch, max_new_tokens)`. After its end a text is filled with the
+    **Returns:** the new tokens, `(batch, max_new_tokens)`. After its end, a text is padded with the
     `pad_token_id` of `config.json`, or else the first of `eos`.
 
     **Raises:** `ValueError` for arguments that do not fit each other or the model.
@@ -118,16 +118,16 @@ def _check(
             f"{temperature}, {top_k} and {top_p}."
         )
     if temperature > 0 and key is None:
-        raise ValueError("Tokens are drawn at a temperature above 0: give a `key`.")
+        raise ValueError("Tokens are sampled at a temperature above 0: pass a `key`.")
     needed, most = int(seen.sum(1).max()) + new, c.max_position_embeddings
     if c.family.learned_positions and needed > most:
         raise ValueError(f"The model has {most} positions; prompt and new tokens need {needed}.")
     if counts := {adapter.shape[0] for adapter in _stacked_adapters(model)} - {len(ids)}:
-        raise ValueError(f"There are {len(ids)} texts and {min(counts)} adapters; one is for each.")
+        raise ValueError(f"There are {len(ids)} texts and {min(counts)} adapters; each text takes one.")
 
 
 class _Sampling(eqx.Module):
-    """How the next token is chosen: the likeliest where there is no temperature."""
+    """Chooses the next token: the likeliest if there is no temperature."""
 
     temperature: Array | None
     top_p: Array | None
@@ -158,7 +158,7 @@ def _tokens(
     switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
     while len(made) < new:
-        # Where other frequencies apply to longer texts, all that was kept is computed anew.
+        # When a text outgrows its rotary frequencies, all cached keys and values are recomputed.
         until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
         rows = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
         width = _rounded(rows.shape[1])
@@ -180,7 +180,7 @@ def _tokens(
 def _next(
     model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, sampling: _Sampling, step: Any
 ) -> tuple[Array, Any]:
-    """The token after the last of each row, and the memory with these rows in it; at first it is None."""
+    """The next token of each row, and the memory updated with these rows; it is None at first."""
     stacked = bool(_stacked_adapters(model))
     if memory is None:
         memory = model.memory(seen.shape[1], model.embedding.dtype)
@@ -203,5 +203,5 @@ def _stacked_adapters(model: Decoder) -> list[LoraArray]:
 
 
 def _rounded(n: int) -> int:
-    """To a power of two, from 16 on."""
+    """Rounds up to a power of two, at least 16."""
     return max(16, 1 << (n - 1).bit_length())

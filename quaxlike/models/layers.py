@@ -1,4 +1,4 @@
-"""Small parts that the models have in common."""
+"""Small parts that the models share."""
 
 import dataclasses
 import inspect
@@ -19,10 +19,10 @@ Hidden = Float[Array, "tokens hidden"]
 
 
 class Part(eqx.Module):
-    """A part of a decoder, whose own parts go by the names of the checkpoint; those it lacks are None.
+    """A part of a decoder, whose own parts are named as in the checkpoint; missing ones are None.
 
-    A subclass lists the roles of its parts, the names that Llama has for them. It has a field for each name
-    that the table of architectures gives to one of them.
+    A subclass lists the roles of its parts, which are Llama's names for them. It gets a field for each name
+    that the table of architectures gives to a role.
     """
 
     config: DecoderConfig = eqx.field(static=True)
@@ -40,11 +40,11 @@ class Part(eqx.Module):
         self.config = config
 
     def part(self, role: str) -> Any:
-        """A part by the name that Llama has for it."""
+        """The part with this role."""
         return getattr(self, self.config.family.parts.get(role, role))
 
     def normed(self, name: str, x: Array) -> Array:
-        """`x` after the norm of this name; as it is if there is none."""
+        """`x` after the norm of this name, or unchanged if there is none."""
         if not name:
             return x
         norm = self.part(name)
@@ -72,7 +72,7 @@ class Conv1D(eqx.Module):
 def linears(
     config: DecoderConfig, n_in: int, sizes: Mapping[str, int], bias: bool, key: Any
 ) -> dict[str, Any]:
-    """Linear layers by their roles, `sizes` their numbers of outputs."""
+    """Linear layers by role; `sizes` are their numbers of outputs."""
     make = Conv1D if config.family.conv1d else eqx.nn.Linear
     keys = jax.random.split(key, len(sizes))
     return {role: make(n_in, n, bias, key=k) for (role, n), k in zip(sizes.items(), keys, strict=True)}
@@ -85,5 +85,5 @@ def norm(config: DecoderConfig, size: int) -> Any:
 
 
 def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:
-    """A layer of one token, applied to each of them."""
+    """Applies a layer of one token to each token."""
     return rows_of(layer, x) if isinstance(layer, eqx.nn.Embedding) else jax.vmap(layer)(x)

@@ -1,4 +1,4 @@
-"""`load` and `save`: models as checkpoint directories of transformers."""
+"""`load` and `save`: models in transformers' checkpoint directories."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 
-# By the architecture that `config.json` names: the configuration and the model.
+# The configuration and the model, by the architecture in `config.json`.
 ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
@@ -49,25 +49,26 @@ def load(
     """Reads a model from a checkpoint directory (`config.json` and `model.safetensors`, or its shards) or a
     GGUF file, whose metadata is the configuration.
 
-    Weights are read one at a time, and keep their dtypes. Those stored in one of the formats that
-    [`quaxlike.interop.load`][] knows become quantised arrays, which stand for the `dtype` of the
-    configuration. Where embeddings are quantised, too (GGUF, MLX), models compute in float32.
+    Weights are read one at a time, and keep their dtypes. Those stored in a format that
+    [`quaxlike.interop.load`][] reads become quantised arrays, in the `dtype` of the configuration. If
+    embeddings are quantised too (GGUF, MLX), models compute in float32.
 
     **Arguments:**
 
-    - `directory`: as `save_pretrained` of transformers writes it; or the GGUF file, a folder with one, or the
-        first of several parts.
-    - `quantize`: how the weights of linear layers and experts are stored: a scheme of
-        [`quaxlike.quantize`][], or its options with the entry `"scheme"`. Each is quantised as it is read, so
-        that no more than one of them is dense at a time. Default: as in the file.
-    - `mesh`, `sharding`: as of [`quaxlike.interop.load`][]; weights are quantised on the way. Default of
-        `sharding`: also told by the classes of layers, as [`quaxlike.sharding.tensor_parallel`][] does.
+    - `directory`: a folder written by transformers' `save_pretrained`; or a GGUF file, a folder with one, or
+        the first of several parts.
+    - `quantize`: how to quantise the weights of linear layers and experts: a scheme of
+        [`quaxlike.quantize`][], or a dict of its options with the entry `"scheme"`. Each is quantised when it
+        is read, so that at most one of them is dense at a time. Default: as in the file.
+    - `mesh`, `sharding`: as for [`quaxlike.interop.load`][]; weights are quantised while they are read. The
+        default of `sharding` also uses the classes of layers, like [`quaxlike.sharding.tensor_parallel`][].
 
-    **Returns:** the model, and its `config.json`; of a GGUF file, what that would say.
+    **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file.
 
-    **Raises:** `FileNotFoundError`; `UnsupportedConfigError` for another architecture or an option that the
-    models do not have; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a dtype
-    that no model computes with; `ValueError` for a `sharding` that a weight cannot follow, or without a mesh.
+    **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
+    architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
+    dtype that no model computes with; `ValueError` for a `sharding` that does not fit a weight, or without a
+    mesh.
 
     !!! example
 
@@ -81,12 +82,12 @@ def load(
     """
     skeleton, config, weights = open_model(directory)
     if sharding is not None and mesh is None:
-        raise ValueError("`sharding` says how weights are spread over a mesh: give `mesh`, too.")
+        raise ValueError("`sharding` says how weights are spread over a mesh: pass `mesh` too.")
     options = {"scheme": quantize} if isinstance(quantize, str) else quantize
     chosen = quantizers(skeleton, **options) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
-        """A weight, or rows of it, as the model has it."""
+        """A weight, or rows of it, in the form that the model stores."""
         leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
         return leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
 
@@ -107,18 +108,18 @@ def load(
 def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
     """Writes a model to a directory that transformers loads.
 
-    Arrays have the names that they have in the checkpoint that the model was read from, experts one by one
-    if they are so there. Its tokeniser, templates and settings of generation are copied.
+    Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
+    by one if they are there. Its tokeniser, templates and generation settings are copied.
 
     **Arguments:**
 
-    - `directory`: is made if it does not exist.
-    - `model`: as [`quaxlike.models.load`][] gave it, with other weights: plain arrays; `NF4Array` or
-        `FP4Array`, which are written as bitsandbytes does; `BlockArray` of the codec `mxfp4`, as GPT-OSS is
-        published; `Int8Array` and other `BlockArray`, as compressed-tensors does. Merge adapters first.
+    - `directory`: the folder to write to, which is created if it does not exist.
+    - `model`: the result of [`quaxlike.models.load`][], possibly with other weights: plain arrays; `NF4Array`
+        or `FP4Array`, written in bitsandbytes' format; `BlockArray` of the codec `mxfp4`, in GPT-OSS's
+        format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
     - `source`: the directory that it was read from.
 
-    **Raises:** `CheckpointError` for weights of other types, or of several formats; then nothing is written.
+    **Raises:** `CheckpointError` for weights of other types, or of several formats; nothing is written then.
 
     !!! example
 
@@ -136,9 +137,7 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
     model = model.unstacked() if hasattr(model, "unstacked") else model
     arrays, names = named_arrays(model), list(open_checkpoint(source))
     if not arrays:
-        raise TypeError(
-            f"models.save takes a model as models.load gives it; found {model!r}, without arrays."
-        )
+        raise TypeError(f"models.save takes a model from models.load; found {model!r}, without arrays.")
     if "lm_head.weight" in arrays and "lm_head.weight" not in names:
         names.append("lm_head.weight")
         config["tie_word_embeddings"] = False
@@ -147,14 +146,14 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
-    """The model of a checkpoint with shapes for arrays, its `config.json`, and its weights, not yet read.
+    """The model of a checkpoint with shapes for arrays, its `config.json`, and its weights, still unread.
 
-    **Raises:** as `load`, for what does not take reading weights.
+    **Raises:** as for `load`, except for errors found while reading weights.
     """
     path = Pair(Path(directory)).config_path()
     if not path.is_file() and not holds_gguf(Path(directory)):
         raise FileNotFoundError(
-            f"There is no {path}: a checkpoint directory has config.json in it, or a GGUF file."
+            f"There is no {path}: a checkpoint directory must hold config.json or a GGUF file."
         )
     weights = open_checkpoint(directory)
     path, config = path if path.is_file() else Path(directory), dict(weights.config)
@@ -173,7 +172,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
         )
     read, make = ARCHITECTURES[known[0]]
     for name in ("num_hidden_layers", "n_layer"):
-        if type(layers := config.get(name)) is int and layers > len(weights):  # before anything is made of it
+        if type(layers := config.get(name)) is int and layers > len(weights):  # before allocating them
             raise CheckpointError(
                 f"{path} has {name}={layers:,}, and the checkpoint no more than {len(weights):,} arrays."
             )
@@ -181,11 +180,11 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def sources(model: Any, names: Iterable[str], directory: Any) -> dict[str, list[str]]:
-    """For each array of a model the tensors of a checkpoint that make it up."""
+    """The tensors of a checkpoint that make up each array of a model."""
     published = getattr(model, "tensors_of", lambda name: [name])
     optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
     return sources_of(named_arrays(model), names, directory, published=published, optional=optional)
 
 
-#: Formats in which embeddings are quantised, so that no weight says in which dtype activations are.
+#: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.
 _ALL_QUANTISED = ("gguf", "mlx")

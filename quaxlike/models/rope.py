@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., RoFormer, 2021) and the ways to stretch them over longer texts.
+"""Rotary position embeddings (Su et al., RoFormer, 2021), and ways to scale them for longer texts.
 
 The formulas are those of transformers' `modeling_rope_utils`: YaRN (Peng et al., 2023), LongRoPE (Ding et
-al., 2024), and the one of Llama 3.
+al., 2024), and Llama 3's.
 """
 
 import math
@@ -18,9 +18,9 @@ _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class Rope(NamedTuple):
-    """The angles per position of each pair of features, and what multiplies their cosines and sines.
+    """The angle per position of each pair of features, and the factor of their cosines and sines.
 
-    `long` holds the frequencies for texts of more than `switch` tokens, if there are others for these.
+    `long` holds the frequencies for texts of more than `switch` tokens, if these differ.
     """
 
     frequencies: tuple[float | int, ...]
@@ -53,9 +53,9 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
 
     - `rope`: the entry.
     - `config`: the model's, for the size of heads and the lengths of texts.
-    - `label`: what errors call the model.
+    - `label`: the name of the model in errors.
 
-    **Raises:** `UnsupportedConfigError` for another kind, or numbers that no rotation can be computed from.
+    **Raises:** `UnsupportedConfigError` for an unsupported kind, or numbers that give no rotation.
     """
     with computing(rope, "rope settings", label):
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -80,10 +80,10 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
                     raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
             short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
             return Rope(short, scale or grown, long, original)
-        kept: Any = 1.0  # how much of each wave is not stretched
+        kept: Any = 1.0  # the share of each frequency that is not scaled
         if kind == "linear":
             kept = 0.0
-        elif kind == "llama3":  # slow waves are stretched, fast ones kept, those between blended
+        elif kind == "llama3":  # low frequencies are scaled, high ones kept, those between blended
             turns = original * inverse / (2 * math.pi)
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -101,7 +101,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
 
 
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
-    """How far each wave is stretched: from 0 for the fast ones to 1 for the slow ones."""
+    """How far each frequency is scaled: from 0 for high ones to 1 for low ones."""
     at = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
     low, high = at(rope.get("beta_fast") or 32), at(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -112,7 +112,7 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: 
 
 
 def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
-    """Turns the first features of each head, as many as the rotation has."""
+    """Rotates the first features of each head, as many as the rotation has."""
     if rotation is None:
         return x
     cos, sin = (part[:, None, :] for part in rotation)

@@ -121,7 +121,7 @@ def test_an_adapter_for_each_text(qwen2):
         ({"mask": np.array([[True, False]])}, r"padding on the left only.* rows \[0\] end with padding"),
         ({"ids": np.array([[1, 100]])}, "`ids` must be from 0 to 99; found 1 to 100"),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1; found 0"),
-        ({"temperature": 1.0}, "give a `key`"),
+        ({"temperature": 1.0}, "pass a `key`"),
         ({"top_p": 2}, "`top_p` above 0 and at most 1; found 0.0, None and 2"),
         pytest.param(
             {"ids": np.zeros(3, int)},
