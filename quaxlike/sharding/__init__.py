@@ -1,4 +1,4 @@
-"""Models on meshes of devices, arrays of any type included."""
+"""Models on meshes of devices, with arrays of any type."""
 
 from .layouts import expert_parallel as expert_parallel
 from .layouts import fsdp as fsdp

@@ -1,4 +1,4 @@
-"""Sums over experts, on one device or on a mesh, where each device runs its own."""
+"""Sums over experts, on one device, or on a mesh where each device runs its own experts."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,16 +25,16 @@ def sum_over_experts(
     *,
     count: int,
 ) -> Float[Array, "tokens hidden"]:
-    """The sum of what the chosen experts make of each token, by their shares.
+    """Sums the outputs of the experts chosen for each token, weighted by their shares.
 
-    On a mesh whose devices can share the experts evenly ([`quaxlike.sharding.expert_parallel`][]) each runs
-    its own, on all tokens, and one sum over devices follows. No weight moves.
+    On a mesh whose devices can share the experts evenly ([`quaxlike.sharding.expert_parallel`][]), each
+    device runs its own experts on all tokens, and one sum over devices follows. No weights move.
 
     **Arguments:**
 
-    - `one`: called with an expert and tokens; of the same shape.
-    - `experts`: all of them, `count`, along the first axis of every array and Value in it.
-    - `chosen`, `share`: of each token, the numbers of its experts, and what they are multiplied by.
+    - `one`: called with an expert and tokens; returns an array of the tokens' shape.
+    - `experts`: all `count` experts, along the first axis of every array and Value in it.
+    - `chosen`, `share`: for each token, the numbers of its experts, and the factors of their outputs.
     """
     mesh = mesh_of((experts, x))
     axis = None if mesh is None else expert_axis(mesh, count)
@@ -60,10 +60,10 @@ def sum_over_experts(
 def _sum(
     one: Callable[[Any, Array], Array], experts: Any, x: Array, chosen: Array, share: Array, count: int
 ) -> Array:
-    """The sum over the experts that are here.
+    """The sum over the experts on this device.
 
-    Few tokens (decoding) look their experts up. Many pass through all experts in turn, those of others with a
-    share of 0: no array grows with tokens times experts, whatever type the stacks are of.
+    For few tokens (decoding), each looks up its experts. Many tokens pass through all experts in turn, with a
+    share of 0 for those not chosen, so that no array grows with tokens times experts, for stacks of any type.
     """
     tokens, choices = chosen.shape
     zeros = varying_zeros(x.shape, x.dtype, x, share)

@@ -1,4 +1,4 @@
-"""What JAX has to be told where the axes of a mesh are explicit, and finds out elsewhere."""
+"""Shardings that must be stated if a mesh's axes are explicit, and that JAX infers otherwise."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .meshes import mesh_of
 
 
 def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-    """The rows of an embedding for each token, spread as the tokens are, and each of them whole."""
+    """The rows of an embedding for each token, sharded like the tokens; no row is split."""
     mesh = mesh_of((embedding, at))
     if mesh is None or not mesh.explicit_axes:
         return jax.vmap(embedding)(at)
@@ -20,7 +20,7 @@ def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Arr
 
 
 def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
-    """`x`, not spread along its last axis."""
+    """`x`, not sharded along its last axis."""
     mesh = mesh_of(x)
     if mesh is None or not mesh.explicit_axes:
         return x
@@ -29,8 +29,8 @@ def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
 
 
 def divided_along(axis: str, tree: Any) -> Any:
-    """A tree with the Values that stand behind its leaves, whose arrays say how they are spread; None if the
-    first axis of any of them is not spread over this axis of the mesh."""
+    """The tree with the Values behind its leaves, whose arrays have sharding types; None if the first axis of
+    any array is not sharded over this axis of the mesh."""
     tree = jax.tree.map(value_of, tree)
     divided = all(tuple(jax.typeof(x).sharding.spec)[:1] == (axis,) for x in jax.tree.leaves(tree))
     return tree if divided else None

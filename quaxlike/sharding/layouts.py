@@ -1,4 +1,4 @@
-"""Rules that are made: which axes of the weights of a model are spread over which axes of a mesh."""
+"""Ready-made rules: which axes of a model's weights are spread over which axes of a mesh."""
 
 import dataclasses
 import math
@@ -21,8 +21,8 @@ from .meshes import EXPERT_AXES, MODEL_AXES, expert_axis
 from .placing import refusal
 from .specs import axes_of, leaf_specs_of, unnested
 
-# The last components of the names of projections, in the checkpoints of transformers, Equinox and Flax. Of
-# the first kind each device computes some of the features, which the second kind takes in.
+# The last components of projections' names in checkpoints of transformers, Equinox and Flax. In the first
+# kind, each device computes some of the features; these are the inputs of the second kind.
 _OUT = (
     r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|query|key|value|query_proj|key_proj|value_proj|"
     r"query_key_value|c_attn|Wqkv|gate_proj|up_proj|gate_up_proj|c_fc|fc1|fc_in|wi|wi_0|wi_1|w1|w3|"
@@ -32,7 +32,7 @@ _IN = (
     r"o_proj|out_proj|output_proj|down_proj|c_proj|fc2|fc_out|wo|w2|dense_4h_to_h|output\.dense|"
     r"attention\.dense|attention\.out"
 )
-# Stacks of matrices, and of biases, one for each expert; layers may be stacked, too.
+# Stacks of matrices and of biases, one for each expert; layers may be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 _VOCABULARY = r"lm_head|embed_out|embed_tokens|wte|word_embeddings|embed_in"
 _NAMED = {
@@ -45,34 +45,30 @@ Rule = Callable[[str, Any], Any]
 
 @checked
 def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rule:
-    """Makes the rule by which the layers of a model are divided between devices: Megatron's.
+    """Makes Megatron's rule, which splits the layers of a model across devices.
 
-    Of projections that belong together, each device has the rows of the first ones (queries, keys and values;
-    the gate and what goes up) that give its features, and the columns of the last one that take them in: one
-    sum over devices for each attention and each feed-forward block. Embeddings and the output head are
-    divided by the vocabulary. Experts are divided by their number, as
-    [`expert_parallel`][quaxlike.sharding.expert_parallel] says, along an axis of their own if the mesh has
-    one. Other linear layers are divided by their outputs, and embeddings and other
-    layers stay whole, where the sizes do not allow more. Biases go with the outputs; norms are on every
-    device.
+    In each attention and feed-forward block, a device has the rows of the first projections (queries, keys
+    and values; gate and up) that compute its features, and the columns of the last projection that take them
+    in, so that each block needs one sum over devices. Embeddings and the output head are split by vocabulary.
+    Experts are distributed whole, as in [`expert_parallel`][quaxlike.sharding.expert_parallel], along a
+    separate axis if the mesh has one. Other linear layers are split by outputs. Where sizes do not allow
+    that, embeddings and other layers stay whole. Biases follow the outputs; norms are replicated.
 
-    Which layer is of which kind is told by its class (those of Equinox) and by its name (those of
-    transformers).
+    A layer's kind follows from its class (in Equinox) and its name (in transformers).
 
     **Arguments:**
 
     - `model`: the model, quantised and adapted or not; its arrays may be shapes.
     - `mesh`: the devices; an abstract mesh will do.
-    - `axis`: the mesh axis to spread over. Default "model", "tensor" or "tp", if the mesh has one of them,
-        else the last one.
+    - `axis`: the mesh axis to spread over. Default: "model", "tensor" or "tp", if the mesh has one of them,
+        or else the last one.
 
     **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
-    [`specs_for`][quaxlike.sharding.specs_for]: of this model, of parts of it that `eqx.partition` made, and
-    of anything that holds arrays under the same names and of the same shapes, such as the state of an
-    optimiser.
+    [`specs_for`][quaxlike.sharding.specs_for]: for this model, for parts of it that `eqx.partition` made, and
+    for anything with arrays of the same names and shapes, such as the state of an optimiser.
 
-    **Raises:** `ValueError` for an axis that the mesh lacks; and, for a projection that can be told, if the
-    devices cannot share its blocks evenly, with what would divide them.
+    **Raises:** `ValueError` for an axis that the mesh lacks; and, for a projection of known kind, if the
+    devices cannot share its blocks evenly, with a number of devices that can.
 
     !!! example
 
@@ -94,21 +90,21 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rul
 
 
 def expert_parallel(model: PyTree, mesh: Any) -> Rule:
-    """Makes the rule by which the experts of a model are divided between devices, each as a whole.
+    """Makes the rule that distributes the experts of a model across devices, each expert as a whole.
 
-    Each device runs its own experts, on all tokens of its group, and one sum over the devices of the group
-    follows; what is not expert is on every device. The experts of
-    [`quaxlike.models.Decoder`][] see by the mesh that they are on which of them are theirs. With
-    [`fsdp`][quaxlike.sharding.fsdp] the rest is spread, too: `fsdp(mesh, over=expert_parallel(model, mesh))`.
+    Each device runs its own experts on all tokens of its group, and one sum over the devices of the group
+    follows. Everything else is replicated. [`quaxlike.models.Decoder`][] finds a device's experts from the
+    mesh that the arrays are on. Use [`fsdp`][quaxlike.sharding.fsdp] to spread the rest too:
+    `fsdp(mesh, over=expert_parallel(model, mesh))`.
 
     **Arguments:**
 
     - `model`: the model, quantised and adapted or not; its arrays may be shapes. Experts are the arrays below
         `experts`: stacks of matrices.
-    - `mesh`: the devices; an abstract mesh will do. The axis to divide along is called "expert" or "ep";
-        where there is none, "model", "tensor" or "tp".
+    - `mesh`: the devices; an abstract mesh will do. The axis to distribute experts along is "expert" or "ep",
+        or else "model", "tensor" or "tp".
 
-    **Returns:** a rule, as [`tensor_parallel`][quaxlike.sharding.tensor_parallel] does.
+    **Returns:** a rule, like [`tensor_parallel`][quaxlike.sharding.tensor_parallel].
 
     **Raises:** `ValueError` for a mesh without such an axis, and if the devices cannot share the experts
     evenly.
@@ -134,15 +130,15 @@ def expert_parallel(model: PyTree, mesh: Any) -> Rule:
     """
     if not {*EXPERT_AXES, *MODEL_AXES} & {*mesh.shape}:
         raise ValueError(
-            f"Experts are divided along an axis of the mesh that is called {' or '.join(EXPERT_AXES)}; "
+            f"Experts are distributed along a mesh axis called {' or '.join(EXPERT_AXES)}; "
             f"it has {', '.join(mesh.shape)}."
         )
     return _by_kinds(model, mesh, None)
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """An array, and of a Value its parts, Values among them, too: where others of them are missing, as in the
-    halves that `eqx.partition` makes, these stand for themselves."""
+    """An array or a Value, and recursively the parts of Values: in the halves that `eqx.partition` makes,
+    some parts are missing, and the others appear by themselves."""
     yield name, x
     if is_value(x):
         for below, part in jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x and is_value(y)):
@@ -150,15 +146,15 @@ def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], Rule] | None:
-    """The maker of the rule that divides a model along the axes of a mesh, by their names; None if nothing is
-    divided."""
+    """The function that makes the rule for a mesh, by the names of its axes; None if no axis splits
+    layers."""
     if set(MODEL_AXES) & set(mesh.shape):
         return tensor_parallel
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
 
 
 def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
-    """The rule that divides experts, and along an axis layers of all kinds."""
+    """The rule that distributes experts and, along an axis, splits layers of all kinds."""
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -184,21 +180,21 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
 
 @checked
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: Rule | None = None) -> Rule:
-    """Makes the rule by which every device stores an equal part of each weight, and gathers it to use it.
+    """Makes the rule that gives every device an equal part of each weight, to be gathered for use.
 
-    Parts of Values (codes, scales, the factors of adapters) are cut each on its own, wherever the devices can
-    share one of its axes evenly: what is gathered are packed codes, in whatever blocks. Vectors, such as norm
-    scales and biases, are on every device.
+    Parts of Values (codes, scales, the factors of adapters) are split independently, along any axis that the
+    devices can share evenly, so that packed codes are gathered, whatever their blocks. Vectors, such as norm
+    scales and biases, are replicated.
 
     **Arguments:**
 
     - `mesh`: the devices; an abstract mesh will do.
-    - `axis`: the mesh axis, or axes, to spread over. Default: all; of `over`, all that it leaves.
-    - `over`: another rule, such as that of [`tensor_parallel`][quaxlike.sharding.tensor_parallel], whose
-        parts are cut further. Default: none.
+    - `axis`: the mesh axis, or axes, to spread over. Default: all, or with `over` all that it leaves free.
+    - `over`: another rule, such as [`tensor_parallel`][quaxlike.sharding.tensor_parallel]'s, whose parts are
+        split further. Default: none.
 
     **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
-    [`specs_for`][quaxlike.sharding.specs_for], of any model and of the states of its optimisers.
+    [`specs_for`][quaxlike.sharding.specs_for], for any model and the states of its optimisers.
 
     **Raises:** `ValueError` for an axis that the mesh lacks.
 
@@ -231,8 +227,8 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: Rule | Non
 
 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
-    """The spec with an axis of the array spread over the mesh axes that it leaves free, too: preferably the
-    one that is spread already, so that gathering leaves it as it was; else the longest."""
+    """The spec with an axis of the array also spread over the free mesh axes: preferably the one that is
+    spread already, so that gathering keeps its order, or else the longest."""
     entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
     used = {name for entry in entries for name in entry}
     free = tuple(name for name in axes if name not in used and mesh.shape[name] > 1)
@@ -250,7 +246,7 @@ def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """The specs of the arrays of a model, for whatever holds arrays under the same names further down."""
+    """The specs of a model's arrays, for any tree in which their names are suffixes of names."""
 
     specs: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -297,8 +293,8 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str) -> tuple[str | None, bool]:
-    """Whether a layer is divided by its outputs ("out"), its inputs ("in"), its vocabulary, or not; and
-    whether it has to be."""
+    """Whether a layer is split by outputs ("out"), inputs ("in") or vocabulary, or not at all; and whether it
+    must be."""
     owner, around = owner_of(model, path), owner_of(model, path[:-2])
     if isinstance(around, eqx.nn.MLP):
         index = path[-2].idx
@@ -313,7 +309,7 @@ def _kind(model: PyTree, path: Sequence[Any], name: str) -> tuple[str | None, bo
 
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
-    """The spec of an array of a layer of this kind, whose weight is of this layout."""
+    """The spec of an array in a layer of this kind, whose weight has this layout."""
     ndim = len(leaf.shape)
     if name.endswith(("bias", ".b")):
         n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)

@@ -1,4 +1,4 @@
-"""Meshes: the names of their axes, the one that arrays are on, and texts that describe them."""
+"""Meshes: the names of their axes, the mesh that arrays are on, and meshes described by text."""
 
 import math
 import re
@@ -6,18 +6,17 @@ from typing import Any
 
 import jax
 
-#: Axes that layers are divided along, and those that experts are, by their names.
+#: Names of axes that layers are split along, and of those that experts are distributed along.
 MODEL_AXES = ("model", "tensor", "tp")
 EXPERT_AXES = ("expert", "ep")
 
 
 def expert_axis(mesh: Any, count: int | None = None) -> str | None:
-    """The axis of a mesh that experts are divided along: one of theirs, else one that layers are.
+    """The mesh axis that experts are distributed along: one for experts, or else one for layers.
 
     **Arguments:** `count`, the number of experts. Default: any.
 
-    **Returns:** its name; None if there is no such axis that is left to divide along, or its devices cannot
-    share the experts evenly.
+    **Returns:** its name; None if no such axis is free, or if its devices cannot share the experts evenly.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = jax.sharding.AxisType.Manual
@@ -28,16 +27,16 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
 
 
 def mesh_of(tree: Any) -> Any:
-    """The mesh that the arrays of a tree are on, as their types say, within `jax.jit` too; None if they are
-    on one device."""
+    """The mesh that the arrays of a tree are on by their types, also inside `jax.jit`; None if they are on
+    one device."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def mesh_from_text(text: str) -> jax.sharding.Mesh:
-    """The mesh that a text such as "data=2,model=4" describes: of all devices, with automatic axes.
+    """The mesh of all devices that a text such as "data=2,model=4" describes, with automatic axes.
 
-    **Raises:** `ValueError` for another text, or another number of devices than there are.
+    **Raises:** `ValueError` for a malformed text, or if the number of devices does not match.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -20,25 +20,25 @@ _Model = TypeVar("_Model")
 
 @checked
 def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Places a model on a mesh, each array as its partition spec says.
+    """Places a model on a mesh, each array by its partition spec.
 
-    Doubly quantised weights are spread with float32 scales, since the blocks of nested scales cross rows:
+    Doubly quantised weights are spread with float32 scales, since nested scales have blocks that cross rows:
     see [`specs_for`][quaxlike.sharding.specs_for].
 
     **Arguments:**
 
     - `model`: any pytree.
     - `mesh`: the devices.
-    - `specs`: a rule, as [`specs_for`][quaxlike.sharding.specs_for] takes it: what
-        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.sharding.tensor_parallel] make, or
-        regular expressions, where the model itself is no dict; or what `specs_for` returned; or a tree of
-        the same form from the top, in which a spec stands for all arrays below it, and at a Value for the
-        logical array.
+    - `specs`: a rule, as for [`specs_for`][quaxlike.sharding.specs_for], from
+        [`fsdp`][quaxlike.sharding.fsdp] or [`tensor_parallel`][quaxlike.sharding.tensor_parallel], or a dict
+        of regular expressions unless the model itself is a dict; or the result of `specs_for`; or a prefix
+        tree of the model, in which a spec applies to all arrays below it, and at a Value to the logical
+        array.
 
-    **Returns:** the model with its arrays on the devices of the mesh; what is no array stays.
+    **Returns:** the model with its arrays on the devices of the mesh; other leaves are unchanged.
 
     **Raises:** `ValueError` for an axis that the mesh does not have, and for an array that its devices cannot
-    share evenly: of a quantised one, if a block would be cut.
+    share evenly; for a quantised one, if a block would be split.
 
     !!! example
 
@@ -56,17 +56,17 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 @checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """The result of `shard`, with a `jax.ShapeDtypeStruct` of shape, dtype and sharding for each array.
+    """Describes the result of `shard`: a `jax.ShapeDtypeStruct` with its sharding for each array.
 
-    Libraries for checkpoints, such as Orbax, read arrays straight to where these say: on a mesh of another
-    shape than that of the devices that wrote them, on one device, or by another number of processes.
+    Checkpoint libraries such as Orbax read arrays straight into these shardings: on a mesh of another shape
+    than the one that wrote them, on one device, or with another number of processes.
 
     **Arguments:**
 
     - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]; the arrays of `model` may be shapes
-        (`eqx.filter_eval_shape`). None of its arrays is touched.
+        (`eqx.filter_eval_shape`). Its arrays are not accessed.
 
-    **Returns:** the model, with shapes for arrays; what is no array stays.
+    **Returns:** the model, with shapes for arrays; other leaves are unchanged.
 
     **Raises:** `ValueError` as `shard` does.
 
@@ -95,14 +95,14 @@ def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Tells the compiler, within `jax.jit`, how the arrays of a model are spread from here on.
 
-    For parameters that every device stores a part of ([`fsdp`][quaxlike.sharding.fsdp]) and that are
-    to be gathered for use: it gathers codes and scales, not what they stand for, and activations stay as the
-    batch is. Where the axes of the mesh are explicit, arrays are resharded (`jax.sharding.reshard`).
+    Use it on parameters that every device stores a part of ([`fsdp`][quaxlike.sharding.fsdp]), to gather them
+    for use: codes and scales are gathered, not the dense weights, and activations stay sharded like the
+    batch. If the axes of the mesh are explicit, arrays are resharded (`jax.sharding.reshard`).
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]; in `specs`, None or a rule that
-        returns None stands for arrays that are whole on every device.
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]; in `specs`, None, or a rule that
+        returns None, replicates an array.
 
     **Returns:** the model, constrained.
 
@@ -135,7 +135,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 
 def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) -> _Model:
-    made = callable(specs) and jtu.all_leaves([specs])  # a module with specs for arrays is callable, too
+    made = callable(specs) and jtu.all_leaves([specs])  # a module with specs for arrays is callable too
     if made or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
         specs = specs_for(model, specs)
 
@@ -155,7 +155,7 @@ def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) 
 
 
 def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any], Any]) -> Any:
-    """`spec` is that of the logical array, None, or a Value with one for each leaf."""
+    """Places one leaf. `spec` is the logical array's, None, or a Value with a spec for each leaf."""
     if not (is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)):
         return leaf
     specs = spec if is_value(spec) else leaf_specs_of(name, leaf, spec)
@@ -167,8 +167,8 @@ def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any]
 
 
 def refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
-    """Why an array cannot be spread over a mesh by these specs, a sentence that goes on from its name; None
-    if it can."""
+    """Why an array cannot be spread over a mesh by these specs, as the end of a sentence that starts with its
+    name; None if it can."""
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)
     for (part, x), spec in zip(parts, specs, strict=True):
@@ -189,7 +189,7 @@ def refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
 
 
 def _remedy(leaf: Any, specs: Sequence[Any], entry: Any, devices: int) -> str:
-    """For parts of a Value: all those that are spread over the same devices have to share them evenly."""
+    """A hint for a part of a Value: all parts that are spread over the same devices must be split evenly."""
     sizes = [
         x.shape[axis]
         for x, spec in zip(jtu.tree_leaves(leaf), specs, strict=True)

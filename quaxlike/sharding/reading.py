@@ -1,4 +1,4 @@
-"""Arrays read onto a mesh: each process reads, and makes, what its own devices store."""
+"""Arrays read onto a mesh, of which each process reads and builds what its own devices store."""
 
 import dataclasses
 import math
@@ -25,10 +25,10 @@ class Rows:
     **Arguments:**
 
     - `count`: its length along the first axis; None if it can only be read as a whole.
-    - `read`: called without arguments for all of it; with two, for the rows from the first up to but without
-        the second. What it returns may be a view of a file.
-    - `step`: parts begin and end at multiples of it, or at the end.
-    - `then`: what is made of them: rows of rows, and of the whole the whole. Default: they stay.
+    - `read`: called without arguments for the whole array, or with `start` and `stop` for rows. It may return
+        a view of a file.
+    - `step`: parts must start and stop at multiples of it, or at the end.
+    - `then`: a function that is applied to what is read, and that maps rows to rows. Default: none.
     """
 
     count: int | None
@@ -43,7 +43,7 @@ class Rows:
         return self.then(self.read(start, stop))
 
     def like(self) -> Any:
-        """The whole, with shapes for arrays; None if its parts do not all go by rows."""
+        """The whole array, with shapes for arrays; None if not all of its parts are stored by rows."""
         if self.count is None:
             return None
         first = self.read(0, min(self.step, self.count))
@@ -56,14 +56,14 @@ class Rows:
 
 
 def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
-    """Along an axis that is called "model", "tensor" or "tp" the rule is that of `tensor_parallel`, along one
-    that is called "expert" or "ep" that of `expert_parallel`, along the others that of `fsdp`.
+    """The default rule: `tensor_parallel` along an axis called "model", "tensor" or "tp", `expert_parallel`
+    along one called "expert" or "ep", and `fsdp` along the others.
 
     **Arguments:**
 
-    - `model`: tells layers by their classes. Default, and for weights that are stored in another form than
-        in the model: by the names of weights alone.
-    - `fully`: whether weights are spread along the others, too.
+    - `model`: the model, whose classes identify layers. By default, and for weights stored in a form other
+        than the model's, only the names of weights do.
+    - `fully`: whether to spread weights along the other axes too.
     """
     by_layers: Rule | None = None
     if rule_for := divides_layers(mesh):
@@ -81,17 +81,17 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
 def read_onto(name: str, rows: Rows, mesh: Any, rule: Rule) -> Any:
     """Reads an array or a Value onto a mesh.
 
-    A process reads the rows that its own devices store some of, where all parts of a Value go by rows and the
-    blocks of none cross them; else it reads the whole of this one array. It keeps what its devices store.
+    If all parts of a Value are stored by rows, and no block crosses rows, a process reads only the rows that
+    its own devices need; otherwise it reads the whole of this one array. It keeps what its devices store.
 
     **Arguments:**
 
-    - `name`: what the rule, and errors, call it.
+    - `name`: its name, for the rule and for errors.
     - `rows`: where it is read from.
     - `mesh`: the devices, of this process and others.
-    - `rule`: name and array to a spec, as of [`specs_for`][quaxlike.sharding.specs_for].
+    - `rule`: maps a name and an array to a spec, as for [`specs_for`][quaxlike.sharding.specs_for].
 
-    **Raises:** `ValueError` as [`shard`][quaxlike.sharding.shard] does.
+    **Raises:** `ValueError`, as for [`shard`][quaxlike.sharding.shard].
     """
     like = rows.like() if _is_shared(mesh) else None
     if like is None:
@@ -107,7 +107,7 @@ def _is_shared(mesh: Any) -> bool:
 
 
 def goes_by_rows(value: Any) -> bool:
-    """Whether rows of an array, or of a Value, are made of rows of each of its parts, and of no others."""
+    """Whether rows of an array, or of a Value, depend only on the same rows of each of its parts."""
     if not value.shape:
         return False
     if not is_value(value):
@@ -122,7 +122,7 @@ def goes_by_rows(value: Any) -> bool:
 
 
 def _specs(name: str, like: Any, mesh: Any, rule: Rule) -> tuple[Any, Any]:
-    """A Value as it is spread, with shapes for arrays and possibly in another form, and its specs."""
+    """A Value in the form in which it is spread, with shapes for arrays, and its specs."""
     shapes = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     specs = leaf_specs_of(name, shapes, rule(name, shapes))
     if is_value(shapes) and jtu.tree_structure(specs) != jtu.tree_structure(shapes):
@@ -133,7 +133,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: Rule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: Rows) -> tuple[int, int]:
-    """The rows that devices of this process store some of."""
+    """The rows that this process's devices need."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):
@@ -146,7 +146,7 @@ def _own_rows(like: Any, specs: Any, mesh: Any, rows: Rows) -> tuple[int, int]:
 
 
 def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: Rule) -> Any:
-    """The array on the mesh, of which `part` are the rows from `start` on."""
+    """Places an array on the mesh, given the rows `part` from `start` on."""
     shapes, specs = _specs(name, like, mesh, rule)
     if jtu.tree_structure(shapes) != jtu.tree_structure(part):
         part = unnested(part)
@@ -158,7 +158,7 @@ def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: Rule) 
             return jax.device_put(x, sharding)  # from device to device
         if own != count and x.shape[0] * count != whole.shape[0] * own:
             raise ValueError(
-                f"{name}: a part of {own} rows of {count} has {x.shape}, all of it {whole.shape}."
+                f"{name}: {own} of {count} rows have a part of shape {x.shape}, all of them {whole.shape}."
             )
         local = np.asarray(x)
         offset = start * whole.shape[0] // count if whole.shape else 0

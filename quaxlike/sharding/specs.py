@@ -1,4 +1,4 @@
-"""Partition specs for the arrays of a model, parts of Values included."""
+"""Partition specs for the arrays of a model, including parts of Values."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,29 +22,29 @@ Rule = NamedRule | Mapping[str, jax.P]
 
 @checked
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
-    """Says how each array of a model is spread over the axes of a mesh, parts of Values included.
+    """Finds the partition spec of each array of a model, including the parts of Values.
 
-    A rule speaks of logical arrays: what it says of a weight of shape `(out, in)` holds whether that is a
-    plain array, 4-bit codes with their scales, or either with an adapter.
+    Rules are about logical arrays: a spec for a weight of shape `(out, in)` applies whether that is a plain
+    array, 4-bit codes with their scales, or either with an adapter.
 
     **Arguments:**
 
     - `model`: any pytree; its arrays may be shapes (`eqx.filter_eval_shape`).
-    - `rule`: either partition specs by regular expressions, the first of which that matches a whole name
-        counts (the name of a layer stands for its `weight`); or a callable that takes the name and the array
-        or Value, and returns a spec, or for a Value also the Value with a spec for each of its arrays. What
-        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.sharding.tensor_parallel] make are
-        such callables. Arrays for which there is no spec, or None, are on every device.
+    - `rule`: either a dict from regular expressions to partition specs, in which the first that matches a
+        whole name wins (the name of a layer stands for its `weight`); or a callable that takes the name and
+        the array or Value, and returns a spec, or for a Value also the Value with a spec for each of its
+        arrays. [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.sharding.tensor_parallel]
+        make such callables. Arrays without a spec, or with None, are replicated.
 
-    The blocks of doubly quantised scales cross the rows of a weight. Where a spec cuts these, the specs are
-    those of the weight with float32 scales, which [`shard`][quaxlike.sharding.shard] gives it: the same
-    numbers, 4.5 instead of 4.13 bits a weight in blocks of 64.
+    The blocks of doubly quantised scales cross the rows of a weight. If a spec splits rows, the specs are for
+    the weight with float32 scales, to which [`shard`][quaxlike.sharding.shard] converts it: the same numbers,
+    but 4.5 instead of 4.13 bits per weight in blocks of 64.
 
-    **Returns:** the model with a `jax.P` for each array, including those inside Values, and None for all that
-    is no array: for [`shard`][quaxlike.sharding.shard], for `jax.shard_map` and for `jax.jit`.
+    **Returns:** the model with a `jax.P` for each array, including those inside Values, and None for leaves
+    that are not arrays. Pass it to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
 
-    **Raises:** `ValueError` for a pattern that matches nothing, with near misses, and for a spec that an
-    array, or a Value of its kind, cannot follow.
+    **Raises:** `ValueError` for a pattern that matches nothing, with near misses, and for a spec that does
+    not fit an array or a Value.
 
     !!! example
 
@@ -56,7 +56,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         specs = specs_for(mlp, {r"layers\\.\\d": jax.P("model", None)})
         ```
 
-    Partition rules by the names of parameters are those of T5X and EasyLM.
+    Partition rules by parameter name follow T5X and EasyLM.
     """
     arrays = named_arrays(model)
     spec_by_name = by_name(rule, arrays, arrays)
@@ -70,9 +70,9 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
 
 def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
-    """A rule as a callable: of regular expressions each has to match one of the names.
+    """A rule as a callable. Raises if one of its regular expressions matches none of the names.
 
-    **Arguments:** `arrays`, by these names, make hints for errors. Default: names alone do.
+    **Arguments:** `arrays`, by these names, for hints in errors. Default: hints list names alone.
     """
     if not isinstance(rule, Mapping):
         return rule
@@ -85,9 +85,9 @@ def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None =
 
 
 def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
-    """The spec for an array; for a Value, the Value with one in place of each of its leaves.
+    """The spec for an array; for a Value, the Value with a spec in place of each leaf.
 
-    `spec` is that of the logical array, None, or already a Value of specs.
+    `spec` is the logical array's, None, or already a Value of specs.
     """
     if is_value(spec):
         return spec
@@ -114,7 +114,7 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 
 
 def unnested(value: Any) -> Any:
-    """A Value with float32 scales in place of doubly quantised ones, so that more of its axes are free."""
+    """A Value with float32 scales in place of doubly quantised ones, so that more axes can be spread."""
     is_quantized = lambda x: isinstance(x, AbstractQuantizedArray)
     return jtu.tree_map(lambda x: untied(x) if is_quantized(x) else x, value, is_leaf=is_quantized)
 
