@@ -1,3 +1,3 @@
-"""`python -m quaxlike.finetune`: QLoRA on a local checkpoint of transformers, to an adapter for PEFT."""
+"""`python -m quaxlike.finetune`: QLoRA on a local transformers checkpoint; writes an adapter for PEFT."""
 
 __all__: list[str] = []

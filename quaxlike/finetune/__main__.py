@@ -10,12 +10,12 @@ from .._arguments import importing_extra, number
 from .settings import FinetuneError, Settings
 
 _ABOUT = """\
-QLoRA on a checkpoint directory of transformers (decoders of many families, or BERT; in full, or in 4 bits
-by bitsandbytes). Writes an adapter that PEFT loads. The same command goes on with a run that was stopped.
+QLoRA on a transformers checkpoint directory (decoders of many families, or BERT; full precision, or 4-bit
+from bitsandbytes). Writes an adapter that PEFT loads. Run the same command again to resume a stopped run.
 
-data, one JSON object a line:
+data, one JSON object per line:
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
-                      {"messages": [{"role": "user", "content": ...}, ...]}: by the checkpoint's chat template
+                      {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template
   BertModel           {"anchor": ..., "positive": ...}: two texts that belong together
   ...Classification   {"text": ..., "label": 0}
 """
@@ -43,25 +43,25 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         required=True,
         metavar="DIR",
     )
-    add("--data", "what to train on", type=Path, required=True, metavar="FILE.jsonl")
+    add("--data", "training data", type=Path, required=True, metavar="FILE.jsonl")
     add(
         "--output",
-        "where the adapter goes, beside log and checkpoint",
+        "directory for the adapter, the log and the checkpoint of the run",
         type=Path,
         required=True,
         metavar="DIR",
     )
-    add("--eval-data", "what to measure on, in place of a share of --data", type=Path, metavar="FILE.jsonl")
-    add("--held-out", "share of --data to measure on", type=share)
-    add("--max-length", "tokens of a text; more are cut (default: 256, or what the model allows)", type=size)
+    add("--eval-data", "evaluation data, instead of a share of --data", type=Path, metavar="FILE.jsonl")
+    add("--held-out", "share of --data held out for evaluation", type=share)
+    add("--max-length", "tokens per text; more are cut (default: 256, or the model's limit)", type=size)
     add(
         "--quantize",
-        "how weights are stored, unless they are in 4 bits already",
+        "how to quantise weights, unless they are in 4 bits already",
         choices=["nf4", "fp4", "int8", "int4", "none"],
     )
     add(
         "--block-size",
-        "how many weights share a scale: smaller blocks can be divided between more devices (default: 64)",
+        "weights that share a scale; smaller blocks can be split across more devices (default: 64)",
         type=size,
         metavar="N",
     )
@@ -73,7 +73,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add(
         "--train-tokens",
-        "trains the embeddings of these tokens, too, and saves them alone",
+        "train the embeddings of these tokens too, and save only these rows",
         type=number(int, 0),
         nargs="+",
         metavar="ID",
@@ -82,66 +82,66 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--alpha", "adapters are scaled with alpha / rank", type=number(float, 0))
     add("--dropout", "on the inputs of adapters", type=number(float, 0, 0.99))
     add("--rslora", "scale with alpha / sqrt(rank)", action="store_true")
-    add("--dora", "train the norms of rows apart from their directions", action="store_true")
-    add("--steps", "updates of the weights, in place of --epochs", type=size)
-    add("--epochs", "how often the data is gone through", type=number(float, 0))
-    add("--batch-size", "examples at a time", type=size)
-    add("--accumulate", "batches a step", type=size)
-    add("--learning-rate", "the highest", type=number(float, 0))
-    add("--schedule", "how the learning rate falls", choices=["cosine", "linear", "constant"])
-    add("--warmup", "share of steps in which it rises", type=share)
+    add("--dora", "train the norms of rows separately from their directions", action="store_true")
+    add("--steps", "updates of the weights, instead of --epochs", type=size)
+    add("--epochs", "passes over the data", type=number(float, 0))
+    add("--batch-size", "examples per batch", type=size)
+    add("--accumulate", "batches per step", type=size)
+    add("--learning-rate", "the peak learning rate", type=number(float, 0))
+    add("--schedule", "how the learning rate decays", choices=["cosine", "linear", "constant"])
+    add("--warmup", "share of steps in which the learning rate rises", type=share)
     add("--weight-decay", "of AdamW", type=number(float, 0))
-    add("--clip", "largest norm of a gradient, 0 for any", type=number(float, 0))
-    add("--seed", "of adapters, batches, dropout and what is held out", type=number(int, 0, 2**32 - 1))
+    add("--clip", "maximum norm of the gradient, 0 for no limit", type=number(float, 0))
+    add("--seed", "of adapters, batches, dropout and held-out data", type=number(int, 0, 2**32 - 1))
     add("--checkpoint-every", "steps between checkpoints", type=size)
     add("--eval-every", "steps between evaluations (default: before and after only)", type=size, metavar="N")
     add(
         "--compute-dtype",
-        "of activations, and of weights that stay as they are; adapters are in float32 (default: as stored)",
+        "of activations and frozen weights; adapters are in float32 (default: as stored)",
         choices=["bfloat16", "float16", "float32"],
     )
     add(
         "--remat",
-        "computes layers again for the gradient, and keeps of them: nothing (the default if given alone), or "
-        "the results of matrix products",
+        "recompute layers for the gradient, and keep nothing of them (the default without a value), or only "
+        "the results of matrix products (dots)",
         nargs="?",
         const="nothing",
         choices=["nothing", "dots"],
     )
-    add("--loss-chunk", "tokens of a batch that have logits at a time", type=size, metavar="N")
-    add("--pack", "puts several texts into a row, which do not see each other", action="store_true")
+    add("--loss-chunk", "tokens whose logits are computed at a time", type=size, metavar="N")
+    add("--pack", "pack several texts into a row; they do not see each other", action="store_true")
     add(
         "--scan-layers",
-        "trains equal layers as one, so that compiling does not take longer for more of them",
+        "scan over equal layers, so that compile time does not grow with their number",
         action="store_true",
     )
     add(
         "--merge",
-        "writes a checkpoint, too, to --output/merged: the weights as they were in the file, with what was "
-        "trained (dense, the default if given alone); or as they are stored, which rounds anew (quantized)",
+        "also write a merged checkpoint to --output/merged: the file's weights with the trained changes "
+        "(dense, the default without a value), or the quantised weights, rounded again (quantized)",
         nargs="?",
         const="dense",
         choices=["dense", "quantized"],
     )
-    add("--tensorboard", "writes figures for TensorBoard to --output, too", action="store_true")
+    add("--tensorboard", "also write metrics for TensorBoard to --output", action="store_true")
     add(
         "--mesh",
-        "spreads the run over all devices: along an axis model, layers; along others, batches",
+        "spread the run over all devices: layers along an axis model, batches along others",
         metavar="data=2,model=4",
     )
     add(
         "--fsdp",
-        "stores a part of each weight on each device, which gather them for use",
+        "store a part of each weight on each device, and gather the weights for use",
         action="store_true",
     )
-    add("--coordinator", "of several processes: where the first one is reached", metavar="HOST:PORT")
-    add("--process-id", "which of them this is, from 0 on", type=number(int, 0), metavar="I")
-    add("--num-processes", "how many there are", type=size, metavar="N")
+    add("--coordinator", "for several processes: the address of the first one", metavar="HOST:PORT")
+    add("--process-id", "the number of this process, from 0", type=number(int, 0), metavar="I")
+    add("--num-processes", "the number of processes", type=size, metavar="N")
     return parser
 
 
 def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finetune") -> int:
-    """Runs the command; the exit status is 2 where it cannot start, 130 where it was interrupted."""
+    """Runs the command; the exit status is 2 if it cannot start, 130 if it was interrupted."""
     # Arguments first: importing JAX takes seconds.
     parser = _parser(prog)
     arguments = vars(parser.parse_args(argv))
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     settings = Settings(**arguments)
     several = {settings.coordinator, settings.process_id, settings.num_processes}
     if None in several and len(several) > 1:
-        parser.error("--coordinator, --process-id and --num-processes are given together")
+        parser.error("--coordinator, --process-id and --num-processes must be used together")
     with importing_extra(parser):
         from rich.console import Console
 
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        console.print(f"Stopped. The same command goes on from the last checkpoint in {settings.output}.")
+        console.print(f"Stopped. The same command resumes from the last checkpoint in {settings.output}.")
         return 130
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")

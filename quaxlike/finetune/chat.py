@@ -1,7 +1,8 @@
-"""Conversations as texts, by the chat template of a checkpoint.
+"""Conversations as text, rendered with a checkpoint's chat template.
 
-Templates are rendered as transformers does (`utils/chat_template_utils.py`): jinja2 in a sandbox, with
-`raise_exception`, `strftime_now`, loop controls, and `{% generation %}` around what the model is to write.
+Templates are rendered as in transformers (`utils/chat_template_utils.py`): by jinja2 in a sandbox, with
+`raise_exception`, `strftime_now`, loop controls, and `{% generation %}` around the text that the model should
+write.
 """
 
 import datetime
@@ -26,19 +27,19 @@ class Rendered(NamedTuple):
 
     text: str
     written: list[tuple[int, int]]
-    """The characters, from and to, that the assistant writes."""
+    """The start and end of each span of characters that the assistant writes."""
 
 
 class ChatTemplate:
-    """The template of a checkpoint.
+    """The chat template of a checkpoint.
 
     **Arguments:**
 
-    - `directory`: with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. Others by name
-        (`additional_chat_templates/`, or a list in `tokenizer_config.json`) may be there: `tool_use` is for
-        conversations with tools.
+    - `directory`: the folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. It
+        may hold other named templates (in `additional_chat_templates/`, or a list in
+        `tokenizer_config.json`): `tool_use` is for conversations with tools.
 
-    **Raises:** `FinetuneError` if there is no template, or it is not one.
+    **Raises:** `FinetuneError` if there is no template, or if it is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,16 +58,16 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> Rendered:
-        """The text of a conversation.
+        """Renders a conversation as text.
 
         **Arguments:**
 
-        - `messages`: with `"role"` and `"content"`, and whatever else the template knows.
-        - `tools`: what the assistant may call, as JSON schemas.
-        - `add_generation_prompt`: whether the text ends where the assistant begins to write.
+        - `messages`: with `"role"`, `"content"`, and other entries that the template uses.
+        - `tools`: the functions that the assistant may call, as JSON schemas.
+        - `add_generation_prompt`: whether to end the text where the assistant starts to write.
         - `variables`: for the template.
 
-        **Raises:** `ValueError` with the words of the template, where it refuses the conversation.
+        **Raises:** `ValueError` with the template's message, if it rejects the conversation.
         """
         template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
         spans: list[tuple[int, int]] = []
@@ -85,14 +86,14 @@ class ChatTemplate:
             ):  # fmt: skip
                 blocks.append(block)
         except Exception as error:  # the template is a program
-            raise ValueError(f"the chat template refuses this conversation: {error}") from None
+            raise ValueError(f"the chat template rejects this conversation: {error}") from None
         return Rendered("".join(blocks), spans)
 
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
-        """The text of a conversation, and what of it the assistant writes.
+        """Renders a conversation, and finds the parts that the assistant writes.
 
-        Where the template does not mark that, it is what each turn of the assistant adds to the text that
-        ends where it begins to write.
+        If the template does not mark these, they are what each turn of the assistant adds to the text
+        rendered up to that turn with `add_generation_prompt`.
         """
         whole = self.render(messages, **options)
         if whole.written:
@@ -105,8 +106,8 @@ class ChatTemplate:
             after = self.render(messages[: i + 1], **options).text
             if not (whole.text.startswith(after) and after.startswith(before)):
                 raise ValueError(
-                    f"the chat template writes message {i} in another way when more follow; it has to mark "
-                    "what the assistant writes by {% generation %}, or the conversation has to end there"
+                    f"the chat template renders message {i} differently when more follow; it must mark the "
+                    "assistant's text with {% generation %}, or the conversation must end there"
                 )
             spans.append((len(before), len(after)))
         return Rendered(whole.text, spans)
@@ -132,9 +133,9 @@ def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     sources |= {name: _text(file) for name, file in files.items() if file.is_file()}
     if "default" not in sources:
         raise FinetuneError(
-            f"Rows of messages become text by a chat template; {directory} has none, neither "
+            f"Rows of messages need a chat template; {directory} has none, neither "
             "chat_template.jinja nor chat_template in tokenizer_config.json. "
-            "Give rows of prompt and completion."
+            "Use rows of prompt and completion."
         )
     special = {}
     for name in _TOKENS:
@@ -151,7 +152,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise FinetuneError(f"{path} is no text in UTF-8: {error}") from None
+        raise FinetuneError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -165,9 +166,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: tells the render that runs where the text in between is."""
+    """`{% generation %}…{% endgeneration %}`, which reports where its text is in the rendering."""
 
-    tags = {"generation"}  # noqa: RUF012 (as jinja2 has it)
+    tags = {"generation"}  # noqa: RUF012 (as in jinja2)
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -181,7 +182,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja2's own escapes what is special in HTML.
+    # jinja2's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -1,4 +1,4 @@
-"""Lines of JSON to batches of tokens."""
+"""Batches of tokens from lines of JSON."""
 
 import bisect
 import functools
@@ -21,13 +21,13 @@ class Tokens:
 
     - `directory`: a checkpoint with `tokenizer.json`.
     - `config`: its `config.json`.
-    - `max_length`: how many tokens a text may have.
+    - `max_length`: the maximum number of tokens in a text.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(f"There is no {path}: text becomes tokens as that file says.")
+            raise FileNotFoundError(f"There is no {path}, which the tokeniser is read from.")
         self._tokenizer = TextTokenizer(directory)
         size = config.get("vocab_size")
         if type(size) is not int:
@@ -41,11 +41,11 @@ class Tokens:
             raise FinetuneError(f"config.json has eos_token_id={eos!r} and a vocab_size of {size}.")
 
     def whole(self, text: str, *, special: bool = True) -> list[int]:
-        """All tokens of a text, with those that mark its ends unless `special` is False."""
+        """All tokens of a text, with the special ones that mark its ends unless `special` is False."""
         return self._tokenizer.encode(text, special=special).ids
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """The tokens of a text, without more at its ends, and which of them these characters are in."""
+        """The tokens of a text, without special ones, and which of them contain these characters."""
         encoding = self._tokenizer.encode(text, special=False)
         learned = [False] * len(encoding.ids)
         for start, end in written:
@@ -67,7 +67,7 @@ class Tokens:
         return ChatTemplate(self._directory)
 
     def cut(self, text: str) -> tuple[list[int], bool]:
-        """The tokens of a text, and whether some had to be cut; the tokens that mark its end are kept."""
+        """The tokens of a text, and whether some were cut; the tokens that mark its end are kept."""
         encoding = self._tokenizer.encode(text)
         ids, excess = encoding.ids, len(encoding.ids) - self.max_length
         if excess <= 0:
@@ -83,11 +83,11 @@ class Example(NamedTuple):
 
     texts: tuple[list[int], ...]
     learned: list[bool] = []  # noqa: RUF012 (never changed)
-    """Of a text that is to be written: which tokens are learned. Of other texts: empty."""
+    """For generated text, which tokens are learned; empty for other texts."""
     label: int = 0
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
-    """Where a row holds several texts: for each token the number of its text, from 1 on."""
+    """If a row holds several texts, the number of each token's text, from 1."""
 
 
 class Batch(NamedTuple):
@@ -95,9 +95,9 @@ class Batch(NamedTuple):
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     segments: Int[Array | np.ndarray, "examples texts tokens"]
-    """The number of the text that a token belongs to, from 1 on; 0 for padding."""
+    """The number of the text that a token belongs to, from 1; 0 for padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
-    """Which tokens are to be written by the model."""
+    """Which tokens the model learns to write."""
     labels: Int[Array | np.ndarray, " examples"]
 
     @property
@@ -107,25 +107,26 @@ class Batch(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """A file of data, and what had to be done to it."""
+    """The examples in a file, with counts of those that were changed."""
 
     examples: list[Example]
     cut: int
-    """How many texts were longer than allowed."""
+    """The number of texts that were cut because they were too long."""
     empty: int
-    """How many lines were left out, since the cut left nothing to learn."""
+    """The number of lines left out because the cut left nothing to learn."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
-    """Reads a file with one JSON object a line; empty lines are passed over.
+    """Reads a file with one JSON object per line, and skips empty lines.
 
     **Arguments:**
 
     - `path`: the file.
-    - `encode`: an object to an example; None if there is nothing in it to learn. Its `ValueError` gets file
-        and line in front.
+    - `encode`: maps an object to an example, or to None if nothing in it is learned. File and line are
+        prepended to its `ValueError`s.
 
-    **Raises:** `FileNotFoundError`; `FinetuneError` for a line that is no object, or not one for this model.
+    **Raises:** `FileNotFoundError` if there is no such file; `FinetuneError` for a line that is not an
+    object, or not one for this model.
     """
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")
@@ -153,7 +154,7 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """An entry that must be a text with something in it."""
+    """An entry that must be a non-empty text."""
     text = fields.get(name)
     if not isinstance(text, str) or not text.strip():
         found = f"found {text!r}" if name in fields else f"there are {', '.join(fields) or 'no entries'}"
@@ -178,20 +179,20 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     found = fields.get("chat_template_kwargs") or {}
     if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt"}:
         raise ValueError(
-            "'chat_template_kwargs' must be an object with other variables than the messages; "
+            "'chat_template_kwargs' must be an object with variables other than the messages; "
             f"found {found!r}"
         )
     return found
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
-    """The length to which these are padded: a power of two, so that few programs are compiled."""
+    """The length to pad these examples to: a power of two, so that few programs are compiled."""
     longest = max(len(ids) for example in examples for ids in example.texts)
     return min(max_length, max(16, 1 << (longest - 1).bit_length()))
 
 
 def collate(examples: Sequence[Example], max_length: int) -> Batch:
-    """A batch, padded to [`length_for`]."""
+    """A batch, padded to `length_for` its examples."""
     shape = (len(examples), len(examples[0].texts), length_for(examples, max_length))
     ids, segments, learned = (np.zeros(shape, dtype) for dtype in (np.int32, np.int32, bool))
     for i, example in enumerate(examples):
@@ -203,9 +204,9 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
-    """Rows of at most so many tokens, each with several texts in it.
+    """Packs texts into rows of at most `length` tokens.
 
-    The longest texts are placed first, each where it leaves the least room (best fit, decreasing).
+    The longest texts are placed first, each where it leaves the least room (best-fit decreasing).
     """
     rows: list[list[Example]] = []
     free: list[tuple[int, int]] = []  # room and number of each row, in order
@@ -230,8 +231,8 @@ def _packed(texts: Sequence[Example]) -> Example:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and a share that is held out, at least one of several; the order of the file is
-    kept."""
+    """Splits examples into a training set and a held-out share, at least one if there are several, in the
+    order of the file."""
     n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
     chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())
     parts: tuple[list[Example], list[Example]] = ([], [])
@@ -241,9 +242,9 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 
 
 def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
-    """Which of `n` examples make up a batch: each epoch has an order of its own, less an incomplete end.
+    """Which of `n` examples make up a batch: each epoch has its own order, without an incomplete last batch.
 
-    It depends on nothing else, so that training may stop and go on anywhere.
+    It depends on nothing else, so that training can stop and resume anywhere.
     """
     epoch, at = divmod(batch, n // size)
     order = np.random.default_rng([seed, epoch + 1]).permutation(n)

@@ -1,4 +1,4 @@
-"""Where a run computes: on one device, or on a mesh of the devices of one process or of many."""
+"""The devices of a run: a single one, or a mesh of the devices of one or many processes."""
 
 import math
 from collections.abc import Callable
@@ -21,9 +21,9 @@ _Tree = TypeVar("_Tree")
 
 
 def join(settings: Settings) -> None:
-    """Makes this process one of several, before anything else is asked of JAX.
+    """Makes this process one of several; must be called before JAX is used.
 
-    **Raises:** `FinetuneError` where the coordinator cannot be reached.
+    **Raises:** `FinetuneError` if the coordinator cannot be reached.
     """
     if settings.coordinator is None:
         return
@@ -34,19 +34,19 @@ def join(settings: Settings) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise FinetuneError(
-            f"Process {settings.process_id} of {settings.num_processes} did not meet the others at "
+            f"Process {settings.process_id} of {settings.num_processes} could not join the others at "
             f"{settings.coordinator} within two minutes: {error} Start all of them; the one with "
-            "--process-id 0 has to be reachable there."
+            "--process-id 0 must be reachable there."
         ) from error
 
 
 def leads() -> bool:
-    """Whether this process tells and writes what all of them have come to."""
+    """Whether this process prints and writes the results of all of them."""
     return jax.process_index() == 0
 
 
 class Follower:
-    """The directory, and the metrics, of a process that writes none."""
+    """The run directory and the metrics of a process that writes nothing."""
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
         return 0, state
@@ -61,11 +61,11 @@ class Follower:
         """Another process does."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 class Gathered(eqx.Module):
-    """A layer of which every device stores a part; it is whole while it is computed with."""
+    """A layer that is stored in parts on all devices, and gathered when it is called."""
 
     layer: Any
     mesh: jax.sharding.Mesh = eqx.field(static=True)
@@ -79,9 +79,8 @@ class Gathered(eqx.Module):
 class Devices:
     """The devices of a run, and how its arrays are spread over them.
 
-    Along an axis of the mesh that is called model, tensor or tp, layers are divided as `tensor_parallel`
-    says; along all others, batches are. Along one that is called expert or ep, experts are, too, as
-    `expert_parallel` says.
+    Along a mesh axis called model, tensor or tp, layers are split as by `tensor_parallel`; along all others,
+    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`.
 
     **Arguments:**
 
@@ -100,7 +99,7 @@ class Devices:
         if self.mesh is None:
             if settings.fsdp:
                 raise FinetuneError(
-                    "--fsdp stores parts of weights on the devices of a --mesh; give it, too."
+                    "--fsdp stores parts of weights on the devices of a --mesh; pass --mesh too."
                 )
             if jax.process_count() > 1:
                 raise FinetuneError("Several processes train together on a --mesh of all their devices.")
@@ -108,23 +107,23 @@ class Devices:
         self._axes = tuple(name for name in self.mesh.shape if name not in MODEL_AXES)
 
     def check_batch(self, size: int) -> None:
-        """**Raises:** `FinetuneError` for a batch that the devices cannot share evenly."""
+        """Raises `FinetuneError` for a batch that the devices cannot share evenly."""
         if self.mesh is None:
             return
         shares = math.prod(self.mesh.shape[name] for name in self._axes)
         if size % shares:
             raise FinetuneError(
                 f"A batch of {size} examples cannot be shared evenly along {', '.join(self._axes)} of the "
-                f"mesh: give a --batch-size that is a multiple of {shares}."
+                f"mesh: use a --batch-size that is a multiple of {shares}."
             )
 
     def rule(self, name: str, leaf: Any) -> Any:
-        """The spec of a weight, for reading it: by its name."""
+        """The spec for reading a weight, by its name."""
         assert self.mesh is not None
         return usual_rule(self.mesh, fully=self._fsdp)(name, leaf)
 
     def place(self, model: _Tree) -> _Tree:
-        """A model on the mesh; what is placed from now on goes with it."""
+        """Places a model on the mesh; later calls place other arrays to match it."""
         if self.mesh is None:
             return model
         if rule_for := divides_layers(self.mesh):
@@ -132,20 +131,20 @@ class Devices:
         return self.place_along(model)
 
     def place_along(self, tree: _Tree) -> _Tree:
-        """Anything that holds arrays under the names of the model: the state of its optimiser."""
+        """Places a tree with arrays under the model's names, such as the state of its optimiser."""
         return tree if self.mesh is None else shard(tree, self.mesh, self._made(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
-        """A batch, of which each process places the rows of its own devices."""
+        """Places a batch: each process places the rows of its own devices."""
         return self._put(batch, jax.P(self._axes)) if self.mesh is not None else batch
 
     def everywhere(self, tree: _Tree) -> _Tree:
-        """Small arrays that every device has."""
+        """Places small arrays on every device."""
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
     def used(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
-        """Within a step: the model as it is computed with. Parts of weights are gathered, packed; those of
-        layers that are scanned, one layer at a time."""
+        """Inside a step: the model to compute with. Weights stored in parts are gathered, still packed; those
+        of scanned layers are gathered one layer at a time."""
         if self.mesh is None or not self._fsdp:
             return model
         stacked = layers(model)
@@ -155,15 +154,15 @@ class Devices:
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def kept(self, state: _Tree) -> _Tree:
-        """Within a step: the state as it is stored."""
+        """Inside a step: the state, sharded as it is stored."""
         return state if self.mesh is None else constrain(state, self.mesh, self._made(self._by_layers))
 
     def whole(self, outputs: _Tree) -> _Tree:
-        """Within a step: what every process may look at."""
+        """Inside a step: outputs that every process can read."""
         return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
 
     def on_host(self, tree: _Tree) -> _Tree:
-        """A tree with its arrays in the memory of every process; all of them call it at once."""
+        """A tree with its arrays in host memory of every process; all processes must call it together."""
         if self.mesh is None:
             return tree
         gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
@@ -172,7 +171,7 @@ class Devices:
         )
 
     def from_the_leader(self, tree: _Tree) -> _Tree:
-        """The first process's value, bit for bit, in all processes; they call this at once."""
+        """The first process's value, bit for bit, in all processes, which must call it together."""
         if jax.process_count() == 1:
             return tree
         leaves, structure = jax.tree.flatten(tree)

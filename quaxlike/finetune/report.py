@@ -1,4 +1,4 @@
-"""Reports of a run along the way: a bar, and figures for programs that draw them."""
+"""Reports during a run: a progress bar, and metrics for plotting programs."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ from .train import Step
 
 
 def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iterator[Step]:
-    """The steps of a run, with a bar that moves along."""
+    """The steps of a run, with a progress bar."""
     progress = Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]:,.0f} tokens/s"),
@@ -29,12 +29,12 @@ def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iter
 
 
 class Metrics:
-    """The figures of a run as lines of JSON, and as TensorBoard reads them.
+    """Writes the metrics of a run as lines of JSON, and for TensorBoard.
 
     **Arguments:**
 
-    - `directory`: where `metrics.jsonl` and the files of TensorBoard go. A run that goes on adds to them.
-    - `tensorboard`: whether to write the latter.
+    - `directory`: the folder for `metrics.jsonl` and TensorBoard's files. A resumed run appends to them.
+    - `tensorboard`: whether to write TensorBoard's files.
     """
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
@@ -45,7 +45,7 @@ class Metrics:
         self._events = TensorBoard(directory) if tensorboard else None
 
     def note(self, step: int, **entry: Any) -> None:
-        """Adds a line. Groups of figures are scalars of names like `held_out/loss`."""
+        """Adds a line. Nested figures become scalars with names like `held_out/loss`."""
         with open(self._lines, "a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **entry}) + "\n")
         if self._events is not None:
@@ -71,7 +71,7 @@ class TensorBoard:
         self._append(_field(2, step) + _field(5, b"".join(values)))
 
     def _append(self, event: bytes) -> None:
-        # The time is a double; all other numbers of events with a fraction are floats.
+        # The time is a double; all other fractional numbers in events are floats.
         data = b"\x09" + struct.pack("<d", time.time()) + event
         length = struct.pack("<Q", len(data))
         with open(self._path, "ab") as file:
@@ -79,7 +79,7 @@ class TensorBoard:
 
 
 def _field(number: int, value: int | float | bytes) -> bytes:
-    """A field of a protocol buffer: a whole number, a float, or bytes."""
+    """A field of a protocol buffer: an integer, a float, or bytes."""
     if isinstance(value, float):
         return bytes([number << 3 | 5]) + struct.pack("<f", value)
     if isinstance(value, int):
@@ -96,7 +96,7 @@ def _varint(n: int) -> bytes:
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """CRC-32C (Castagnoli), rotated and shifted as `TFRecord`s have it."""
+    """CRC-32C (Castagnoli), rotated and shifted as in `TFRecord`s."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

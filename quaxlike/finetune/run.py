@@ -30,12 +30,12 @@ MERGED = "merged"
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
-    """Loads, quantises, adapts, trains, and writes the adapter to `settings.output`.
+    """Fine-tunes a checkpoint, and writes the adapter to `settings.output`.
 
     **Arguments:**
 
-    - `settings`: of the run. If `settings.output` holds a stopped one with the same settings, it goes on.
-    - `console`: what is told along the way.
+    - `settings`: of the run. If `settings.output` holds a stopped run with the same settings, it is resumed.
+    - `console`: the console to print progress to.
 
     **Returns:**
 
@@ -43,8 +43,8 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
 
     **Raises:**
 
-    `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError`: before anything is
-    written, for all that the run cannot start with.
+    `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run cannot start;
+    nothing is written then.
     """
     devices = Devices(settings)
     with contextlib.ExitStack() as held:
@@ -63,7 +63,7 @@ def _finetune(
     tokens = Tokens(settings.model, config, max_length)
     training, held_out = read_data(settings, task_for(base, settings), tokens, console)
     if len(training) < settings.batch_size:
-        console.print(f"{settings.data}: batches are of all {len(training)} examples to train on.")
+        console.print(f"{settings.data}: each batch holds all {len(training)} training examples.")
         settings = dataclasses.replace(settings, batch_size=len(training))
     devices.check_batch(settings.batch_size)
     task = task_for(base, settings)
@@ -85,7 +85,7 @@ def _finetune(
     state = devices.place_along(state)
     if first:
         console.print(
-            f"Goes on after step {first} of {steps}." if first < steps else f"All {steps} steps are done."
+            f"Resumes after step {first} of {steps}." if first < steps else f"All {steps} steps are done."
         )
 
     with ql.on_materialise("error"):
@@ -112,7 +112,7 @@ def _finetune(
         after = run.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
-    trained = trained.unstacked() if settings.scan_layers else trained  # together, on many processes
+    trained = trained.unstacked() if settings.scan_layers else trained  # all processes must do this together
     if leads():
         peft.save_adapter(settings.output, trained, base_model=str(settings.model), task_type=task.peft_type)
         if settings.merge:
@@ -121,7 +121,7 @@ def _finetune(
 
 
 def _base(settings: Settings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
-    """The checkpoint as it is; on a mesh quantised on the way, so that no device has the whole of it."""
+    """The checkpoint, unchanged; on a mesh, quantised while it is read, so that no device holds all of it."""
     if devices.mesh is None:
         return load(settings.model)
     shapes, _, weights = open_model(settings.model)
@@ -131,7 +131,7 @@ def _base(settings: Settings, devices: Devices) -> tuple[PyTree, dict[str, Any]]
         return load(settings.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # of weights that the devices cannot share
+    except ValueError as error:  # from weights that the devices cannot share
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
@@ -150,7 +150,7 @@ def read_data(
     for path in [settings.data] if settings.eval_data is None else [settings.data, settings.eval_data]:
         examples, cut, empty = read_examples(path, lambda fields: task.encode(fields, tokens))
         if cut:
-            left_out = f", {empty} of them left out, since nothing to learn was left" if empty else ""
+            left_out = f", {empty} of them left out, since nothing was left to learn" if empty else ""
             console.print(
                 f"{path}: {cut} of {len(examples) + empty} examples are longer than {tokens.max_length} "
                 f"tokens and were cut{left_out}."
@@ -159,29 +159,29 @@ def read_data(
     training, held_out = parts if len(parts) == 2 else split(parts[0], settings.held_out, settings.seed)
     if settings.pack:
         if not task.packs:
-            raise FinetuneError("--pack is for decoders: only they go on with a text after another.")
+            raise FinetuneError("--pack is for decoders, which can keep several texts in a row apart.")
         count = len(training)
         training, held_out = pack(training, tokens.max_length), pack(held_out, tokens.max_length)
-        console.print(f"{count} texts to train on are packed into {len(training)} rows.")
+        console.print(f"{count} training texts are packed into {len(training)} rows.")
     if min(len(training), settings.batch_size) < task.least_batch:
         raise FinetuneError(
-            f"{settings.data} has {len(training)} examples to train on, and --batch-size is "
+            f"{settings.data} has {len(training)} training examples, and --batch-size is "
             f"{settings.batch_size}; a batch must have at least {task.least_batch}."
         )
     if not held_out:
         raise FinetuneError(
-            f"Nothing of {settings.data} is held out. Give more examples, another --held-out, or --eval-data."
+            f"No examples of {settings.data} are held out. Add examples, or set --held-out or --eval-data."
         )
     return training, held_out
 
 
 def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
-    """The model quantised, unless its file was, with adapters."""
+    """The model, quantised unless its file was, with adapters."""
     arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
     if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
         try:
             model = ql.quantize(model, **_quantisation(settings, task))
-        except ValueError as error:  # of a block size
+        except ValueError as error:  # from a block size
             raise FinetuneError(str(error)) from error
     tokens = {}
     if settings.train_tokens:
@@ -195,13 +195,13 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
             rslora=settings.rslora, dora=settings.dora, modules_to_save=task.trained_in_full,
             trainable_token_indices=tokens, key=jax.random.key(settings.seed),
         )  # fmt: skip
-    except ValueError as error:  # of names that match nothing
+    except ValueError as error:  # from names that match nothing
         raise FinetuneError(str(error)) from error
     return stored_for(adapted, settings.compute_dtype)
 
 
 def _scanned(model: PyTree, settings: Settings) -> PyTree:
-    """The model with its layers as one, where they shall be scanned."""
+    """The model, with its layers stacked for a scan if the settings ask for it."""
     if not settings.scan_layers:
         return model
     if not isinstance(model, Decoder):
@@ -210,12 +210,12 @@ def _scanned(model: PyTree, settings: Settings) -> PyTree:
         )
     try:
         return model.stacked()
-    except ValueError as error:  # layers with experts and without
+    except ValueError as error:  # from layers with and without experts
         raise FinetuneError(f"--scan-layers: {error}") from error
 
 
 def _merge(model: PyTree, settings: Settings) -> None:
-    """Writes the checkpoint with the adapter in its weights."""
+    """Writes the checkpoint with the adapter merged into its weights."""
     if settings.merge == "dense":
         base, _ = load(settings.model)
         model = peft.load_adapter(settings.output, ql.materialise(base))

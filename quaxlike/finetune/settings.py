@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FinetuneError(ValueError):
-    """A run that cannot start or go on, for a reason that its message tells."""
+    """A run cannot start or continue, for the reason in the message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Settings:
     merge: str | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that the result depends on, as JSON: two runs with the same are the same run."""
+        """Everything that the result depends on, as JSON: runs with equal fingerprints are the same run."""
         devices = ("mesh", "fsdp", "coordinator", "process_id", "num_processes")
         free = ("output", "checkpoint_every", "eval_every", "tensorboard", "merge", *devices)
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
@@ -66,7 +66,7 @@ class Settings:
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a file, or of those of a checkpoint: names and contents."""
+    """The SHA-256 of a file, or of the names and contents of a checkpoint's files."""
     if not path.is_dir():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the same command goes on where it was stopped."""
+"""Checkpoints of a run, from which the same command resumes it."""
 
 import json
 from pathlib import Path
@@ -17,18 +17,18 @@ from .settings import FinetuneError, Settings
 
 class RunDirectory:
     """The directory of a run: `run.json` (its settings), `checkpoint.safetensors` (the newest state) and
-    `log.jsonl` (a line a step), beside the adapter that it writes in the end.
+    `log.jsonl` (one line per step), beside the adapter that the run finally writes.
 
     **Arguments:**
 
     - `settings`: of this run.
 
-    A run has its directory to itself, until `close`.
+    A run locks its directory until `close`.
 
     **Raises:**
 
-    `FinetuneError` if the directory holds a run with other settings, one that goes on in another process, or
-    an adapter of other origin.
+    `FinetuneError` if the directory holds a run with other settings, a run that is active in another process,
+    or an adapter that no run wrote.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -41,7 +41,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.path)
         if self._lock is None:
-            raise FinetuneError(f"Another run goes on in {self.path}. Choose another --output.")
+            raise FinetuneError(f"Another run is active in {self.path}. Choose another --output.")
         try:
             if about.exists():
                 _compare(about, read_json_file(about, "the settings of the run"), fingerprint)
@@ -53,18 +53,18 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Lets others have the directory."""
+        """Unlocks the directory."""
         if self._lock is not None:
             self._lock.close()
 
     def save(self, step: int, state: PyTree) -> None:
-        """Replaces the checkpoint, once the new one is complete."""
+        """Writes a checkpoint, which replaces the old one once it is complete."""
         safetensors.save(self.checkpoint, _named(step, state))
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
-        """The step and the state of the checkpoint; 0 and `state` if there is none.
+        """Reads the step and the state of the checkpoint; 0 and `state` if there is none.
 
-        What the log says about later steps is forgotten, since these are done again.
+        Removes later steps from the log, since they are run again.
         """
         step, named = 0, _named(0, state)
         if self.checkpoint.exists():
@@ -83,7 +83,7 @@ class RunDirectory:
             file.write(_line(entry))
 
     def entries(self) -> list[dict[str, Any]]:
-        """The lines of the log, without one that was being written when the run was stopped."""
+        """The lines of the log, without a last one that is incomplete because the run was stopped."""
         if not self.log.exists():
             return []
         lines = self.log.read_bytes().splitlines(keepends=True)
@@ -98,7 +98,7 @@ class RunDirectory:
             if not isinstance(entry, dict) or type(entry.get("step")) is not int:
                 raise FinetuneError(
                     f"{self.log}:{number}: expected an object with the number of a step; "
-                    f"found {line[:60]!r}. Remove the line, or the file, to go on."
+                    f"found {line[:60]!r}. Remove the line, or the file, to continue."
                 )
             entries.append(entry)
         return entries
@@ -121,6 +121,6 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     ]
     if differing:
         raise FinetuneError(
-            f"{path} is of a run with {', '.join(differing)}. Give its options to go on with it, or choose "
+            f"{path} is from a run with {', '.join(differing)}. Use its options to resume it, or choose "
             "another --output."
         )

@@ -1,4 +1,4 @@
-"""One step of training as a program: dtypes, what is computed again, and the memory that it takes."""
+"""One training step as a compiled program: its dtypes, rematerialisation and memory."""
 
 import math
 import time
@@ -34,13 +34,13 @@ class State(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes that a step needs at its peak on each device, by their use."""
+    """The bytes that a step needs at its peak on each device, by use."""
 
     weights: int
     adapters: int
     optimiser: int
     activations: int | None
-    """All that a step computes and gives back; None where the backend does not tell."""
+    """Temporary arrays of a step; None if the backend does not report them."""
 
     def __str__(self) -> str:
         told = [
@@ -57,7 +57,7 @@ class Program:
     - `task`: its loss.
     - `optimiser`: of `State`.
     - `settings`: of the run.
-    - `devices`: that it runs on.
+    - `devices`: the devices that it runs on.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Program:
         self._jitted = jax.jit(update, donate_argnames="state")
         self._compiled: dict[Any, Any] = {}
         self.seconds = 0.0
-        """The time that compiling took, in all."""
+        """The total compile time."""
 
     def __call__(self, *arguments: Any) -> tuple[State, Any]:
         return self.compiled(*arguments)(*arguments)
@@ -91,7 +91,7 @@ class Program:
         return self._compiled[shape]
 
     def memory(self, *arguments: Any) -> Memory:
-        """The memory that the step takes with these arguments."""
+        """The memory that a step takes with these arguments."""
         frozen, state = arguments[:2]
         analysis = self.compiled(*arguments).memory_analysis()
         activations = getattr(analysis, "temp_size_in_bytes", None)
@@ -99,7 +99,7 @@ class Program:
 
 
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
-    """The model to compute in a dtype: what is frozen is stored in it; what is trained stays as it is."""
+    """The model for computing in a dtype: frozen arrays are stored in it, trained ones are unchanged."""
     converted = _converted(model, dtype)
     trained, _ = eqx.partition(model, ql.trainable(model))
     places, frozen = eqx.partition(converted, ql.trainable(converted))
@@ -108,7 +108,7 @@ def stored_for(model: PyTree, dtype: str | None) -> PyTree:
 
 
 def prepared(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
-    """The model as a step computes with it: in the dtype of the settings, and layers that keep less."""
+    """The model that a step computes with: in the dtype of the settings, with layers rematerialised."""
     model = _converted(model, settings.compute_dtype)
     if settings.remat is None:
         return model
@@ -118,7 +118,7 @@ def prepared(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
 
 
 class Again(eqx.Module):
-    """A layer whose results are computed again for the gradient, but for what the policy keeps."""
+    """A layer whose results are recomputed for the gradient, except for those that the policy saves."""
 
     layer: Any
     policy: Callable[..., Any] = eqx.field(static=True)
@@ -129,7 +129,7 @@ class Again(eqx.Module):
 
 
 def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> PyTree:
-    """The outputs for each example of a batch; `keys` are for dropout, None for none."""
+    """The outputs for each example of a batch; `keys` are for dropout, None to switch it off."""
 
     def one(example: Batch, key: Any) -> Any:
         return ql.quaxify(task.output)(ql.with_dropout_key(model, key), example)
@@ -140,7 +140,7 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> Py
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, TrainableArray | TrainableRows | LoraBias):  # their parts, so that they stay
+        if isinstance(leaf, TrainableArray | TrainableRows | LoraBias):  # convert their parts, not these
             return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and ql.is_value(x))
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf

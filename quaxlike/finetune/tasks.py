@@ -17,25 +17,25 @@ from .settings import FinetuneError, Settings
 
 
 class AbstractTask(eqx.Module):
-    """A loss over batches, as a sum of what examples contribute, and what is measured on held-out data."""
+    """A loss, as a sum over the examples of a batch, and metrics for held-out data."""
 
     peft_type: ClassVar[str]
     """PEFT's name of the task."""
     trained_in_full: ClassVar[tuple[str, ...]] = ()
-    """Parts of the model that are trained beside the adapters."""
+    """Parts of the model that are trained besides the adapters."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Parts of the model that do nothing here, and so get no adapter."""
+    """Parts of the model that this task does not use, which get no adapters."""
     least_batch: ClassVar[int] = 1
     packs: ClassVar[bool] = False
-    """Whether a row may hold several texts."""
+    """Whether a row can hold several texts."""
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        """A line of data as an example; None if the limit on tokens leaves nothing to learn."""
+        """Encodes a line of data as an example; None if the limit on tokens leaves nothing to learn."""
 
     @abc.abstractmethod
     def layers(self, model: PyTree) -> Any:
-        """The layers of the model that follow each other: a list, or several as one."""
+        """The model's sequence of layers: a list, or stacked into one."""
 
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
@@ -47,7 +47,7 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def weight(self, batch: Batch) -> float:
-        """How many terms that sum has: tokens or examples."""
+        """The number of terms in that sum: tokens or examples."""
 
     @abc.abstractmethod
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
@@ -55,12 +55,12 @@ class AbstractTask(eqx.Module):
 
 
 class NextToken(AbstractTask):
-    """Causal language modelling: `{"text": ...}`; `{"prompt": ..., "completion": ...}`, of which the
-    completion alone is learned; or `{"messages": [...]}`, perhaps with `"tools"` and
-    `"chat_template_kwargs"`, of which the turns of the assistant are learned."""
+    """Causal language modelling of `{"text": ...}`; of `{"prompt": ..., "completion": ...}`, in which only
+    the completion is learned; or of `{"messages": [...]}`, optionally with `"tools"` and
+    `"chat_template_kwargs"`, in which the assistant's turns are learned."""
 
     chunk: int = 0
-    """How many tokens of a row have their logits at a time; 0 for all."""
+    """The number of tokens in a row whose logits are computed at a time; 0 for all."""
     packed: bool = False
     """Whether rows hold several texts."""
 
@@ -102,10 +102,10 @@ class NextToken(AbstractTask):
 
 
 class Pairs(AbstractTask):
-    """Sentence embeddings: `{"anchor": ..., "positive": ...}`, or two texts of other names. The first shall
-    be closer to its partner than to those of all others of the batch.
+    """Sentence embeddings: `{"anchor": ..., "positive": ...}`, or two texts under other names. The first
+    should be closer to its partner than to the partners of all others in the batch.
 
-    Henderson et al., Efficient Natural Language Response Suggestion (2017), as sentence-transformers has it.
+    Henderson et al., Efficient Natural Language Response Suggestion (2017), as in sentence-transformers.
     """
 
     peft_type: ClassVar[str] = "FEATURE_EXTRACTION"
@@ -135,7 +135,7 @@ class Pairs(AbstractTask):
         return float(len(batch.ids))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Whether each anchor finds its positive among all: the share that does, and the mean of 1 / rank."""
+        """The share of anchors that rank their positive first among all, and the mean of 1 / rank."""
         similarity = outputs[:, 0] @ outputs[:, 1].T
         ranks = np.sum(similarity >= np.diagonal(similarity)[:, None], axis=1)
         return {"accuracy": float(np.mean(ranks == 1)), "mrr": float(np.mean(1 / ranks))}
@@ -175,16 +175,16 @@ class Classes(AbstractTask):
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
-    """A text that is to be written, cut; None if nothing is left to learn. Its first token never is."""
+    """A text to learn, cut to length; None if nothing is left to learn. Its first token is never learned."""
     kept, learned = ids[:max_length], [False, *learned[1:max_length]]
     return Example((kept,), learned, was_cut=len(kept) < len(ids)) if any(learned) else None
 
 
 def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """The sum over the tokens that are learned.
+    """The cross-entropy, summed over the learned tokens.
 
-    Logits exist for `chunk` tokens at a time, and are computed again for the gradient: a large vocabulary
-    does not decide how much memory a step takes.
+    Logits exist for only `chunk` tokens at a time, and are recomputed for the gradient, so that a large
+    vocabulary does not dominate the memory of a step.
     """
 
     def part(model: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:
@@ -206,7 +206,7 @@ def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk
 
 
 def task_for(model: PyTree, settings: Settings) -> AbstractTask:
-    """The task of a model of [`quaxlike.models.load`][]."""
+    """The task for a model from [`quaxlike.models.load`][]."""
     match model:
         case Decoder():
             return NextToken(max(1, settings.loss_chunk // settings.batch_size), settings.pack)

@@ -1,4 +1,4 @@
-"""The loop of training, and the metrics of what it gives."""
+"""The training loop, and metrics of its results."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 def optimiser_for(settings: Settings, steps: int) -> tuple[optax.MultiSteps, Callable[[Any], Any]]:
-    """AdamW behind clipping by norm, and its learning rate by step."""
+    """AdamW after clipping by norm, and its learning rate by step."""
     warmup, peak = round(settings.warmup * steps), settings.learning_rate
     rest = max(1, steps - warmup)
     decay = {
@@ -38,7 +38,7 @@ def optimiser_for(settings: Settings, steps: int) -> tuple[optax.MultiSteps, Cal
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # A warm-up begins above zero, so that no step is for nothing.
+    # Warm-up starts above zero, so that no step is wasted.
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rise, decay], [warmup]) if warmup else decay
     chain = optax.chain(
@@ -49,7 +49,7 @@ def optimiser_for(settings: Settings, steps: int) -> tuple[optax.MultiSteps, Cal
 
 
 def steps_of(settings: Settings, n: int) -> int:
-    """How many updates a run on `n` examples has."""
+    """The number of updates in a run on `n` examples."""
     if settings.steps is not None:
         return settings.steps
     return max(1, round(settings.epochs * (n // settings.batch_size) / settings.accumulate))
@@ -62,10 +62,10 @@ class Training:
 
     - `task`, `settings`: of the run.
     - `frozen`: the part of the model that is not trained.
-    - `examples`: what batches are drawn from.
+    - `examples`: the examples that batches are drawn from.
     - `steps`: of the whole run.
     - `max_length`: of a text, in tokens.
-    - `devices`: that it runs on.
+    - `devices`: the devices that it runs on.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Training:
         return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
 
     def run(self, state: State, first: int) -> Iterator[Step]:
-        """Trains from step `first` on; the same from anywhere, given the state of that step.
+        """Trains from step `first` on. A resumed run gives the same results.
 
-        The state that goes in is gone when the next one comes out.
+        Each state is donated to the next step, so do not use it afterwards.
         """
         settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
         for number in range(first + 1, self.steps + 1):
@@ -100,7 +100,7 @@ class Training:
             of_step = range((number - 1) * count, number * count)
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
             batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
-            # The mean over all that is accumulated, however many tokens each part of it has.
+            # The mean is over all accumulated batches, whatever their numbers of tokens.
             terms = sum(map(self.task.weight, batches)) / count
             values = []
             for i, batch in zip(of_step, batches, strict=True):
@@ -125,12 +125,12 @@ class Training:
         return self.task.metrics(joined, whole)
 
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:
-        """The arguments of step `i` beside model and state."""
+        """The arguments of step `i` besides model and state."""
         devices, keys = self._devices, self._keys(i)
         return devices.batch(batch), devices.everywhere(jnp.float32(terms)), devices.batch(keys)
 
     def _keys(self, i: int) -> Any:
-        """The keys of a batch, where there is dropout."""
+        """The keys of a batch; None without dropout."""
         if not self.settings.dropout:
             return None
         return jax.random.split(

@@ -1,4 +1,4 @@
-"""Processes that look after each other: where one is gone, the others end instead of waiting for it."""
+"""A watch over other processes: if one is gone, the others end instead of waiting for it."""
 
 import ctypes
 import os
@@ -10,22 +10,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: A process that gives no sign for so many seconds is gone.
+#: A process is considered gone after this many seconds without a sign of life.
 SILENCE = 20.0
 _BEAT = 1.0
 
 
 class Watch:
-    """Writes signs of life to a folder that all processes share, and reads those of the others.
+    """Writes signs of life to a shared folder, and reads those of the other processes.
 
-    Where one gives none for `SILENCE` seconds, or has failed, this process prints which one, and ends with
-    exit status 1: a program that runs on many devices cannot go on, and would wait for ever. Where it is the
-    coordinator that is gone JAX aborts the others at once, which then wait until they have told so.
+    If a process gives none for `SILENCE` seconds, or has failed, this process prints which one, and exits
+    with status 1: a program that runs on many devices could not continue, and would wait for ever. If the
+    coordinator is gone, JAX aborts the others at once, which then wait until they have printed this.
 
     **Arguments:**
 
-    - `folder`: the folder; a file for each process.
-    - `process`: the number of this one, of `count`.
+    - `folder`: the folder, with one file per process.
+    - `process`, `count`: the number of this process, and the number of processes.
     - `silence`: the limit, in seconds.
     """
 
@@ -40,7 +40,7 @@ class Watch:
         if self._count > 1:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write(f"{time.time_ns()} {socket.gethostname()} {os.getpid()}")
-            # Signs that are there already are of an earlier run.
+            # Existing signs are from an earlier run.
             self._old = [self._read(other) for other in range(self._count)]
             self._thread.start()
             self._default = _on_abort(self._aborted)
@@ -53,14 +53,14 @@ class Watch:
             self._stop("done")
             return
         if isinstance(error, RuntimeError):
-            # Likely because another one is gone, which this waits to be told.
+            # Probably because another process is gone; wait for the watch to report it.
             self._thread.join(self._silence + 10 * _BEAT)
         print(f"Process {self._process} of {self._count} failed: {error}", file=sys.stderr, flush=True)
         self._stop("failed")
-        os._exit(1)  # what JAX would do at the end is wait for the others
+        os._exit(1)  # JAX would wait for the others at exit
 
     def _aborted(self, number: int) -> None:
-        """Runs in the thread that aborts, which is JAX's own; if it returns, the process ends as it would."""
+        """Runs in the aborting thread, which is JAX's; if it returns, the abort goes ahead."""
         if not self._over.is_set():
             self._thread.join(self._silence + 10 * _BEAT)
 
@@ -98,7 +98,7 @@ class Watch:
         why = "has failed" if failed else f"has given no sign for {self._silence:.0f} s"
         print(
             f"Process {other} of {self._count}{name} {why}; process {self._process} ends. Start all of them "
-            "again with the same commands: they go on from the last checkpoint.",
+            "again with the same commands: they resume from the last checkpoint.",
             file=sys.stderr,
             flush=True,
         )
@@ -121,8 +121,8 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 def _on_abort(handler: Any) -> Any:
-    """Has C call `handler` where the process aborts; Python's own handlers run too late. Returns the previous
-    one, None where there are no such handlers."""
+    """Registers `handler` with C for aborts of the process, since Python's own handlers run too late. Returns
+    the previous handler; None on systems without them."""
     if os.name != "posix":
         return None
     set_handler = ctypes.CDLL(None).signal

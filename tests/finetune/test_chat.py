@@ -76,9 +76,9 @@ def bad(tmp_path, template="{{ messages[0].content }}"):
 
 def test_a_template_is_no_program_of_ours(tmp_path):
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(ValueError, match=r"refuses this conversation: .*unsafe"):
+    with pytest.raises(ValueError, match=r"rejects this conversation: .*unsafe"):
         ChatTemplate(bad(tmp_path, attack)).render([{"role": "user", "content": "hello"}])
-    with pytest.raises(ValueError, match="refuses this conversation"):
+    with pytest.raises(ValueError, match="rejects this conversation"):
         ChatTemplate(bad(tmp_path, "{{ messages.append(1) }}")).render([])
 
 
@@ -89,7 +89,7 @@ def test_templates_that_do_not_do(tmp_path):
         ChatTemplate(bad(tmp_path, "{% if %}"))
     last = "{% for m in messages %}{{ m.content }}{% if loop.last %}<last>{% endif %}{% endfor %}"
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ValueError, match="writes message 1 in another way when more follow"):
+    with pytest.raises(ValueError, match="renders message 1 differently when more follow"):
         ChatTemplate(bad(tmp_path, last)).learned(talk * 2)
 
 
@@ -137,7 +137,7 @@ def test_settings_of_wrong_types(settings, tmp_path):
 
 def test_a_template_that_is_no_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(FinetuneError, match="is no text in UTF-8"):
+    with pytest.raises(FinetuneError, match="is not UTF-8 text"):
         ChatTemplate(tmp_path)
 
 

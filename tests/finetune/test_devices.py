@@ -44,7 +44,7 @@ def test_what_cannot_start(command, tmp_path, capsys):
     assert main([*command, *out, "--block-size", "16"]) == 2
     assert "a power of two from 32" in capsys.readouterr().err
     assert main([*command, *out, "--fsdp"]) == 2
-    assert "give it, too" in capsys.readouterr().err
+    assert "pass --mesh too" in capsys.readouterr().err
     assert main([*command, *out, "--mesh", "data=3"]) == 2
     assert "there are 4" in capsys.readouterr().err
     assert main([*command, *out, "--mesh", "model=4"]) == 2

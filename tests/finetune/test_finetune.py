@@ -154,7 +154,7 @@ def test_what_saves_time_and_memory_together(run, tmp_path):
     more += ["--train-tokens", "4", "5"]
     status, told = run("llama", "text", *options, *more)
     assert status == 0
-    assert matches(r"32 texts to train on are packed into \d+ rows", told)
+    assert matches(r"32 training texts are packed into \d+ rows", told)
     assert matches(
         r"A step takes weights [\d.]+ MiB, adapters .* optimiser .* activations .* compiled in", told
     )
@@ -202,12 +202,12 @@ def test_stopped_and_resumed_is_uninterrupted(run, tmp_path, monkeypatch):
     monkeypatch.setattr(RunDirectory, "note", stop)
     status, told = run("bert", "label", *options)
     assert status == 130
-    assert "The same command goes on from the last checkpoint" in told
+    assert "The same command resumes from the last checkpoint" in told
     assert not (tmp_path / "out" / "adapter_config.json").exists()
     monkeypatch.undo()
     status, told = run("bert", "label", *options)
     assert status == 0
-    assert "Goes on after step 3 of 9." in told
+    assert "Resumes after step 3 of 9." in told
     for name in ("log.jsonl", "adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     # Once more, there is nothing left to do.
@@ -221,7 +221,7 @@ def test_few_examples_make_up_one_batch(run, tmp_path):
     options = ["--batch-size=64", "--epochs=2", "--quantize=none", f"--eval-data={other}"]
     status, told = run("bert", "label", *options)
     assert status == 0
-    assert "batches are of all 40 examples to train on" in told
+    assert "each batch holds all 40 training examples" in told
     log = log_of(tmp_path / "out")
     assert len(log) == 3
     assert log[0]["held_out"]["accuracy"] in (0, 1 / 3, 2 / 3, 1)
@@ -283,7 +283,7 @@ def test_bad_lines_are_named(name, tmp_path, capsys):
         ("encoder", "pairs", ["--pack"], "--pack is for decoders"),
         ("bert", "label", ["--scan-layers"], "--scan-layers is for decoders; .* holds a BertForS"),
         ("encoder", "pairs", ["--batch-size=1"], "--batch-size is 1; a batch must have at least 2"),
-        ("llama", "text", ["--held-out=0"], "Nothing of .* is held out"),
+        ("llama", "text", ["--held-out=0"], "No examples of .* are held out"),
         ("llama", "text", ["--max-length=100000"], "--max-length 100000 is more than the model's"),
         ("llama", "text", ["--target", "qq_proj"], r"'qq_proj' matches none .* Did you mean .*q_proj"),
         ("llama", "text", ["--eval-data=nowhere.jsonl"], r"There is no file nowhere\.jsonl"),
@@ -359,7 +359,7 @@ def test_directories_of_other_runs(run, tmp_path):
     (tmp_path / "out" / "adapter_config.json").write_text("{}")
     assert matches("There is an adapter already", run()[1])
     write(tmp_path / "out" / "run.json", [{"rank": 7}])
-    assert matches(r"run\.json is of a run with .*rank 7 \(now 4\).* or choose another --output", run()[1])
+    assert matches(r"run\.json is from a run with .*rank 7 \(now 4\).* or choose another --output", run()[1])
 
 
 @pytest.mark.slow
@@ -430,7 +430,7 @@ def test_a_directory_is_for_one_run_at_a_time(tmp_path):
     data = write(tmp_path / "data.jsonl", LINES["text"])
     settings = Settings(model=model, data=data, output=tmp_path / "out")
     first = RunDirectory(settings)
-    with pytest.raises(FinetuneError, match="Another run goes on"):
+    with pytest.raises(FinetuneError, match="Another run is active"):
         RunDirectory(settings)
     first.close()
     RunDirectory(settings).close()
