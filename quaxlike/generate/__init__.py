@@ -1,3 +1,3 @@
-"""`python -m quaxlike.generate`: texts that a local checkpoint of transformers goes on with."""
+"""`python -m quaxlike.generate`: continuation of texts by a local transformers checkpoint."""
 
 __all__: list[str] = []

@@ -9,8 +9,8 @@ from typing import Any
 from .._arguments import importing_extra, number
 
 _ABOUT = """\
-Goes on with texts by a checkpoint directory of transformers, or a GGUF file. One text is written as it
-comes; several, which --prompt takes at once, when they are complete.
+Continues texts with a transformers checkpoint directory or a GGUF file. A single text is streamed; several,
+which --prompt takes at once, are written when they are complete.
 """
 
 
@@ -25,19 +25,19 @@ def _parser() -> argparse.ArgumentParser:
         help="a directory with config.json, weights and tokenizer.json, or a GGUF file",
     )
     add("--adapter", type=Path, metavar="DIR", help="an adapter that PEFT or quaxlike.finetune wrote")
-    add("--quantize", choices=["nf4", "fp4", "int8", "int4"], help="how weights are stored")
-    add("--mesh", metavar="model=4", help="divides the layers between all devices, along an axis model")
-    add("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to go on with")
+    add("--quantize", choices=["nf4", "fp4", "int8", "int4"], help="how to quantise weights")
+    add("--mesh", metavar="model=4", help="split layers across all devices, along an axis model")
+    add("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to continue")
     add("--max-new-tokens", type=number(int, 1), default=128, help="default: 128")
     add("--temperature", type=number(float, 0), default=0.0, help="0, the default, takes the likeliest token")
-    add("--top-k", type=number(int, 1), help="draws from so many of the likeliest tokens only")
-    add("--top-p", type=number(float, 1e-9, 1), help="draws from the likeliest of this probability together")
-    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of what is drawn (default: 0)")
+    add("--top-k", type=number(int, 1), help="sample from only this many of the likeliest tokens")
+    add("--top-p", type=number(float, 1e-9, 1), help="sample from the likeliest of this total probability")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling (default: 0)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; the exit status is 2 where it cannot start, 130 where it was interrupted."""
+    """Runs the command; the exit status is 2 if it cannot start, 130 if it was interrupted."""
     # Arguments first: importing JAX takes seconds.
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def _tell(count: Any, seconds: float) -> None:
     told = f"{count.tokens} tokens in {seconds:.1f} s"
     if count.after_first and count.seconds_after_first:
-        told += f"; {count.after_first / count.seconds_after_first:.1f} tokens a second after the first"
+        told += f"; {count.after_first / count.seconds_after_first:.1f} tokens per second after the first"
     print(told, file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""From prompts to texts."""
+"""Texts from prompts."""
 
 import argparse
 import time
@@ -19,11 +19,11 @@ from ..sharding.reading import usual_rule
 
 
 class GenerateError(ValueError):
-    """Texts that cannot be written, for a reason that the message tells."""
+    """Texts cannot be generated, for the reason in the message."""
 
 
 class Count(NamedTuple):
-    """The amount of work, and its speed."""
+    """The number of tokens, and the time that they took."""
 
     tokens: int
     after_first: int
@@ -31,10 +31,10 @@ class Count(NamedTuple):
 
 
 def run(arguments: argparse.Namespace, out: Any) -> Count:
-    """Writes what the model goes on with to `out`.
+    """Continues the prompts, and writes the texts to `out`.
 
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` for a
-    model that is no decoder, a damaged tokeniser or an empty prompt.
+    model that is not a decoder, a damaged tokeniser or an empty prompt.
     """
     tokenizer = TextTokenizer(arguments.model)
     try:
@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
         model, config = load(arguments.model, quantize=arguments.quantize, mesh=mesh, sharding=sharding)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # of weights that the devices cannot share
+    except ValueError as error:  # from weights that the devices cannot share
         raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
-        raise GenerateError(f"{arguments.model} holds a {type(model).__name__}, which writes no text.")
+        raise GenerateError(f"{arguments.model} holds a {type(model).__name__}, which is not a decoder.")
     if arguments.adapter is not None:
         model = peft.load_adapter(arguments.adapter, model)
     try:
@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
 
 
 def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, as `generation_config.json` says, or else `config.json`.
+    """The tokens that end a text, from `generation_config.json` or else `config.json`.
 
-    **Raises:** `GenerateError` if these are no tokens.
+    **Raises:** `GenerateError` if these are not tokens.
     """
     path, found = directory / "generation_config.json", None
     if path.is_file():
@@ -90,7 +90,7 @@ def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
 
 
 class _Writer:
-    """Turns tokens into text: of one prompt as they come."""
+    """Turns tokens into text, and streams the text of a single prompt."""
 
     def __init__(self, tokenizer: TextTokenizer, ends: list[int], rows: int, out: Any) -> None:
         self._tokenizer, self._ends, self._out = tokenizer, ends, out
@@ -109,14 +109,14 @@ class _Writer:
                 self._rows[row].append(token)
         if len(self._rows) == 1:
             text = self._tokenizer.decode(self._rows[0])
-            # A letter may need several tokens: its first ones decode to a sign of replacement.
+            # A character may need several tokens, and decodes to U+FFFD until it is complete.
             if not text.endswith("\ufffd") and text.startswith(self._written):
                 self._out.write(text[len(self._written) :])
                 self._out.flush()
                 self._written = text
 
     def finish(self, prompts: list[str]) -> Count:
-        """Writes what is left."""
+        """Writes the remaining text."""
         texts = [self._tokenizer.decode(row) for row in self._rows]
         if len(texts) == 1:
             self._out.write(texts[0].removeprefix(self._written) + "\n")

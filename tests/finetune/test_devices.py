@@ -53,7 +53,7 @@ def test_what_cannot_start(command, tmp_path, capsys):
     assert "a multiple of 4" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*command, *out, "--coordinator", "127.0.0.1:1"])
-    assert "given together" in capsys.readouterr().err
+    assert "must be used together" in capsys.readouterr().err
     assert not (tmp_path / "out" / "run.json").exists()
 
 
