@@ -1,4 +1,4 @@
-"""Tests for authors of types: a value through the transform matrix, and types that refuse to materialise."""
+"""Tests for authors of types: values under all transforms, and types that refuse to materialise."""
 
 from .check import check_type
 from .refusing import refuses, reveal

@@ -1,4 +1,4 @@
-"""`check_type`: a value of any type through the transform matrix."""
+"""`check_type`: a value of any type, tested under all transforms."""
 
 import contextlib
 import dataclasses
@@ -28,31 +28,30 @@ Programs = Mapping[str, Callable[[Any], Any]] | Iterable[Callable[[Any], Any]]
 
 
 def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
-    """Runs a value through the transform matrix, beside the array that it stands for.
+    """Tests a value under all transforms, against the array that it stands for.
 
-    What the type says about itself is checked first: `aval`, static fields, flattening, pickling, stacking,
-    `linear`, `leading_axis`, `promote`, `widen`, `cotangent`, `shard_spec`. Then each program runs on the
-    Value and on its materialised array, as it is, under `jax.jit`, under `jax.vmap` of a stack of two, and
-    under `jax.grad` by every inexact leaf. For a program that differs, each of its steps is compared with its
-    primitive by itself, so that the first rule that is wrong is named.
+    The hooks of the type are checked first: `aval`, static fields, flattening, pickling, stacking, `linear`,
+    `leading_axis`, `promote`, `widen`, `cotangent`, `shard_spec`. Then each program runs on the Value and on
+    its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of two, and under
+    `jax.grad` with respect to every inexact leaf. If results differ, each step of the program is compared
+    with its primitive, so that the first wrong rule is named.
 
-    A value may be made dense where the type has no rule, which the table shows; in
-    `with quaxlike.on_materialise("error")`, and for what [`quaxlike.testing.refuses`][] returns, that is a
-    failure. All programs together take about
-    half a minute.
+    A value may be materialised where its type has no rule, which the table shows. Inside
+    `with quaxlike.on_materialise("error")`, and for types from [`quaxlike.testing.refuses`][], that is a
+    failure. All programs together take about half a minute.
 
     **Arguments:**
 
-    - `value`: any Value, small: some elements along each axis.
-    - `programs`: functions of one array, by name or in a sequence. Default: programs of about sixty
+    - `value`: any small Value, with a few elements along each axis.
+    - `programs`: functions of one array, by name or in a sequence. Default: programs for about sixty
         transforms of JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
         programs for each primitive that has a rule for the type.
 
     **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. Its `failures` are
-    empty for a type that is right.
+    empty for a correct type.
 
-    **Raises:** `TypeError` for what is no Value; whatever `materialise` raises, as nothing can be compared
-    then.
+    **Raises:** `TypeError` if `value` is not a Value; and any error of `materialise`, since nothing can be
+    compared then.
 
     !!! example
 
@@ -80,7 +79,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     hooks = check_hooks(subject)
     checks = [Check(name, {"eager": result}, message=message) for name, (result, message) in hooks.items()]
     wrong = next((dataclasses.replace(c, culprit=c.name) for c in checks if c.failed), None)
-    if wrong is not None:  # it may be why others fail, too
+    if wrong is not None:  # it may be why others fail too
         checks = [dataclasses.replace(c, culprit=wrong.name) if c.failed else c for c in checks]
     runner = _Runner(subject, wrong)
     rules = rules_for(type(value))
@@ -97,7 +96,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
 
 def _splits_rows(subject: Subject) -> bool:
-    """Whether as many devices as share the rows of the array can share those of the value."""
+    """Whether the value's rows can be spread over as many devices as the array's."""
     try:
         split = subject.split(0) if subject.dense.ndim else None
     except Wrong:
@@ -117,12 +116,12 @@ def _named(programs: Programs) -> dict[str, Program]:
 
 
 class _Runner:
-    """Runs programs on the value and on its array."""
+    """Runs programs on the value and on its array, and compares the results."""
 
     def __init__(self, subject: Subject, wrong: Check | None) -> None:
         self.subject = subject
-        self.wrong = wrong  # the first hook that is
-        self.met: set[str] = set()  # rules, by where they are written
+        self.wrong = wrong  # the first wrong hook
+        self.met: set[str] = set()  # rules, by their location in the source
         self.linear = is_linear(subject.value)
         self.dtypes = not type(subject.value).own_dtypes
         size = size_of(subject.dense)
@@ -147,7 +146,7 @@ class _Runner:
         errors: list[Exception] = []
         for mode in program.modes:
             want, got = expected[name, mode], found[name, mode]
-            if isinstance(want, Exception):  # what plain JAX cannot do
+            if isinstance(want, Exception):  # plain JAX cannot do it either
                 results[mode] = "-"
             elif isinstance(got, OperandMismatch | StructureError):
                 results[mode], messages["declined"] = "declined", str(got)
@@ -169,10 +168,10 @@ class _Runner:
             return self._blamed(check, program, errors) if check.failed else check
 
     def _explain(self, program: Program) -> str:
-        """The first primitive that makes the value dense; on the way, which rules are met."""
+        """The first primitive that materialises the value; also records the rules that are met."""
         try:
             report = explain(program.run)(self.subject.value)
-        except Exception:  # which the program itself raised, too
+        except Exception:  # the program's own, which is reported already
             return ""
         self.met |= {row.rule for row in report.rules if row.rule}
         return "" if report.first_loss is None else report.first_loss.primitive

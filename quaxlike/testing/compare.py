@@ -1,4 +1,4 @@
-"""Whether two results are the same."""
+"""Comparison of two results."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-# By how much results of the same program may differ, as a part of the largest element.
+# The allowed difference of results, by itemsize, relative to the largest element.
 _TOLERANCE = {2: 2e-2, 4: 3e-4, 8: 1e-6}
 
 
 def disagreement(found: Any, expected: Any, *, dtypes: bool = True, scale: float | int = 0.0) -> str:
-    """In what two trees of arrays differ, in words; empty if they are the same.
+    """Describes how two trees of arrays differ; empty if they agree.
 
     **Arguments:**
 
-    - `dtypes`: whether dtypes have to agree.
-    - `scale`: the size of what was added up, as of a difference of almost equal arrays.
+    - `dtypes`: whether dtypes must agree.
+    - `scale`: the size of the terms that were added up, for sums that nearly cancel.
     """
     trees = jtu.tree_structure(found), jtu.tree_structure(expected)
     if trees[0] != trees[1]:
-        return f"a result of structure {trees[0]} in place of {trees[1]}"
+        return f"a result of structure {trees[0]} instead of {trees[1]}"
     pairs = zip(jtu.tree_leaves_with_path(found), jtu.tree_leaves(expected), strict=True)
     for (path, a), b in pairs:
         if difference := _difference(a, b, dtypes, scale):
@@ -32,9 +32,9 @@ def disagreement(found: Any, expected: Any, *, dtypes: bool = True, scale: float
 def _difference(a: Any, b: Any, dtypes: bool, scale: float | int) -> str:
     a, b = (x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (a, b))
     if a.shape != b.shape:
-        return f"shape {a.shape} in place of {b.shape}"
+        return f"shape {a.shape} instead of {b.shape}"
     if dtypes and a.dtype != b.dtype:
-        return f"dtype {a.dtype} in place of {b.dtype}"
+        return f"dtype {a.dtype} instead of {b.dtype}"
     if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     if not a.size:
@@ -50,11 +50,11 @@ def _difference(a: Any, b: Any, dtypes: bool, scale: float | int) -> str:
         return ""
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
     where = f" at {at}" if at else ""
-    return f"{int(wrong.sum())} of {wrong.size} elements differ, {x[at]:.6g} in place of {y[at]:.6g}{where}"
+    return f"{int(wrong.sum())} of {wrong.size} elements differ, {x[at]:.6g} instead of {y[at]:.6g}{where}"
 
 
 def _tolerance(dtype: Any) -> float | int:
-    """By how much elements of a dtype may differ, as a part of the largest; 0 for what is exact."""
+    """The allowed difference of elements of a dtype, relative to the largest; 0 for exact dtypes."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return _TOLERANCE[min(8, jnp.finfo(dtype).bits // 8)]
@@ -65,7 +65,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def weighted_sum(tree: Any) -> Any:
-    """A number in which no two elements of the inexact arrays in a tree count the same."""
+    """A sum over the inexact arrays in a tree, with a different weight for each element."""
     total = jnp.zeros(())
     for x in filter(is_inexact, jtu.tree_leaves(tree)):
         real = jnp.real(x) + jnp.imag(x) if jnp.iscomplexobj(x) else x
@@ -77,7 +77,7 @@ def weighted_sum(tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> float | int:
-    """The largest finite element of the arrays in a tree, by its absolute value; at least 1e-30."""
+    """The largest finite absolute value in the arrays of a tree; at least 1e-30."""
     arrays = [np.abs(np.asarray(x)).ravel() for x in jtu.tree_leaves(tree) if is_inexact(x)]
     finite = [x[np.isfinite(x)].max(initial=0.0) for x in arrays]
     return float(max(finite, default=0.0)) + 1e-30

@@ -1,4 +1,4 @@
-"""Whether what a type says about itself is true of one of its values."""
+"""Checks of a type's hooks on one of its values."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ HOOKS: dict[str, Callable[["Subject"], bool]] = {}
 
 
 class Wrong(Exception):
-    """A promise of a hook that is not kept."""
+    """A hook does not keep its promise."""
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class Subject:
         return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
 
     def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The leaves that can be differentiated, and the value with others in their place."""
+        """The differentiable leaves, and a function that builds the value from replacements for them."""
         leaves, treedef = jtu.tree_flatten(self.value)
 
         def build(varied: list[Any]) -> Any:
@@ -59,13 +59,13 @@ class Subject:
         return [x for x in leaves if is_inexact(x)], build
 
     def stack(self) -> Any:
-        """Two different values of the same form on a leading axis of their leaves."""
+        """Two different values of the same form, stacked along a leading axis of their leaves."""
         other = lambda x: (1.5 * x).astype(x.dtype) if is_inexact(x) else x
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
     def split(self, axis: int) -> tuple[jax.P, int] | None:
-        """A spec that spreads an axis (none of them, for -1), and the most devices that can share it; None if
-        the type says that its leaves cannot follow, or nothing tells how."""
+        """A spec that spreads an axis (none, for -1), and the largest number of devices that can share it;
+        None if the type declines it, or does not say how its leaves are spread."""
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
         try:
@@ -86,7 +86,7 @@ class Subject:
 
 
 def hook(name: str) -> Callable[[Callable[[Subject], bool]], Callable[[Subject], bool]]:
-    """A check of a hook by this name. It returns whether the type has the hook, and raises if it is wrong."""
+    """Registers the check of a hook, which returns whether the type has it, and raises if it is wrong."""
 
     def decorator(check: Callable[[Subject], bool]) -> Callable[[Subject], bool]:
         HOOKS[name] = check
@@ -102,14 +102,14 @@ def _statics(s: Subject) -> bool:
         for part in _parts(getattr(s.value, f.name, None)):
             if isinstance(part, jax.Array | np.ndarray):
                 raise Wrong(
-                    f"{s.cls.__name__}.{f.name} is a static field, and holds an array of shape {part.shape}: "
-                    "transforms cannot see it. Leave out `static=True`, or keep a tuple of numbers."
+                    f"{s.cls.__name__}.{f.name} is a static field, but holds an array of shape {part.shape}: "
+                    "transforms cannot see it. Leave out `static=True`, or store a tuple of numbers."
                 )
     return bool(fields)
 
 
 def _parts(static: Any, depth: int = 3) -> list[Any]:
-    """The contents of a static field, inside of objects too."""
+    """The contents of a static field, including those of nested objects."""
     found: list[Any] = []
     for leaf in leaves_of(static):
         inside = vars(leaf) if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type) else {}
@@ -138,14 +138,12 @@ def _flatten(s: Subject) -> bool:
     leaves, treedef = jtu.tree_flatten(s.value)
     for path, leaf in jtu.tree_leaves_with_path(s.value):
         if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int | complex):
-            raise Wrong(f"the leaf {jtu.keystr(path)} is {leaf!r}, and no array")
+            raise Wrong(f"the leaf {jtu.keystr(path)} is {leaf!r}, not an array")
     again = jtu.tree_unflatten(treedef, leaves)
     if type(again) is not s.cls or jtu.tree_structure(again) != treedef:
-        raise Wrong(
-            "what is flattened and unflattened has another structure; static fields must be comparable"
-        )
+        raise Wrong("flattening and unflattening change the structure; static fields must be comparable")
     hash(treedef)
-    s.same(reveal(again), "what is flattened and unflattened stands for another array")
+    s.same(reveal(again), "flattening and unflattening change the array")
     jtu.tree_unflatten(treedef, [object()] * len(leaves))  # as JAX does
     return True
 
@@ -154,10 +152,10 @@ def _flatten(s: Subject) -> bool:
 def _pickle(s: Subject) -> bool:
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in s.leaves if hasattr(x, "dtype")):
         return False  # JAX does not pickle keys
-    s.same(reveal(copy.deepcopy(s.value)), "what copy.deepcopy makes stands for another array")
+    s.same(reveal(copy.deepcopy(s.value)), "copy.deepcopy changes the array")
     if found_by_name(s.cls) not in s.cls.__mro__:
-        return False  # of a local class, which Python does not pickle
-    s.same(reveal(pickle.loads(pickle.dumps(s.value))), "what is pickled stands for another array")
+        return False  # a local class, which Python cannot pickle
+    s.same(reveal(pickle.loads(pickle.dumps(s.value))), "pickling changes the array")
     return True
 
 
@@ -173,7 +171,7 @@ def _stacking(s: Subject) -> bool:
         aval = aval_of(value)
         if aval.shape != s.dense.shape:
             raise Wrong(
-                f"under jax.vmap the aval of one of a stack has shape {aval.shape} in place of "
+                f"under jax.vmap over a stack, the aval of one value has shape {aval.shape} instead of "
                 f"{s.dense.shape}. Derive the shape from the array fields."
             )
         return reveal(value)
@@ -195,7 +193,7 @@ def _linear(s: Subject) -> bool:
     dense = lambda leaves: reveal(build(leaves))
     other = [plain(x) for x in varied]
     both = dense([a + b for a, b in zip(varied, other, strict=True)])
-    advice = f"{s.cls.__name__} is no linear function of its leaves: leave out `linear = True`"
+    advice = f"{s.cls.__name__} is not linear in its leaves: leave out `linear = True`"
     s.same(dense([2 * x for x in varied]), advice, 2 * s.dense)
     s.same(both, advice, s.dense + dense(other))
     return True
@@ -218,10 +216,8 @@ def _leading_axis(s: Subject) -> bool:
             )
             found = reveal(row)
         except Exception as error:
-            raise Wrong(
-                f"leading_axis() gives {axes}, and a row that cannot be made dense: {error}"
-            ) from error
-        s.same(found, f"leading_axis() gives {axes}, by which row {i} is another one", s.dense[i])
+            raise Wrong(f"leading_axis() gives {axes}, but a row cannot be materialised: {error}") from error
+        s.same(found, f"leading_axis() gives {axes}, by which row {i} is wrong", s.dense[i])
     return True
 
 
@@ -232,7 +228,7 @@ def _promote(s: Subject) -> bool:
     array = plain(s.dense) if is_inexact(s.dense) else s.dense
     try:
         lifted = s.cls.promote(array, s.value)
-    except OperandMismatch:  # says that a plain array cannot stand there
+    except OperandMismatch:  # the type declines plain arrays
         return False
     if lifted is NotImplemented:
         return False
@@ -240,15 +236,15 @@ def _promote(s: Subject) -> bool:
         raise Wrong(
             f"promote(array, like) must return a Value or NotImplemented; found {type(lifted).__name__}"
         )
-    s.same(reveal(lifted), "promote(array, like) stands for another array", array)
+    s.same(reveal(lifted), "promote(array, like) gives a different array", array)
     if is_inexact(array):
         out, pull = jax.vjp(lambda x: reveal(s.cls.promote(x, s.value)), array)
-        s.same(pull(out)[0], "the gradient of promote(array, like) is not that of the array", out)
+        s.same(pull(out)[0], "the gradient of promote(array, like) differs from the array's", out)
     if has_placeholders(s.cls):
         zeros = jnp.zeros_like(s.dense)
         alone = s.cls.promote(zeros, None)
         if alone is not NotImplemented:
-            s.same(reveal(alone), "promote(zeros) stands for another array", zeros)
+            s.same(reveal(alone), "promote(zeros) gives a different array", zeros)
     return True
 
 
@@ -259,7 +255,7 @@ def _widen(s: Subject) -> bool:
     wide = s.value.widen(s.value)
     if wide is NotImplemented:
         return False
-    s.same(reveal(wide), "widen(like) stands for another array")
+    s.same(reveal(wide), "widen(like) changes the array")
     return True
 
 
@@ -267,8 +263,8 @@ def _widen(s: Subject) -> bool:
 def _cotangent(s: Subject) -> bool:
     if not s.overrides("cotangent") or not is_linear(s.value):
         return False
-    s.same(reveal(s.cls.cotangent(s.value)), "cotangent(ct) has other numbers than ct")
-    s.same(reveal(s.cls.cotangent(s.dense)), "cotangent(ct) of a plain array has other numbers than ct")
+    s.same(reveal(s.cls.cotangent(s.value)), "cotangent(ct) differs from ct")
+    s.same(reveal(s.cls.cotangent(s.dense)), "cotangent(ct) of a plain array differs from ct")
     return True
 
 
@@ -281,18 +277,18 @@ def _follows_rules(s: Subject) -> bool:
 
 @hook("shard_spec")
 def _shard_spec(s: Subject) -> bool:
-    """On as many devices as can share an axis; the parts of the leaves are those of the array, too."""
+    """Spreads each axis over as many devices as can share it; the leaves' parts must be the array's parts."""
     for axis in range(-1, s.dense.ndim):
         if (split := s.split(axis)) is None:
             continue
         spec, devices = split
         placed = shard(s.value, mesh(devices), spec)
-        s.same(reveal(placed), f"placed by shard_spec({spec}) it stands for another array")
+        s.same(reveal(placed), f"placing by shard_spec({spec}) changes the array")
     return s.overrides("shard_spec")
 
 
 def check_hooks(subject: Subject) -> dict[str, tuple[str, str]]:
-    """For each hook "ok", "-" if the type does not have it, or "failed", and a message."""
+    """For each hook, "ok", "-" if the type does not have it, or "failed", with a message."""
     found: dict[str, tuple[str, str]] = {}
     for name, check in HOOKS.items():
         try:

@@ -1,4 +1,4 @@
-"""Layers under every transform, as programs of the square matrix that is their weight."""
+"""Layers under every transform, as programs of a square matrix, their weight."""
 
 # pyright: reportMissingParameterType=false
 

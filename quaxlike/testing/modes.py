@@ -1,4 +1,4 @@
-"""Programs in each mode, on a value and on the array that it stands for; many of them compiled as one."""
+"""Programs in each mode, on a value and on its array, with many compiled together."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from .programs import Program
 from .refusing import reveal
 
 Results = dict[tuple[str, str], Any]
-"""For each program and mode a tree of arrays, or the exception that was raised."""
+"""For each program and mode, a tree of arrays or the exception that was raised."""
 
 
 def _vmap(run: Any, s: Subject) -> Any:
@@ -43,11 +43,11 @@ _ON_ARRAY: dict[str, Callable[[Any, Any], Any]] = {
     "grad": lambda run, arrays: jax.grad(lambda x: weighted_sum(run(x)))(arrays[0]),
 }
 
-_MOST = 24  # programs compiled as one
+_MOST = 24  # programs compiled together
 
 
 def run_all(table: Mapping[str, Program], on: Callable[[str, Program, Any], Any], value: Any) -> Results:
-    """The results of `on(mode, program, value)` for each program and mode; the modes but "eager" compiled."""
+    """Runs `on(mode, program, value)` for each program and mode, compiled in all modes but "eager"."""
     found: Results = {}
     for name, program in table.items():
         if "eager" in program.modes:
@@ -67,7 +67,7 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
     run = jax.jit(functools.partial(_each, programs, on, errors))
     try:
         out = run(value)
-    except Exception as error:  # of the compiler, or while it ran
+    except Exception as error:  # from the compiler, or at run time
         if len(programs) > 1:
             return _halves(programs, on, value)
         return {(name, mode): error for name, p in programs for mode in p.modes if mode != "eager"}
@@ -80,7 +80,7 @@ def _halves(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> R
 
 
 def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, value: Any) -> Results:
-    """All of them while they are traced; what raises goes to `errors`."""
+    """Traces all programs, and collects in `errors` those that raise."""
     found: Results = {}
     for name, program in programs:
         for mode in program.modes:
@@ -93,7 +93,7 @@ def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, v
 
 
 def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
-    """The same of the materialised array, gradients by the leaves of the value."""
+    """The results on the materialised array, with gradients with respect to the value's leaves."""
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
     programs = tuple(table.items())
     found = dict(_of_arrays(programs, subject.dense, stack))
@@ -111,6 +111,6 @@ def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
 
 
 def _of_arrays(programs: tuple[tuple[str, Program], ...], dense: Any, stack: Any) -> Results:
-    """Of plain arrays."""
+    """The results on plain arrays."""
     on = lambda mode, program, arrays: _ON_ARRAY[mode](program.run, arrays)
     return _compiled(programs, on, (dense, stack))

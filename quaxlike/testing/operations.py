@@ -21,8 +21,8 @@ def _scalar(x: Any) -> jax.Array:
     return jnp.asarray(1.5).astype(x.dtype)
 
 
-# What needs more than one or two arrays of the same shape. Each is tried on the dense array first; what that
-# does not allow is left out.
+# Primitives that do not take just one or two arrays of the same shape. Each program is tried on the dense
+# array first, and left out if that raises.
 _LISTED: dict[str, list[_Run]] = {
     "argmax": [lambda x: jnp.argmax(x, 0)],
     "argmin": [lambda x: jnp.argmin(x, 0)],
@@ -120,7 +120,7 @@ def operations(primitives: Iterable[str]) -> dict[str, Program]:
 
 
 def _elementwise(name: str) -> list[_Run]:
-    """Calls of the function in `jax.lax` that is called like the primitive, of one array or of two."""
+    """Calls of the function in `jax.lax` with the primitive's name, on one or two arrays."""
     f = getattr(lax, name, None)
     if not callable(f) or isinstance(f, type):
         return []

@@ -1,6 +1,6 @@
 """Programs of one array, each through one transform of JAX or Equinox.
 
-Each is written for plain arrays of any shape, and linear in the array; `check_type` runs it on Values, too.
+Each is written for plain arrays of any shape, and is linear in the array; `check_type` runs it on Values too.
 """
 
 # pyright: reportMissingParameterType=false
@@ -23,18 +23,18 @@ MODES = ("eager", "jit", "vmap", "grad")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of one array, and what is known of it."""
+    """A function of one array, and its properties."""
 
     run: Callable[[Any], Any]
     has_rows: bool = False
-    """Whether it takes arrays with a leading axis alone."""
+    """Whether it only takes arrays with a leading axis."""
     dense_unless_linear: bool = False
-    """Whether a type that is not linear in its leaves has to be dense: what comes out of a custom derivative
-    that is not the identity, or goes into a linear solve, has no tangents of its class."""
+    """Whether values of types that are not linear in their leaves are materialised: results of a custom
+    derivative other than the identity, and inputs of a linear solve, have no tangents of their class."""
     splits_rows: bool = False
-    """Whether it spreads the leading axis over devices."""
+    """Whether it shards the leading axis over devices."""
     modes: tuple[str, ...] = MODES
-    """How it is run."""
+    """The modes that it is run in."""
 
     def takes(self, aval: Any) -> bool:
         return bool(aval.shape and aval.shape[0]) or not self.has_rows
@@ -44,7 +44,7 @@ LINEAR: dict[str, Program] = {}
 
 
 def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
-    """Adds a function to the table, under its own name."""
+    """Adds a function to the table under its own name."""
     if f is None:
         return functools.partial(program, **known)
     LINEAR[f.__name__.lstrip("_")] = Program(f, **known)
@@ -57,18 +57,18 @@ def steps(x: Any) -> jax.Array:
 
 
 def plain(x: Any) -> jax.Array:
-    """A plain array of the shape and dtype of `x`, of which all elements differ."""
+    """A plain array of the shape and dtype of `x`, whose elements all differ."""
     return (1.0 + jnp.cos(jnp.arange(x.size, dtype=float))).astype(x.dtype).reshape(x.shape)
 
 
 def mesh(size: int | None = None) -> jax.sharding.Mesh:
-    """As many devices as there are, or `size` of them."""
+    """A mesh of all devices, or of `size` of them."""
     devices = jax.devices()[:size]
     return jax.make_mesh((len(devices),), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def mesh_for(x: Any) -> jax.sharding.Mesh:
-    """As many devices as can share the rows."""
+    """A mesh of as many devices as can share the rows of `x`."""
     n = len(jax.devices())
     return mesh(next(i for i in range(n, 0, -1) if x.shape[0] % i == 0))
 

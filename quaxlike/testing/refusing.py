@@ -1,4 +1,4 @@
-"""Types that refuse to materialise, so that whatever loses them is an error."""
+"""Types that refuse to materialise, so that losing the type is an error."""
 
 import contextlib
 import contextvars
@@ -17,19 +17,19 @@ _revealing: contextvars.ContextVar[bool] = contextvars.ContextVar("quaxlike_reve
 
 @functools.cache
 def refuses(cls: type[_V]) -> type[_V]:
-    """A subclass of a type of Values that refuses to materialise: with it a test asserts that a program keeps
-    the type. [`quaxlike.testing.check_type`][] still knows which array one of them stands for.
+    """Makes a subclass of a Value type that refuses to materialise, to test that programs keep the type.
 
-    What a rule makes by the name of the original class is of that; `dataclasses.replace`, `tree_map`
-    and `type(x)(...)` keep the subclass.
+    [`quaxlike.testing.check_type`][] can still find the array that a value stands for. A rule that names the
+    original class makes values of that; `dataclasses.replace`, `tree_map` and `type(x)(...)` keep the
+    subclass.
 
     **Arguments:**
 
     - `cls`: a type of Values.
 
-    **Returns:** a subclass under the same name, also as a decorator of the class.
+    **Returns:** a subclass of the same name. Also works as a decorator of the class.
 
-    **Raises:** from its `materialise`: `RuntimeError`, which names the type.
+    **Raises:** `RuntimeError` with the name of the type, from its `materialise`.
 
     !!! example
 
@@ -64,7 +64,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """The object under the name of a class."""
+    """The object that is found under the name of a class."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)
@@ -80,7 +80,7 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def revealing() -> Iterator[None]:
-    """Inside, types that refuse to materialise do."""
+    """A context in which types that refuse to materialise do so after all."""
     token = _revealing.set(True)
     try:
         yield
@@ -89,6 +89,6 @@ def revealing() -> Iterator[None]:
 
 
 def reveal(tree: Any) -> Any:
-    """Every Value in a tree as the array that it stands for, also those that refuse."""
+    """Materialises every Value in a tree, including those that refuse."""
     with revealing():
         return materialise(tree)

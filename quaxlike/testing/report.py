@@ -1,4 +1,4 @@
-"""The findings of `check_type`, as a table."""
+"""The results of `check_type`, as a table."""
 
 import dataclasses
 import textwrap
@@ -9,17 +9,17 @@ from .programs import MODES
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One hook, or one program in its modes."""
+    """The check of one hook, or of one program in its modes."""
 
     name: str
     results: Mapping[str, str]
-    """For each mode "ok", "failed", "declined" (by an error of the type that says that operands do not go
-    together), or "-": not tried, since the type does not have the hook, or JAX cannot do it."""
+    """For each mode, "ok", "failed", "declined" (the type raised an error for operands that do not go
+    together), or "-" (not tried, since the type does not have the hook, or JAX cannot do it)."""
     culprit: str = ""
-    """The first hook or rule that is wrong, if something failed: a hook by its name, a rule with the file and
-    the line of it."""
+    """The first wrong hook or rule, if something failed: the name of a hook, or the file and line of a
+    rule."""
     message: str = ""
-    """Its result, and the expected one."""
+    """The difference between its result and the expected one."""
     dense_at: str = ""
     """The first primitive for which the value was materialised."""
 
@@ -29,24 +29,24 @@ class Check:
 
 
 class TypeReport:
-    """The findings of [`quaxlike.testing.check_type`][]. Prints as a table."""
+    """The results of [`quaxlike.testing.check_type`][]. Prints as a table."""
 
     def __init__(self, subject: str, checks: Sequence[Check], never_met: Sequence[str]) -> None:
         self.subject = subject
-        """The value, in words."""
+        """A description of the value."""
         self.checks = tuple(checks)
         """One [`Check`][quaxlike.testing.Check] for each hook and each program."""
         self.never_met = tuple(never_met)
-        """The rules of the type that none of the programs met."""
+        """The rules of the type that none of the programs used."""
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The checks that failed, the hooks first; empty for a type that is right."""
+        """The checks that failed, hooks first; empty for a correct type."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
     def summary(self) -> str:
-        """The counts, and each culprit once with its first message."""
+        """The counts, and each culprit with its first message."""
         kept = [c for c in self.checks if "ok" in c.results.values() and not c.dense_at]
         lines = [
             f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
@@ -57,7 +57,7 @@ class TypeReport:
             first.setdefault(check.culprit or check.name, check.message)
         lines += [f"{culprit}\n{textwrap.indent(message, '  ')}" for culprit, message in first.items()]
         if self.never_met:
-            lines.append("Rules that no program met:\n" + textwrap.indent("\n".join(self.never_met), "  "))
+            lines.append("Rules that no program used:\n" + textwrap.indent("\n".join(self.never_met), "  "))
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The first rule, or default, that does not do what its primitive does: each step of a program by itself."""
+"""The search for the first wrong rule or default: each step of a program is compared with its primitive."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from .refusing import reveal
 
 
 class _Watcher(Recorder):
-    """Runs each step beside its primitive on the dense arrays, results and gradients."""
+    """Compares the results and gradients of each step with those of its primitive on the dense arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def _is_concrete(tree: Any) -> bool:
 def _step(
     handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> str:
-    """In what a step differs from its primitive on the dense arrays."""
+    """Describes how a step differs from its primitive on the dense arrays."""
     leaves, treedef = jtu.tree_flatten(list(operands))
 
     def build(varied: Sequence[Any]) -> list[Any]:
@@ -88,7 +88,7 @@ def _step(
     varied = [x for x in leaves if is_inexact(x)]
     try:
         expected = of_arrays(varied)
-    except Exception:  # types that the primitive itself does not take, which its rule may well do
+    except Exception:  # the primitive does not take these types, though a rule may
         return ""
     scale = size_of([reveal(x) for x in operands])
     dtypes = not any(is_value(x) and x.own_dtypes for x in operands)
@@ -100,7 +100,7 @@ def _step(
         return ""
     found = jax.grad(lambda varied: weighted_sum(of_values(varied)))(varied)
     difference = disagreement(found, gradient, scale=max(1.0, scale))
-    return f"another gradient: {difference}" if difference else ""
+    return f"a different gradient: {difference}" if difference else ""
 
 
 def _as(primitive: Any, out: Any) -> Any:
@@ -108,9 +108,10 @@ def _as(primitive: Any, out: Any) -> Any:
 
 
 def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
-    """Runs a program step by step.
+    """Runs a program step by step, and finds the first step that is wrong.
 
-    **Returns:** the first rule or default that differs from its primitive, and in what; empty if none does.
+    **Returns:** the first rule or default that differs from its primitive, and the difference; empty if none
+    does.
     """
     watcher = _Watcher()
     try:
