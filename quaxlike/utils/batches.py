@@ -1,4 +1,4 @@
-"""Numbers that a whole batch shares."""
+"""Numbers that are shared by a whole batch."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 @jax.custom_batching.custom_vmap
 def largest_of_batch(x: Any) -> Any:
-    """`x` itself; under `jax.vmap` the largest of the batch, for all of it."""
+    """`x` itself; under `jax.vmap`, the largest `x` of the batch, for every item."""
     return x
 
 

@@ -49,7 +49,7 @@ def is_traced(x: Any) -> bool:
 def no_jax_tracing(fn: _F) -> _F:
     """Keeps a function from being called with values that JAX traces.
 
-    Arguments are looked through as pytrees; so is what the function, or a function among its
+    Arguments are searched as pytrees, and so is everything that the function, or a function among its
     arguments, has captured: closures, defaults, `functools.partial` and bound methods.
 
     **Arguments:**
@@ -62,7 +62,7 @@ def no_jax_tracing(fn: _F) -> _F:
 
     **Raises:**
 
-    - `NotJaxCompatibleError`: at the call, if there is a tracer; names the function and the place.
+    - `NotJaxCompatibleError`: at the call, if there is a tracer; names the function and where the tracer is.
 
     !!! example
 
@@ -103,7 +103,7 @@ def _forbid_tracers(x: Any, name: str, where: str) -> None:
 def _leaves_and_captures(x: Any, seen: set[int]) -> Iterator[Any]:
     for leaf in jax.tree.leaves(x):
         yield leaf
-        # Functions may capture each other in a circle.
+        # Functions may capture each other in a cycle.
         if callable(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield from _leaves_and_captures(_captures(leaf), seen)
@@ -123,11 +123,11 @@ def _captures(fn: Any) -> list[Any]:
 
 
 def non_differentiable(x: _T) -> _T:
-    """The identity, through which no derivative may pass.
+    """Returns its argument, and raises if a derivative passes through.
 
-    Values whose tangent is zero pass. So do values whose derivative nothing asks for, such as under
-    `jax.lax.stop_gradient`; but forward mode outside of `jax.jit` computes a tangent before it can
-    know that nothing will use it, and raises.
+    Values whose tangent is zero pass. So do values whose derivative is never used, such as under
+    `jax.lax.stop_gradient`; but forward mode outside of `jax.jit` computes a tangent before it can know
+    whether it is used, and raises.
 
     **Arguments:**
 

@@ -41,7 +41,7 @@ def field(
 
     **Returns:**
 
-    The field; type checkers take it for a value of the field's type.
+    The field, which type checkers treat as a value of the field's type.
 
     !!! example
 
@@ -81,7 +81,7 @@ def lens_field(
     kw_only: bool | _Missing = _MISSING,
     static: bool = False,
 ) -> LensField[_T]:
-    """As [`field`][quaxlike.utils.field], for a [`LensField`][quaxlike.utils.LensField].
+    """Like [`field`][quaxlike.utils.field], for a [`LensField`][quaxlike.utils.LensField].
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ def lens_field(
 
     **Returns:**
 
-    The field; type checkers take it for a `LensField[T]`.
+    The field, which type checkers treat as a `LensField[T]`.
 
     !!! example
 
@@ -164,14 +164,14 @@ def dataclass(
     slots: bool = False,
     weakref_slot: bool = False,
 ) -> Any:
-    """A standard dataclass that is a pytree, frozen unless told otherwise.
+    """Makes a class a standard dataclass that is a pytree, frozen by default.
 
     - Fields are children; those made with `field(static=True)` are part of the structure, and their
         values must be hashable. Fields with `init=False` are kept too.
     - JAX rebuilds instances from their fields: neither `__init__` nor `__post_init__` runs again.
     - `==` compares arrays by shape, dtype and all their values, as `eqx.tree_equal` does, and gives
         one boolean (a traced one for traced arrays); `hash` agrees with it.
-    - A subclass is decorated too. Decorating a class twice changes nothing.
+    - Subclasses must be decorated too. Decorating a class twice changes nothing.
 
     **Arguments:**
 
@@ -216,7 +216,7 @@ def dataclass(
         make_lens_fields(cls)
         cls = dataclasses.dataclass(
             cls,
-            # An `__init__` written by hand stays in any case; saying so tells lenses of it.
+            # A hand-written `__init__` stays in any case; `init=False` lets lenses know about it.
             init=init and "__init__" not in before,
             repr=repr,
             eq=eq,

@@ -47,7 +47,7 @@ def hash_of(self: Any) -> int:
 
 
 def _flatten_to_dataclasses(tree: Any) -> Any:
-    # Nested ones compare by their own `__eq__`, which may leave fields out.
+    # Nested dataclasses compare by their own `__eq__`, which may leave fields out.
     return jax.tree.flatten(tree, is_leaf=lambda node: type(node) in made)
 
 

@@ -25,7 +25,7 @@ class Lens(Generic[_S, _T]):
     """A place inside objects of type `S`, which holds a `T`.
 
     `Point.x` is one, where `Point` has a [`LensField`][quaxlike.utils.LensField] `x`. Attributes
-    and items of a lens are lenses on what lies deeper: `Model.layers[0].bias`.
+    and items of a lens are lenses on deeper parts: `Model.layers[0].bias`.
 
     **Methods:** `get`, `set`, `update` and `focus`.
     """
@@ -41,22 +41,22 @@ class Lens(Generic[_S, _T]):
         return value
 
     def set(self, obj: _S, value: _T, /) -> _S:
-        """A copy of `obj` that holds `value` at this place; `obj` stays as it is.
+        """A copy of `obj` that holds `value` at this place; `obj` does not change.
 
-        A dataclass on the way is rebuilt by `dataclasses.replace`, so that its `__post_init__`
-        checks and derives as at construction; one with an `__init__` of its own is copied.
+        A dataclass on the path is rebuilt by `dataclasses.replace`, so that its `__post_init__` runs as at
+        construction; one with its own `__init__` is copied.
         """
         return cast(_S, _replaced(obj, self._path, value))
 
     def update(self, obj: _S, f: Callable[[_T], _T], /) -> _S:
-        """A copy of `obj` that holds `f` of what it held at this place."""
+        """A copy of `obj` with `f` applied to the part at this place."""
         return self.set(obj, f(self.get(obj)))
 
     def focus(self, where: Lens[_T, _U] | Callable[[_T], _U], /) -> Lens[_S, _U]:
         """This lens followed by another, or by attributes and items.
 
-        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is `Model.mlp.layers[0]`, and type checkers
-        know what it holds.
+        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is `Model.mlp.layers[0]`, and type checkers know its
+        type.
         """
         inner = where if isinstance(where, Lens) else where(cast(_T, Lens(None)))
         if not isinstance(inner, Lens):
@@ -104,7 +104,7 @@ def _with_attribute(obj: Any, name: str, value: Any) -> Any:
     if field is None:
         raise TypeError(
             f"A lens can set the fields of dataclasses and named tuples, and {name!r} of "
-            f"{type(obj).__name__} is none. Set what contains it."
+            f"{type(obj).__name__} is not one. Set what contains it."
         )
     if field.init and obj.__dataclass_params__.init:
         return dataclasses.replace(obj, **{name: value})
@@ -173,7 +173,7 @@ class LensField(Generic[_T]):
 class HasLensFields:
     """A base that makes the [`LensField`][quaxlike.utils.LensField]s of a dataclass lenses.
 
-    It has no metaclass and no fields, so that it goes with `eqx.Module` and any other base.
+    It has no metaclass and no fields, so that it can be combined with `eqx.Module` and any other base.
 
     !!! example
 
@@ -200,8 +200,8 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
     """A dataclass field that stays on its class as a descriptor, and gives a lens there.
 
     The dataclass machinery reads the class attribute twice: once to find the field, when the field
-    has no name yet; then, having named it, to put the default in its place if it still finds a
-    field. Giving the default at the second reading keeps the descriptor where it is.
+    has no name yet; then, having named it, to replace it by its default if it still finds a field. Returning
+    the default at the second reading keeps the descriptor in place.
     """
 
     __slots__ = ()
@@ -215,13 +215,13 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
         return spec
 
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        # Values lie in the instance's own dictionary, which Python reads before it asks here.
+        # Values are in the instance's own dictionary, which Python reads first.
         if instance is not None:
             raise AttributeError(f"The field {self.name!r} of this {owner.__name__} is not set.")
         # An absent name is None; the type stubs do not know that.
         if cast("str | None", self.name) is None:
             return self
-        # A subclass that annotates the name anew looks here for a default too.
+        # A subclass that annotates the name again looks here for a default too.
         if not _is_processed(owner) and self.name in inspect.get_annotations(owner):
             if self.default is dataclasses.MISSING:
                 raise AttributeError(self.name)
@@ -249,9 +249,9 @@ class SlotLens:
 
 
 def make_lens_fields(cls: type[Any]) -> None:
-    """Makes fields annotated as `LensField` lenses, in a class that is to become a dataclass."""
+    """Turns fields annotated as `LensField` into lenses, in a class that will become a dataclass."""
     if _is_processed(cls):
-        return  # `slots=True` makes a processed class anew
+        return  # `slots=True` creates the processed class again
     for name, annotation in inspect.get_annotations(cls).items():
         if _is_lens_annotation(annotation, cls):
             field = getattr(cls, name, dataclasses.MISSING)
@@ -262,7 +262,7 @@ def make_lens_fields(cls: type[Any]) -> None:
 
 
 def make_slot_lenses(cls: type[Any]) -> None:
-    """Puts the lenses back that `dataclass(slots=True)` has replaced by slots."""
+    """Restores the lenses that `dataclass(slots=True)` has replaced by slots."""
     for field in dataclasses.fields(cls):
         slot = vars(cls).get(field.name)
         if isinstance(field, LensSpec) and inspect.ismemberdescriptor(slot):

@@ -27,7 +27,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
 
     - `a`: integers of any shape, the items to look up.
     - `b`: integers of any shape, the set.
-    - `max_item`: the size of the table (static). Items outside `[0, max_item)` are in no set.
+    - `max_item`: the size of the table (static). Items outside `[0, max_item)` are never in the set.
 
     **Returns:**
 
@@ -74,7 +74,7 @@ def _rows(name: str, items: Any, size: int) -> jax.Array:
             f"isin: `{name}` must hold integers, found {items.dtype} of shape {items.shape}. "
             "Use jnp.isin for other types."
         )
-    # In the widest type, where large unsigned numbers become negative, and so stay outside.
+    # Large unsigned numbers become negative in the widest type, and so stay outside.
     wide = items.astype(int if on_device else np.int64)
     return jnp.where((wide >= 0) & (wide < size), wide, size)
 
@@ -83,9 +83,9 @@ def _rows(name: str, items: Any, size: int) -> jax.Array:
 def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T]:
     """Sums pytrees leaf by leaf, with rounding errors that do not grow with the number of summands.
 
-    Each addition's rounding error is computed exactly and carried along, also where the summand is
-    larger than the sum so far. It holds under XLA's fast-math flags too. Derivatives are those of
-    the plain sum. Integers are summed as they are.
+    Each addition's rounding error is computed exactly and carried along, even if the summand is larger than
+    the sum so far, and under XLA's fast-math flags. Derivatives are those of the plain sum. Integers are
+    summed without compensation.
 
     Neumaier's variant ("Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen",
     1974) of Kahan's method ("Further remarks on reducing truncation errors", 1965).
@@ -94,8 +94,8 @@ def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T
 
     - `*summands`: at least one tree; all have the same structure, and leaves of numbers that
         broadcast. Dtypes are promoted.
-    - `compensate`: the compensation that an earlier call has returned together with the first
-        summand. Default: zero.
+    - `compensate`: the compensation that an earlier call returned together with the first summand. Default:
+        zero.
 
     **Returns:**
 
@@ -104,8 +104,8 @@ def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T
 
     **Raises:**
 
-    - `TypeError`: if there are no summands, or leaves are booleans or no numbers.
-    - `ValueError`: if structures or shapes differ; the message tells where.
+    - `TypeError`: if there are no summands, or leaves are booleans or not numbers.
+    - `ValueError`: if structures or shapes differ; the message says where.
 
     !!! example
 
@@ -160,7 +160,7 @@ def _compensated_sum(summands: list[jax.Array], error: jax.Array) -> _Sum:
     for summand in others:
         total, lost = _two_sum(total, summand)
         error, _ = _two_sum(error, lost)  # as a plain sum, it could be merged with the next one
-    # The error may have grown as large as the total: hand back a total that is rounded once.
+    # The error may have grown as large as the total: return a total that is rounded once.
     total, rest = _two_sum(total, error)
     return _Sum(total, -rest)
 
@@ -184,22 +184,22 @@ def _two_sum_of_floats(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array
     larger = jnp.where(x_is_larger, x, y)
     smaller = jnp.where(x_is_larger, y, x)
     error = _opaque(_opaque(larger - total) + smaller)
-    # Of an infinite total nothing is lost, where inf - inf would give NaN.
+    # An infinite total has no error, where inf - inf would give NaN.
     return total, jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error))
 
 
 @_two_sum_of_floats.defjvp
 def _two_sum_of_floats_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
-    # The pair is exact, and the derivative of the error zero wherever it exists.
+    # The pair is exact, and the derivative of the error is zero wherever it exists.
     t = tangents[0] + tangents[1]
     return _two_sum_of_floats(*primals), (t, jnp.zeros_like(t))
 
 
 def _opaque(x: jax.Array) -> jax.Array:
-    """The identity, which no compiler can see through to rearrange the sums on its two sides.
+    """The identity, in a form that stops compilers from reassociating the sums around it.
 
-    Under fast-math LLVM does that, and `lax.optimization_barrier` is gone by then (in JAX 0.10). So
-    this changes one NaN into another, by its bits, which no floating-point law allows to leave out.
+    Under fast-math, LLVM would, and `lax.optimization_barrier` is gone by then (in JAX 0.10). So this changes
+    the bits of one NaN into those of another, which no floating-point rule allows to optimise away.
     """
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     is_that_nan = bits == bits.dtype.type(np.iinfo(bits.dtype).max)

@@ -1,4 +1,4 @@
-"""Switching the `__post_init__` of dataclasses off and on."""
+"""Contexts that switch the `__post_init__` of dataclasses off and on."""
 
 import contextlib
 import functools
@@ -30,10 +30,10 @@ def _post_init_set_to(enabled: bool) -> Iterator[None]:
 
 
 def no_post_init() -> contextlib.AbstractContextManager[None]:
-    """In this context, `__post_init__` methods are skipped if they allow it.
+    """A context in which `__post_init__` methods are skipped if they allow it.
 
-    They do by [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled]. Contexts
-    nest, hold for the current thread alone, and restore what was before, also after an error.
+    They do if decorated with [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled].
+    Contexts nest, affect only the current thread, and restore the previous setting, also after an error.
 
     **Returns:**
 

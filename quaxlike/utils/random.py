@@ -17,10 +17,10 @@ _fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
 
 @checked
 def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = ()) -> Iterator[jax.Array]:
-    """An endless chain of fresh random keys.
+    """Makes an endless chain of fresh random keys.
 
     Item `n` (from 0) is `fold_in(k, n)` for each `k` of `split(rng, prod(shape))`, in the shape
-    `shape`. It depends on `rng`, `shape` and `n` alone. Nothing is computed before it is asked for.
+    `shape`. It depends on `rng`, `shape` and `n` alone. Keys are computed on demand.
 
     **Arguments:**
 
@@ -34,7 +34,7 @@ def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = (
     **Raises:**
 
     - `ValueError`: if `rng` is not one key, or `shape` has a negative number.
-    - `TypeError`: if `shape` has what is not an integer.
+    - `TypeError`: if `shape` has an entry that is not an integer.
 
     !!! example
 

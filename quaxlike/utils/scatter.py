@@ -1,4 +1,4 @@
-"""Setting rows of all leaves of a pytree at once."""
+"""Updates of rows in all leaves of a pytree at once."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast, runtime_checkable
@@ -17,12 +17,12 @@ _T = TypeVar("_T")
 class ScatterArgs(TypedDict, total=False):
     """How [`tree_scatter_set`][quaxlike.utils.tree_scatter_set] treats indices.
 
-    These are options of `jax.Array.at[...].set`, and all may be left out.
+    These are options of `jax.Array.at[...].set`; all are optional.
 
     - `mode`: what happens to indices out of bounds: `"drop"` (the default, also named `"fill"`),
         `"clip"`, or `"promise_in_bounds"`.
     - `wrap_negative_indices`: whether negative indices count from the end.
-    - `fill_value`: of reading with `.at[...].get` alone; setting leaves it aside.
+    - `fill_value`: only for reading with `.at[...].get`; setting ignores it.
     - `indices_are_sorted`, `unique_indices`: promises that make it faster.
     """
 
@@ -35,7 +35,7 @@ class ScatterArgs(TypedDict, total=False):
 
 @runtime_checkable
 class HasScatterArgs(Protocol):
-    """A node that tells how rows of what it holds are set.
+    """A node that determines how rows of its leaves are set.
 
     !!! example
 
@@ -62,7 +62,7 @@ class HasScatterArgs(Protocol):
 def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) -> _T:
     """Sets rows of every leaf: `leaf.at[idxs].set(value_leaf, **args)`.
 
-    Nodes with `scatter_args` hand them down to all below them. Where options collide, `args` wins
+    Nodes with `scatter_args` pass them down to all nodes below. If options conflict, `args` takes precedence
     over nodes, and an outer node over an inner one.
 
     **Arguments:**
@@ -75,13 +75,13 @@ def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) ->
 
     **Returns:**
 
-    The tree with the rows set; `item` stays as it is.
+    The tree with the rows set; `item` does not change.
 
     **Raises:**
 
     - `TypeError`: if a value's dtype does not promote to the leaf's, such as a float for integers;
         if `idxs` are not integers; or if an option is unknown.
-    - `ValueError`: if shapes do not fit, also where `idxs` is empty; the message tells where.
+    - `ValueError`: if shapes do not fit, even if `idxs` is empty; the message says where.
 
     !!! example
 

@@ -22,9 +22,9 @@ _R = TypeVar("_R")
 def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
     """Makes a function run sequentially under `jax.vmap`: once for each item, in a `jax.lax.scan`.
 
-    For functions that do not batch, or whose batch does not fit into memory. It has derivatives of
-    any order, in forward and reverse mode, which run sequentially too. Reverse mode computes the
-    function anew, as under `jax.checkpoint`.
+    Use it for functions that do not batch, or whose batch does not fit into memory. It has derivatives of any
+    order, in forward and reverse mode, which run sequentially too. Reverse mode recomputes the function, as
+    under `jax.checkpoint`.
 
     **Arguments:**
 
@@ -33,7 +33,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
     **Returns:**
 
-    The same function, but for what `jax.vmap` makes of it.
+    The same function, except under `jax.vmap`.
 
     !!! example
 
@@ -58,7 +58,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
             return call(*args, **kwargs)
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        # What `func` closes over becomes an operand, for transforms to see it.
+        # Values that `func` closes over become operands, so that transforms see them.
         n = len(traced.consts)
         operands = [*traced.consts, *arrays]
         outs = _bind(lambda *xs: eval_jaxpr(traced.jaxpr, xs[:n], *xs[n:]), operands)
@@ -92,7 +92,7 @@ def _batch(
     mapped = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
-        # Another vmap around this one has to find the call again.
+        # Bind again, so that another vmap around this one finds the call.
         return None, sequential_call_p.bind(*merge(is_mapped, items, shared), jaxpr=jaxpr)
 
     _, outs = jax.lax.scan(step, None, mapped)

@@ -79,7 +79,7 @@ def jit(
     abstracted_axes: Any = _UNSET,
     compiler_options: Any = _UNSET,
 ) -> Any:
-    """`jax.jit`, which keeps the type of the function; also as a decorator with options.
+    """`jax.jit` that keeps the type of the function, and can be used as a decorator with options.
 
     It returns what `jax.jit` returns, with `.lower`, `.trace` and `.clear_cache`. Type checkers,
     which see the function's own type, find them by `cast(jax.stages.Wrapped, f).lower(x)`.
@@ -87,8 +87,8 @@ def jit(
     **Arguments:**
 
     - `fn`: the function, or method; absent when used with options alone.
-    - the others: as for `jax.jit`, with its defaults. Only those given are passed on; None counts as not
-        given for an option that the installed JAX has not.
+    - the others: as for `jax.jit`, with its defaults. Only given ones are passed on; None counts as not given
+        for an option that the installed JAX lacks.
 
     **Returns:**
 
@@ -96,7 +96,7 @@ def jit(
 
     **Raises:**
 
-    - `TypeError`: if an option is given that the installed JAX has not, such as `abstracted_axes`.
+    - `TypeError`: if an option is given that the installed JAX lacks, such as `abstracted_axes`.
 
     !!! example
 
@@ -155,12 +155,12 @@ def vectorize(
     excluded: Set[int | str] = frozenset(),
     signature: str | None = None,
 ) -> Any:
-    """`jnp.vectorize`, which keeps the type and takes every argument by position or by keyword.
+    """`jnp.vectorize` that keeps the type, and takes every argument by position or by keyword.
 
     **Arguments:**
 
     - `pyfunc`: a function of arrays of the core shapes; absent when used with options alone.
-    - `excluded`: the arguments, by index or name, that are handed on as they are. Default: none.
+    - `excluded`: the arguments, by index or name, that are passed on unchanged. Default: none.
     - `signature`: the core shapes, such as `"(m,n),(n)->(m)"`. Default: scalars.
 
     **Returns:**
@@ -193,7 +193,7 @@ def vectorize(
         def vectorized(*args: Any, **kwargs: Any) -> Any:
             if not kwargs and not has_names:
                 return mapped(*args)
-            # jnp.vectorize maps over positional arguments only; others it drops.
+            # jnp.vectorize maps over positional arguments only, and drops others.
             args, kept, indices = _by_position(fun, args, kwargs, excluded)
             bound = functools.partial(fun, **kept)
             return jnp.vectorize(bound, excluded=indices, signature=signature)(*args)
@@ -209,7 +209,7 @@ def _by_position(
     kwargs: Mapping[str, Any],
     excluded: Set[int | str],
 ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[int]]:
-    """The positional arguments, those that stay keywords, and the excluded positions."""
+    """The positional arguments, the remaining keyword arguments, and the excluded positions."""
     signature = inspect.signature(fun)
     given = signature.bind(*args, **kwargs).arguments
     parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
@@ -218,7 +218,7 @@ def _by_position(
     by_position += args[len(parameters) :]
     indices = {e for e in excluded if isinstance(e, int)}
     indices |= {i for i, p in enumerate(parameters) if p.name in excluded}
-    # A parameter left to its default, in front of one that is given, is not mapped over.
+    # A parameter that keeps its default, in front of one that is given, is not mapped over.
     indices |= {i for i, p in enumerate(parameters[: last + 1]) if p.name not in given}
     kept = {name: x for name, x in kwargs.items() if name not in signature.parameters}
     kept |= {
@@ -253,7 +253,7 @@ def shard_map(
     axis_names: Set[Hashable] = frozenset(),
     check_vma: bool = True,
 ) -> _F:
-    """`jax.shard_map`, which keeps the type and takes arguments by position or by keyword.
+    """`jax.shard_map` that keeps the type, and takes arguments by position or by keyword.
 
     **Arguments:**
 
@@ -344,12 +344,12 @@ def linearize(
 ) -> tuple[_R, Callable[[*_Ts], _R]]: ...
 @checked
 def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """`jax.linearize`, typed: the value of a function and its derivative as a linear function.
+    """`jax.linearize` with types: the value of a function, and its derivative as a linear function.
 
     **Arguments:**
 
     - `fn`: the function.
-    - `*primals`: where to linearize.
+    - `*primals`: the point at which to linearize.
     - `has_aux`: whether `fn` returns a pair of the output and auxiliary data. Default `False`.
 
     **Returns:**

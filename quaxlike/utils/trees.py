@@ -20,7 +20,7 @@ ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, *NUMBER)
 
 @runtime_checkable
 class PyTreeDef(Protocol[_T]):
-    """The structure of a pytree of type `T`, as JAX gives it, with types.
+    """The structure of a pytree of type `T`: JAX's `PyTreeDef` with types.
 
     !!! example
 
@@ -69,7 +69,7 @@ def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTre
 
 @runtime_checkable
 class SupportsTreeMatch(Protocol):
-    """A node that [`tree_map`][quaxlike.utils.tree_map] lets fit itself to its counterparts.
+    """A node that [`tree_map`][quaxlike.utils.tree_map] asks to match its counterparts.
 
     !!! example
 
@@ -91,7 +91,7 @@ class SupportsTreeMatch(Protocol):
     """
 
     def __tree_match__(self: _T, *others: _T) -> tuple[_T, ...]:
-        """This node and its counterparts in the other trees, made to fit each other."""
+        """This node and its counterparts in the other trees, with matching structures."""
         ...
 
 
@@ -102,7 +102,7 @@ def tree_map(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """`jax.tree.map` that lets nodes with `__tree_match__` fit their counterparts first.
+    """`jax.tree.map` that lets nodes with `__tree_match__` match their counterparts first.
 
     Where `tree` has such a node and there are other trees, the node and its counterparts are
     replaced by what `node.__tree_match__(*counterparts)` returns; then the map goes on inside them,
@@ -140,7 +140,7 @@ def map_with_path(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """`tree_map` with a function that is given the key path in front of the leaves."""
+    """`tree_map` with a function that takes the key path before the leaves."""
 
     def is_end(node: Any) -> bool:
         return is_leaf is not None and is_leaf(node)
@@ -156,7 +156,7 @@ def map_with_path(
                 nodes = _matched(path, *nodes)
             if is_end(nodes[0]) or jax.tree.structure(nodes[0]) == _LEAF:
                 return fn(path, *nodes)
-            # On into the node, which shall not stop the walk a second time.
+            # Continue inside the node, which must not stop the walk a second time.
             return go(path, nodes, lambda inner: inner is not nodes[0] and stops(inner))
 
         return jax.tree_util.tree_map_with_path(visit, *trees, is_leaf=stops_here)
@@ -167,7 +167,7 @@ def map_with_path(
         if not str(error).startswith("pytree structure error"):
             raise
         told = error
-    raise ValueError(f"Trees that are mapped over together must be of one structure. {told}") from told
+    raise ValueError(f"Trees that are mapped over together must have the same structure. {told}") from told
 
 
 def _has_tree_match(node: Any) -> bool:
@@ -207,8 +207,8 @@ def tree_stack(*trees: _T) -> _T:
 
     **Raises:**
 
-    - `TypeError`: if there is no tree, or a leaf is no array.
-    - `ValueError`: if structures or shapes differ; the message tells where.
+    - `TypeError`: if there is no tree, or a leaf is not an array.
+    - `ValueError`: if structures or shapes differ; the message says where.
 
     !!! example
 
@@ -237,8 +237,8 @@ def tree_concat(*trees: _T) -> _T:
 
     **Raises:**
 
-    - `TypeError`: if there is no tree, or a leaf is no array.
-    - `ValueError`: if a leaf is a scalar, or structures or shapes differ; the message tells where.
+    - `TypeError`: if there is no tree, or a leaf is not an array.
+    - `ValueError`: if a leaf is a scalar, or structures or shapes differ; the message says where.
 
     !!! example
 
@@ -271,7 +271,7 @@ def tree_zeros_like(tree: _T) -> _T:
 
     **Raises:**
 
-    - `TypeError`: if a leaf is no array; the message tells where.
+    - `TypeError`: if a leaf is not an array; the message says where.
 
     !!! example
 
@@ -301,7 +301,7 @@ def tree_where_broadcast_last(accept: ArrayLike, t1: _T, t2: _T) -> _T:
 
     **Raises:**
 
-    - `ValueError`: if a leaf has fewer axes than `accept`, or shapes do not fit; the message tells
+    - `ValueError`: if a leaf has fewer axes than `accept`, or shapes do not fit; the message says
         where.
 
     !!! example
@@ -329,7 +329,7 @@ def tree_where_broadcast_last(accept: ArrayLike, t1: _T, t2: _T) -> _T:
 
 
 def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
-    """Maps over arrays; errors tell the function, the leaf's place and what was found there."""
+    """Maps over arrays; errors name the function, the leaf's path and what was found there."""
     if not trees:
         raise TypeError(f"{name} needs at least one tree, found none.")
 
@@ -348,7 +348,7 @@ def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
 
 @contextlib.contextmanager
 def describing(name: str, path: tuple[Any, ...], leaves: Iterable[Any]) -> Iterator[None]:
-    """Adds to an error about arrays that do not fit each other where that was, and what they are."""
+    """Adds the place and the arrays to errors about arrays that do not fit each other."""
     try:
         yield
     except (TypeError, ValueError) as error:  # JAX raises either

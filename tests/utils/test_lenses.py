@@ -300,11 +300,11 @@ def test_a_lens_is_no_sequence_and_no_array():
 
 def test_what_a_lens_cannot_set():
     outer = Outer(Point(jnp.ones(3)))
-    with pytest.raises(TypeError, match=r"'shape' of ArrayImpl is none\. Set what contains it"):
+    with pytest.raises(TypeError, match=r"'shape' of ArrayImpl is not one\. Set what contains it"):
         Outer.inner.x.shape.set(outer, (3,))
     with pytest.raises(TypeError, match=r"item 0 of a ArrayImpl\. For arrays: `lens.update"):
         Outer.inner.x[0].set(outer, 1.0)
-    with pytest.raises(TypeError, match="'nothing' of Point is none"):
+    with pytest.raises(TypeError, match="'nothing' of Point is not one"):
         Outer.inner.nothing.set(outer, 1)
     with pytest.raises(AttributeError, match="'Point' object has no attribute 'nothing'"):
         Outer.inner.nothing.more.set(outer, 1)
