@@ -1,4 +1,4 @@
-"""For authors of operations: a JAX primitive from one function."""
+"""JAX primitives from one function, for authors of operations."""
 
 from .custom_dce import custom_dce
 from .define import DefinedPrimitive, define_primitive

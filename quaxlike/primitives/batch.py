@@ -1,4 +1,4 @@
-"""Batching of a defined primitive: by its hand-written rule, or by a form."""
+"""Batching of a defined primitive, by its hand-written rule or by a form."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Classes of JAX primitives that behave alike, by name: for rules that are written as tables.
+"""Classes of JAX primitives that behave alike, by name, for rules that are written as tables.
 
 Releases of JAX differ in a few primitives; each class holds those that the installed one has.
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def installed(names: str) -> tuple[str, ...]:
-    """Those of the names, parted by spaces, that are primitives of the installed JAX."""
+    """The space-separated names that are primitives of the installed JAX."""
     known = compat.named_primitives()
     return tuple(name for name in names.split() if name in known)
 
@@ -45,7 +45,7 @@ ZERO_PRESERVING = installed(
     "abs asin asinh atan atanh bessel_i1e cbrt ceil conj convert_element_type erf erf_inv expm1 floor "
     "imag log1p neg real reduce_precision round sign sin sinh sqrt square tan tanh"
 )
-"""Functions of one array, element by element, that take zero to zero."""
+"""Functions of one array, element by element, that map zero to zero."""
 
 ELEMENTWISE_UNARY = ZERO_PRESERVING + installed(
     "acos acosh bessel_i0e clz cos cosh digamma erfc exp exp2 integer_pow is_finite lgamma log log2 "
@@ -65,10 +65,10 @@ ELEMENTWISE_BINARY = COMPARISONS + installed(
 REARRANGEMENTS = installed(
     "broadcast_in_dim expand_dims reshape rev slice split squeeze tile transpose unstack"
 )
-"""Functions of one array, whose results hold its elements: moved, repeated or left out."""
+"""Functions of one array whose results consist of its elements, moved, repeated or left out."""
 
 REDUCTIONS = installed("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor")
 """Reductions of one array over `axes`."""
 
 CUMULATIVE = installed("cumsum cumprod cummax cummin cumlogsumexp")
-"""Cumulative reductions of one array along `axis`; the shape stays."""
+"""Cumulative reductions of one array along `axis`, which keep its shape."""

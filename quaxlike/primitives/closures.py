@@ -1,7 +1,7 @@
-"""Functions freed from the tracers that they have closed over.
+"""Replacement of tracers that functions have closed over.
 
-A function that is called after the trace it was made under has ended can no longer use the tracers of
-that trace, and to keep them would be a leak. It can be called with other values in their place.
+A function may be called after the trace that it was made under has ended. Then it can no longer use the
+tracers of that trace, and keeping them would be a leak. It can be called with other values in their place.
 """
 
 import copy
@@ -19,17 +19,17 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class _Hole:
-    """Stands where a tracer was."""
+    """A placeholder for a tracer."""
 
     index: int
 
 
 def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
-    """Takes out the tracers that functions in a tree reach: by closure, default, partial or method.
+    """Extracts the tracers that functions in a tree reach by closure, default, partial or method.
 
-    What becomes an array by `__jax_array__` does so first.
+    Objects with `__jax_array__` are converted to arrays first.
 
-    **Returns:** the tree without them, and each of them once. `fill_tracers` puts values in their place.
+    **Returns:** the tree without tracers, and each tracer once. `fill_tracers` puts values in their place.
     """
     tracers: list[Any] = []
 
@@ -48,19 +48,19 @@ def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
 
 
 def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
-    """The tree that `extract_tracers` was given, with `values` for the tracers."""
+    """The tree that was passed to `extract_tracers`, with `values` in place of the tracers."""
     fill = lambda x: values[x.index] if isinstance(x, _Hole) else x
     return _Copy(fill).tree(template) if values else template
 
 
 def becomes_array(x: Any) -> bool:
-    """Whether `x`, be it a tree, stands for an array here (`__jax_array__` is None where it does not)."""
+    """Whether `x`, possibly a tree, converts to an array (`__jax_array__` is None if it does not)."""
     return getattr(x, "__jax_array__", None) is not None
 
 
 class _Copy:
-    """Copies functions with what they hold. Each is copied once, and before what it holds, since
-    functions hold themselves and each other."""
+    """Copies functions with everything they hold. Each function is copied once, and before what it holds,
+    since functions may hold themselves and each other."""
 
     def __init__(self, of_leaf: Callable[[Any], Any]) -> None:
         self._of_leaf = of_leaf
@@ -96,7 +96,7 @@ class _Copy:
         for cell, old in zip(cells, fn.__closure__ or (), strict=True):
             try:
                 contents = old.cell_contents
-            except ValueError:  # a name that is not assigned yet
+            except ValueError:  # a variable that is not assigned yet
                 continue
             cell.cell_contents = self.tree(contents)
         new.__defaults__ = self.tree(fn.__defaults__)

@@ -1,8 +1,8 @@
 """FLOPs and bytes of a defined primitive, for `jax.experimental.roofline`.
 
-FLOPs are those of the function that it was defined from, each iteration of a `scan` counted, or what its
-slot `flops` says. Bytes are those of its operands and results, as of a kernel that keeps what it makes on
-the way.
+FLOPs are those of the function that it was defined from, with every iteration of a `scan` counted, or the
+result of its slot `flops`. Bytes are those of its operands and results, as for a kernel that keeps
+intermediate results on the chip.
 """
 
 import functools
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 try:
     from jax.experimental import roofline
-except ImportError:  # it is experimental: a later release may be without it
+except ImportError:  # it is experimental: a later release may lack it
     roofline = None
 
 
 def register(p: "DefinedPrimitive") -> None:
-    """Has `jax.experimental.roofline` find the costs of a primitive."""
+    """Registers the costs of a primitive with `jax.experimental.roofline`."""
     if roofline is not None:
         roofline.register_roofline(p)(functools.partial(_cost, p))
 
@@ -42,7 +42,7 @@ def _flops_of(jaxpr: Any) -> int:
 
 
 def _flops(eqn: JaxprEqn) -> int:
-    """As JAX counts them for this equation."""
+    """The FLOPs that JAX counts for this equation."""
     assert roofline is not None
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if inner is not None:

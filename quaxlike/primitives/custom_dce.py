@@ -1,4 +1,4 @@
-"""`custom_dce`: a function that says how to compute less when not all of its results are used."""
+"""`custom_dce`: functions with a rule for computing less when not all of their results are used."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Callable[..., Any])
 
-# JAX keeps this in the keys of its caches: another rule makes what was traced with the first one
-# trace again.
+# This is part of the keys of JAX's caches, so that a new rule retraces what was traced with the old one.
 _redefinitions = jax.make_user_context(0)
 _num_redefinitions = 0
 _lock = threading.Lock()
@@ -34,15 +33,14 @@ _lock = threading.Lock()
 class custom_dce(Generic[_P, _T]):
     """Gives a function a rule for dead code: what to compute when only some of its results are used.
 
-    `jax.jit` drops what is not used, but it cannot look into a kernel, which computes all of its
-    results or none. With a rule, another kernel can be called for some of them. The rule is asked when
-    code is staged (`jax.jit`, and the bodies of `scan`, `cond`, `checkpoint` and the like), never
-    eagerly, and never when all of the results are used. Inputs that it does not need are not computed.
+    `jax.jit` drops unused results, but it cannot look into a kernel, which computes all of its results or
+    none. With a rule, another kernel can be called for some of them. The rule is called when code is staged
+    (`jax.jit`, and the bodies of `scan`, `cond`, `checkpoint` and the like), never eagerly, and never when
+    all of the results are used. Inputs that it does not need are not computed.
 
-    The rule holds under every transform. The derivative of the function is that of what the rule
-    computes: results that neither the caller nor the backward pass uses are not computed in either.
-    To that end the backward pass starts from the inputs, not from residuals of the forward pass; what
-    both compute alike, XLA computes once.
+    The rule applies under every transform. The rule's computation is what is differentiated: results that
+    neither the caller nor the backward pass uses are not computed in either. To this end, the backward pass
+    starts from the inputs, not from residuals of the forward pass; XLA merges what both compute.
 
     !!! example
 
@@ -74,7 +72,7 @@ class custom_dce(Generic[_P, _T]):
     The interface is that of `jax.experimental.custom_dce`, which JAX had until 0.9.
     """
 
-    functions_held = ("fun", "_rule", "__wrapped__")  # what may have closed over tracers: see `closures`
+    functions_held = ("fun", "_rule", "__wrapped__")  # may have closed over tracers: see `closures`
 
     @checked
     def __init__(self, fun: Callable[_P, _T], *, static_argnums: int | Sequence[int] = ()) -> None:
@@ -82,18 +80,17 @@ class custom_dce(Generic[_P, _T]):
         self.fun = fun
         self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._rule: Callable[..., Any] | None = None
-        self.identity = object()  # that copies over other tracers share
+        self.identity = object()  # shared by copies over other tracers
 
     def def_dce(self, rule: _R) -> _R:
         """Sets the rule.
 
         **Arguments:**
 
-        - `rule`: called as `rule(*statics, used_outs, *args)`: first the arguments at `static_argnums`,
-            then a tree of bools in the structure of the result, which says what is used, then the
-            other arguments. It returns what the function returns, where None stands for what is not
-            used, be it an array or a tree, and one array for all arrays of a tree. What it returns
-            beyond that is ignored.
+        - `rule`: called as `rule(*statics, used_outs, *args)`: first the arguments at `static_argnums`, then
+            a tree of bools in the structure of the result, which says what is used, then the other arguments.
+            It returns the function's result, in which None may stand for an unused array or tree, and one
+            array for all arrays of a tree. Unused results that it does return are ignored.
 
         **Returns:** the rule.
         """
@@ -163,8 +160,8 @@ def _call(
     leaves, in_tree = jtu.tree_flatten(dynamic, is_leaf=becomes_array)
     in_mask = [_is_array(x) for x in leaves]
     arrays, in_others = split(in_mask, leaves)
-    # The rule runs when this trace has ended, so what it has closed over is an operand for it. What
-    # the function has closed over is found when it is traced.
+    # The rule runs after this trace has ended, so tracers that it has closed over become operands. Those that
+    # the function has closed over are found when it is traced.
     held, captured = extract_tracers((rule, list(statics.values())))
     avals = [jax.typeof(x) for x in (*captured, *arrays)]
     debug_info = DebugInfo("custom_dce", of.name, None, None)
@@ -207,7 +204,7 @@ def _call(
 
 @dataclasses.dataclass(eq=False)
 class _Narrow:
-    """The rule of one call. It outlives the trace of the call, and holds none of its tracers."""
+    """The rule of one call, which outlives the trace of the call and holds none of its tracers."""
 
     name: str
     identity: object
@@ -245,7 +242,7 @@ class _Narrow:
                 f"the rule {self.rule_name} of custom_dce function {self.name} uses a tracer "
                 "that it was not passed; pass it to the function as an argument"
             )
-        # What the rule calls is narrowed too, and what only that would have needed goes.
+        # Functions that the rule calls are narrowed too, and operands that only they needed are dropped.
         jaxpr = compat.with_consts(jaxpr, consts)
         jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
         return jaxpr, (*[False] * self.num_consts, *used_ins)
@@ -263,7 +260,7 @@ class _Narrow:
         return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
 
     def _leaves(self, out: Any) -> list[Any]:
-        """The rule's result for each leaf, None where it returned nothing."""
+        """The rule's result for each leaf; None where it returned nothing."""
         unused = object()
         full = self._like(unused)
         if {type(out), type(full)} == {list, tuple} and len(out) == len(full):
@@ -296,8 +293,8 @@ _progress = threading.local()
 
 
 def _refused(identity: object) -> frozenset[Used]:
-    """The call for which the rule is being traced. A call of the function by its own rule does not ask the
-    rule for that again: it would never end."""
+    """The calls whose rule is being traced. If the rule calls its own function, the rule is not applied to
+    the same call again, which would recurse for ever."""
     return getattr(_progress, "refused", {}).get(identity, frozenset())
 
 

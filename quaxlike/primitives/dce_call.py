@@ -1,8 +1,8 @@
-"""The primitive of `custom_dce`: a call of a jaxpr that has a rule for what to compute when less is used.
+"""The primitive of `custom_dce`: a call of a jaxpr, with a rule for computing some of its results.
 
-Every transform gives an equation of the same primitive, with a jaxpr and a rule of the transformed
-function. The derivative is an equation of its own beside the one of the function, so that the function
-computes what is used of its results, and the derivative what is used of its tangents.
+Every transform gives an equation of the same primitive, with the jaxpr and rule of the transformed function.
+The derivative is a separate equation, so that the function computes only its used results, and the derivative
+only its used tangents.
 """
 
 import functools
@@ -22,14 +22,14 @@ from .layout import is_zero, zero_tangent
 
 Used = tuple[bool, ...]
 Narrowed = tuple[Any, Used]
-"""A closed jaxpr of the used results, and which of the operands it takes."""
+"""A closed jaxpr for the used results, and a mask of the operands that it takes."""
 
 Rule = Callable[[Used], Narrowed]
 """The computation of some, but not all, of the results."""
 
 
 class RuleInProgressError(Exception):
-    """A rule that calls its own function would be asked for what it was being traced for."""
+    """A rule calls its own function in a way that would apply the rule to the same call again."""
 
 
 dce_call_p = Primitive("custom_dce_call")
@@ -79,13 +79,13 @@ def _dce(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn
 
 
 def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
-    """The rule of an equation of which only `used` is left."""
+    """The rule of an equation of which only the `used` results are left."""
 
     @memoised
     def narrow(still: Used) -> Narrowed:
         left, ins = rule(tuple(merge(used, still, [False] * used.count(False))))
         if any(split(used_ins, ins)[1]):
-            # It wants an operand that is gone, since the rule did without it for more results.
+            # It needs an operand that is gone, since the rule for more results did not need it.
             return compat.dce(jaxpr, still)
         return left, tuple(split(used_ins, ins)[0])
 
@@ -93,7 +93,7 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
 
 
 def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Eliminates dead code in a loop that calls functions with rules; what it carries stays."""
+    """Eliminates dead code in a loop that calls functions with rules; its carry is unchanged."""
     if not any(used_outs) and not compat.has_effects(eqn):
         return [False] * len(eqn.invars), None
     jaxprs = {name: eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr")}
@@ -149,8 +149,8 @@ def _jvp(
 
 
 def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:
-    """A jaxpr from the primals and the nonzero tangents to the tangents of the results, and of which
-    results: those that can have one, or all that could if it is to be instantiated."""
+    """A jaxpr from the primals and the nonzero tangents to the results' tangents, and a mask of these
+    results: those whose tangent can be nonzero, or with `instantiate` all that can have one."""
     outputs: Used = ()
     n = len(nonzero)
 
@@ -218,8 +218,8 @@ def _batch(
 
 
 def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
-    """Takes the first example of results that the function has once for all: the rule computes the
-    same for each, if in more steps."""
+    """Takes the first example of results that are unbatched in the function: the rule computes the same for
+    each example, if in more steps."""
 
     def first(*operands: Any) -> list[Any]:
         out = jaxpr_as_fun(jaxpr)(*operands)

@@ -24,7 +24,7 @@ from .slots import Slot
 _lock = threading.RLock()
 _defined: dict[str, str] = {}
 
-# Parameters of our own, and one that JAX's `apply_primitive` has.
+# Our own parameters, and one of JAX's `apply_primitive`.
 _RESERVED = ("in_tree", "forms", "prim")
 
 _Impls = Mapping[str | None, Callable[..., Any]]
@@ -34,13 +34,13 @@ _Static = tuple[str | None, tuple[tuple[str, Hashable], ...]]
 class DefinedPrimitive(Primitive):
     """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
 
-    It is an ordinary `jax.extend.core.Primitive`: equations carry it and rules can be registered
-    for it. What differentiation and batching make of it are primitives too, so that they can be
-    recognised in a jaxpr and given rules of their own: `jvp_p` (tangents of its results), `vjp_p`
-    (cotangents of its operands), `transpose_p` (itself, transposed in operands it is linear in) and
-    `batch_p` (itself, mapped over an axis). Each of them has the same four in turn. The parameters
-    of a derived primitive are those of its root and `forms`, a tuple whose last entry says how its
-    operands and results relate to its parent's; it always has multiple results.
+    It is an ordinary `jax.extend.core.Primitive`: equations carry it, and rules can be registered for it. Its
+    derivatives and batched forms are primitives too, so that they can be recognised in a jaxpr and given
+    their own rules: `jvp_p` (tangents of its results), `vjp_p` (cotangents of its operands), `transpose_p`
+    (itself, transposed in operands it is linear in) and `batch_p` (itself, mapped over an axis). Each of them
+    has the same four in turn. The parameters of a derived primitive are those of its root and `forms`, a
+    tuple whose last entry says how its operands and results relate to its parent's; it always has multiple
+    results.
 
     **Attributes:**
 
@@ -50,7 +50,7 @@ class DefinedPrimitive(Primitive):
     - `impl_fn`: the function the root was defined from.
     """
 
-    # What the interpreter of Values knows all of these primitives by.
+    # The interpreter of Values recognises all of these primitives by this.
     family: ClassVar[str] = "defined"
 
     def __init__(
@@ -73,8 +73,8 @@ class DefinedPrimitive(Primitive):
         self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
         self._forms: dict[type[Form], DefinedPrimitive] = {}
-        # JAX memoises what it traces by function object and static arguments: hence these, and not
-        # closures over the parameters, are traced.
+        # JAX caches traces by function object and static arguments, so trace these instead of closures over
+        # the parameters.
         self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
         self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
         self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
@@ -100,7 +100,7 @@ class DefinedPrimitive(Primitive):
         - `args`: the operands: arrays, or pytrees of arrays.
         - `params`: static parameters; hashable.
 
-        **Returns:** what the function that the primitive was defined from returns.
+        **Returns:** the result of the function that the primitive was defined from.
 
         **Raises:** `TypeError` for an operand that is not an array, and for a parameter that is an
         array or cannot be hashed.
@@ -142,13 +142,13 @@ class DefinedPrimitive(Primitive):
         return self._derived(Batch)
 
     def slot(self, name: str) -> Slot:
-        """The place for the rule called `name`.
+        """The slot for the rule called `name`.
 
-        Put one there by `p.slot("cost").register(rule)`, call it by `p.slot("cost")(...)`.
+        Register a rule with `p.slot("cost").register(rule)`, and call it with `p.slot("cost")(...)`.
 
         **Arguments:**
 
-        - `name`: any name; slots are made as they are asked for.
+        - `name`: any name; slots are created on demand.
 
         **Returns:** the [`Slot`][quaxlike.primitives.Slot].
         """
@@ -160,13 +160,13 @@ class DefinedPrimitive(Primitive):
         return self._trace((None, _sorted_items(params)), *avals)
 
     def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
-        """The structure of what the primitive returns for flat operands of the types `avals`."""
+        """The structure of the primitive's result for flat operands of the types `avals`."""
         return self._results_tree(tuple(avals), _sorted_items(params))
 
     def nonzero_tangents(
         self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
     ) -> tuple[bool, ...]:
-        """Which results' tangents can differ from zero if those of the `nonzero` operands do."""
+        """Which results can have nonzero tangents if the `nonzero` operands do."""
         tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
         _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
         return tuple(tangent is not None for tangent in out)
@@ -202,7 +202,7 @@ class DefinedPrimitive(Primitive):
             return self._forms[form]
 
     def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
-        """The function of flat operands that the primitive computes, with a list of results."""
+        """The primitive's function of flat operands, which returns a list of results."""
         if self.parent is not None:
             form, below = without_form(params)
             return functools.partial(form.evaluate, self.parent._flat(platform, below))
@@ -210,7 +210,7 @@ class DefinedPrimitive(Primitive):
         return lambda *operands: jtu.tree_leaves(fn(*operands))
 
     def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
-        """The same with the tree of its results."""
+        """The primitive's function of flat operands, which returns the tree of results."""
         if self.parent is not None:
             return self._flat(platform, params)
         in_tree, static = without_tree(params)
@@ -278,7 +278,7 @@ class DefinedPrimitive(Primitive):
             raise TypeError(
                 f"operand {index.idx} of primitive {self.name!r} holds {leaf!r}"
                 f"{' at ' + jtu.keystr(tuple(inside)) if inside else ''}, which is not an array; "
-                "pass what is static as a keyword argument"
+                "pass static values as keyword arguments"
             ) from error
 
     def _check_param(self, name: str, value: Any) -> None:
@@ -317,11 +317,11 @@ def define_primitive(
     cls: type[_DefinedT] = DefinedPrimitive,
     replace: bool = False,
 ) -> _DefinedT:
-    """Makes a JAX primitive of a function, with everything that JAX asks of a primitive derived.
+    """Makes a function a JAX primitive, and derives all rules that JAX needs for it.
 
     The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: an equation of it,
     or of a primitive derived from it, is in the jaxpr, for interpreters such as
-    [`quaxify`][quaxlike.quaxify] to dispatch on. It is taken apart when it is lowered.
+    [`quaxify`][quaxlike.quaxify] to dispatch on. It is replaced by its function when it is lowered.
 
     !!! example
 
@@ -337,26 +337,24 @@ def define_primitive(
         jax.grad(lambda x: scaled_tanh_p(x, scale=2.0))(0.5)
         ```
 
-    A hand-written rule replaces the derived one. Rules are traced through, not hidden in a derived
-    primitive, so that a rule may be written with the primitive itself. Where a rule meets or
-    gives a tree of tangents, cotangents or dims, `None` in the place of a leaf or of a whole
-    operand is a zero (or, for dims, "not mapped"). A rule that returns `NotImplemented` leaves
-    the case at hand to the derivation.
+    A hand-written rule replaces the derived one. Rules are traced through, not hidden in a derived primitive,
+    so that a rule may use the primitive itself. Where a rule takes or returns a tree of tangents, cotangents
+    or dims, `None` in place of a leaf or of a whole operand is a zero (or, for dims, "not mapped"). If a rule
+    returns `NotImplemented`, the derived one is used.
 
     **Arguments:**
 
     - `name`: the primitive's name, an identifier that no primitive has yet.
     - `impl`: a function of arrays (or pytrees of them) by position and static parameters by
-        keyword. Derivatives are derived from it; what it prints is printed again where they compute
-        it anew.
+        keyword. Derivatives are derived from it; side effects such as printing are repeated where they
+        recompute it.
     - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
-    - `cpu`, `gpu`, `tpu`: other functions that compute the same, for one platform each; chosen when
-        the primitive is lowered.
+    - `cpu`, `gpu`, `tpu`: implementations for one platform each, chosen when the primitive is lowered.
     - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. The arguments are tuples
         as long as the operands; the primitive itself gives the primal result.
     - `vjp`: `vjp(cotangent, *operands, **params) -> (cotangent of each operand, ...)`. Forward-mode
-        differentiation is derived nevertheless.
-    - `vjp_with_results`: whether `vjp` is to be called with the primal result as well,
+        differentiation is still derived.
+    - `vjp_with_results`: whether to call `vjp` with the primal result as well,
         `vjp(cotangent, result, *operands, **params)`.
     - `transpose`: for a primitive that is linear in some of its operands,
         `transpose(cotangent, *operands, **params) -> (cotangent, ...)`; operands (leaves) that
@@ -364,11 +362,11 @@ def define_primitive(
     - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
         The axis of the result may be anywhere.
     - `partitioning`: how the primitive can be split over devices, for implementations that the
-        compiler cannot look into; a [`Partitioning`][quaxlike.primitives.Partitioning], or a
-        function that makes one of the operands' types (leaves) and the parameters.
+        compiler cannot look into; a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that
+        makes one from the operands' types (leaves) and the parameters.
     - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
-    - `replace`: whether the name may be that of a primitive defined before, as where a cell of a notebook
-        runs again. Rules are of one primitive: those of the former one are not those of this one.
+    - `replace`: whether a primitive of this name may be redefined, as when a notebook cell runs again. Rules
+        that were registered for the old primitive do not apply to the new one.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 
@@ -387,7 +385,7 @@ def define_primitive(
         if name in _defined and not replace:
             raise ValueError(
                 f"a primitive called {name!r} was already defined from {_defined[name]}; "
-                "say `replace=True` to define it anew"
+                "pass `replace=True` to redefine it"
             )
         if name not in _defined and name in compat.named_primitives():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX or of a library")

@@ -1,7 +1,7 @@
-"""Derivatives and transposes of a defined primitive: by its hand-written rule, or by a form.
+"""Derivatives and transposes of a defined primitive, by its hand-written rule or by a form.
 
-Batching is kept outermost: the derivative of a batched primitive is the batched derivative of its
-parent, so that a hand-written derivative holds under `vmap` in either order.
+Batching is kept outermost: the derivative of a batched primitive is the batched derivative of its parent, so
+that a hand-written derivative applies under `vmap` in either order.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def transpose(p: "DefinedPrimitive", cotangent: Any, /, *operands: Any, **params
 def symbolic_tangents(
     fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
-    """The tangents of `fn`'s results, None for those that are zero whatever the operands are."""
+    """The tangents of `fn`'s results; None for those that are zero for all operands."""
     with take_current_trace() as parent:
         trace = ad.JVPTrace(parent, TraceTag())
         live, held = split(nonzero, primals)
@@ -70,7 +70,7 @@ def result_tangents(
     tangents: Sequence[Any],
     params: Params,
 ) -> list[Any]:
-    """The tangents of the results, symbolic zeros where they are zero."""
+    """The tangents of the results, as symbolic zeros where they are zero."""
     nonzero = tuple(not is_zero(t) for t in tangents)
     zeros = [zero_tangent(x) for x in results]
     if not any(nonzero):
@@ -144,7 +144,7 @@ def _jvp_by_hand(
 def _cotangents(
     p: "DefinedPrimitive", cotangents: Sequence[Any], operands: Sequence[Any], params: Params
 ) -> list[Any]:
-    """The cotangents of the undefined operands, None for the others and for zeros."""
+    """The cotangents of the undefined operands; None for other operands and for zeros."""
     undefined = tuple(ad.is_undefined_primal(x) for x in operands)
     nonzero = tuple(not is_zero(ct) for ct in cotangents)
     if not any(nonzero):
@@ -180,8 +180,7 @@ def _transpose_jvp(
     primals, results, tangents = form.groups(operands)
     _require_defined(parent, [*primals, *results])
     wanted = [ad.is_undefined_primal(t) for t in tangents]
-    # `nonzero` speaks of the tangents that the form produces, `cotangents` of all of the parent's
-    # results.
+    # `nonzero` is about the tangents that the form produces, `cotangents` about all of the parent's results.
     cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
     out = None
     if parent.rules.vjp is not None:
@@ -264,7 +263,7 @@ def _batched_cotangents(
     live, _ = split(nonzero, cotangents)
     out = form.vmap(per_example, (held_dims, [0] * len(live)))(split(undefined, operands)[1], live)
     dims, others = split(outputs, form.dims)
-    # An operand that every example shares gathers the cotangents of all.
+    # The cotangent of an operand that all examples share is the sum of theirs.
     placed = [ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)]
     return merge(outputs, placed, [None] * len(others))
 
@@ -304,6 +303,6 @@ def _transpose_by_hand(
 def _require_defined(p: "DefinedPrimitive", operands: Sequence[Any]) -> None:
     if any(map(ad.is_undefined_primal, operands)):
         raise TypeError(
-            f"cannot transpose a derivative of primitive {p.name!r} in the point at which it was "
+            f"cannot transpose a derivative of primitive {p.name!r} with respect to the point where it was "
             "taken: it is not linear in that"
         )

@@ -1,7 +1,7 @@
-"""The derived forms of a primitive, and what each computes, given what its parent computes.
+"""The derived forms of a primitive, each computed from its parent.
 
-A form is the static parameter of a derived primitive. It says how the derived primitive's operands
-and results relate to its parent's, and evaluates one from the other.
+A form is a static parameter of a derived primitive. It says how the derived primitive's operands and results
+relate to its parent's, and evaluates the derived primitive with the parent's function.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Flat = Callable[..., list[Any]]
 
 
 def merge(mask: Sequence[bool], chosen: Sequence[_T], others: Sequence[_T]) -> list[_T]:
-    """The inverse of `split`: the chosen where the mask is true, the others elsewhere."""
+    """The inverse of `split`: items of `chosen` where the mask is true, of `others` elsewhere."""
     chosen_, others_ = iter(chosen), iter(others)
     return [next(chosen_) if m else next(others_) for m in mask]
 
@@ -39,7 +39,7 @@ class Jvp:
     outputs: tuple[bool, ...]
     """For each result of the parent, whether its tangent is produced here."""
     with_results: bool = False
-    """Whether the parent's results are operands here, kept for a hand-written `vjp`."""
+    """Whether the parent's results are operands, kept for a hand-written `vjp`."""
 
     def groups(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
         """The operands as primals, results and tangents."""
@@ -110,7 +110,7 @@ class Batch:
     spmd_axis_name: Hashable = None
 
     def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        # A device that holds a part of the axis finds the size of its part in the operands.
+        # A device that holds a part of the axis gets the size of its part from the operands.
         mapped = any(dim is not None for dim in self.dims)
         return jax.vmap(
             fn,

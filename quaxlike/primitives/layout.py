@@ -1,4 +1,4 @@
-"""The layout of operands, results and parameters of a defined primitive, as its rules see them."""
+"""The layout of a defined primitive's operands, results and parameters, as seen by its rules."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ _LEAF = jtu.tree_structure(0)
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules written by hand; see `define_primitive`."""
+    """The hand-written rules; see `define_primitive`."""
 
     jvp: Callable[..., Any] | None = None
     vjp: Callable[..., Any] | None = None
@@ -55,7 +55,7 @@ def unflatten(in_tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
-    """The leaves of `value`: of the structure `tree`, where None can stand for each or for all."""
+    """The leaves of `value`, which has the structure `tree`, with None allowed for a leaf or for all."""
     if value is None:
         return [None] * tree.num_leaves
     try:

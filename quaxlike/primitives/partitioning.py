@@ -1,6 +1,6 @@
-"""Partitioning of a primitive over devices, where the compiler cannot see into it.
+"""Partitioning of a primitive over devices, if the compiler cannot see into it.
 
-Plain JAX code needs none of this: the compiler splits it by what it does. A kernel is opaque to it.
+Plain JAX code needs none of this, since the compiler partitions it by itself. Kernels are opaque to it.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class Partitioning:
     **Arguments:**
 
     - `rule`: the dimensions of each operand (each leaf, in order) and each result by name. A
-      dimension can be split if its name is in a result.
-    - `sums`: names that are in no result and can be split nevertheless, since each device then
-      computes a summand of every result.
-    - `first`: names that are split before others, in this order, where the same devices would split several.
-      Default: what the results are split over, then what the operands are.
-    - `shared`: which operands (leaves), none of whose dimensions are summed over, a part of every result is
-      linear in. Where a sum is split, each device takes its share of them.
+        dimension can be split if its name is in a result.
+    - `sums`: names that are in no result but can still be split, since each device then computes a summand of
+        every result.
+    - `first`: names that take precedence, in this order, if the same devices could split several. Default:
+        those that results are split over, then those that operands are.
+    - `shared`: operands (leaves) without summed dimensions, in which a part of every result is linear. If a
+        sum is split, each device uses its share of them.
 
     **Raises:** `ValueError` for a rule that cannot be read.
     """
@@ -55,10 +55,10 @@ class Partitioning:
     def __post_init__(self) -> None:
         sequences = (self.sums, self.first, self.shared)
         if not isinstance(self.rule, str) or not all(isinstance(x, Sequence) for x in sequences):
-            raise TypeError(f"a Partitioning takes a text and sequences of names; found {self!r}")
+            raise TypeError(f"a Partitioning takes a string and sequences of names; found {self!r}")
         if not re.fullmatch(r"[\w\s,]*->[\w\s,]*", self.rule):
             raise ValueError(
-                f"cannot read the partitioning rule {self.rule!r}; it gives the dimensions of each "
+                f"cannot read the partitioning rule {self.rule!r}; it must give the dimensions of each "
                 "operand and each result by name, such as 'm k, n k -> m n'"
             )
         contracted = _names(self.operands) - _names(self.results)
@@ -77,7 +77,7 @@ class Partitioning:
         return [part.split() for part in self.rule.split("->")[1].split(",")]
 
     def batched(self, dims: Sequence[int | None]) -> "Partitioning":
-        """The rule for operands with a batch axis at `dims`, and in front of every result."""
+        """The rule for operands with a batch axis at `dims`, and results with the axis in front."""
         taken = _names(self.operands) | _names(self.results)
         batch = next(n for n in map("batch{}".format, range(len(taken) + 1)) if n not in taken)
         operands = [
@@ -94,12 +94,12 @@ class Partitioning:
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
-        """The mesh axes that each name is split over, as far as its dimensions can be shared evenly.
+        """The mesh axes that each name is split over, as far as the devices can share its dimensions evenly.
 
         **Arguments:**
 
-        - `arrays`: names, shape and spec of each array, those that decide first in front.
-        - `mesh`: that the specs are of.
+        - `arrays`: names, shape and spec of each array, in order of precedence.
+        - `mesh`: the mesh of the specs.
         """
         wishes: dict[str, list[Any]] = {}
         sizes: dict[str, int] = {}
@@ -111,7 +111,7 @@ class Partitioning:
         out: dict[str, Any] = {}
         for name in dict.fromkeys((*self.first, *wishes)):
             for axes in wishes.get(name, ()):
-                # As many of the axes as are left: those behind them are gathered.
+                # The leading axes that are still free; those after them are gathered.
                 free = tuple(itertools.takewhile(lambda axis: axis not in _used(out), _axes(axes)))
                 devices = math.prod(mesh.shape[axis] for axis in free)
                 if free and name not in out and sizes[name] % devices == 0:
@@ -119,7 +119,7 @@ class Partitioning:
         return out
 
     def part(self, fn: Flat, spread: Mapping[str, Any], mesh: Any) -> Flat:
-        """`fn` as each device computes it, on its parts of the operands."""
+        """`fn` on each device's parts of the operands."""
         summed = tuple(axis for name in self.sums for axis in _axes(spread.get(name)))
         if not summed:
             return fn
@@ -132,12 +132,12 @@ class Partitioning:
         return summand
 
     def apply(self, fn: Flat) -> Flat:
-        """`fn`, split over the devices that its operands and results are spread over."""
+        """`fn`, partitioned over the devices that its operands and results are spread over."""
 
         def partition(mesh: Any, args: Any, results: Any) -> Any:
             operands = list(zip(self.operands, jtu.tree_leaves(args), strict=True))
-            # What the results are spread over decides; a dimension that is summed over takes of its
-            # operands what is left.
+            # Results take precedence; a dimension that is summed over gets the axes of its operands that are
+            # left.
             arrays = [*zip(self.results, results, strict=True), *operands]
             spread = self.spread([(names, x.shape, x.sharding.spec) for names, x in arrays], mesh)
             sharding = lambda names: NamedSharding(mesh, PartitionSpec(*map(spread.get, names)))
@@ -156,7 +156,7 @@ class Partitioning:
         return partitioned
 
     def apply_to_types(self, fn: Flat) -> Flat:
-        """The same where the axes of the mesh are explicit: types of operands say how they are spread."""
+        """The same for meshes with explicit axes, where the operands' types say how they are spread."""
 
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
@@ -182,12 +182,12 @@ class Partitioning:
 
 
 def is_spread(operands: Iterable[Any]) -> bool:
-    """Whether the type of an operand says that it is spread over the explicit axes of a mesh."""
+    """Whether any operand is, by its type, spread over the explicit axes of a mesh."""
     return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
 def spread_like(x: ArrayLike, y: ArrayLike) -> ArrayLike:
-    """`x`, spread over the explicit axes of a mesh as `y` of the same shape is."""
+    """`x`, spread over the explicit axes of a mesh like `y`, which has the same shape."""
     return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
 
 

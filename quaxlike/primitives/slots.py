@@ -7,7 +7,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class MissingRuleError(NotImplementedError):
-    """A rule was asked of a primitive that has none in that slot."""
+    """A primitive has no rule in the slot that was called."""
 
 
 class Slot:
@@ -35,7 +35,7 @@ class Slot:
         self._rule: Callable[..., Any] | None = None
 
     def register(self, rule: _F) -> _F:
-        """Puts `rule` into the slot, in place of one that was there, and returns it."""
+        """Puts `rule` into the slot, in place of an existing one, and returns it."""
         self._rule = rule
         return rule
 
@@ -46,7 +46,7 @@ class Slot:
 
     @property
     def rule(self) -> Callable[..., Any]:
-        """The rule in the slot; `MissingRuleError` if there is none."""
+        """The rule in the slot. Raises `MissingRuleError` if there is none."""
         if self._rule is None:
             raise MissingRuleError(
                 f"primitive {self.primitive_name!r} has no rule in slot {self.name!r}; register "

@@ -1,7 +1,7 @@
 """Taylor coefficients of a defined primitive, for `jax.experimental.jet`.
 
-JAX's jet takes rules from a table of its own. The one here needs nothing but the primitive's derivative: the
-coefficients of `f(x(t))` are those of `f'(x(t)) x'(t)`, each divided by its order.
+jet has its own table of rules. The rule here only needs the primitive's derivative: the coefficients of
+`f(x(t))` are those of `f'(x(t)) x'(t)`, each divided by its order.
 
 Griewank & Walther, Evaluating Derivatives, chapter 13.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 try:
     from jax.experimental import jet as jax_jet
-except ImportError:  # it is experimental: a later release may be without it
+except ImportError:  # it is experimental: a later release may lack it
     jax_jet = None
 
 
 def register(p: "DefinedPrimitive") -> None:
-    """Has `jax.experimental.jet` find the rule for a primitive."""
+    """Registers the rule for a primitive with `jax.experimental.jet`."""
     if jax_jet is not None:
         jax_jet.jet_rules[p] = functools.partial(jet, p)
 
@@ -38,7 +38,7 @@ def register(p: "DefinedPrimitive") -> None:
 def jet(
     p: "DefinedPrimitive", primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
 ) -> tuple[Any, Any]:
-    """The results, and for each the coefficients of its Taylor polynomial from the first order on.
+    """The results, and for each its Taylor coefficients from the first order on.
 
     **Arguments:**
 
@@ -83,7 +83,7 @@ def _derivative(
     params: Params,
 ) -> list[Any]:
     primals = merge(live, moving, held)
-    if p.root.rules.vjp_with_results:  # what its derivative takes moves, too
+    if p.root.rules.vjp_with_results:  # the results that its derivative takes move too
         out = p.bind(*primals, **params)
         results = out if p.multiple_results else [out]
     found = result_tangents(p, primals, results, merge(live, tangents, list(map(zero_tangent, held))), params)
@@ -91,7 +91,7 @@ def _derivative(
 
 
 def _is_constant(primal: Any, terms: Sequence[Any]) -> bool:
-    """Whether an operand is known not to move: integers, and what jet gives zeros for."""
+    """Whether an operand is known to be constant: integers, and operands with zero series in jet."""
     if not _is_inexact(primal):
         return True
     return not any(isinstance(term, jax.core.Tracer) or np.any(np.asarray(term)) for term in terms)
