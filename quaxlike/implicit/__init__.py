@@ -1,8 +1,8 @@
-"""The ImplicitArray style of defining a type: fields, `materialize()`, and handlers for primitives.
+"""The ImplicitArray style of defining types: fields, `materialize()`, and handlers for primitives.
 
 A thin layer over the core: an `ImplicitArray` is a [`quaxlike.ArrayValue`][], `implicit` is
 [`quaxlike.quaxify`][] and `register` is [`quaxlike.register`][], so types of both styles work together.
-After the style of eformer's `jaximus` and of qax.
+Modelled on eformer's `jaximus` and on qax.
 """
 
 from .array import ImplicitArray, OriginArray, UninitializedAval, aux_field, materialize_nested

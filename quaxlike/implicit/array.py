@@ -1,4 +1,4 @@
-"""`ImplicitArray`: fields and `materialize()`; shape and dtype as given, computed, or found."""
+"""`ImplicitArray`: fields and `materialize()`, with shape and dtype given, computed or inferred."""
 
 import abc
 import contextvars
@@ -35,13 +35,13 @@ OriginArray.register(jax.Array)
 
 
 class UninitializedAval(Exception):
-    """Asked for the shape or dtype of an ImplicitArray, of which nothing says what it is."""
+    """The shape or dtype of an ImplicitArray is not given and cannot be inferred."""
 
 
 def aux_field(**kwargs: Any) -> Any:
-    """A field that is not an array: static and hashable, part of the type.
+    """Declares a field that is not an array: static, hashable, and part of the type.
 
-    **Arguments:** those of `equinox.field`.
+    **Arguments:** as for `equinox.field`.
     """
     if kwargs.get("metadata", ...) is None:  # the default of `dataclasses.field`
         kwargs.pop("metadata")
@@ -49,7 +49,7 @@ def aux_field(**kwargs: Any) -> Any:
 
 
 class _ImplicitMeta(type(ArrayValue)):
-    """Takes `shape=` and `dtype=` beside the fields, and compares what is said with `materialize`."""
+    """Takes `shape=` and `dtype=` besides the fields, and checks shape and dtype against `materialize`."""
 
     default_shape: Any
     default_dtype: Any
@@ -62,7 +62,7 @@ class _ImplicitMeta(type(ArrayValue)):
     def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
         rest, shape, dtype = bind_fields(cls._order, args, shape, dtype)
         x = super().__call__(*rest, **kwargs)
-        if "_declared" not in kwargs:  # else `dataclasses.replace` passes on what was given before
+        if "_declared" not in kwargs:  # else `dataclasses.replace` passes on the given shape and dtype
             shape = cls.default_shape if shape is None and _is_inherited(cls, "compute_shape") else shape
             dtype = cls.default_dtype if dtype is None and _is_inherited(cls, "compute_dtype") else dtype
         if shape is not None:
@@ -80,22 +80,22 @@ def _is_inherited(cls: type, name: str) -> bool:
 class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     """A new kind of array, in the ImplicitArray style: write its fields and `materialize()`.
 
-    Subclasses are Equinox modules, so they need no `@dataclass`. Shape and dtype are what is given as
-    `shape=` and `dtype=` when an array is built; else what `compute_shape()` and `compute_dtype()` return
-    (by default the class attributes `default_shape` and `default_dtype`); else those of `materialize()`,
-    found without running it. A warning tells where `materialize()` disagrees. A field called `shape` or
-    `dtype` is given in the same way.
+    Subclasses are Equinox modules, so they need no `@dataclass`. Shape and dtype are those passed as `shape=`
+    and `dtype=` when an array is built, or else the results of `compute_shape()` and `compute_dtype()` (by
+    default the class attributes `default_shape` and `default_dtype`), or else those of `materialize()`, which
+    is traced but not run. Warns if `materialize()` disagrees. Fields called `shape` or `dtype` are passed in
+    the same way.
 
-    Where leaves are stacked, `jax.vmap` has made several arrays, or a scan runs over them, a shape that was
-    given is that of one item. A stack is materialised item by item, and handlers are asked about items only.
-    Without a given shape `materialize()` is called with the fields as they are.
+    If leaves are stacked, as under `jax.vmap` or for a scan, a given shape is that of one item. A stack is
+    materialised item by item, and handlers are called for single items only. Without a given shape,
+    `materialize()` is called with the stacked fields.
 
     Class keyword arguments, which subclasses inherit:
 
-    - `commute_ops`: whether a commutative primitive (`add`, `mul`, `max`, ...) that no handler covers may
-        be asked with its operands swapped. Default: True.
-    - `warn_on_materialize`: whether a primitive that no handler covers warns, once per call site.
-        Default: True. The environment variable `WARN_ON_MATTER=0` silences all types.
+    - `commute_ops`: whether handlers of a commutative primitive (`add`, `mul`, `max`, ...) are also tried
+        with its operands swapped. Default: True.
+    - `warn_on_materialize`: whether to warn about a primitive without a handler, once per call site. Default:
+        True. The environment variable `WARN_ON_MATTER=0` silences all types.
 
     !!! example
 
@@ -139,14 +139,14 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
 
     @abc.abstractmethod
     def materialize(self) -> Any:
-        """The array that this one stands for; it may be another ImplicitArray."""
+        """Returns the array that this one stands for, which may be another ImplicitArray."""
 
     def compute_shape(self) -> Sequence[int] | None:
-        """The shape, from the fields; None leaves it to `materialize`."""
+        """Computes the shape from the fields; None leaves it to `materialize`."""
         return self.default_shape
 
     def compute_dtype(self) -> Any:
-        """The dtype, from the fields; None leaves it to `materialize`."""
+        """Computes the dtype from the fields; None leaves it to `materialize`."""
         return self.default_dtype
 
     @property
@@ -167,11 +167,11 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     def astype(self, dtype: Any) -> "ImplicitArray":
         """The same array in another dtype, to which the result of `materialize()` is cast."""
         out = jtu.tree_map(lambda x: x, self)
-        object.__setattr__(out, "_declared", self._declared.with_dtype(dtype))  # nobody has seen it yet
+        object.__setattr__(out, "_declared", self._declared.with_dtype(dtype))  # `out` is not shared yet
         return out
 
     def follows_rules(self) -> bool:
-        """Handlers are for one array; none of them is asked about a stack."""
+        """Whether handlers apply: they are for one array, not for a stack."""
         return not is_stack(self)
 
     def leading_axis(self) -> Any:
@@ -215,7 +215,7 @@ class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Called where no handler matches: by default all operands are materialised."""
+        """Called if no handler matches. By default, it materialises all operands."""
         return bind(primitive, dense_operands(primitive, args), params or {})
 
 
@@ -226,7 +226,7 @@ def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, A
     return primitive.bind(*operands, **primitive.get_bind_params(params))
 
 
-# Stacks: arrays whose fields have more leading axes than those of the array that was declared
+# Stacks: arrays whose fields have more leading axes than those of the declared array
 
 
 def _stacking(x: ImplicitArray) -> list[int]:
@@ -235,7 +235,7 @@ def _stacking(x: ImplicitArray) -> list[int]:
 
 
 def is_stack(x: ImplicitArray) -> bool:
-    """Whether `x` is several arrays of the shape that was given, along leading axes of its fields."""
+    """Whether `x` holds several arrays of the given shape, along leading axes of its fields."""
     return any(_stacking(x))
 
 
@@ -250,7 +250,7 @@ def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) ->
 
 
 def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`materialize` as it is written for one array, mapped over the leading axes of a stack."""
+    """Maps `materialize`, which is written for one array, over the leading axes of a stack."""
 
     @functools.wraps(materialize)
     def of_each(self: Any) -> Any:
@@ -268,12 +268,12 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @checked
 def materialize_nested(x: Any, full: bool = False) -> Any:
-    """Materialises an ImplicitArray of which fields may be ImplicitArrays; these dispatch meanwhile.
+    """Materialises an ImplicitArray whose fields may be ImplicitArrays, which dispatch meanwhile.
 
     **Arguments:**
 
-    - `full`: whether to go on until an array is left, where `materialize()` returns another
-        ImplicitArray. Default: one step.
+    - `full`: whether to continue until an array is left if `materialize()` returns another ImplicitArray.
+        Default: False, a single step.
     """
     while is_value(x):
         x = _materialize_once(x)
@@ -304,7 +304,7 @@ def _handlers_of_swapped(primitive: jexc.Primitive, values: Sequence[Any]) -> Se
     )
 
 
-# What `materialize` gives, from shapes alone
+# The result of `materialize`, from shapes alone
 
 
 def _field_shapes(x: Any) -> list[tuple[int, ...]]:
@@ -320,7 +320,7 @@ def _aval_of_materialize(x: ImplicitArray, what: str) -> Any:
     avals = tuple(jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
     if (treedef, avals) in _traced.get():
         raise UninitializedAval(
-            f"{type(x).__name__}.materialize() reads `self.{what}`, and nothing else says what that is. Give "
+            f"{type(x).__name__}.materialize() reads `self.{what}`, which nothing else determines. Pass "
             f"`{what}=` when the array is built, or define `compute_{what}()` or `default_{what}`."
         )
     return _trace_materialize(treedef, avals)
@@ -339,13 +339,13 @@ def _trace_materialize(treedef: Any, avals: tuple[Any, ...]) -> Any:
 
 
 def _compare_with_materialize(x: ImplicitArray) -> None:
-    """Warns if what is given or computed is not what `materialize` returns."""
+    """Warns if the given or computed shape and dtype differ from those of `materialize`."""
     if not all(eqx.is_array_like(leaf) or hasattr(leaf, "dtype") for leaf in jtu.tree_leaves(x)):
-        return  # a placeholder of some tree transformation
-    said = {"shape": x.shape, "dtype": x.dtype}  # raises if nothing says it
+        return  # a placeholder from a tree transformation
+    said = {"shape": x.shape, "dtype": x.dtype}  # raises if they are unknown
     try:
         made = _aval_of_materialize(x, "shape")
-    except Exception:  # one that refuses, or cannot be traced here: there is nothing to compare with
+    except Exception:  # it refuses, or cannot be traced here: nothing to compare with
         return
     for what, value in said.items():
         if value != getattr(made, what):

@@ -1,4 +1,4 @@
-"""The shape and dtype that an ImplicitArray is given."""
+"""The given shape and dtype of an ImplicitArray."""
 
 import dataclasses
 import reprlib
@@ -10,12 +10,12 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A shape and a dtype that were given, as `shape=` and `dtype=`.
+    """A shape and a dtype that were passed as `shape=` and `dtype=`.
 
-    Leading axes that the array shares with all its fields are only counted. Their sizes are read off the
-    fields, so that the shape stays true when these are sliced or stacked or mapped over, and arrays that
-    differ in nothing else are of one structure. Leading axes beyond those make a stack: of each of its
-    items the array is what `materialize` says, so that is mapped over them.
+    Of leading axes that the array shares with all its fields, only the number is stored. Their sizes are read
+    off the fields, so that the shape stays correct when fields are sliced, stacked or mapped over, and arrays
+    that differ only in these sizes have the same structure. Further leading axes make a stack, over whose
+    items `materialize` is mapped.
     """
 
     shape: tuple[int, ...] | None = None
@@ -40,7 +40,7 @@ class Declared:
         return (*max(leading, key=len, default=()), *self.shape[max(fewer, 0) :])
 
     def stacking(self, fields: Sequence[tuple[int, ...]]) -> list[int]:
-        """For each field, how many axes it has in front of those of an item."""
+        """For each field, the number of stack axes in front of an item's axes."""
         return [max(len(s) - n - self.shared, 0) for s, n in zip(fields, self.ndims, strict=True)]
 
 
@@ -65,10 +65,10 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, ...]:
-    """Takes fields called `shape` or `dtype` out of a class that is being made: every ImplicitArray is given
-    these in any case. Their defaults become `default_shape` and `default_dtype`.
+    """Removes fields called `shape` or `dtype` from a class that is being created, since every ImplicitArray
+    takes these anyway. Their defaults become `default_shape` and `default_dtype`.
 
-    **Returns:** the names of the arguments by position, those two included.
+    **Returns:** the names of the positional arguments, including those two.
     """
     base = next((base for base in bases if dataclasses.is_dataclass(base)), None)
     before = [] if base is None else getattr(base, "_order", [])
@@ -87,7 +87,7 @@ def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, 
 def bind_fields(
     order: Sequence[str], args: Sequence[Any], shape: Any, dtype: Any
 ) -> tuple[list[Any], Any, Any]:
-    """The arguments by position without a shape and a dtype that are among them; and those two."""
+    """The positional arguments without shape and dtype, followed by shape and dtype."""
     given = dict(zip(order, args, strict=False))
     rest = [x for name, x in given.items() if name not in ("shape", "dtype")]
     return [*rest, *args[len(order) :]], given.get("shape", shape), given.get("dtype", dtype)

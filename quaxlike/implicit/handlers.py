@@ -1,4 +1,4 @@
-"""`implicit`, `register`, and what a handler may fall back on."""
+"""`implicit`, `register`, and fallbacks for handlers."""
 
 import functools
 import inspect
@@ -23,8 +23,8 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 class _Implicit:
     """Computes with ImplicitArrays: a primitive that meets one is dispatched to its handler.
 
-    `implicit(fn)`, also as a decorator, is [`quaxlike.quaxify`][]: `fn` may use all of JAX. Inside of
-    `with implicit:` the operators and methods of ImplicitArrays and the functions of `quaxlike.numpy`
+    `implicit(fn)`, also as a decorator, is [`quaxlike.quaxify`][]: `fn` may use all of JAX. Inside
+    `with implicit:`, the operators and methods of ImplicitArrays and the functions of `quaxlike.numpy`
     dispatch.
 
     !!! example
@@ -49,7 +49,7 @@ class _Implicit:
     def __call__(self, fn: Callable[_P, _T]) -> Callable[_P, _T]:
         return quaxify(fn)
 
-    # Operators of ImplicitArrays quaxify what they do by themselves, so a block has nothing to set up.
+    # Operators of ImplicitArrays quaxify themselves, so a block has nothing to set up.
 
     def __enter__(self) -> "_Implicit":
         return self
@@ -72,16 +72,16 @@ def register(
     precedence: int = 0,
     rules: core_rules.RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers a handler: what a primitive does for operands of the annotated types.
+    """Registers a handler of a primitive for operands of the annotated types.
 
-    As [`quaxlike.register`][], except that a handler which names no type is refused, since it would be asked
-    for all types there are, and that a handler may be given the primitive without saying so: if its first
-    parameter is called `primitive` or `prim` and its annotation is `Any` or left out, or if a first parameter
-    of another name has no annotation and there is an operand for each of the others.
+    Like [`quaxlike.register`][], with two differences. A handler that names no type is refused, since it
+    would be called for all types. And the primitive is passed to a handler without an annotation that asks
+    for it: if its first parameter is called `primitive` or `prim`, and its annotation is `Any` or absent; or
+    if a first parameter of another name has no annotation, and each of the others gets an operand.
 
     **Raises:**
 
-    `TypeError` for a handler none of whose parameters is annotated with a type of array.
+    `TypeError` for a handler without a parameter that is annotated with a type of array.
     """
 
     registering = core_rules.register(primitive, precedence=precedence, rules=rules)
@@ -93,11 +93,11 @@ def register(
         if not any(map(_names_a_type, hints.values())):
             raise TypeError(
                 f"The handler {handler.__qualname__} for {primitive!r} names no type of array, so it would "
-                "be asked for all types. Annotate a parameter with the type that it is for; `Any` stands "
+                "be called for all types. Annotate a parameter with the type that it is for; `Any` stands "
                 f"for anything, also in a union. Found: {hints}."
             )
         is_primitive = first in ("primitive", "prim") and hints.get(first, Any) is Any
-        # An operand or the primitive: which it is shows in the number of operands, unless any number will do.
+        # The number of operands tells an operand from the primitive, unless the handler takes any number.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         if is_primitive or (first and first not in hints and not variadic):
             registering(_annotated(handler, {first: jexc.Primitive}))
@@ -109,7 +109,7 @@ def register(
 
 
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
-    """`handler` with these annotations, and `Any` where it has none."""
+    """`handler` with these annotations, and `Any` for parameters without one."""
 
     @functools.wraps(handler)
     def annotated(*args: Any, **kwargs: Any) -> Any:
@@ -129,11 +129,11 @@ def _names_a_type(hint: Any) -> bool:
 
 @checked
 def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any:
-    """The primitive on plain arrays."""
+    """Applies the primitive to plain arrays."""
     return bind(primitive, args, params)
 
 
 @checked
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
-    """The primitive with every ImplicitArray among its operands materialised."""
+    """Applies the primitive after materialising every ImplicitArray among its operands."""
     return bind(primitive, map_values(materialise, vals), params or {})

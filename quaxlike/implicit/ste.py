@@ -19,21 +19,21 @@ from .array import ImplicitArray, bind
 
 @checked
 def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The straight-through estimator: computes `fn`, and differentiates as if it were the identity.
+    """Makes a function a straight-through estimator: it computes `fn`, with the derivative of the identity.
 
-    For training through a quantiser or another function whose derivative is zero or does not exist:
-    gradients pass it unchanged to its first argument, and do not reach the others.
+    Use it to train through a quantiser, or another function whose derivative is zero or does not exist:
+    gradients pass unchanged to its first argument, and do not reach the others.
 
     **Arguments:**
 
-    - `fn`: a function of an array, and of whatever else (keyword and static arguments included), that
+    - `fn`: a function of an array, and of any other arguments (including keyword and static ones), that
         returns an array of the same shape, or a Value that stands for one.
 
     **Returns:**
 
-    A function of the same arguments. Where `fn` returns a Value, the result is that Value; under a
-    transformation it passes for that Value and follows its handlers, and only derivatives are taken as if it
-    were the first argument.
+    A function of the same arguments. If `fn` returns a Value, the result is that Value; under a
+    transformation, it behaves like that Value and follows its handlers, but derivatives are those of the
+    first argument.
 
     !!! example
 
@@ -50,7 +50,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def estimated(*args: Any, **kwargs: Any) -> Any:
-        if not args:  # by the name that it has, or as `x`
+        if not args:  # by its name, or as `x`
             first = next(iter(inspect.signature(fn).parameters), "x")
             args = (kwargs.pop(first if first in kwargs else "x"),)
         x = args[0]
@@ -68,7 +68,7 @@ def _through(y: Any, x: Any) -> Any:
     """`y` with the derivative of `x`."""
     if jnp.shape(y) != jnp.shape(x):
         raise ValueError(
-            f"ste needs a function that keeps the shape of its first argument, since that takes the "
+            f"ste needs a function that keeps the shape of its first argument, which receives the "
             f"gradient; found {jnp.shape(x)} in and {jnp.shape(y)} out."
         )
     y = value_of(y)
@@ -86,12 +86,12 @@ def _graft(y: Any, x: Any) -> Any:
 @_graft.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (y, x), (dy, dx) = primals, tangents
-    # By way of `_graft` once more, so that derivatives of higher order see the derivative of `x`, too.
+    # Through `_graft` again, so that higher-order derivatives see the derivative of `x` too.
     return _graft(y, x), dx.astype(dy.dtype) if _is_inexact(y) else dy
 
 
 class StraightThrough(ImplicitArray, warn_on_materialize=False):
-    """A Value that is differentiated as if it were an array. Passes for the Value: `isinstance` and
+    """A Value that is differentiated as if it were an array. It looks like the Value: `isinstance` and
     attributes are those of `value`."""
 
     value: Any
@@ -145,7 +145,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
             ]
 
         outs = results_of(values)
-        # A Value has no derivative of its own kind; an array of its shape has it in its stead.
+        # A Value has no derivative of its own kind; an array of its shape carries it instead.
         carriers = [jnp.zeros(x.shape, x.dtype) if is_value(x) else x for x in outs]
         carriers = owing(carriers, arrays, values)
         results = [

@@ -1,4 +1,4 @@
-"""`jax.tree` with ImplicitArrays (and all other Values) as leaves; and layers of nested ones."""
+"""`jax.tree` with ImplicitArrays and other Values as leaves, and functions for nested ones."""
 
 import functools
 import itertools
@@ -20,22 +20,22 @@ def is_array(x: Any) -> bool:
 
 
 def leaf_predicate(x: Any) -> bool:
-    """Whether `x` is an ImplicitArray, or any other Value: what the functions here take as a leaf."""
+    """Whether `x` is an ImplicitArray or any other Value, which the functions here treat as a leaf."""
     return is_value(x)
 
 
 @checked
 def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any], bool]) -> Callable[..., Any]:
-    """A function of `jax.tree` or `jax.tree_util` that stops at more nodes.
+    """Makes a function of `jax.tree` or `jax.tree_util` treat more nodes as leaves.
 
     **Arguments:**
 
-    - `base_fn`: takes `is_leaf=`.
-    - `is_leaf`: what the result takes as a leaf in any case.
+    - `base_fn`: a function with an argument `is_leaf`.
+    - `is_leaf`: a predicate for nodes that are always leaves.
 
     **Returns:**
 
-    `base_fn`, of which `is_leaf=` (or `new_is_leaf=`) says what is a leaf as well.
+    `base_fn`, whose `is_leaf=` (or `new_is_leaf=`) names further leaves.
     """
 
     @functools.wraps(base_fn)
@@ -61,17 +61,17 @@ tree_structure_with_implicit = combine_leaf_predicate(jtu.tree_structure, leaf_p
 
 
 def fields(x: Any) -> tuple[list[Any], Any]:
-    """The fields of one Value, those that are Values as they are; and the structure around them."""
+    """The fields of one Value, with nested Values as leaves, and the structure around them."""
     return jtu.tree_flatten(x, is_leaf=lambda y: y is not x and is_value(y))
 
 
 @checked
 def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
-    """Takes the outermost layer of ImplicitArrays apart; those inside of them are leaves.
+    """Flattens the outermost layer of ImplicitArrays; those nested inside are leaves.
 
     **Returns:**
 
-    The leaves, and the structure with which `jax.tree.unflatten` puts them together again.
+    The leaves, and the structure for `jax.tree.unflatten`.
     """
     nodes, around = tree_flatten_with_implicit(tree)
     flat = [fields(node) if is_value(node) else ([node], jtu.tree_structure(0)) for node in nodes]
@@ -82,6 +82,6 @@ def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
 
 @checked
 def implicit_depth(tree: PyTree) -> int:
-    """How deep ImplicitArrays are nested: 0 if there are none, 1 if none is inside of another."""
+    """The nesting depth of ImplicitArrays: 0 if there are none, 1 if none is inside another."""
     inside = [x for x in tree_leaves_with_implicit(tree) if is_value(x)]
     return 1 + max(implicit_depth(fields(x)[0]) for x in inside) if inside else 0

@@ -95,7 +95,7 @@ class TestShapeAndDtype:
             def materialize(self):
                 return self.array.reshape(self.shape)
 
-        with pytest.raises(UninitializedAval, match=r"materialize\(\) reads `self.shape`.* Give `shape=`"):
+        with pytest.raises(UninitializedAval, match=r"materialize\(\) reads `self.shape`.* Pass `shape=`"):
             Circular(jnp.ones(3))
         assert Circular(jnp.ones(6), shape=(2, 3)).shape == (2, 3)
 
