@@ -1,7 +1,7 @@
 """`jax.numpy`, already quaxified: `import quaxlike.numpy as qnp`.
 
-Every name of the installed `jax.numpy`, and of its `linalg` and `fft`, is here. Functions are quaxified
-when they are first used, with their signature and their documentation; dtypes and constants are JAX's own.
+It has every name of the installed `jax.numpy`, and of its `linalg` and `fft`. Functions are quaxified when
+they are first used, and keep their signature and documentation; dtypes and constants are JAX's own.
 
 !!! example
 

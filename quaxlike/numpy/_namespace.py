@@ -1,4 +1,4 @@
-"""The names of a module, quaxified when they are first asked for."""
+"""The names of a module, quaxified on first access."""
 
 import functools
 import importlib
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from ..core.quaxify import quaxify
 
-# What a function of these names returns is a function itself.
+# Functions that return functions.
 _MAKE_FUNCTIONS = frozenset(["frompyfunc", "vectorize"])
-# Objects of jax.numpy that build arrays from what stands in their brackets.
+# Objects of jax.numpy that build arrays by indexing.
 _BUILDERS = frozenset(["c_", "r_"])
 
 
@@ -22,7 +22,7 @@ def names_of(module: types.ModuleType) -> list[str]:
 
 
 def quaxified(module: types.ModuleType, names: dict[str, Any]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that mirrors another one; it leaves what it found in `names`."""
+    """The `__getattr__` of a module that mirrors another one; it caches results in `names`."""
     ours = names["__name__"]
 
     def get(name: str) -> Any:
