@@ -9,7 +9,7 @@ from .._arguments import importing_extra, number
 
 
 def _make_writable(directory: Path) -> str | None:
-    """Makes a directory; returns why one cannot write to it, or None where one can."""
+    """Creates a directory; returns the reason if it is not writable, or None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -34,20 +34,19 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("quaxlike-demo"),
         metavar="DIR",
-        help="where the figure goes; made if it is not there",
+        help="directory for the figure; created if it does not exist",
     )
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the demonstration; the exit status is 2 where it cannot start."""
+    """Runs the demonstration; the exit status is 2 if it cannot start."""
     # Arguments first: importing JAX and scikit-learn takes seconds.
     parser = _parser()
     arguments = parser.parse_args(argv)
     if reason := _make_writable(arguments.output):
         parser.error(
-            f"argument --output: cannot write to '{arguments.output}' ({reason}); "
-            "choose a directory that you may write to"
+            f"argument --output: cannot write to '{arguments.output}' ({reason}); choose a writable directory"
         )
     with importing_extra(parser):
         from .show import show

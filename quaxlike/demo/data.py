@@ -22,11 +22,11 @@ class Task(NamedTuple):
 
 
 def load_tasks(seed: int) -> tuple[Task, Task]:
-    """The upright and the rotated task, split alike: no held-out digit is seen in either.
+    """Loads the upright and the rotated task, with the same digits held out from both.
 
     **Arguments:**
 
-    - `seed`: decides which 30 % of the 1,797 images are held out.
+    - `seed`: determines which 30 % of the 1,797 images are held out.
 
     **Returns:**
 

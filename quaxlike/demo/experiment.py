@@ -1,4 +1,4 @@
-"""Train upright, then adapt to rotated digits: in full, by LoRA, by QLoRA."""
+"""The experiment: training on upright digits, then adapting to rotated ones in full, by LoRA and by QLoRA."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,12 +40,12 @@ class Result(NamedTuple):
 
     @property
     def accuracy_before(self) -> float:
-        """The share of held-out digits named rightly before training."""
+        """The share of held-out digits classified correctly before training."""
         return float(np.mean(self.before == self.labels))
 
     @property
     def accuracy(self) -> float:
-        """The share of held-out digits named rightly after training."""
+        """The share of held-out digits classified correctly after training."""
         return float(np.mean(self.after == self.labels))
 
 
@@ -76,7 +76,7 @@ def run(
     seed: int,
     on_step: Callable[[float], None],
 ) -> Result:
-    """Adapts a model to a task. A weight that would turn dense on the way is an error."""
+    """Adapts a model to a task. Raises if a weight would be materialised."""
     prepared = method.prepare(model, jax.random.key(seed))
     spec = method.trainable(prepared)
     with ql.on_materialise("error"):

@@ -1,4 +1,4 @@
-"""The figure: loss curves, accuracy against size, and what the adapted model now reads."""
+"""The figure: loss curves, accuracy against size, and predictions of the adapted model."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import quaxlike as ql
 
 from .experiment import Result
 
-# Told apart by lightness too, so that they hold in grey and for the colour-blind.
+# Colours differ in lightness too, for greyscale prints and colour-blind readers.
 _COLOURS = ("#1b4965", "#2a9d8f", "#e76f51")
 _GREY = "#8d99ae"
 _RIGHT, _WRONG = "#2b8a3e", "#c92a2a"
@@ -49,7 +49,7 @@ def _draw_sizes(ax: Axes, adapted: list[Result]) -> None:
 
 
 def _draw_digits(axes: list[Axes], result: Result, images: Float[np.ndarray, "n 8 8"]) -> None:
-    """The first held-out image of each class, what the model said before, and what it says now."""
+    """Draws the first held-out image of each class, with the predictions before and after."""
     for label, ax in enumerate(axes):
         first = int(np.argmax(result.labels == label))
         was, now = result.before[first], result.after[first]
@@ -70,7 +70,7 @@ def save_figure(path: Path, adapted: list[Result], images: Float[np.ndarray, "n 
 
     - `path`: of the file.
     - `adapted`: the methods to compare; the predictions of the last one are shown.
-    - `images`: the held-out images that they were asked about.
+    - `images`: the held-out images of these predictions.
     """
     figure = Figure(figsize=(11, 6.2), dpi=130, layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2.6, 1], squeeze=False)[:, 0]

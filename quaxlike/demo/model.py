@@ -1,4 +1,4 @@
-"""A small vision transformer in ordinary Equinox: nothing here knows of quaxlike."""
+"""A small vision transformer in plain Equinox, which knows nothing of quaxlike."""
 
 import equinox as eqx
 import jax
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 
 class Block(eqx.Module):
-    """Attention and a two-layer perceptron, each behind a layer norm and around a residual."""
+    """Attention and a two-layer perceptron, each after a layer norm and with a residual connection."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: eqx.nn.MultiheadAttention
@@ -32,7 +32,7 @@ class Block(eqx.Module):
 
 
 class VisionTransformer(eqx.Module):
-    """Patches to tokens, transformer blocks, the mean token to ten logits."""
+    """A vision transformer: patches as tokens, transformer blocks, and ten logits from the mean token."""
 
     embed: eqx.nn.Linear
     position: Float[Array, "tokens width"]

@@ -1,4 +1,4 @@
-"""The closing tables: what each method cost and gave, and which rules carried it."""
+"""The closing tables: the cost and accuracy of each method, and the rules that it used."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ def float32_share(summary: Summary) -> float:
 
 
 def results_table(pretraining: Result, adapted: list[Result]) -> Table:
-    """A row for each training run."""
+    """The table with one row per training run."""
     table = Table(title="Upright digits, then digits turned by 90°", title_justify="left")
     table.add_column("method", no_wrap=True)
     for column in ("before", "after", "trained", "stored", "share", "seconds"):
@@ -48,7 +48,7 @@ def results_table(pretraining: Result, adapted: list[Result]) -> Table:
 
 
 def rules_table(adapted: list[Result], digits: Digits) -> Table:
-    """The rules that the loss of each model follows, and what had to be materialised."""
+    """The table of rules that each model's loss used, and of operations that materialised a weight."""
     table = Table(title="Rules followed in one evaluation of the loss", title_justify="left")
     for column in ("method", "primitive", "of", "rule", "times"):
         table.add_column(column, justify="right" if column == "times" else "left")

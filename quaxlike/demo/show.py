@@ -1,4 +1,4 @@
-"""The demonstration itself: progress bars while it trains, then tables and a figure."""
+"""The demonstration itself: progress bars during training, then tables and a figure."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def show(*, seed: int, steps: int, output: Path) -> None:
 
     - `seed`: of data, weights and batches.
     - `steps`: of each of the four training runs.
-    - `output`: a directory that exists.
+    - `output`: an existing directory.
     """
     console = Console()
     upright, rotated = load_tasks(seed)

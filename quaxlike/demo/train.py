@@ -1,4 +1,4 @@
-"""One training loop for every way to adapt: a filter says what trains, types how it is stored."""
+"""One training loop for every method: a filter selects what to train, types determine how it is stored."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Fit(NamedTuple):
 def loss(
     model: VisionTransformer, images: Float[Array, "n 8 8"], labels: Int[Array, " n"]
 ) -> Float[Array, ""]:
-    """The mean cross-entropy; `ql.quaxify` makes it work on weights of any type."""
+    """The mean cross-entropy, which `ql.quaxify` makes work on weights of any type."""
     logits = jax.vmap(model)(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -40,7 +40,7 @@ def _predict(model: VisionTransformer, images: Float[Array, "n 8 8"]) -> Int[Arr
 
 
 def predictions(model: VisionTransformer, images: Float[np.ndarray, "n 8 8"]) -> Int[np.ndarray, " n"]:
-    """The digit that a model sees in each image; its weights may be of any type."""
+    """The digit that a model predicts for each image; its weights may be of any type."""
     return np.asarray(_predict(model, jnp.asarray(images)))
 
 
@@ -55,13 +55,13 @@ def fit(
     on_step: Callable[[float], None],
     batch_size: int = 64,
 ) -> Fit:
-    """Trains what the filter selects, by AdamW on a warm-up and cosine schedule.
+    """Trains the arrays that the filter selects, by AdamW with a warm-up and cosine schedule.
 
     **Arguments:**
 
     - `model`: its weights may be of any type.
     - `trainable`: a tree like `model`, `True` on the arrays to train.
-    - `digits`: what batches are drawn from.
+    - `digits`: the digits that batches are drawn from.
     - `steps`, `learning_rate`, `batch_size`: the optimiser's; the learning rate is the peak.
     - `seed`: of the batches.
     - `on_step`: called with the loss of each step.

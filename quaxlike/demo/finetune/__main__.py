@@ -1,4 +1,4 @@
-"""The older name of `python -m quaxlike.finetune`, for a release."""
+"""An older name of `python -m quaxlike.finetune`, kept for one release."""
 
 import functools
 import sys

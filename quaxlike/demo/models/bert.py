@@ -1,4 +1,4 @@
-"""Older names of what `quaxlike.models` has."""
+"""Older names for `quaxlike.models`."""
 
 from ...models import Bert, BertConfig, BertForSequenceClassification, mean_pooled
 

@@ -1,4 +1,4 @@
-"""Older names of what `quaxlike.models` has."""
+"""Older names for `quaxlike.models`."""
 
 from collections.abc import Mapping
 from typing import Any
