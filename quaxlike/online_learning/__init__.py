@@ -1,4 +1,4 @@
-"""Recurrent networks learned forward in time: ETP primitives, D-RTRL and pp_prop."""
+"""Forward-in-time learning of recurrent networks: ETP primitives, D-RTRL and pp_prop."""
 
 from . import values as _values  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .d_rtrl import DRTRL

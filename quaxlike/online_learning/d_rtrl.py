@@ -13,12 +13,11 @@ from .step import Step
 
 
 class DRTRL(Learner):
-    """D-RTRL: a trace for every weight and example, discounted as the state forgets.
+    """D-RTRL: a trace for every weight and example, which decays as the state does.
 
-    With D = ∂hᵗ/∂hᵗ⁻¹ (position by position, the weights' own outputs held fixed) and x the input of a
-    weight, ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. It is exact for states that act on
-    themselves position by position, and leaves out how the state comes back through weights. Memory is
-    O(batch · in · out).
+    With D = ∂hᵗ/∂hᵗ⁻¹ (elementwise, with the outputs of weights held fixed) and x the input of a weight, ε ←
+    D·ε + ∂h/∂y ⊗ x, and the gradient is Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. It is exact for states that depend on their past
+    elementwise, and neglects recurrence through weights. Memory is O(batch · in · out).
 
     !!! example
 
@@ -45,9 +44,9 @@ class DRTRL(Learner):
     **Arguments:**
 
     - `step`: `step(model, state, *inputs) -> (state, output)`. The state is a tree of arrays.
-    - `trainable`: what of the model is trained; a filter as `equinox.partition` takes it.
-    - `untraced`: what happens if a parameter acts on the state without a trace: `"warn"`, `"allow"` (its
-        gradient is that within the step) or `"error"`.
+    - `trainable`: a filter for the trained part of the model, as for `equinox.partition`.
+    - `untraced`: what to do if a parameter acts on the state without a trace: `"warn"`, `"allow"` (with its
+        gradient within the step) or `"error"`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).
@@ -110,7 +109,7 @@ class DRTRL(Learner):
 
 
 def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
-    """How many axes traces of the shape of their weights have in front of it."""
+    """The number of axes in front of the weights' shape in a trace."""
     return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
 
 
@@ -120,7 +119,7 @@ def _instant(op: Op, num_batch: int) -> Callable[..., Any]:
     xy_to_dw = op.rule("xy_to_dw")
     if not num_batch:
         return xy_to_dw
-    # One example after the other, each as a batch of one.
+    # Examples one at a time, each as a batch of one.
     fn = lambda x, g, weights: xy_to_dw(x[None], g[None], weights)
     for _ in range(num_batch):
         fn = jax.vmap(fn, in_axes=(0, 0, None))

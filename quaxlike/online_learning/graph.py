@@ -1,4 +1,4 @@
-"""The parts of a step of a recurrent network that learning forward in time is about."""
+"""The parts of a recurrent network's step that matter for learning forward in time."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class Op:
     """An equation in which trainable weights are used."""
 
     index: int
-    """Of the equation."""
+    """The index of the equation."""
     eqn: JaxprEqn
     weights: dict[str, int]
     """The positions of the trainable operands."""
@@ -41,7 +41,7 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """A rule of the primitive, given the parameters of the equation."""
+        """A rule of the primitive, with the parameters of the equation filled in."""
         rule = self.primitive.slot(slot).rule
         return lambda *args: rule(*args, **self.eqn.params)
 
@@ -57,7 +57,7 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """States of one shape that depend on each other position by position."""
+    """States of one shape that depend on each other elementwise."""
 
     states: tuple[int, ...]
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Relation:
     op: int
     group: int
     lead: int
-    """How many axes the states have in front of those of y."""
+    """The number of axes that the states have in front of y's."""
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -97,19 +97,19 @@ def inline(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:
-    """Raises for operations inside of loops and derivatives, which the gradient would leave out."""
+    """Raises for operations inside loops and derivatives, whose gradient would be missing."""
     primitive = eqn.primitive
     if isinstance(primitive, DefinedPrimitive) and isinstance(primitive.root, ETPPrimitive):
         raise ValueError(
-            f"ETP primitive {primitive.root.name!r} is under vmap or differentiated inside of the step "
-            f"(it became {primitive.name!r}), where no traces can be kept of its weights; map or "
+            f"ETP primitive {primitive.root.name!r} is batched or differentiated inside the step "
+            f"(it became {primitive.name!r}), where no traces of its weights can be kept; map or "
             "differentiate the learner instead"
         )
     for jaxpr in jaxprs_in_params(eqn.params):
         for inner in jaxpr.eqns:
             if isinstance(inner.primitive, ETPPrimitive):
                 raise ValueError(
-                    f"ETP primitive {inner.primitive.name!r} is inside of `{primitive.name}`, where no "
-                    "traces can be kept of its weights; write the step without it"
+                    f"ETP primitive {inner.primitive.name!r} is inside `{primitive.name}`, where no "
+                    "traces of its weights can be kept; write the step without it"
                 )
             refuse_hidden_ops(inner)

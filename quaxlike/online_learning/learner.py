@@ -1,4 +1,4 @@
-"""Gradients of a recurrent network while it runs: one step at a time, forward."""
+"""Gradients of a recurrent network while it runs forward, one step at a time."""
 
 import abc
 import warnings
@@ -18,14 +18,14 @@ Weights = dict[str, Any]
 
 
 class UntracedParameterWarning(UserWarning):
-    """A parameter acts on the state in a way of which no trace is kept."""
+    """A parameter acts on the state in a way that is not traced."""
 
 
 class Learned(NamedTuple):
     """The results of one step of a learner.
 
     - `loss`: the loss of this step.
-    - `grads`: its gradient, in the structure of the model with None for what is not trained.
+    - `grads`: its gradient, in the structure of the model, with None for parts that are not trained.
     - `state`: the next state.
     - `traces`: the next traces.
     - `output`: the output of the step.
@@ -41,12 +41,12 @@ class Learned(NamedTuple):
 class Learner(abc.ABC):
     """Learns a recurrent network forward in time.
 
-    Backpropagation through time keeps the whole past and goes through it in reverse. A learner carries
-    *traces* instead: how the state depends on the weights. Every step gives a gradient of its own loss;
-    memory does not grow with the length of the sequence, and weights may change at every step.
+    Backpropagation through time stores the whole past, and goes through it in reverse. A learner carries
+    *traces* instead, which say how the state depends on the weights. Every step returns a gradient of its own
+    loss; memory does not grow with the length of the sequence, and weights may change at every step.
 
-    Traced are the weights that the step uses by ETP primitives, such as
-    [`matmul`][quaxlike.online_learning.matmul]. The gradient of any other parameter is that within the step.
+    Traces are kept for weights that the step uses through ETP primitives, such as
+    [`matmul`][quaxlike.online_learning.matmul]. Any other parameter only gets its gradient within the step.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Learner(abc.ABC):
         self.untraced = untraced
 
     def init(self, model: PyTree, state: PyTree, *inputs: PyTree) -> PyTree:
-        """The traces before the first step.
+        """Makes the traces before the first step.
 
-        **Arguments:** as for the step; only types matter.
+        **Arguments:** as for the step; only their types matter.
 
         **Returns:** the traces, all zero.
 
-        **Raises:** `ValueError` for a step that cannot be learned in this way, and says why.
+        **Raises:** `ValueError`, with the reason, for a step that cannot be learned in this way.
         """
         step = self._traced(model, state, inputs).step
         return self._first_traces(step)
@@ -81,17 +81,17 @@ class Learner(abc.ABC):
         *inputs: PyTree,
         targets: Sequence[PyTree] = (),
     ) -> Learned:
-        """Takes one step, and the gradient of its loss. It is meant to be called under `jax.jit`.
+        """Runs one step, and computes the gradient of its loss. Call it under `jax.jit`.
 
-        The gradient of a sequence is the sum over its steps. The step is run in several ways that the
-        compiler makes one of, so what it prints is printed several times.
+        The gradient of a sequence is the sum over its steps. The step is evaluated in several ways, which the
+        compiler merges, so side effects such as printing occur several times.
 
         **Arguments:**
 
         - `loss`: `loss(output, *targets)`, a scalar.
         - `model`, `state`, `inputs`: as for the step.
         - `traces`: from `init`, or from the last step.
-        - `targets`: what the loss is given beside the output.
+        - `targets`: further arguments of the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
         """
@@ -139,7 +139,7 @@ class Learner(abc.ABC):
             if any(reached(next_state, avals, i)):
                 message = (
                     f"parameter model{name} acts on the state other than through an ETP primitive of its "
-                    "own, so its gradient does not reach back in time. Use it by one (such as "
+                    "own, so its gradient does not reach back in time. Use it through one (such as "
                     "online_learning.matmul or online_learning.elementwise), leave it out of `trainable`, "
                     'or set untraced="allow"'
                 )
@@ -149,7 +149,7 @@ class Learner(abc.ABC):
 
     @abc.abstractmethod
     def _first_traces(self, step: Step) -> PyTree:
-        """Traces of zeros."""
+        """Makes traces of zeros."""
 
     @abc.abstractmethod
     def _advance(self, here: "Linearised", traces: PyTree) -> PyTree:
@@ -159,11 +159,11 @@ class Learner(abc.ABC):
     def _solve(
         self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
     ) -> Weights:
-        """The cotangents of the weights of a relation, for the cotangent `(*states, S)` of the states."""
+        """The cotangents of a relation's weights, for the cotangent `(*states, S)` of the states."""
 
 
 class Linearised:
-    """A step around its operands: how the next state moves with the last one, and with each y."""
+    """A step, linearised: how the next state changes with the last one, and with each y."""
 
     def __init__(
         self, step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
@@ -185,12 +185,12 @@ class Linearised:
         self._push = jax.linearize(next_state, self._primals, self._shifts)[1]
 
     def by_state(self, group: int) -> Array:
-        """∂h/∂h of a group, position by position: `(*states, S, S)`, by the last state in the last axis."""
+        """∂h/∂h of a group, elementwise: `(*states, S, S)`, with the last state along the last axis."""
         states = self.step.groups[group].states
         return jnp.stack([self._columns(states, state=j) for j in states], axis=-1)
 
     def by_output(self, relation: Relation) -> Array:
-        """∂h/∂y of the states of a relation, position by position: `(*states, S)`."""
+        """∂h/∂y of the states of a relation, elementwise: `(*states, S)`."""
         return self._columns(self.step.groups[relation.group].states, op=relation.op)
 
     def _columns(self, states: Sequence[int], state: int | None = None, op: int | None = None) -> Array:
@@ -204,7 +204,7 @@ class Linearised:
 
 
 def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[..., Any]:
-    """Maps `fn` over the axes that states have in front of those of y, of the arguments that have them."""
+    """Maps `fn` over the `lead` axes that states have in front of y's, for the arguments that have them."""
     for _ in range(lead):
         fn = jax.vmap(fn, in_axes=[0 if m else None for m in mapped])
     return fn

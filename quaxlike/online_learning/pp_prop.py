@@ -1,4 +1,4 @@
-"""pp_prop: online learning with traces of inputs and outputs alone."""
+"""pp_prop: online learning with traces of inputs and outputs only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ from .step import Step
 
 
 class PPProp(Learner):
-    """pp_prop (ES-D-RTRL): a trace of what goes into a weight, and one of what it does to the state.
+    """pp_prop (ES-D-RTRL): a trace of a weight's input, and a trace of its effect on the state.
 
     The trace of D-RTRL is approximated by a product of two: ε_x ← α ε_x + x and
-    ε_f ← α D ε_f + (1 − α) ∂h/∂y. The gradient is that of the weights at input ε_x, for the cotangent
-    Σ ε_f ∘ ∂L/∂h / (1 − αᵗ⁺¹) of y. Memory is O(batch · (in + out)).
+    ε_f ← α D ε_f + (1 − α) ∂h/∂y. The gradient is the weights' at input ε_x, for the cotangent Σ ε_f ∘ ∂L/∂h
+    / (1 − αᵗ⁺¹) of y. Memory is O(batch · (in + out)).
 
     !!! example
 
@@ -41,7 +41,7 @@ class PPProp(Learner):
     - `step`, `trainable`, `untraced`: see [`DRTRL`][quaxlike.online_learning.DRTRL].
     - `decay`: α: a float in [0, 1), or an integer rank r ≥ 1, for α = (r − 1) / (r + 1).
 
-    **Raises:** `ValueError` for another decay.
+    **Raises:** `ValueError` for any other decay.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).
@@ -88,7 +88,7 @@ class PPProp(Learner):
     ) -> Weights:
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
-        # The traces start from zero: what a decaying mean of as many steps lacks is made up for.
+        # The traces start from zero; this corrects the bias of their decaying means.
         correction = 1 - self.decay ** traces["steps"].astype(signal.dtype)
         g = jnp.sum(traces["f"][number].astype(signal.dtype) * signal, axis=-1) / correction
         g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)

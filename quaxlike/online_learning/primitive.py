@@ -1,4 +1,4 @@
-"""ETP primitives: "here a trainable weight is used", with the rules that learning forward in time needs."""
+"""ETP primitives: markers of where trainable weights are used, with rules for learning forward in time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,12 +15,12 @@ _DEFAULT_TRAINABLES = {"weight": 1}
 
 
 class ETPPrimitive(DefinedPrimitive):
-    """A primitive that marks the use of trainable weights; made by
+    """A primitive that marks the use of trainable weights, made by
     [`register_primitive`][quaxlike.online_learning.register_primitive].
 
     ETP stands for eligibility trace propagation. The primitive computes y from an input x and the
-    weights. A learner finds its equations in a step of a recurrent network, and asks its rules how
-    weights, traces and gradients relate. Each rule is in a slot of its name.
+    weights. A learner finds its equations in a step of a recurrent network, and calls its rules, which relate
+    weights, traces and gradients. Each rule is in a slot of its name.
     """
 
     batched: bool = False
@@ -30,12 +30,12 @@ class ETPPrimitive(DefinedPrimitive):
     y_outvar_index: int = 0
 
     def register_yw_to_w(self, rule: _F) -> _F:
-        """Sets how a factor per element of y acts on a trace.
+        """Sets the rule for how a factor per element of y acts on a trace.
 
         **Arguments:**
 
-        - `rule`: `rule(g, trace, **params) -> trace`; `g` has the shape of y, `trace` is a dict by
-            trainable. For y = x @ w its `"weight"` has the shape `(..., in, out)`, and the rule returns
+        - `rule`: `rule(g, trace, **params) -> trace`; `g` has the shape of y, and `trace` is a dict by
+            trainable. For y = x @ w, its `"weight"` has shape `(..., in, out)`, and the rule returns
             `{"weight": trace["weight"] * g[..., None, :]}`.
 
         **Returns:** the rule.
@@ -43,36 +43,36 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("yw_to_w").register(rule)
 
     def register_xy_to_dw(self, rule: _F) -> _F:
-        """Sets the cotangents of the weights.
+        """Sets the rule for the cotangents of the weights.
 
         **Arguments:**
 
-        - `rule`: `rule(x, g, weights, **params) -> dict`: for each trainable of the dict `weights` the
-            cotangent, in the shape of the weight, for the cotangent `g` of y (summed over a batch).
+        - `rule`: `rule(x, g, weights, **params) -> dict`: for each trainable in the dict `weights`, its
+            cotangent, of the shape of the weight, given the cotangent `g` of y (summed over a batch).
 
         **Returns:** the rule.
         """
         return self.slot("xy_to_dw").register(rule)
 
     def register_init_drtrl(self, rule: _F) -> _F:
-        """Sets the first traces of D-RTRL.
+        """Sets the rule for the initial traces of D-RTRL.
 
         **Arguments:**
 
-        - `rule`: `rule(x_var, y_var, weight_vars, num_states) -> dict` of zeros, for each trainable
-            `(batch..., *weight, num_states)`. `weight_vars` is a dict by trainable. Each variable has an
-            `aval`; `x_var` is None without input.
+        - `rule`: `rule(x_var, y_var, weight_vars, num_states) -> dict`: zeros of shape
+            `(batch..., *weight, num_states)` for each trainable. `weight_vars` is a dict by trainable. Each
+            variable has an `aval`; `x_var` is None without input.
 
         **Returns:** the rule.
         """
         return self.slot("init_drtrl").register(rule)
 
     def register_init_pp(self, rule: _F) -> _F:
-        """Sets the first output trace of pp_prop.
+        """Sets the rule for the initial output trace of pp_prop.
 
         **Arguments:**
 
-        - `rule`: `rule(x_var, y_var, weight_vars, num_states)`, zeros of shape `(*y, num_states)`.
+        - `rule`: `rule(x_var, y_var, weight_vars, num_states)`: zeros of shape `(*y, num_states)`.
 
         **Returns:** the rule.
         """
@@ -89,18 +89,18 @@ class ETPPrimitive(DefinedPrimitive):
         solve: Callable[..., Any] | None = None,
         pp_input: Callable[..., Any] | None = None,
     ) -> None:
-        """Sets several rules; None leaves one as it is.
+        """Sets several rules; None leaves a rule unchanged.
 
         **Arguments:**
 
         - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods of these names.
-        - `instant`: `instant(x, g, weights, **params)`: what one step adds to the traces of D-RTRL for the
-            factor `g`. Default: `xy_to_dw`, example by example. Needed where a trace is not of the shape of
-            its weight.
-        - `solve`: `solve(g, trace, weights, **params)`: the cotangents of the weights, for traces and the
+        - `instant`: `instant(x, g, weights, **params)`: the term that one step adds to the traces of D-RTRL
+            for the factor `g`. Default: `xy_to_dw`, example by example. Needed if a trace does not have the
+            shape of its weight.
+        - `solve`: `solve(g, trace, weights, **params)`: the cotangents of the weights, given traces and the
             cotangent `g` of y. Default: `yw_to_w`, summed over the batch.
-        - `pp_input`: `pp_input(x, weights, **params)`: what pp_prop keeps a trace of, something that y is
-            linear in. Default: x.
+        - `pp_input`: `pp_input(x, weights, **params)`: the quantity that pp_prop keeps a trace of, in which y
+            must be linear. Default: x.
         """
         rules = {
             "yw_to_w": yw_to_w,
@@ -130,7 +130,7 @@ def register_primitive(
     batching: Callable[..., Any] | None = None,
     replace: bool = False,
 ) -> ETPPrimitive:
-    """Makes an ETP primitive of a function; all that JAX asks of a primitive is derived from it.
+    """Makes a function an ETP primitive, and derives all rules that JAX needs for it.
 
     !!! example
 
@@ -148,13 +148,13 @@ def register_primitive(
     **Arguments:**
 
     - `name`: an identifier that no primitive has yet.
-    - `impl_fn`: computes y, of arrays by position and static parameters by keyword.
-    - `batched`: whether x and y lead with a batch.
-    - `gradient_enabled`: whether y may be a link in the way from another y, or from the last state, to the
-        state: True for what acts element by element. A way through any other ETP primitive is cut.
-    - `trainable_invars_fn`: from the parameters to the positions of the trainable operands by name.
-        Default: `{"weight": 1}`.
-    - `x_invar_index`: the position of the input, None for a primitive without.
+    - `impl_fn`: a function that computes y from arrays by position and static parameters by keyword.
+    - `batched`: whether x and y have leading batch axes.
+    - `gradient_enabled`: whether the path from another y, or from the last state, to the state may pass
+        through y: True for elementwise operations. Paths through any other ETP primitive are cut.
+    - `trainable_invars_fn`: maps the parameters to the positions of trainable operands by name. Default:
+        `{"weight": 1}`.
+    - `x_invar_index`: the position of the input; None for a primitive without one.
     - `y_outvar_index`: the position of y among the results of the equation.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
@@ -185,12 +185,12 @@ def is_etp_primitive(primitive: Any) -> bool:
 
 
 def is_batched_primitive(primitive: Any) -> bool:
-    """Whether it is an ETP primitive whose x and y lead with a batch."""
+    """Whether it is an ETP primitive whose x and y have leading batch axes."""
     return is_etp_primitive(primitive) and primitive.batched
 
 
 def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
-    """Whether it is an ETP primitive that the way from a y or a state to the state may go through."""
+    """Whether it is an ETP primitive that the path from a y or a state to the state may pass through."""
     return is_etp_primitive(primitive) and primitive.gradient_enabled
 
 
@@ -220,11 +220,11 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
 
 
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
-    """An `init_drtrl` rule: the batch axes of x, the shape of each weight, the states.
+    """Makes an `init_drtrl` rule: zeros with the batch axes of x, the shape of each weight, and the states.
 
     **Arguments:**
 
-    - `batch`: how many leading axes of x are a batch, or a function of x's aval that tells.
+    - `batch`: the number of leading batch axes of x, or a function of x's aval that returns it.
     """
 
     def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
@@ -239,12 +239,12 @@ def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[
 
 
 def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> Any:
-    """An `init_pp` rule."""
+    """An `init_pp` rule: zeros of shape `(*y, num_states)`."""
     return jnp.zeros((*y_var.aval.shape, num_states), y_var.aval.dtype)
 
 
 def vjp_of(fn: Callable[..., Any], keys: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """An `xy_to_dw` rule: the transposed derivative of `fn(x, *weights, **params)`, for weights in the
+    """Makes an `xy_to_dw` rule: the transposed derivative of `fn(x, *weights, **params)`, for weights in the
     order of `keys`."""
 
     def xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:

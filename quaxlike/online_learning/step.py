@@ -1,4 +1,4 @@
-"""A step of a recurrent network, run in the ways that learning forward in time needs."""
+"""A step of a recurrent network, with the evaluations that learning forward in time needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ OnOp = Callable[[Op, Sequence[Any]], list[Any]]
 class Step:
     """A traced step: from leaves of parameters, state and inputs to leaves of the next state and output.
 
-    Calls are inlined, so that the equations stand in one row and every result of the step is a variable
-    that later equations use.
+    Calls are inlined into one flat list of equations, so that every intermediate result of the step is a
+    variable that later equations use.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Step:
     def evaluate(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the step, with `on_op` to compute the results of ops: the next state and the output."""
+        """Runs the step, with `on_op` computing the results of ops. Returns the next state and the output."""
         read, env = self._environment(params, state, inputs)
         for i, eqn in enumerate(self.eqns):
             operands = list(map(read, eqn.invars))
@@ -60,15 +60,15 @@ class Step:
         inputs: Sequence[Any],
         shifts: Mapping[int, Any],
     ) -> tuple[list[Any], list[Any]]:
-        """The next state and the output, with what is not in the traces for derivatives.
+        """The next state and the output, whose derivatives are those parts that the traces lack.
 
-        Derivatives with respect to a shift of a next state: its effect on the output, directly and through
-        ops, without its effect on other states, which is in the traces. Derivatives with respect to
-        parameters: all but the effect of traced weights on the state by their own op.
+        The derivative with respect to a shift of a next state is its effect on the output, directly and
+        through ops, without its effect on other states, which is in the traces. Derivatives with respect to
+        parameters contain everything but the effect of traced weights on the state through their own op.
         """
-        # Two worlds side by side, equal in value. In `seen`, which the output and the inputs of ops are
-        # computed in, states are shifted and weights are live. In `inner`, where states come from, states
-        # are not shifted, and ops give what they do in `seen`, with traced weights held fixed.
+        # Two parallel evaluations, equal in value. In `seen`, which gives the output and the inputs of ops,
+        # states are shifted and weights are live. In `inner`, which gives the next states, states are not
+        # shifted, and ops return their results in `seen`, with traced weights held fixed.
         read_seen, seen = self._environment(params, state, inputs)
         read_inner, inner = self._environment(params, state, inputs)
         next_vars = self.jaxpr.outvars[: self.num_state]
@@ -104,8 +104,8 @@ class Step:
     def isolated(
         self, params: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], shifts: Sequence[Any]
     ) -> list[Any]:
-        """The next state as a function of the last one and of a shift of each y, where a way through an
-        op counts only if that is gradient-enabled."""
+        """The next state as a function of the last one and of a shift of each y, in which paths through ops
+        count only if these are gradient-enabled."""
 
         def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
             results = bind(op.eqn, operands)
@@ -122,7 +122,7 @@ class Step:
     # ----------------------------------------------------------------------------------------------
 
     def _find_ops(self, num_held: int) -> list[Op]:
-        """The equations with weights that are trained; `num_held` inputs in front are of the model."""
+        """The equations with trained weights; the first `num_held` inputs are the model's other arrays."""
         found = []
         n, m = self.num_params, self.num_params + self.num_state
         data = [*self.jaxpr.invars[n:m], *self.jaxpr.invars[m + num_held :]]
@@ -144,13 +144,13 @@ class Step:
                 if depends_on_data.get(eqn.invars[j], False):
                     raise ValueError(
                         f"the {key!r} of ETP primitive {primitive.name!r} depends on the state or the input "
-                        "of the step; a trace is kept for weights, which depend on parameters alone"
+                        "of the step; traces are kept for weights, which may depend on parameters alone"
                     )
             found.append(Op(i, eqn, weights))
         return found
 
     def _find_groups(self) -> list[Group]:
-        """States that reach each other from one step to the next are in one group."""
+        """Groups states that depend on each other from one step to the next."""
         parent = list(range(self.num_state))
 
         def root(i: int) -> int:
@@ -164,8 +164,8 @@ class Step:
                 if shapes[0] != shapes[1]:
                     raise ValueError(
                         f"state {self.state_names[i]!r} of shape {shapes[1]} depends on state "
-                        f"{self.state_names[j]!r} of shape {shapes[0]}, and not through an ETP primitive: "
-                        "states that act on each other do so position by position"
+                        f"{self.state_names[j]!r} of shape {shapes[0]} other than through an ETP primitive: "
+                        "states may act on each other only elementwise"
                     )
                 parent[root(i)] = root(j)
         members: dict[int, list[int]] = {}
@@ -187,8 +187,8 @@ class Step:
                     names = ", ".join(repr(self.state_names[i]) for i in group.states)
                     raise ValueError(
                         f"the y of ETP primitive {op.primitive.name!r} has shape {y}, and acts on state "
-                        f"{names} of shape {group.shape}; each element of y acts on the position of its own. "
-                        "Where y holds several gates, use one ETP primitive for each"
+                        f"{names} of shape {group.shape}; each element of y must act on its own position. "
+                        "If y holds several gates, use one ETP primitive for each"
                     )
                 relations.append(Relation(k, g, lead))
         return relations
@@ -212,7 +212,7 @@ class Step:
 
 
 def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:
-    """Which results of `fn` have a derivative by the argument of that number."""
+    """Which results of `fn` have a derivative with respect to the argument of this number."""
 
     def tangents(primals: Sequence[Any], tangent: Any) -> list[Any]:
         return symbolic_tangents(fn, [i == number for i in range(len(avals))], primals, [tangent])

@@ -13,10 +13,10 @@ from .step import Step
 
 
 class TracedStep:
-    """`step(model, state, *inputs) -> (state, output)`, traced for given arguments.
+    """A step function `step(model, state, *inputs) -> (state, output)`, traced for given arguments.
 
-    The leaves of the arguments: `params`, those of the model that are trained; `state`; and `inputs`, the
-    other arrays of the model and then those of the inputs.
+    The arguments have these leaves: `params`, the trained arrays of the model; `state`; and `inputs`, the
+    model's other arrays followed by those of the inputs.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class TracedStep:
         leaves, tree = jtu.tree_flatten(next_state)
         if tree != self._state_tree:
             raise TypeError(
-                "the step must return a state of the structure that it is given, "
+                "the step must return a state of the same structure as its argument, "
                 f"{self._state_tree}; found {tree}"
             )
         for leaf, last in zip(leaves, self.state, strict=True):
             found, expected = jax.typeof(leaf), jax.typeof(last)
             if (found.shape, found.dtype) != (expected.shape, expected.dtype):
                 raise TypeError(
-                    f"the step must return a state of the types that it is given; found {found.str_short()} "
+                    f"the step must return a state of the types of its argument; found {found.str_short()} "
                     f"for {expected.str_short()}"
                 )
         return leaves

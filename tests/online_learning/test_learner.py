@@ -268,10 +268,10 @@ def _in_grad(w, h, x):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (_in_scan, "'etp_mm' is inside of `scan`"),
-        (_in_cond, "'etp_mm' is inside of `cond`"),
-        (_in_custom_vjp, "'etp_mm' is inside of `custom_vjp_call`"),
-        (_in_grad, r"'etp_mm' is under vmap or differentiated .* became 'etp_mm.vjp'"),
+        (_in_scan, "'etp_mm' is inside `scan`"),
+        (_in_cond, "'etp_mm' is inside `cond`"),
+        (_in_custom_vjp, "'etp_mm' is inside `custom_vjp_call`"),
+        (_in_grad, r"'etp_mm' is batched or differentiated .* became 'etp_mm.vjp'"),
         (
             lambda w, h, x: (h + matmul(x, w * x[0, 0]), x),
             "'weight' of ETP primitive 'etp_mm' depends on the",
@@ -292,7 +292,7 @@ def test_steps_that_cannot_be_learned(step, message):
 def test_mapped_convolutions_are_refused():
     kernel, x = normal(3, 2, 4, seed=2), normal(2, BATCH, 6, 2)
     step = lambda k, h, x: (h + jax.vmap(lambda x: conv(x, k))(x), h)
-    with pytest.raises(ValueError, match=f"'{etp_conv_p}' is under vmap .* map or differentiate the learner"):
+    with pytest.raises(ValueError, match=f"'{etp_conv_p}' is batched .* map or differentiate the learner"):
         _init(step, kernel, jnp.zeros((2, BATCH, 6, 4)), x)
 
 
@@ -303,15 +303,15 @@ def test_states_that_do_not_fit():
         return (0.5 * small + matmul(x, w), large), large
 
     state = (jnp.zeros((BATCH, HIDDEN)), jnp.zeros((BATCH, HIDDEN, 2)))
-    message = r"state '\[1\]' of shape .* depends on state '\[0\]' of shape .* position by position"
+    message = r"state '\[1\]' of shape .* depends on state '\[0\]' of shape .* only elementwise"
     with pytest.raises(ValueError, match=message):
         _init(mixes, normal(IN, HIDDEN, seed=2), state, normal(BATCH, IN))
     x, w, h = normal(BATCH, IN), normal(IN, HIDDEN, seed=2), jnp.zeros((BATCH, HIDDEN))
     with pytest.raises(TypeError, match="must return a pair"):
         _init(lambda w, h, x: matmul(x, w), w, h, x)
-    with pytest.raises(TypeError, match="state of the structure that it is given"):
+    with pytest.raises(TypeError, match="state of the same structure as its argument"):
         _init(lambda w, h, x: ((h, matmul(x, w)), h), w, h, x)
-    with pytest.raises(TypeError, match="state of the types that it is given; found"):
+    with pytest.raises(TypeError, match="state of the types of its argument; found"):
         _init(lambda w, h, x: (matmul(x, w)[0], h), w, h, x)
 
 

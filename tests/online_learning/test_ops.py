@@ -154,5 +154,5 @@ def test_patterns():
     assert repr(PATTERN) == "SparsePattern(6 of 4 × 5)"
     with pytest.raises(ValueError, match=r"columns of a SparsePattern .* in \[0, 5\); found \[0, 5\]"):
         SparsePattern([0, 1], [0, 5], (IN, HIDDEN))
-    with pytest.raises(ValueError, match=r"vectors of one length; found shapes \(2,\) and \(1,\)"):
+    with pytest.raises(ValueError, match=r"vectors of equal length; found shapes \(2,\) and \(1,\)"):
         SparsePattern([0, 1], [0], (IN, HIDDEN))

@@ -1,1 +1,1 @@
-"""The built-in ETP primitives, one kind of operation a file."""
+"""The built-in ETP primitives, one kind of operation per file."""

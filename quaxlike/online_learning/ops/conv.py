@@ -40,20 +40,20 @@ def _conv_general(
 
 
 def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
-    """For each element of y in space the part of x that the kernel meets: `(batch, *space, *window, in)`."""
+    """The window of x for each spatial position of y: `(batch, *space, *window, in)`."""
     *window, n_in, _ = kernel.shape
     size = n_in
     for n in window:
         size *= n
-    # One output channel for each place in the kernel picks that place.
+    # One output channel for each position in the kernel picks that position.
     picking = jnp.eye(size, dtype=x.dtype).reshape(*window, n_in, size)
     patches = _conv_general(x, picking, **params)
     return patches.reshape(*patches.shape[:-1], *window, n_in)
 
 
 def _init_drtrl(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # Every place of y shares the kernel, and each discounts its own trace: the traces are told apart by
-    # place, and summed when they are solved for.
+    # All positions of y share the kernel, but each discounts its own trace: traces are kept per position, and
+    # summed when the gradient is computed.
     y = y_var.aval
     kernel = weight_vars["weight"].aval.shape
     zeros = {"weight": jnp.zeros((*y.shape[:-1], *kernel, num_states), y.dtype)}
@@ -104,18 +104,18 @@ def conv(
     padding: str | Sequence[tuple[int, int]] = "SAME",
     dilation: Sequence[int] | None = None,
 ) -> jax.Array:
-    """A convolution over one, two or three axes of space, with `kernel` and `bias` trained online.
+    """A convolution over one, two or three spatial axes, with `kernel` and `bias` trained online.
 
-    The traces of D-RTRL are as large as the kernel at every place of the result; those of pp_prop are as
-    large as the result.
+    The traces of D-RTRL hold a kernel for every position of the result; those of pp_prop are as large as the
+    result.
 
     **Arguments:**
 
     - `x`: `(batch, *space, in)`.
     - `kernel`: `(*window, in, out)`.
     - `bias`: `(out,)`.
-    - `strides`, `dilation`: one integer for each axis of space. Default: 1.
-    - `padding`: `"SAME"`, `"VALID"`, or a pair of integers for each axis of space.
+    - `strides`, `dilation`: one integer for each spatial axis. Default: 1.
+    - `padding`: `"SAME"`, `"VALID"`, or a pair of integers for each spatial axis.
 
     **Returns:** `(batch, *space, out)`.
     """
@@ -140,7 +140,7 @@ def conv(
         by_axis["padding"] = padding
     for name, given in by_axis.items():
         if given is not None and len(given) != axes:
-            raise ValueError(f"conv takes {axes} `{name}`, one for each axis of space; found {given!r}.")
+            raise ValueError(f"conv takes {axes} `{name}`, one for each spatial axis; found {given!r}.")
     params: dict[str, Any] = {
         "strides": None if strides is None else tuple(strides),
         "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),

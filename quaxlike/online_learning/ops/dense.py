@@ -22,12 +22,12 @@ def weight_and_bias(params: Mapping[str, Any]) -> dict[str, int]:
 
 
 def scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """Every weight acts on one element of y, which its last axis names; a bias on its own."""
+    """A `yw_to_w` rule: weights act on the element of y at their last index, biases on their own."""
     return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
 
 
 def onto_batched(batched: Callable[[], ETPPrimitive], num_weights: int) -> Callable[..., Any]:
-    """A batching rule: the primitive for single examples, mapped over x alone, is the one for batches."""
+    """A batching rule: mapped over x alone, the primitive for single examples becomes that for batches."""
 
     def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         x, *weights = args
@@ -66,7 +66,7 @@ for _p in (etp_mm_p, etp_mv_p):
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
-    """Raises an error unless the shapes of the operands fit each other; that of None is `()`."""
+    """Raises unless the shapes of the operands fit each other; the shape of None is `()`."""
     shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
     if not fit(**shapes):
         given = [key for key, x in operands.items() if x is not None]

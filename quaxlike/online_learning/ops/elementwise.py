@@ -1,4 +1,4 @@
-"""`etp_elemwise`: marks weights that act element by element, such as gains, leaks and diagonal recurrence."""
+"""`etp_elemwise`: weights that act element by element, such as gains, leaks and diagonal recurrence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ etp_elemwise_p = register_primitive(
     trainable_invars_fn=lambda params: {"weight": 0},
     x_invar_index=None,
 )
-"""y = w, which the step then uses element by element."""
+"""y = w, which the step then uses elementwise."""
 
 etp_elemwise_p.register_etp_rules(
     yw_to_w=lambda g, trace, **params: {"weight": trace["weight"] * g},
@@ -34,14 +34,14 @@ etp_elemwise_p.register_etp_rules(
 
 @checked
 def elementwise(w: ArrayLike) -> jax.Array:
-    """`w` itself, trained online; for weights that meet the state element by element.
+    """Marks `w` as trained online, for weights that act on the state elementwise.
 
-    What becomes of the parameter before (a sigmoid, say) is differentiated as usual:
+    Functions that are applied to the parameter before (a sigmoid, say) are differentiated as usual:
     `elementwise(jax.nn.sigmoid(log_decay)) * h`.
 
     **Arguments:**
 
-    - `w`: in the shape of the state, or of its last axes.
+    - `w`: of the shape of the state, or of its last axes.
 
     **Returns:** `w`.
     """

@@ -17,7 +17,7 @@ def _look_up(indices: Any, table: Any) -> jax.Array:
 
 
 def _xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """Of indices, or of the trace of their one-hot encodings."""
+    """An `xy_to_dw` rule for indices, or for the trace of their one-hot encodings."""
     table = weights["weight"]
     fn = (lambda w: jnp.matmul(x, w)) if jnp.issubdtype(x.dtype, jnp.inexact) else (lambda w: _look_up(x, w))
     return {"weight": jax.vjp(fn, table)[1](g)[0]}

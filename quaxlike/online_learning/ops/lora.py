@@ -17,8 +17,8 @@ def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
 
 
 def _init_drtrl(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # What discounts a trace acts on the elements of y, an axis that `b` does not have. The trace is that
-    # of the product, from which the cotangents of both factors follow.
+    # Traces decay per element of y, an axis that `b` does not have. So the trace is that of the product, from
+    # which the cotangents of both factors follow.
     (n_in, _), (_, n_out) = weight_vars["b"].aval.shape, weight_vars["a"].aval.shape
     shape = (*x_var.aval.shape[:-1], n_in, n_out, num_states)
     return {"product": jnp.zeros(shape, y_var.aval.dtype)}

@@ -1,4 +1,4 @@
-"""`etp_sp_mm`, `etp_sp_mv`: y = x @ w for a weight of which few entries are there, always the same."""
+"""`etp_sp_mm`, `etp_sp_mv`: y = x @ w for a sparse weight with fixed positions of entries."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
-    """Where the entries of a sparse weight are. Hashable, and equal to another one with the same entries.
+    """The positions of a sparse weight's entries. Patterns are hashable, and equal if their entries are.
 
     **Arguments:**
 
@@ -35,7 +35,7 @@ class SparsePattern:
         self.shape = tuple(shape)
         if self.rows.ndim != 1 or self.rows.shape != self.columns.shape:
             raise ValueError(
-                "rows and columns of a SparsePattern are vectors of one length; found shapes "
+                "rows and columns of a SparsePattern are vectors of equal length; found shapes "
                 f"{self.rows.shape} and {self.columns.shape}"
             )
         for name, indices, size in (("rows", self.rows, shape[0]), ("columns", self.columns, shape[1])):
@@ -74,7 +74,7 @@ def _yw_to_w(g: Any, trace: Mapping[str, Any], *, pattern: SparsePattern) -> dic
 etp_sp_mm_p = register_primitive(
     "etp_sp_mm", _sparse_matmul, batched=True, batching=onto_batched(lambda: etp_sp_mm_p, 1)
 )
-"""y = x @ w: x `(batch..., in)`, the entries of w `(entries,)`, where they are in `pattern`."""
+"""y = x @ w: x `(batch..., in)`, the entries of w `(entries,)`, their positions in `pattern`."""
 
 etp_sp_mv_p = register_primitive("etp_sp_mv", _sparse_matmul, batching=onto_batched(lambda: etp_sp_mm_p, 1))
 """The same for x `(in,)`."""
@@ -96,12 +96,12 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
 
     - `x`: `(..., in)`; axes before the last are batch axes.
     - `data`: the entries, `(entries,)`.
-    - `pattern`: where they are; entries in the same place add up.
+    - `pattern`: their positions; entries at the same position add up.
 
     **Returns:** `(..., out)`.
     """
     check_shapes(
-        f"sparse_matmul by a pattern of {pattern!r}",
+        f"sparse_matmul with the pattern {pattern!r}",
         "`x` of shape (..., in) and `data` of shape (entries,)",
         lambda x, data: x[-1:] == pattern.shape[:1] and data in (pattern.rows.shape, ()),
         x=x,
