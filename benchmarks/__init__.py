@@ -1,1 +1,1 @@
-"""Side by side with plain JAX, hand-written modules and peers: `python -m benchmarks`."""
+"""Comparisons with plain JAX, hand-written modules and other libraries: `python -m benchmarks`."""

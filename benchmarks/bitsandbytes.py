@@ -1,4 +1,4 @@
-"""bitsandbytes' product with 4-bit weights, where it is installed."""
+"""bitsandbytes' product with 4-bit weights, if it is installed."""
 
 from .timing import CACHE_BYTES, Time, summarise
 

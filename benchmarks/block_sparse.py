@@ -1,4 +1,4 @@
-"""A block-sparse weight, its dense form, and JAX's BCOO of it, forward and backward."""
+"""A block-sparse weight, its dense form and its BCOO form in JAX, forward and backward."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,18 +1,19 @@
-"""What devices communicate in a step of training, from 1 to 1,024 devices: a table for the documentation.
+"""The bytes that devices communicate in a training step, from 1 to 1,024 devices: a table for the docs.
 
-    python -m benchmarks.communication             # the table, from the model of costs below
-    python -m benchmarks.communication --measure   # beside it what compiled programs of a small Llama say
+    python -m benchmarks.communication             # the table, from the cost model below
+    python -m benchmarks.communication --measure   # the same next to compiled programs of a small Llama
     python -m benchmarks.communication --figure docs/assets/communication.png
 
-The model of costs, in bytes that each device sends, of rings: to sum `B` bytes over `n` devices takes
-`2 (n - 1) / n B`, to gather parts to `B` bytes `(n - 1) / n B`.
+The cost model counts the bytes that each device sends in a ring: summing `B` bytes over `n` devices takes
+`2 (n - 1) / n B`, gathering parts into `B` bytes takes `(n - 1) / n B`.
 
-- Tensor parallel: activations are summed `SUMS` times a layer, and `SUMS_BESIDE` times beside the layers.
+- Tensor parallel: activations are summed `SUMS` times per layer, and `SUMS_BESIDE` times outside the layers.
   Gradients of adapters are summed over the replicas.
-- FSDP: what is stored is gathered once a step: codes and scales, not what they stand for. Adapters, in
-  float32, are gathered with the rest, and their gradients summed.
+- FSDP: stored arrays are gathered once per step: codes and scales, not dense weights. Adapters, in float32,
+  are gathered with the rest, and their gradients are summed.
 
-Stored are weights, adapters, and two moments for each number of an adapter; activations are not counted.
+Stored bytes are those of weights, adapters, and two moments per element of an adapter; activations are not
+counted.
 """
 
 import argparse

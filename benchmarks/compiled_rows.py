@@ -1,4 +1,4 @@
-"""The products that the compile check compiles: their functions, and operands by shape and dtype alone."""
+"""The products of the compile check: their functions, and the shapes and dtypes of their operands."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Eager dispatch, tracing and the fixed costs: quaxlike, plain JAX, by hand on an Equinox module, quax."""
+"""Eager dispatch, tracing and fixed costs of quaxlike, plain JAX, a hand-written Equinox module, and quax."""
 
 import functools
 import subprocess

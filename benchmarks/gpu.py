@@ -1,12 +1,12 @@
-"""The kernels against their targets: `python -m benchmarks.gpu`, or with `--cpu` the rows for a CPU.
+"""The kernels against their targets: `python -m benchmarks.gpu`, or `--cpu` for the CPU rows.
 
-Every row is measured side by side with its baseline in one run, on weights that are rotated past the
-caches; times are medians and half of the range between the quartiles, on a GPU of the device alone.
-Errors are relative L2 distances from a float32 product with the dequantised weight, on fresh random
-inputs; besides ours, that of a product with the weight rounded to bfloat16. A result that is wrong is no row.
+Every row is measured alternately with its baseline in one run, on rotating weights, so that caches are cold.
+Times are medians and half the interquartile range; on a GPU, they are device times only. Errors are relative
+L2 distances from a float32 product with the dequantised weight, on fresh random inputs: our error, and that
+of a product with the weight rounded to bfloat16. Wrong results give no row.
 
-It is made for one visit to a machine: what fails costs its row alone, each row is written to a file when
-it is measured (`--json`), and after `--minutes` what is left is left out, and told.
+It is made for a single visit to a machine: a failure costs only its own row, each row is written to a file as
+soon as it is measured (`--json`), and after `--minutes` the remaining rows are skipped and listed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Timing of the same work done several ways: interleaved in one run, so that only ratios are compared."""
+"""Timing of the same work done in several ways, interleaved in one run, so that ratios can be compared."""
 
 import dataclasses
 import random

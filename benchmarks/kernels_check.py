@@ -1,10 +1,10 @@
-"""What compilers make of the kernels, for machines not at hand: `python -m benchmarks.kernels_check`.
+"""Statistics of the compiled kernels, for machines not at hand: `python -m benchmarks.kernels_check`.
 
-`pip install '.[kernels-check]'` brings the compilers: XLA's and NVIDIA's for an H100 and an A100, libtpu for
-TPU v5e and v6e. Each product is compiled as it would be on the device; read back are registers, spills,
-shared memory, temporaries and, on TPUs, the bundles of a step of the grid. What a release of JAX cannot
-compile is told in the row. The figures of the last recorded
-run are in `benchmarks/compiled.json`; `--check` compares with them, and fails where a kernel got worse.
+`pip install '.[kernels-check]'` installs the compilers: XLA's and NVIDIA's for an H100 and an A100, libtpu
+for TPU v5e and v6e. Each product is compiled as it would be on the device. The statistics are registers,
+spills, shared memory, temporaries and, on TPUs, the bundles of a grid step. A row says so if this release of
+JAX cannot compile it. The last recorded run is in `benchmarks/compiled.json`; `--check` compares with it, and
+fails if a kernel got worse.
 """
 
 import argparse

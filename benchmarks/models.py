@@ -1,10 +1,9 @@
 """`python -m benchmarks.models [--small] [--json FILE] [--only TEXT]`: a decoder of a billion weights.
 
-A Llama of random bfloat16 weights is written to a temporary folder. Then, each in a process of its own: the
-peak of memory while the checkpoint is loaded, quantised and adapted; the time until the first step of
-training is compiled, with scanned layers, at a depth and at four times the depth; tokens a second in NF4, and
-of the same decoder in bfloat16, which is plain JAX. Seconds of the processor say what compiling takes where
-other programs run, too.
+A Llama with random bfloat16 weights is written to a temporary folder. Separate processes then measure: the
+peak memory while the checkpoint is loaded, quantised and adapted; the time until the first training step is
+compiled, with scanned layers, at one depth and at four times that depth; and tokens per second in NF4, and in
+bfloat16, which is plain JAX. CPU seconds show the cost of compiling even if other programs run too.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plot FILE.json... --output FILE.png`: the ratios that `--json` wrote, drawn."""
+"""`python -m benchmarks.plot FILE.json... --output FILE.png`: a plot of the ratios that `--json` wrote."""
 
 import argparse
 import json

@@ -1,8 +1,8 @@
 """`python -m benchmarks.quantized [--quick]`: products with quantised weights against decode-then-multiply.
 
-Times are medians of runs in turn; memory is what XLA allocates for temporaries. The naive way decodes the
-whole weight and multiplies, in one jitted function. The product with a dense weight is timed both as it is
-written and with the weight on the left, since XLA is slow at one of them.
+Times are medians of alternating runs; memory is what XLA allocates for temporaries. The naive way decodes the
+whole weight and multiplies, in one jitted function. The product with a dense weight is timed both as written
+and with the weight on the left, since XLA is slow at one of them.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""The memory that loading a checkpoint onto a mesh takes, quantised on the way.
+"""The memory that it takes to load a checkpoint onto a mesh while quantising it.
 
     python -m benchmarks.sharded_loading --gib 2 --devices 8
 
-writes a Llama of random bfloat16 weights into a temporary folder, loads it onto virtual CPU devices in a
-process of its own, and prints the peak of that process. Virtual devices share the memory of the host, so that
-the peak holds what they store, too.
+writes a Llama with random bfloat16 weights to a temporary folder, loads it onto virtual CPU devices in a
+separate process, and prints the peak memory of that process. Virtual devices share the host's memory, so the
+peak includes what they store.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """`python -m benchmarks.sparse [--quick] [--json FILE]`: sparse weights, dense ones, and JAX's BCSR and BCOO.
 
-`x @ W.T` for a weight of which 10 % are stored, in blocks of 128 or element by element; alone, and
-together with the gradients with respect to `x` and to what is stored. Times are medians of runs in turn;
-memory is what XLA allocates for temporaries.
+`x @ W.T` for a weight with 10 % of its elements stored, in blocks of 128 or one by one; alone, and together
+with the gradients with respect to `x` and the stored elements. Times are medians of alternating runs; memory
+is what XLA allocates for temporaries.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The machines that the compile check compiles for, none of which need be at hand."""
+"""The machines that the compile check compiles for, none of which is needed."""
 
 import contextlib
 import dataclasses

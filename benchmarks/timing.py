@@ -1,4 +1,4 @@
-"""How long a function takes on the device, and how long it would take at the device's limits."""
+"""The time that a function takes on the device, and the time it would take at the device's limits."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Tracing a 12-layer transformer whose weights are LoRA over NF4, beside the same model written by hand."""
+"""The tracing of a 12-layer transformer with weights in LoRA over NF4, and of the same model by hand."""
 
 from typing import Any
 

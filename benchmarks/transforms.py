@@ -1,7 +1,7 @@
-"""What happens to a Value under each transform: quaxlike beside quax 0.4.6.
+"""A Value under each transform, in quaxlike and in quax 0.4.6.
 
-`python -m benchmarks.transforms` runs the programs of `quaxlike.testing`, in both, on a type that passes
-every primitive on to its array and refuses to materialise; it prints a Markdown table.
+`python -m benchmarks.transforms` runs the programs of `quaxlike.testing` in both, on a type that forwards
+every primitive to its array and refuses to materialise, and prints a Markdown table.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""What a bare machine lacks, in one folder: `python -m benchmarks.wheels FOLDER`, to be carried there.
+"""All wheels that a machine without network needs, in one folder: `python -m benchmarks.wheels FOLDER`.
 
-Many machines with a GPU have JAX and no network. The wheels of all that quaxlike needs beside it are
-downloaded here, for the machine's Python and platform; there `python FOLDER/install.py` installs them, and
-then `python -m benchmarks.gpu` runs in a checkout.
+Many machines with a GPU have JAX but no network. This downloads the wheels of everything else that quaxlike
+needs, for the machine's Python and platform. Copy the folder there and run `python FOLDER/install.py`; then
+`python -m benchmarks.gpu` runs in a checkout.
 """
 
 import argparse
