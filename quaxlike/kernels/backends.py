@@ -258,7 +258,6 @@ PARTITIONED = (
 )
 
 
-@functools.cache
 def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | None = None) -> str | None:
     """The reason why a kernel of Mosaic GPU cannot be compiled; None if it can.
 
@@ -269,27 +268,37 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | 
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
-    try:
-        import jax.experimental.mosaic.gpu.utils as mosaic_utils
-        import jax.experimental.pallas.mosaic_gpu as plgpu
-    except ImportError as error:
-        return f"this JAX has no Mosaic GPU: {error}"
-    missing = [n for n in ("kernel", "inline_mgpu", "LoweringSemantics") if not hasattr(plgpu, n)]
-    if missing:
-        return f"Mosaic GPU of JAX {jax.__version__} lacks {', '.join(missing)}"
+    missing, looks_at_device = _mosaic_gpu()
+    if missing is not None:
+        return missing
     # Without a GPU the program is lowered for another machine, which an abstract device may describe.
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "9.0")
     major, minor = map(int, capability.split("."))
-    # Earlier releases (0.10) elect a thread in every kernel by an instruction of Hopper, whatever they
-    # compile for; LLVM aborts the process on a device without it.
-    if not hasattr(mosaic_utils, "_infer_arch"):
+    if not looks_at_device:  # LLVM would abort the process
         lowest = max(lowest, (9, 0))
     if (major, minor) < lowest or (newest is not None and major > newest):
         return f"the kernel is not for devices of compute capability {capability}"
     return None
+
+
+@functools.cache
+def _mosaic_gpu() -> tuple[str | None, bool]:
+    """What this JAX lacks of Mosaic GPU, if anything, and whether it looks at the device that it compiles for.
+
+    Earlier releases (0.10) do not: they elect a thread in every kernel by an instruction of Hopper.
+    """
+    try:
+        import jax.experimental.mosaic.gpu.utils as mosaic_utils
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+    except ImportError as error:
+        return f"this JAX has no Mosaic GPU: {error}", False
+    missing = [n for n in ("kernel", "inline_mgpu", "LoweringSemantics") if not hasattr(plgpu, n)]
+    if missing:
+        return f"Mosaic GPU of JAX {jax.__version__} lacks {', '.join(missing)}", False
+    return None, hasattr(mosaic_utils, "_infer_arch")
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:

@@ -70,9 +70,22 @@ def relative_error(y, expected) -> float:
 
 def tpu_at_hand(kind="TPU v5 lite"):
     """A context in which kernels are lowered for a TPU, as if one were there."""
+    return _at_hand(jax.sharding.AbstractDevice, kind, "tpu")
+
+
+def gpu_at_hand(capability):
+    """A context in which kernels are lowered for a GPU of a compute capability, such as "8.0"."""
+
+    class Device(jax.sharding.AbstractDevice):
+        compute_capability = capability
+
+    return _at_hand(Device, f"of compute capability {capability}", "gpu")
+
+
+def _at_hand(cls, kind, platform):
     kind = {"device_kind": kind, "num_cores": 1}
     try:
-        device = jax.sharding.AbstractDevice(**kind, platform="tpu")
+        device = cls(**kind, platform=platform)
     except TypeError:  # up to JAX 0.10
-        device = jax.sharding.AbstractDevice(**kind)
+        device = cls(**kind)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
