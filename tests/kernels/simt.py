@@ -302,6 +302,8 @@ class _Block:
             return [[*self._load(operands[0], np.dtype(np.uint32), count).T]]
         if match := re.match(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.", ptx):
             return [_mma(operands, np.dtype(_DTYPES[match[1]]))]
+        if match := re.match(r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16 ", ptx):
+            return [self._load_matrices(operands[0], transposed=match[1] is not None)]
         if match := re.match(r"cvt\.rn\.(b?f16)x2\.f32 ", ptx):
             high, low = (x.astype(_DTYPES[match[1]]).view(np.uint16).astype(np.uint32) for x in operands)
             return [low | high << np.uint32(16)]
@@ -316,6 +318,18 @@ class _Block:
                     copy()
             return []
         raise NotImplementedError(f"an instruction that the model lacks: {ptx}")
+
+    def _load_matrices(self, pointer, transposed):
+        """The PTX ISA's `ldmatrix`: eight lanes name the rows of each of four matrices."""
+        assert self.active.all()
+        rows = self._load(pointer, np.dtype(np.uint16), 8)
+        banks = pointer.offset.reshape(-1, 8).astype(np.int64) // 16 % 8
+        worst = max(np.bincount(of_matrix).max() for of_matrix in banks)
+        self.stats.load_conflicts = max(self.stats.load_conflicts, int(worst) - 1)
+        matrices = rows.reshape(-1, 4, 8, 8)
+        matrices = matrices.swapaxes(2, 3) if transposed else matrices
+        pairs = np.ascontiguousarray(matrices).view(np.uint32)  # lane = 4 · row + pair
+        return [*np.moveaxis(pairs, 1, 0).reshape(4, -1)]
 
     def _begin_copy(self, to, source, read, size):
         assert self.active.all()

@@ -14,7 +14,9 @@ from ..._checked import checked
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import map_rows, sum_tangents
 from . import gpu, tpu
-from .reference import matmul_reference, sampled_reference
+from .reference import matmul_reference, matmul_sliced, sampled_reference, sampled_sliced
+
+_GPUS = ("cuda", "rocm")
 
 
 @checked
@@ -97,18 +99,11 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
 
 
 def _choose(
-    platform: str,
-    x: Any,
-    blocks: Any,
-    *index: Any,
-    backend: Backend | None = None,
-    partitioned: bool = False,
-    **params: Any,
+    platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
     kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
-    return first_choice(
-        platform, backend, matmul_reference, kernels, x, blocks, partitioned=partitioned, **params
-    )
+    reference = matmul_sliced if platform in _GPUS else matmul_reference
+    return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
@@ -152,11 +147,17 @@ def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params
     return sampled_reference(y, x, col_idx, **params)
 
 
+def _sampled_in_slices(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
+    del transposed_idx
+    return sampled_sliced(y, x, col_idx, **params)
+
+
 def _choose_sampled(
     platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
     kernels = {"gpu": gpu.choose_sampled, "tpu": tpu.choose_sampled}
-    return first_choice(platform, backend, _sampled, kernels, *operands, partitioned=partitioned, **params)
+    reference = _sampled_in_slices if platform in _GPUS else _sampled
+    return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
 
 
 def _sampled_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:

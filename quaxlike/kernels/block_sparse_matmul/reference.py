@@ -3,6 +3,9 @@
 Nothing dense is made of the weight, and no operand is gathered: each step multiplies stored blocks
 by slices of the activations, which are laid out by blocks of features. Padding meets a block of
 zeros one past the last, and products with it are left out, whatever it holds.
+
+Where there are many activations and little memory, on GPUs, they stay as they are: `…_sliced`
+multiplies slices of rows, and writes results to their place.
 """
 
 import math
@@ -48,6 +51,70 @@ def sampled_reference(
         return None, lax.map(block, columns)
 
     return lax.scan(row, None, (y, col_idx))[1].astype(out_dtype)
+
+
+def matmul_sliced(
+    x: Float[Array, "*batch contracted"],
+    blocks: Float[Array, "rows slots b b"],
+    col_idx: Int32[Array, "rows slots"],
+    transposed_idx: Int32[Array, "columns slots_transposed"],
+    *,
+    transpose: bool,
+    out_dtype: np.dtype,
+) -> Float[Array, "*batch free"]:
+    """`matmul_reference` with temporaries of the size of one block of features."""
+    rows, slots, b, _ = blocks.shape
+    if 0 in (x.shape[-1], blocks.size):  # nothing to slice
+        return matmul_reference(x, blocks, col_idx, transposed_idx, transpose=transpose, out_dtype=out_dtype)
+    index, absent = (transposed_idx, rows * slots) if transpose else (col_idx, transposed_idx.shape[0])
+    lead, numbered = x.shape[:-1], blocks.reshape(rows * slots, b, b)
+    x = x.reshape(math.prod(lead), x.shape[-1])
+
+    def features(i: Array, y: Array) -> Array:
+        def add(slot: Array, acc: Array) -> Array:
+            number = index[i, slot]
+            column, block = (number // slots, number) if transpose else (number, i * slots + slot)
+            # The last ones are sliced where the index points past the end.
+            product = _dot(_columns(x, column, b), _at(numbered, block), ((1,), (0 if transpose else 1,)))
+            return acc + _if_stored(number < absent, product)
+
+        acc = lax.fori_loop(0, index.shape[1], add, _zeros((x.shape[0], b), x))
+        return lax.dynamic_update_slice_in_dim(y, acc.astype(out_dtype), i * b, axis=1)
+
+    y = jnp.zeros_like(x, out_dtype, shape=(x.shape[0], index.shape[0] * b))
+    y = lax.fori_loop(0, index.shape[0], features, y)
+    return y.reshape(*lead, y.shape[1])
+
+
+def sampled_sliced(
+    y: Float[Array, "*batch out"],
+    x: Float[Array, "*batch in"],
+    col_idx: Int32[Array, "rows slots"],
+    *,
+    block_size: int,
+    out_dtype: np.dtype,
+) -> Float[Array, "rows slots b b"]:
+    """`sampled_reference` with temporaries of the size of one block of features."""
+    if 0 in (x.shape[-1], y.shape[-1]):
+        return sampled_reference(y, x, col_idx, block_size=block_size, out_dtype=out_dtype)
+    y, x = (z.reshape(math.prod(z.shape[:-1]), z.shape[-1]) for z in (y, x))
+
+    def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
+        i, columns = of_row
+        y_row = _columns(y, i, block_size)
+
+        def block(column: Array) -> Array:
+            product = _dot(y_row, _columns(x, column, block_size), ((0,), (0,)))
+            return _if_stored(column < x.shape[1] // block_size, product).astype(out_dtype)
+
+        return None, lax.map(block, columns)
+
+    return lax.scan(row, None, (jnp.arange(col_idx.shape[0]), col_idx))[1]
+
+
+def _columns(x: Array, number: Array, b: int) -> Array:
+    """One block of features."""
+    return lax.dynamic_slice_in_dim(x, number * b, b, axis=1)
 
 
 def _gather(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:

@@ -16,7 +16,7 @@ _LANES = 128
 _ROWS_OF_X = 512  # in a tile
 
 
-def choose(platform: str, x: Any, blocks: Any, **params: Any) -> Choice | str:
+def choose(platform: str, x: Any, blocks: Any, *index: Any, **params: Any) -> Choice | str:
     """How the product runs on a TPU, or why it does not."""
     return _choice(matmul, platform, x, blocks, blocks.shape[-1], blocks.size, **params)
 

@@ -1,0 +1,249 @@
+"""The block-sparse matmul on Hopper GPUs.
+
+A block of threads computes one column of tiles of the result's feature blocks: for each stored block
+it multiplies a tile of tokens by that block on the tensor cores. One warpgroup does nothing but ask
+for the tiles that the others will need, at the places that the index tells.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
+
+_DEPTH = 64  # features contracted at a time: 128 bytes, the widest swizzle
+_COMPUTE_WARPGROUPS = 2
+_STAGES = 3
+
+
+def choose(platform: str, x: Any, blocks: Any, *index: Any, **params: Any) -> Choice | str:
+    """How the product runs on a Hopper GPU, or why it does not."""
+    refusal = _refusal(platform, x, blocks, blocks.shape[-1], blocks.size, **params)
+    return Choice("gpu", "a Mosaic GPU kernel, by wgmma", matmul) if refusal is None else refusal
+
+
+def choose_sampled(
+    platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
+) -> Choice | str:
+    """How the sampled product runs on a Hopper GPU, or why it does not."""
+    refusal = _refusal(platform, x, y, block_size, col_idx.size, **params)
+    return Choice("gpu", "a Mosaic GPU kernel, by wgmma", sampled) if refusal is None else refusal
+
+
+def _refusal(
+    platform: str, x: Any, other: Any, b: int, slots: int, *, partitioned: bool, out_dtype: Any, **params: Any
+) -> str | None:
+    if partitioned:
+        return PARTITIONED
+    if b not in (64, 128):
+        return f"the GPU kernel takes blocks of 64 or 128, not {b}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or other.dtype != x.dtype:
+        return f"the GPU kernel takes bfloat16 or float16, not {x.dtype} and {other.dtype}"
+    if out_dtype != x.dtype:
+        return f"the GPU kernel's result is of the dtype of x, not {out_dtype}"
+    if x.size == 0 or slots == 0:
+        return "the GPU kernel takes at least one row of x and one slot"
+    return mosaic_gpu_refusal(platform, lowest=(9, 0), newest=9)
+
+
+def matmul(
+    x: Array,
+    blocks: Array,
+    col_idx: Array,
+    transposed_idx: Array,
+    *,
+    transpose: bool,
+    out_dtype: np.dtype,
+    interpret: Any = None,
+) -> Array:
+    """The kernel; its operands are cut and numbered alike for both contractions."""
+    rows, slots, b, _ = blocks.shape
+    index, columns = transposed_idx if transpose else col_idx, transposed_idx.shape[0]
+    lead, m = x.shape[:-1], math.prod(x.shape[:-1])
+    own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens of a warpgroup
+    block_m = own_rows * _COMPUTE_WARPGROUPS
+    x = jnp.pad(x.reshape(m, x.shape[-1]), ((0, -m % block_m), (0, 0)))
+    parts = b // _DEPTH
+
+    def place(index: Any) -> _Place:
+        token_tile, feature_block = lax.axis_index("tokens"), lax.axis_index("features")
+
+        # An index past the end is that of a slot without a block: what is loaded from outside of an
+        # array is zero.
+        def x_at(step: Any) -> tuple[Any, Any]:
+            number = index[feature_block, step // parts]
+            column = number // slots if transpose else number
+            return token_tile, column * parts + step % parts
+
+        def weight_at(step: Any) -> tuple[Any, Any]:
+            if transpose:
+                return index[feature_block, step // parts] * parts + step % parts, 0
+            slot = step // parts
+            stored = index[feature_block, slot] < columns
+            return jnp.where(stored, feature_block * slots + slot, rows * slots), step % parts
+
+        return _Place(x_at, weight_at, token_tile * block_m, feature_block * b)
+
+    out = _product(
+        (x, blocks.reshape(rows * slots * b, b)),
+        index,
+        tiles=((block_m, _DEPTH), (_DEPTH, b) if transpose else (b, _DEPTH)),
+        place=place,
+        matrices=lambda x, w, own: (x.at[own], w if transpose else w.transpose((1, 0))),
+        own_rows=own_rows,
+        width=b,
+        warpgroups=_COMPUTE_WARPGROUPS,
+        steps=index.shape[1] * parts,
+        grid={"tokens": x.shape[0] // block_m, "features": index.shape[0]},
+        out=jax.ShapeDtypeStruct((x.shape[0], index.shape[0] * b), out_dtype),
+        interpret=interpret,
+    )
+    return out[:m].reshape(*lead, out.shape[1])
+
+
+def sampled(
+    y: Array,
+    x: Array,
+    col_idx: Array,
+    transposed_idx: Array,
+    *,
+    block_size: int,
+    out_dtype: np.dtype,
+    interpret: Any = None,
+) -> Array:
+    """The blocks at `col_idx` of `y.T @ x`: a block of threads for each of them, over all tokens."""
+    del transposed_idx
+    (rows, slots), b = col_idx.shape, block_size
+    m = math.prod(x.shape[:-1])
+    y, x = (jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % _DEPTH), (0, 0))) for z in (y, x))
+
+    def place(index: Any) -> _Place:
+        number = lax.axis_index("blocks")
+        # A slot without a block names a column past the end, where what is loaded is zero.
+        column = index[number // slots, number % slots]
+        return _Place(lambda step: (step, number // slots), lambda step: (step, column), number * b, 0)
+
+    out = _product(
+        (y, x),
+        col_idx,
+        tiles=((_DEPTH, b), (_DEPTH, b)),
+        place=place,
+        matrices=lambda y, x, own: (y.at[:, own].transpose((1, 0)), x),
+        own_rows=64,
+        width=b,
+        warpgroups=b // 64,
+        steps=y.shape[0] // _DEPTH,
+        grid={"blocks": rows * slots},
+        out=jax.ShapeDtypeStruct((rows * slots * b, b), out_dtype),
+        interpret=interpret,
+    )
+    return out.reshape(rows, slots, b, b)
+
+
+class _Place(NamedTuple):
+    """The work of a block of threads: both operands' tiles at each step, and where the result goes."""
+
+    left_at: Callable[[Any], tuple[Any, Any]]
+    right_at: Callable[[Any], tuple[Any, Any]]
+    row: Any
+    column: Any
+
+
+def _product(
+    operands: tuple[Array, Array],
+    index: Array,
+    *,
+    tiles: tuple[tuple[int, int], tuple[int, int]],
+    place: Callable[[Any], _Place],
+    matrices: Callable[[Any, Any, Any], tuple[Any, Any]],
+    own_rows: int,
+    width: int,
+    warpgroups: int,
+    steps: int,
+    grid: dict[str, int],
+    out: jax.ShapeDtypeStruct,
+    interpret: Any,
+) -> Array:
+    """Sums of products of tiles: one warpgroup loads them, the others multiply.
+
+    **Arguments:**
+
+    - `tiles`: shapes of the tiles of both operands.
+    - `place`: what a block of threads computes, given the index in global memory.
+    - `matrices`: of two tiles in shared memory and a warpgroup's own rows, the matrices that it multiplies.
+    - `own_rows`, `width`: of the result, of each of the `warpgroups` that multiply.
+    - `steps`: how many pairs of tiles are summed.
+    - `grid`: the sizes of the named axes that `place` asks for.
+    """
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    swizzled = (
+        plgpu.TilingTransform((8, _DEPTH)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * _DEPTH),  # pyright: ignore[reportAbstractUsage]
+    )
+    smem = functools.partial(plgpu.BlockSpec, transforms=swizzled, memory_space=plgpu.SMEM)
+
+    def kernel(left_gmem: Any, right_gmem: Any, index_gmem: Any, out_gmem: Any) -> None:
+        warpgroup, at = lax.axis_index("warpgroup"), place(index_gmem)
+        own = pl.ds(warpgroup * own_rows, own_rows)
+
+        def pipeline(body: Any, compute_context: Any) -> Any:
+            return plgpu.emit_pipeline_warp_specialized(
+                body,
+                grid=(steps,),
+                in_specs=[smem(tiles[0], at.left_at), smem(tiles[1], at.right_at)],
+                max_concurrent_steps=min(_STAGES, steps),
+                memory_registers=40,
+                wg_axis="warpgroup",
+                num_compute_wgs=warpgroups,
+                compute_context=compute_context,
+            )
+
+        ignore = lambda *args, **kwargs: None
+
+        @functools.partial(
+            pl.run_scoped,
+            allocations=pipeline(ignore, ignore).get_allocations(left_gmem, right_gmem),
+            out_smem=plgpu.SMEM((own_rows * warpgroups, width), out.dtype, transforms=swizzled),
+            collective_axes="warpgroup",
+        )
+        def scope(allocations: Any, out_smem: Any) -> None:
+            def compute(run: Any) -> None:
+                @functools.partial(pl.run_scoped, acc=plgpu.ACC((own_rows, width), jnp.float32))
+                def result(acc: Any) -> Any:
+                    run(acc)
+                    return acc[...].astype(out.dtype)
+
+                out_smem[own] = result
+                plgpu.commit_smem()
+                rows, columns = pl.ds(at.row + warpgroup * own_rows, own_rows), pl.ds(at.column, width)
+                plgpu.copy_smem_to_gmem(out_smem.at[own], out_gmem.at[rows, columns])
+                plgpu.wait_smem_to_gmem(0)
+
+            def multiply(_: Any, left_smem: Any, right_smem: Any, acc: Any) -> Any:
+                plgpu.wgmma(acc, *matrices(left_smem, right_smem, own))
+                plgpu.wgmma_wait(0)
+                return acc
+
+            pipeline(multiply, compute)(left_gmem, right_gmem, allocations=allocations)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*operands, index)

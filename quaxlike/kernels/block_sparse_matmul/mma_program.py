@@ -1,0 +1,223 @@
+"""The block-sparse products on any GPU from compute capability 8.0 on, thread by thread.
+
+A block of threads computes a tile of the result: at each step it multiplies a tile of either operand on the
+tensor cores (`mma.sync`).
+
+- *Tiles are copied as they are stored* (`cp.async`), into a ring of stages in shared memory, from places that
+  the index tells. The entry of the index for the next copies is read a step before they begin. Where there
+  is no block, or no row, zeros are written instead, and nothing is read.
+- *`ldmatrix` hands them to the threads*, transposed where what is contracted lies along the rows. Pieces of
+  16 bytes are permuted within lines of 128, so that neither copies nor `ldmatrix` wait for a bank.
+- *The result goes by way of shared memory*, to be written in pieces of 16 bytes, which are neighbours.
+
+To be imported where a kernel is traced, not before.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from .. import lanes
+from ..lanes import Memory, Reg
+from .mma import DEPTH, THREADS, Problem, Tiling
+
+_PIECE = 16  # bytes of a copy, and of a row of the matrices that `ldmatrix` reads
+_NUMBERS = 8  # in a piece
+
+
+def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
+    """Emits the program.
+
+    **Arguments:**
+
+    - `refs`: in global memory both operands, the index and the result, each in two dimensions; in shared
+        memory `tiling.shared_words` words.
+    """
+    left, right, index, out = map(Memory, refs[:-1])
+    shared = _Shared(refs[-1])
+    work = (_sampled if p.kind == "sampled" else _matmul)(p, tiling, index)
+    warp, warps, (height, width) = lanes.thread_index() // 32, tiling.warps[1], tiling.warp_tile
+    row, column = warp // warps * height, warp % warps * width
+    sizes, steps, ahead = tiling.operand_bytes, p.steps(tiling), tiling.stages - 1
+    lefts = _Operand(left, shared, p.left, tiling.left, 0, is_left=True)
+    rights = _Operand(right, shared, p.right, tiling.right, sizes[0], is_left=False)
+
+    def number(step: Reg) -> Reg:
+        return work.number(lanes.minimum(step, steps - 1))
+
+    def stage(step: Reg) -> Reg:
+        return step % tiling.stages * sum(sizes)
+
+    def fetch(step: Reg, number: Reg) -> None:
+        present = (number < p.absent) & (step < steps)
+        lefts.fetch(work.left_at(step, number), present, stage(step))
+        rights.fetch(work.right_at(step, number), present, stage(step))
+        lanes.commit_copies()
+
+    def multiply(stage: Reg, acc: list[Reg]) -> list[Reg]:
+        for k in range(DEPTH // 16):
+            x = [lefts.fragment(stage, row + i, k) for i in range(0, height, 16)]
+            w = [rights.fragment(stage, column + i, k) for i in range(0, width, 16)]
+            halves = [fragment[i : i + 2] for fragment in w for i in (0, 2)]
+            pairs = list(itertools.product(x, halves))
+            sums = [lanes.mma(acc[4 * i : 4 * i + 4], *pair, p.dtype) for i, pair in enumerate(pairs)]
+            acc = list(itertools.chain(*sums))
+        return acc
+
+    def step(i: Reg, carry: list[Reg]) -> list[Reg]:
+        next_number, *acc = carry
+        lanes.wait_for_copies(ahead - 1)
+        # After it all threads are done with the last step, whose stage is filled anew.
+        lanes.barrier()
+        fetch(i + ahead, next_number)
+        return [number(i + tiling.stages), *multiply(stage(i), acc)]
+
+    first = [lanes.number(i, "u32") for i in range(tiling.stages)]
+    for i in first[:-1]:
+        fetch(i, number(i))
+    zeros = [lanes.number(0.0, "float32")] * (tiling.height * tiling.width // THREADS)
+    _, *acc = lanes.loop(steps, [number(first[-1]), *zeros], step)
+    lanes.wait_for_copies(0)
+    lanes.barrier()
+    _store(acc, shared, out, (row, column), work, p, tiling)
+
+
+class _Work(NamedTuple):
+    """The work of a block of threads.
+
+    **Attributes:**
+
+    - `number`: of a step, the entry of the index that tells where its tiles are.
+    - `left_at`, `right_at`: of a step and this entry, the first row and column of both operands' tiles.
+    - `row`, `column`: of the result, the first of its tile.
+    """
+
+    number: Callable[[Reg], Reg]
+    left_at: Callable[[Reg, Reg], tuple[Reg, Reg]]
+    right_at: Callable[[Reg, Reg], tuple[Reg, Reg]]
+    row: Reg
+    column: Reg
+
+
+def _matmul(p: Problem, tiling: Tiling, index: Memory) -> _Work:
+    b, slots = p.block_size, p.slots
+    # Blocks of threads that share tokens are neighbours: these are read by all, and the L2 cache serves all
+    # but one.
+    feature_tiles, parts = p.indexed[0] * b // tiling.width, b // tiling.width
+    feature_tile = lanes.block_index() % feature_tiles
+    token = lanes.block_index() // feature_tiles * tiling.height
+    feature_block, feature = feature_tile // parts, feature_tile % parts * tiling.width
+    of_block = b // DEPTH
+    depth = lambda step: step % of_block * DEPTH
+    number = lambda step: index.load((feature_block * p.indexed[1] + step // of_block) * 4, "u32")[0]
+    if p.kind == "transposed":
+        left_at = lambda step, number: (token, number // slots * b + depth(step))
+        right_at = lambda step, number: (number * b + depth(step), feature)
+    else:
+        left_at = lambda step, number: (token, number * b + depth(step))
+        first = lambda step: (feature_block * slots + step // of_block) * b
+        right_at = lambda step, number: (first(step) + feature, depth(step))
+    return _Work(number, left_at, right_at, token, feature_tile * tiling.width)
+
+
+def _sampled(p: Problem, tiling: Tiling, index: Memory) -> _Work:
+    b, parts = p.block_size, (p.block_size // tiling.height, p.block_size // tiling.width)
+    block, part = (f(lanes.block_index(), parts[0] * parts[1]) for f in (Reg.__floordiv__, Reg.__mod__))
+    row, column = part // parts[1] * tiling.height, part % parts[1] * tiling.width
+    (stored,) = index.load(block * 4, "u32")
+    left_at = lambda step, _: (step * DEPTH, block // p.slots * b + row)
+    right_at = lambda step, number: (step * DEPTH, number * b + column)
+    return _Work(lambda step: stored, left_at, right_at, block * b + row, column)
+
+
+class _Shared(Memory):
+    def load_matrices(self, offset: Reg, *, transposed: bool) -> list[Reg]:
+        """Four matrices of 8 by 8 numbers of 16 bits, of which each lane names a row: of each, elements
+        (group, 2·quad) and (group, 2·quad + 1), or of its transpose."""
+        u32 = ir.IntegerType.get_signless(32)
+        ptx = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transposed + ".shared.b16 {$0, $1, $2, $3}, [$4];"
+        struct, address = llvm.StructType.get_literal([u32] * 4), llvm.ptrtoint(u32, self._at(offset))
+        # With side effects, or the compiler might move it over a barrier: it does not know that this reads.
+        out = llvm.inline_asm(struct, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
+        return [Reg(llvm.extractvalue(u32, out, [i])) for i in range(4)]
+
+
+class _Operand:
+    """An operand in global memory, and its tile of a stage in shared memory, as one thread sees them."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        shared: "_Shared",
+        shape: tuple[int, int],
+        tile: tuple[int, int, bool],
+        start: int,
+        *,
+        is_left: bool,
+    ) -> None:
+        self.memory, self.shared, self.shape, self.start = memory, shared, shape, start
+        self.rows, columns, self.transposed = tile
+        self.pieces = columns // _NUMBERS  # of a row
+        # Each group of eight lanes names the rows of one of the four matrices that `ldmatrix` reads.
+        lane = lanes.thread_index() % 32
+        low, high = lane // 8 % 2 * 8, lane // 16 * 8
+        self.free, self.contracted = (low, high) if is_left else (high, low)
+        self.line = lane % 8
+
+    def _permuted(self, piece: Reg, row: Reg) -> Reg:
+        """Where in its row a piece is stored: eight rows have a given piece in eight different banks."""
+        width = min(8, self.pieces)
+        return piece ^ row // (8 // width) % width
+
+    def fetch(self, place: tuple[Reg, Reg], present: Reg, stage: Reg) -> None:
+        """Begins to copy the tile whose first row and column are given; zeros if it is not `present`."""
+        row, column = place
+        for i in range(-(-self.rows * self.pieces // THREADS)):
+            at = lanes.thread_index() + i * THREADS
+            own, piece = at // self.pieces, at % self.pieces
+            inside = present & (row + own < self.shape[0])
+            if self.rows * self.pieces % THREADS:
+                inside = inside & (own < self.rows)
+            offset = ((row + own) * self.shape[1] + column + piece * _NUMBERS) * 2
+            to = (own * self.pieces + self._permuted(piece, own)) * _PIECE + stage + self.start
+            self.memory.copy_to(lanes.select(inside, offset, 0), self.shared, to, _PIECE, inside)
+
+    def fragment(self, stage: Reg, first: Reg, k: int) -> list[Reg]:
+        """The `k`-th 16 of what is contracted, of 16 of the others from `first` on, as `lanes.mma` takes
+        them: as a (16, 16) left operand, or as two (16, 8) right ones."""
+        free, contracted = first + self.free, self.contracted + 16 * k
+        row, column = (contracted, free) if self.transposed else (free, contracted)
+        # Without the line rows are multiples of 8, which permute alike.
+        piece = self._permuted(column // _NUMBERS, self.line)
+        at = ((row + self.line) * self.pieces + piece) * _PIECE + stage + self.start
+        return self.shared.load_matrices(at, transposed=self.transposed)
+
+
+def _store(
+    acc: list[Reg],
+    shared: Memory,
+    out: Memory,
+    place: tuple[Reg, Reg],
+    work: _Work,
+    p: Problem,
+    tiling: Tiling,
+) -> None:
+    """Rounds the sums, of a warp whose tile is at `place` in that of the block, and writes those that are
+    inside of the result."""
+    thread, across = lanes.thread_index(), tiling.warp_tile[1] // 8
+    row, column = place[0] + thread % 32 // 4, place[1] + thread % 4 * 2
+    for i in range(len(acc) // 2):
+        down = i // (2 * across) * 16 + i % 2 * 8
+        at = (row + down) * tiling.out_stride + (column + i // 2 % across * 8) * 2
+        shared.store(at, lanes.pack(acc[2 * i], acc[2 * i + 1], p.dtype))
+    lanes.barrier()
+    pieces = tiling.width // _NUMBERS
+    for i in range(0, tiling.height * pieces, THREADS):
+        own, piece = (thread + i) // pieces, (thread + i) % pieces
+        held = shared.load(own * tiling.out_stride + piece * _PIECE, "u32", 4)
+        offset = ((work.row + own) * p.out[1] + work.column + piece * _NUMBERS) * 2
+        lanes.when(work.row + own < p.out[0], functools.partial(out.store, offset, *held))
