@@ -28,7 +28,16 @@ def chunk_size(size: int, other: int, m: int, *, aligned: int = 1) -> int:
     return -(-size // (chunks * aligned)) * aligned
 
 
-def join(part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int) -> Array:
+def rows_beside(m: int, n: int, k: int) -> int:
+    """How many of `m` rows of `n` numbers are copied at a time, beside a weight of `n` rows and `k` columns:
+    as many as are a quarter of it, unless that is little; chunks of one size."""
+    rows = max(k // 4, _LEAST // max(n, 1), 1)
+    return -(-m // max(1, -(-m // rows)))
+
+
+def join(
+    part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int, *, axis: int = -1
+) -> Array:
     """A product of `size` columns, `step` of them at a time, each written to its place.
 
     **Arguments:**
@@ -36,14 +45,17 @@ def join(part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int,
     - `part`: `part(weight, start, stop)` computes columns.
     - `weight`: arrays that `part` decodes. They are handed on from chunk to chunk, so that one is decoded
         after the other, in the same memory.
+    - `axis`: that of the columns in the result; or that of rows, which are computed instead.
     """
     columns = part(weight, 0, min(step, size))
     if step >= size:
         return columns
     aval = jax.typeof(columns)
-    y = lax.empty((*aval.shape[:-1], size), aval.dtype, out_sharding=aval.sharding)
+    axis %= columns.ndim
+    shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
+    y = lax.empty(shape, aval.dtype, out_sharding=aval.sharding)
     y = compat.vary_over(y, compat.varying_axes(columns))
-    put = lambda y, columns, start: lax.dynamic_update_slice_in_dim(y, columns, start, axis=y.ndim - 1)
+    put = lambda y, columns, start: lax.dynamic_update_slice_in_dim(y, columns, start, axis=axis)
     y = put(y, columns, 0)
     for start in range(step, size, step):
         weight, y = lax.optimization_barrier((weight, y))

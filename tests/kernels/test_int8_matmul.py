@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaxlike.kernels import blockwise, int8_matmul, tiles
-from quaxlike.kernels.int8_matmul import reference
+from quaxlike.kernels import blockwise, chunks, int8_matmul, tiles
+from quaxlike.kernels.int8_matmul import gpu, reference
 
 
 def _operands(m, shape, block_size, transpose):
@@ -32,6 +32,30 @@ def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
     assert _relative_error(y, expected) < 1e-6
     params = {"block_size": block_size or shape[1], "transpose": transpose, "out_dtype": y.dtype}
     assert _relative_error(reference.whole(x, codes, scale, **params), expected) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(("m", "shape"), [(19, (67, 40)), (3, (8, 33)), (0, (8, 16)), (3, (0, 16))])
+def test_parts_for_gpus_give_the_product(monkeypatch, m, shape, block_size, transpose, dtype):
+    monkeypatch.setattr(chunks, "_LEAST", 64)
+    x, codes, scale, _ = _operands(m, shape, block_size, transpose)
+    x = x.astype(dtype).reshape(m, 1, x.shape[1])
+    params = {"block_size": block_size or shape[1], "transpose": transpose, "out_dtype": np.dtype("float32")}
+    y = gpu.chunked(x, codes, scale, **params)
+    np.testing.assert_allclose(y, reference.whole(x, codes, scale, **params), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("transpose", "products"), [(False, 1), (True, 4)])
+def test_on_gpus_activations_meet_scales_a_quarter_at_a_time(transpose, products):
+    shape = n, k = 14336, 4096
+    of = jax.ShapeDtypeStruct
+    matmul = jax.jit(lambda *operands: int8_matmul(*operands, transpose=transpose))
+    for m, count in ((4096, products), (1024, 1)):
+        operands = of((m, n if transpose else k), jnp.bfloat16), of(shape, jnp.int8), of((n, 1), jnp.float32)
+        text = matmul.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.dot_general") == count
 
 
 @pytest.mark.slow

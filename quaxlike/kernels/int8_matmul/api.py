@@ -11,6 +11,7 @@ from ..._checked import checked
 from ...primitives import Partitioning, define_primitive
 from ...primitives.partitioning import is_spread
 from ..multilinear import map_rows, sum_tangents, vary_alike
+from .gpu import chunked
 from .reference import tiled, whole
 
 
@@ -26,8 +27,8 @@ def int8_matmul(
 ) -> Float[Array, "*batch free"]:
     """`x @ W.T` for a weight `W` stored as int8 with scales; `x @ W` if transposed.
 
-    On a CPU no dense copy of `W` is made. Differentiable in `x` and `scale`; the gradient of `x` is the
-    transposed contraction on the same integers.
+    On CPUs and GPUs no dense copy of `W` is made. Differentiable in `x` and `scale`; the gradient of `x` is
+    the transposed contraction on the same integers.
 
     !!! example
 
@@ -109,6 +110,7 @@ int8_matmul_p = define_primitive(
     "int8_matmul",
     whole,
     cpu=tiled,
+    gpu=chunked,
     jvp=_jvp,
     transpose=_transpose,
     batching=_batching,

@@ -1,0 +1,46 @@
+"""The matmul with int8 weights on GPUs, in parts where one expression would make copies."""
+
+import math
+
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int8
+
+from .. import chunks
+from .reference import is_scaled_outside, times, whole
+
+
+def chunked(
+    x: Float[Array, "*batch contracted"],
+    codes: Int8[Array, "n k"],
+    scale: Float32[Array, "n blocks"],
+    *,
+    block_size: int,
+    transpose: bool,
+    out_dtype: np.dtype,
+) -> Float[Array, "*batch free"]:
+    """One expression where that copies nothing large. Else `x` times the scales of rows, which is as large as
+    `x`, or the decoded weight is made in parts, each for a product of the library."""
+    (n, k), lead = codes.shape, x.shape[:-1]
+    params = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
+    m = math.prod(lead)
+    if not isinstance(m, int):  # a dimension that `jax.export` leaves open
+        return whole(x, codes, scale, **params)
+    if is_scaled_outside(x, scale, transpose=transpose):
+        if not transpose or m == 0:
+            return whole(x, codes, scale, **params)
+        rows = x.reshape(m, n)
+        part = lambda weight, start, stop: whole(rows[start:stop], *weight, **params)
+        y = chunks.join(part, (codes, scale), m, chunks.rows_beside(m, n, k), axis=0)
+        return y.reshape(*lead, k)
+
+    def columns(weight: tuple[Array, Array], start: int, stop: int) -> Array:
+        codes, scale = weight
+        if not transpose:
+            return times(x, codes[start:stop], scale[start:stop], **params)
+        width = min(block_size, stop - start)
+        blocks = slice(start // block_size, -(-stop // block_size))
+        return times(x, codes[:, start:stop], scale[:, blocks], **params | {"block_size": width})
+
+    free, contracted, aligned = (k, n, block_size if block_size < k else 1) if transpose else (n, k, 1)
+    step = chunks.chunk_size(free, contracted, m, aligned=aligned)
+    return chunks.join(columns, (codes, scale), free, step)
