@@ -157,20 +157,22 @@ _HERE = _mosaic_gpu()[1]  # whether Mosaic GPU of this JAX compiles for what pre
 
 @_MAY_FALL_BACK
 @pytest.mark.parametrize(
-    ("capability", "b", "how"),
+    ("capability", "b", "m", "how"),
     [
-        ("8.0", 128, "by mma.sync" if _HERE else "not for devices of compute capability 8.0"),
-        ("8.9", 32, "by mma.sync" if _HERE else "not for devices of compute capability 8.9"),
-        ("9.0", 32, "by mma.sync"),
-        ("9.0", 64, "by wgmma"),
-        ("10.0", 64, "by mma.sync"),
-        ("7.5", 64, "not for devices of compute capability 7.5"),
-        ("12.0", 64, "not for devices of compute capability 12.0"),
+        ("8.0", 128, 35, "by mma.sync" if _HERE else "not for devices of compute capability 8.0"),
+        ("8.9", 32, 35, "by mma.sync" if _HERE else "not for devices of compute capability 8.9"),
+        ("9.0", 32, 40, "by mma.sync"),
+        ("9.0", 64, 40, "by wgmma"),
+        ("9.0", 128, 4096, "by wgmma"),
+        ("9.0", 64, 35, "by mma.sync"),
+        ("10.0", 64, 35, "by mma.sync"),
+        ("7.5", 64, 35, "not for devices of compute capability 7.5"),
+        ("12.0", 64, 35, "not for devices of compute capability 12.0"),
     ],
 )
-def test_forward_and_backward_are_kernels(capability, b, how):
+def test_forward_and_backward_are_kernels(capability, b, m, how):
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    x, ct, w = of((35, 3 * b)), of((35, 4 * b)), of((4, 2, b, b))
+    x, ct, w = of((m, 3 * b)), of((m, 4 * b)), of((4, 2, b, b))
     index = of((4, 2), dtype=jnp.int32), of((3, 3), dtype=jnp.int32)
     params = {"transpose": False, "out_dtype": x.dtype}
 

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 
 _DEPTH = 64  # features contracted at a time: 128 bytes, the widest swizzle
+_ROWS = 8  # of the tiles that shared memory is laid out in
 _COMPUTE_WARPGROUPS = 2
 _STAGES = 3
 
@@ -50,6 +51,8 @@ def _refusal(
         return f"the GPU kernel's result is of the dtype of x, not {out_dtype}"
     if x.size == 0 or slots == 0:
         return "the GPU kernel takes at least one row of x and one slot"
+    if math.prod(x.shape[:-1]) % _ROWS:
+        return f"the kernel for Hopper takes a multiple of {_ROWS} rows of x"
     return mosaic_gpu_refusal(platform, lowest=(9, 0), newest=9)
 
 
@@ -69,7 +72,7 @@ def matmul(
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens of a warpgroup
     block_m = own_rows * _COMPUTE_WARPGROUPS
-    x = jnp.pad(x.reshape(m, x.shape[-1]), ((0, -m % block_m), (0, 0)))
+    x = x.reshape(m, x.shape[-1])  # past whose last row zeros are loaded, and nothing is stored
     parts = b // _DEPTH
 
     def place(index: Any) -> _Place:
@@ -101,11 +104,11 @@ def matmul(
         width=b,
         warpgroups=_COMPUTE_WARPGROUPS,
         steps=index.shape[1] * parts,
-        grid={"tokens": x.shape[0] // block_m, "features": index.shape[0]},
+        grid={"tokens": -(-m // block_m), "features": index.shape[0]},
         out=jax.ShapeDtypeStruct((x.shape[0], index.shape[0] * b), out_dtype),
         interpret=interpret,
     )
-    return out[:m].reshape(*lead, out.shape[1])
+    return out.reshape(*lead, out.shape[1])
 
 
 def sampled(
@@ -122,7 +125,7 @@ def sampled(
     del transposed_idx
     (rows, slots), b = col_idx.shape, block_size
     m = math.prod(x.shape[:-1])
-    y, x = (jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % _DEPTH), (0, 0))) for z in (y, x))
+    y, x = (z.reshape(m, z.shape[-1]) for z in (y, x))
 
     def place(index: Any) -> _Place:
         number = lax.axis_index("blocks")
@@ -139,7 +142,7 @@ def sampled(
         own_rows=64,
         width=b,
         warpgroups=b // 64,
-        steps=y.shape[0] // _DEPTH,
+        steps=-(-m // _DEPTH),
         grid={"blocks": rows * slots},
         out=jax.ShapeDtypeStruct((rows * slots * b, b), out_dtype),
         interpret=interpret,
@@ -186,7 +189,7 @@ def _product(
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     swizzled = (
-        plgpu.TilingTransform((8, _DEPTH)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((_ROWS, _DEPTH)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(2 * _DEPTH),  # pyright: ignore[reportAbstractUsage]
     )
     smem = functools.partial(plgpu.BlockSpec, transforms=swizzled, memory_space=plgpu.SMEM)
