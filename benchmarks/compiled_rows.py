@@ -48,6 +48,11 @@ class Row(NamedTuple):
         return f"{self.operation} {self.shape[0]}×{self.shape[1]}, M = {self.m}"
 
     @property
+    def dense_bytes(self) -> int:
+        """Of a dense copy of the weight in bfloat16, which no product may make."""
+        return 2 * self.shape[0] * self.shape[1]
+
+    @property
     def for_a_device(self) -> bool:
         """Whether it is lowered for a device that is described.
 
@@ -83,8 +88,18 @@ def rows(platform: str) -> Iterator[Row]:
         yield lora(large, m, adapters)
     for m, transpose in itertools.product((1, 16, 64, 4096), (False, True)):
         yield int8(large, m, transpose)
+    for m, transpose in itertools.product((16, 4096), (False, True)):
+        yield int8(large, m, transpose, block_size=64)
     for density, way in itertools.product((0.1, 0.5), WAYS):
         yield block_sparse(4096, 4096, density, way)
+    for m in (1, 16):
+        yield block_sparse(4096, m, 0.1, "forward")
+    for way in WAYS:
+        yield block_sparse(4096, 4000, 0.1, way)  # no multiple of a tile
+    for way in WAYS:
+        yield block_sparse(4096, 4096, 0.1, way, b=32)
+    for way in WAYS:
+        yield block_sparse(4096, 4096, 0.1, way, dtype=jnp.float32)
 
 
 def nf4(
@@ -128,16 +143,18 @@ def lora(shape: tuple[int, int], m: int, adapters: int | None) -> Row:
     return _row(name, shape, m, fn, (_of((m, k)), *_four_bit(shape, False), *low_rank))
 
 
-def int8(shape: tuple[int, int], m: int, transpose: bool) -> Row:
-    fn = functools.partial(int8_matmul, transpose=transpose)
-    operands = _of((m, shape[not transpose])), _of(shape, jnp.int8), _of((shape[0], 1), jnp.float32)
-    return _row("int8" + ", x @ W" * transpose, shape, m, fn, operands)
+def int8(shape: tuple[int, int], m: int, transpose: bool, block_size: int | None = None) -> Row:
+    fn = functools.partial(int8_matmul, transpose=transpose, block_size=block_size)
+    blocks = 1 if block_size is None else -(-shape[1] // block_size)
+    operands = _of((m, shape[not transpose])), _of(shape, jnp.int8), _of((shape[0], blocks), jnp.float32)
+    kind = "" if block_size is None else f", blocks of {block_size}"
+    return _row("int8" + kind + ", x @ W" * transpose, shape, m, fn, operands)
 
 
-def block_sparse(size: int, m: int, density: float, way: str, b: int = 128) -> Row:
+def block_sparse(size: int, m: int, density: float, way: str, b: int = 128, dtype: Any = jnp.bfloat16) -> Row:
     blocks = size // b
     slots = round(density * blocks)
-    w = _of((blocks, slots, b, b))
+    w = _of((blocks, slots, b, b), dtype)
     index = _of((blocks, slots), jnp.int32), _of((blocks, slots + 3), jnp.int32)
 
     def gradient(argument: int, x: Any, ct: Any, w: Any, *index: Any) -> Any:
@@ -145,8 +162,9 @@ def block_sparse(size: int, m: int, density: float, way: str, b: int = 128) -> R
 
     gradients = {"gradient of x": 0, "gradient of blocks": 1}
     fn = functools.partial(gradient, gradients[way]) if way in gradients else block_sparse_matmul
-    x = [_of((m, size))] * (2 if way in gradients else 1)
-    name = f"block-sparse, {density:.0%}, {way}"
+    x = [_of((m, size), dtype)] * (2 if way in gradients else 1)
+    kind = f", blocks of {b}" * (b != 128) + ", float32" * (dtype == jnp.float32)
+    name = f"block-sparse{kind}, {density:.0%}, {way}"
     return _row(name, (size, size), m, fn, (*x, w, *index), weight=w.size)
 
 

@@ -138,8 +138,11 @@ def problems(target: str, figures: Figures, recorded: Figures | None) -> list[st
     if "error" in figures:
         known = recorded is not None and "error" in recorded
         return [] if known else [f"{target}, {figures['row']}: {figures['error']}"]
-    spilled = figures.get("spills", 0)
-    out = [f"spills {spilled} bytes"] if spilled > (recorded or {}).get("spills", 0) else []
+    spilled, temporaries = figures.get("spills", 0), figures.get("temporaries", 0)
+    out = [f"spills {spilled} bytes"] if spilled else []
+    dense = {row.name: row.dense_bytes for row in _selected(target, figures["row"])}.get(figures["row"])
+    if dense is not None and temporaries >= dense:
+        out.append(f"temporaries {temporaries}, as much as a dense copy of the weight in bfloat16 ({dense})")
     limits = {"registers": (1.0, 8), "shared": (1.0, 0), "bundles": (1.05, 0), "temporaries": (1.05, 2**20)}
     for name, (factor, slack) in limits.items():
         was = (recorded or {}).get(name)
@@ -200,10 +203,16 @@ _INTRODUCTION = """\
 need not be at hand (`pip install '.[kernels-check]'` brings the compilers), and reads back what the
 compilers say. Nothing here was measured on a device. "One kernel" tells whether a kernel of this library
 runs; "library" is XLA's own code. The least time is that of reading the operands and writing the result at
-the full rate of the memory. Temporaries are divided by the bytes of the weight in bfloat16, of the stored
-blocks alone for sparse ones: 1 is as much as a dense copy. Those of quantised
-weights and many rows (M ≥ 512) are a part of the weight, decoded, and the columns of the result that it
-gives; those of int8, x @ W are `x` times the scales.
+the full rate of the memory.
+
+Temporaries are divided by the bytes of the weight in bfloat16, and 1 is as much as a dense copy. For
+block-sparse weights the divisor is the stored blocks alone, 10 % or 50 % of the dense weight: there 10 and 2
+are as much as a dense copy. The command fails where a row needs that much, and where a kernel spills.
+
+The temporaries of quantised weights and many rows (M ≥ 512), and those of int8 in blocks, are a part of the
+weight, decoded, and the columns of the result that it gives. Those of int8, x @ W are a part of `x` times
+the scales, and the rows of the result that it gives. Those of block-sparse weights in float32, for which
+there is no kernel on GPUs, are as many columns of the operands and the result as a block has.
 """
 
 

@@ -21,9 +21,23 @@ def test_the_record_and_its_page_are_of_the_rows_of_today():
     assert kernels_check.PAGE.read_text("utf-8") == kernels_check.page(RECORD)
 
 
-def test_no_recorded_kernel_spills():
-    for name in ("h100", "a100"):
-        assert max(row.get("spills", 0) for row in RECORD[name]["rows"]) == 0
+@pytest.mark.parametrize("name", RECORD)
+def test_no_recorded_row_spills_or_makes_a_dense_copy(name):
+    """Nor, of quantised weights, temporaries of this size; and each row was compiled."""
+    for row, figures in zip(compiled_rows.rows(TARGETS[name].platform), RECORD[name]["rows"], strict=True):
+        assert "error" not in figures
+        assert kernels_check.problems(name, figures, figures) == []
+        assert figures["temporaries"] < row.dense_bytes
+        if row.weight_bytes == row.dense_bytes:
+            assert figures["of_the_weight"] < 1
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_block_sparse_rows_in_half_precision_are_kernels_without_temporaries(name):
+    rows = [row for row in RECORD[name]["rows"] if row["row"].startswith("block-sparse")]
+    rows = [row for row in rows if "float32" not in row["row"]]
+    assert len(rows) >= 3
+    assert all(row["fused"] and row["temporaries"] == 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["h100", "a100"])
@@ -72,6 +86,11 @@ def test_what_counts_as_worse():
     assert "registers 128, recorded were 80" in said
     assert "temporaries 134217728, recorded were 0" in said
     assert "no kernel of ours runs" in said
+    name = next(row for row in compiled_rows.rows("cuda") if row.operation == "int8").name
+    copied = {"row": name, "fused": False, "temporaries": 2 * 14336 * 4096}
+    assert kernels_check.problems("a100", copied, copied) == [
+        f"a100, {name}: temporaries 117440512, as much as a dense copy of the weight in bfloat16 (117440512)"
+    ]
     failed = {"row": "NF4", "error": "LLVM ERROR"}
     assert kernels_check.problems("a100", failed, row) == ["a100, NF4: LLVM ERROR"]
     assert kernels_check.problems("a100", failed, failed) == []
