@@ -211,6 +211,20 @@ def test_what_the_kernel_does_not_take(change, reason):
     assert reason in str(mma.choose_sampled(params.pop("platform"), y, x, index, block_size=b, **params))
 
 
+def test_slots_of_which_none_holds_a_block():
+    """The index by columns has no slots at all."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    operands = of((8, 128)), of((2, 1, 64, 64)), of((2, 1)), of((2, 0))
+    for transpose, backend in ((False, "gpu"), (True, "reference")):
+        params = {"platform": "cuda", "transpose": transpose, "out_dtype": operands[0].dtype}
+        assert kernels.chosen_backend(kernels.block_sparse_matmul_p, *operands, **params).backend == backend
+    x, blocks, index = jnp.ones((3, 16)), jnp.ones((2, 1, 8, 8)), jnp.full((2, 1), 2)
+    for transpose in (False, True):
+        params = {"transpose": transpose, "out_dtype": x.dtype}
+        y = reference.matmul_sliced(x, blocks, index, jnp.zeros((2, 0), int), **params)
+        np.testing.assert_array_equal(y, np.zeros((3, 16)))
+
+
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("density", [0.0, 0.4])
 def test_slices_give_the_products_of_the_reference(density, transpose):

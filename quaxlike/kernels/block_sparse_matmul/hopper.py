@@ -24,9 +24,12 @@ _COMPUTE_WARPGROUPS = 2
 _STAGES = 3
 
 
-def choose(platform: str, x: Any, blocks: Any, *index: Any, **params: Any) -> Choice | str:
+def choose(
+    platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
+) -> Choice | str:
     """How the product runs on a Hopper GPU, or why it does not."""
-    refusal = _refusal(platform, x, blocks, blocks.shape[-1], blocks.size, **params)
+    slots = (transposed_idx if transpose else col_idx).size
+    refusal = _refusal(platform, x, blocks, blocks.shape[-1], slots, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", matmul) if refusal is None else refusal
 
 

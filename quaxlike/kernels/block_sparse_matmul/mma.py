@@ -23,7 +23,7 @@ _RING, _MOST_STAGES = 48 * 1024, 8
 _MULTIPROCESSORS = 108  # of an A100
 _LEAST = 4 * 16 * 16  # numbers in a tile: each warp has a tile of 16 by 16
 _ADDRESSED = 2**31  # bytes
-# For 12.0 Mosaic GPU (JAX 0.11.2) writes PTX of sm_120a, which it has assembled for sm_120, an error.
+# For 12.0 Mosaic GPU (JAX 0.11.2) writes PTX for sm_120a and has it assembled for sm_120, which is an error.
 _NEWEST = 10
 
 
@@ -137,8 +137,8 @@ def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
     """How the product runs on such a GPU, or why it does not."""
-    b, free = blocks.shape[-1], (transposed_idx if transpose else col_idx).shape[0]
-    sizes = x.size, blocks.size, math.prod(x.shape[:-1]) * free * b
+    b, index = blocks.shape[-1], transposed_idx if transpose else col_idx
+    sizes = x.size, blocks.size, index.size, math.prod(x.shape[:-1]) * index.shape[0] * b
     refusal = _refusal(platform, x, blocks, b, sizes, **params)
     return Choice("gpu", _HOW, matmul) if refusal is None else refusal
 

@@ -64,9 +64,9 @@ def matmul_sliced(
 ) -> Float[Array, "*batch free"]:
     """`matmul_reference` with temporaries of the size of one block of features."""
     rows, slots, b, _ = blocks.shape
-    if 0 in (x.shape[-1], blocks.size):  # nothing to slice
-        return matmul_reference(x, blocks, col_idx, transposed_idx, transpose=transpose, out_dtype=out_dtype)
     index, absent = (transposed_idx, rows * slots) if transpose else (col_idx, transposed_idx.shape[0])
+    if 0 in (x.shape[-1], index.size):  # nothing to slice
+        return matmul_reference(x, blocks, col_idx, transposed_idx, transpose=transpose, out_dtype=out_dtype)
     lead, numbered = x.shape[:-1], blocks.reshape(rows * slots, b, b)
     x = x.reshape(math.prod(lead), x.shape[-1])
 

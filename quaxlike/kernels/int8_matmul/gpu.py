@@ -1,6 +1,7 @@
 """The matmul with int8 weights on GPUs, in parts where one expression would make copies."""
 
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int8
@@ -21,7 +22,7 @@ def chunked(
     """One expression where that copies nothing large. Else `x` times the scales of rows, which is as large as
     `x`, or the decoded weight is made in parts, each for a product of the library."""
     (n, k), lead = codes.shape, x.shape[:-1]
-    params = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
+    params: dict[str, Any] = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
     m = math.prod(lead)
     if not isinstance(m, int):  # a dimension that `jax.export` leaves open
         return whole(x, codes, scale, **params)
@@ -37,9 +38,9 @@ def chunked(
         codes, scale = weight
         if not transpose:
             return times(x, codes[start:stop], scale[start:stop], **params)
-        width = min(block_size, stop - start)
         blocks = slice(start // block_size, -(-stop // block_size))
-        return times(x, codes[:, start:stop], scale[:, blocks], **params | {"block_size": width})
+        of_part: dict[str, Any] = params | {"block_size": min(block_size, stop - start)}
+        return times(x, codes[:, start:stop], scale[:, blocks], **of_part)
 
     free, contracted, aligned = (k, n, block_size if block_size < k else 1) if transpose else (n, k, 1)
     step = chunks.chunk_size(free, contracted, m, aligned=aligned)
