@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quaxlike import kernels
 from quaxlike.kernels import block_sparse_matmul
 from quaxlike.kernels.backends import _mosaic_gpu
-from quaxlike.kernels.block_sparse_matmul import mma, mma_program, reference
+from quaxlike.kernels.block_sparse_matmul import mma, mma_program, mma_tiling, reference
 from tests.samples import normal
 
 from . import simt
@@ -26,14 +26,14 @@ _MAY_FALL_BACK = pytest.mark.filterwarnings("ignore::quaxlike.kernels.KernelFall
 
 
 def _execute(p, left, right, index):
-    tiling = mma.tiling_for(p)
+    tiling = mma_tiling.tiling_for(p)
     y, stats = simt.run(
         functools.partial(mma_program.emit, p=p, tiling=tiling),
         [left, right, np.asarray(index).view(np.uint32)],
         (p.out, DTYPES[p.dtype]),
         [((tiling.shared_words,), np.uint32)],
         blocks=p.blocks(tiling),
-        threads=mma.THREADS,
+        threads=mma_tiling.THREADS,
     )
     assert stats.load_conflicts == 0
     return y
@@ -123,7 +123,7 @@ def test_any_pattern(mask, b, m):
 @pytest.mark.parametrize("kind", ["forward", "transposed", "sampled"])
 def test_the_largest_tiles(kind, monkeypatch):
     """Those of large problems."""
-    monkeypatch.setattr(mma, "_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(mma_tiling, "_MULTIPROCESSORS", 1)
     if kind == "sampled":
         y, expected = _sampled(MIXED[:, :2], 128, 100, "bfloat16")
     else:
@@ -144,7 +144,7 @@ def test_tilings_fit_every_gpu(b, m, transpose):
         mma.sampled_problem(x, x, *index, b),
     ]
     for p in problems:
-        tiling = mma.tiling_for(p)
+        tiling = mma_tiling.tiling_for(p)
         assert tiling.shared_words * 4 <= 48 * 1024  # two blocks of threads on compute capability 8.6 and 8.9
         assert tiling.stages >= 3
         assert min(tiling.warp_tile) >= 16

@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import llvm
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from .mma import DEPTH, THREADS, Problem, Tiling
+from .mma_tiling import DEPTH, THREADS, Problem, Tiling
 
 _PIECE = 16  # bytes of a copy, and of a row of the matrices that `ldmatrix` reads
 _NUMBERS = 8  # in a piece

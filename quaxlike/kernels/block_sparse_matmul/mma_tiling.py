@@ -1,0 +1,118 @@
+"""The sizes of the block-sparse products by `mma.sync`, and how blocks of threads share them."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+THREADS = 128  # of a block
+_LARGEST_TILE = 128
+DEPTH = 32  # features or tokens contracted at a time
+# Every GPU has room for two such rings on each multiprocessor.
+_RING, _MOST_STAGES = 48 * 1024, 8
+_MULTIPROCESSORS = 108  # of an A100
+_LEAST = 4 * 16 * 16  # numbers in a tile: each warp has a tile of 16 by 16
+
+
+class Problem(NamedTuple):
+    """A product, and the shapes of its operands in two dimensions.
+
+    **Attributes:**
+
+    - `kind`: `"forward"`, `"transposed"` or `"sampled"`.
+    - `left`, `right`: x and the blocks, one below the other; for the sampled product `y` and `x`.
+    - `indexed`: the shape of the index, by block columns for `"transposed"` and else by block rows.
+    - `out`: the result.
+    - `slots`: of a block row.
+    - `absent`: the entry of the index, or the least one, of a slot without a block.
+    - `dtype`: bfloat16 or float16, of both operands and the result.
+    """
+
+    kind: Literal["forward", "transposed", "sampled"]
+    left: tuple[int, int]
+    right: tuple[int, int]
+    indexed: tuple[int, int]
+    out: tuple[int, int]
+    block_size: int
+    slots: int
+    absent: int
+    dtype: str
+
+    def steps(self, tiling: "Tiling") -> int:
+        """How many tiles of either operand are multiplied."""
+        contracted = self.left[0] if self.kind == "sampled" else self.indexed[1] * self.block_size
+        return -(-contracted // DEPTH)
+
+    def blocks(self, tiling: "Tiling") -> int:
+        """How many blocks of threads the program is for."""
+        return -(-self.out[0] // tiling.height) * (self.out[1] // tiling.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """A tile of the result, of a block of threads.
+
+    **Attributes:**
+
+    - `height`, `width`: of the tile, powers of two.
+    - `rows_are_contracted`: whether what is contracted lies along the rows of the left operand, and of the
+        right one.
+    """
+
+    height: int
+    width: int
+    rows_are_contracted: tuple[bool, bool]
+
+    @property
+    def left(self) -> tuple[int, int, bool]:
+        """Rows and columns of the left operand's tile, and whether its rows are contracted."""
+        return self._tile(self.height, self.rows_are_contracted[0])
+
+    @property
+    def right(self) -> tuple[int, int, bool]:
+        return self._tile(self.width, self.rows_are_contracted[1])
+
+    def _tile(self, free: int, contracted: bool) -> tuple[int, int, bool]:
+        return (DEPTH, free, True) if contracted else (free, DEPTH, False)
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        """Warps below and beside each other, such that their own tiles are as square as may be."""
+        shapes = [(rows, 4 // rows) for rows in (1, 2, 4)]
+        fits = lambda warps: self.height >= 16 * warps[0] and self.width >= 16 * warps[1]
+        return min(filter(fits, shapes), key=lambda warps: self.height // warps[0] + self.width // warps[1])
+
+    @property
+    def warp_tile(self) -> tuple[int, int]:
+        return self.height // self.warps[0], self.width // self.warps[1]
+
+    @property
+    def operand_bytes(self) -> tuple[int, int]:
+        """Of the operands' tiles in a stage; each thread copies as many pieces of 16 bytes."""
+        whole = lambda tile: -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS
+        return whole(self.left), whole(self.right)
+
+    @property
+    def stages(self) -> int:
+        """How many pairs of tiles are in shared memory at a time."""
+        return min(_MOST_STAGES, _RING // sum(self.operand_bytes))
+
+    @property
+    def out_stride(self) -> int:
+        """Bytes of a row of the result in shared memory, of which eight begin in different banks."""
+        return 2 * self.width + 16
+
+    @property
+    def shared_words(self) -> int:
+        """Words of shared memory: for the ring, and afterwards for the result."""
+        return max(self.stages * sum(self.operand_bytes), self.height * self.out_stride) // 4
+
+
+def tiling_for(p: Problem) -> Tiling:
+    """Large tiles, but for few tokens, and where these leave multiprocessors without work."""
+    largest = min(_LARGEST_TILE, p.block_size & -p.block_size)
+    tokens = 1 << (p.out[0] - 1).bit_length()
+    height = largest if p.kind == "sampled" else min(_LARGEST_TILE, max(tokens, 16, _LEAST // largest))
+    contracted = {"forward": (False, False), "transposed": (False, True), "sampled": (True, True)}[p.kind]
+    tiling = Tiling(height, largest, contracted)
+    while p.blocks(tiling) < _MULTIPROCESSORS and tiling.width > 32 and height * tiling.width > _LEAST:
+        tiling = dataclasses.replace(tiling, width=tiling.width // 2)
+    return tiling
