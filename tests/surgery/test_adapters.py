@@ -121,6 +121,12 @@ def test_thirty_two_adapters_compile_once():
     assert not any(len(shape) == 3 and shape[-2:] in ((16, 6), (16, 16), (3, 16)) for shape in shapes)
 
 
+def test_a_single_adapter_is_a_stack_of_one():
+    model = adapted(0)
+    alone = ql.choose_adapter(ql.stack_adapters([model]), 0)
+    np.testing.assert_allclose(ql.quaxify(alone)(X[0]), ql.quaxify(model)(X[0]), atol=1e-6)
+
+
 @pytest.mark.slow
 def test_an_adapter_chosen_by_number():
     stacked = ql.stack_adapters(MIXED)
