@@ -420,8 +420,9 @@ def block_sparse_rows(
 
 
 def tune(bench: Bench, only: str | None = None) -> None:
-    """Prints the fastest tilings of the fused kernel, for the table in `nf4_matmul/mosaic.py`."""
-    from quaxlike.kernels.nf4_matmul import gpu
+    """Prints the fastest tilings of the fused kernels: for the table in `nf4_matmul/mosaic.py`, and for many
+    rows to compare with `nf4_matmul/costs.py`."""
+    from quaxlike.kernels.nf4_matmul import costs, gpu, wgmma
     from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
     from quaxlike.kernels.product import Product
 
@@ -430,17 +431,23 @@ def tune(bench: Bench, only: str | None = None) -> None:
         for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8, 16), (1,), (1, 2, 4))
         if sizes[1] * sizes[2] in (4, 8, 16)
     ]
-    sizes = [(*shape, m) for shape in (_LARGE, _WIDE, (4096, 4096)) for m in (8, 16, 32, 64)]
+    of_warpgroups = [Tiling(tiles, 8, 1, 1, splits) for tiles in (1, 2) for splits in (1, 2, 3, 4)]
+    sizes = [(*shape, m) for shape in (_LARGE, _WIDE, (4096, 4096)) for m in (8, 16, 32, 64, 512)]
     for n, k, m in sizes if only is None else [tuple(map(int, only.split(",")))]:
         shape = n, k
         w, times = bench.weights(shape), {}
         operands = [(*each, jnp.asarray(blockwise.NF4)) for each in bench.rotated(m, w)]
-        for tiling in candidates:
+        many = m > gpu.FUSED_ROWS[False]
+        ordered = wgmma.in_order if many else lambda x: x
+        for tiling in of_warpgroups if many else candidates:
             try:
                 dtype = "bfloat16" if tiling.splits == 1 else "float32"
-                problem = Problem(Product(shape, BLOCK), m, "bfloat16", dtype)
+                wide = costs.MOST_TOKENS[tiling.row_tiles] if many else 0
+                problem = Problem(Product(shape, BLOCK), m, "bfloat16", dtype, wide=wide)
                 kernel = gpu.pallas_kernel(problem, tiling)
-                way = Way(lambda *args, kernel=kernel: jnp.sum(kernel(*args), axis=0), operands)
+                way = Way(
+                    lambda x, *args, kernel=kernel: jnp.sum(kernel(ordered(x), *args), axis=0), operands
+                )
                 times[tiling] = bench.times(way=way)["way"]
             except Exception as error:  # a tiling that the device's shared memory does not hold
                 print(f"{shape}, M = {m}, {tiling}: {error}")

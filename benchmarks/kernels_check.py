@@ -61,6 +61,8 @@ def _ptxas(dump: pathlib.Path) -> Figures:
         "registers": most(r"Used (\d+) registers", text),
         "spills": most(r"(\d+) bytes spill stores", text) + most(r"(\d+) bytes spill loads", text),
         "shared": most(r"smem_scratch_bytes=(\d+)", resources),
+        # A line for each kernel in which products of warpgroups wait for each other.
+        "serialized": len(re.findall("wgmma.mma_async instructions are serialized", text)),
     }
 
 
@@ -140,6 +142,8 @@ def problems(target: str, figures: Figures, recorded: Figures | None) -> list[st
         return [] if known else [f"{target}, {figures['row']}: {figures['error']}"]
     spilled, temporaries = figures.get("spills", 0), figures.get("temporaries", 0)
     out = [f"spills {spilled} bytes"] if spilled else []
+    if figures.get("serialized"):
+        out.append("products of warpgroups are not asynchronous: the assembler serializes them")
     dense = {row.name: row.dense_bytes for row in _selected(target, figures["row"])}.get(figures["row"])
     if dense is not None and temporaries >= dense:
         out.append(f"temporaries {temporaries}, as much as a dense copy of the weight in bfloat16 ({dense})")
@@ -209,10 +213,12 @@ Temporaries are divided by the bytes of the weight in bfloat16, and 1 is as much
 block-sparse weights the divisor is the stored blocks alone, 10 % or 50 % of the dense weight: there 10 and 2
 are as much as a dense copy. The command fails where a row needs that much, and where a kernel spills.
 
-The temporaries of quantised weights and many rows (M ≥ 512), and those of int8 in blocks, are a part of the
-weight, decoded, and the columns of the result that it gives. Those of int8, x @ W are a part of `x` times
-the scales, and the rows of the result that it gives. Those of block-sparse weights in float32, for which
-there is no kernel on GPUs, are as many columns of the operands and the result as a block has.
+Many rows (M ≥ 320) of `x` and quantised weights have two kinds of temporaries. One kernel needs `x` with its
+columns in another order and, for 4096×14336, two terms of the result in float32. The library needs a decoded
+part of the weight, and the columns of the result that it gives; so do int8 weights with scales in blocks.
+Those of int8, x @ W are a part of `x` times the scales, and the rows of the result that it gives. Those of
+block-sparse weights in float32, for which there is no kernel on GPUs, are as many columns of the operands and
+the result as a block has.
 """
 
 

@@ -286,7 +286,7 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | 
 
 @functools.cache
 def _mosaic_gpu() -> tuple[str | None, bool]:
-    """What this JAX lacks of Mosaic GPU, if anything, and whether it looks at the device that it compiles for.
+    """What this JAX lacks of Mosaic GPU, if anything, and whether it looks at the device it compiles for.
 
     Earlier releases (0.10) do not: they elect a thread in every kernel by an instruction of Hopper.
     """

@@ -3,6 +3,10 @@
 Every thread's registers are one NumPy array, with the threads on its first axis; operations are
 executed one after the other for all threads. Accesses out of bounds or misaligned are errors, and so
 is reading from shared memory what another thread wrote since the last barrier.
+
+Products of warpgroups are asynchronous. They are computed when they begin; until they are waited for it is
+an error to touch their sums, to assign to a register that they read, and to write to shared memory that they
+read (for other warpgroups: until the barrier after that).
 """
 
 import dataclasses
@@ -13,6 +17,8 @@ import numpy as np
 from jax.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
+
+from . import warpgroups
 
 _DTYPES = {
     "i1": np.bool_,
@@ -33,10 +39,19 @@ class Buffer:
 
     data: np.ndarray
     shared: bool = False
+    base: int = 1024  # where it begins in shared memory
 
     def __post_init__(self):
         self.writer = np.full(self.data.size, -1)  # of each byte, since the last barrier
         self.pending = np.zeros(self.data.size, bool)  # bytes that a copy is still to write
+        self.unpublished = np.zeros(self.data.size, bool)  # bytes that `wgmma` may not see yet
+        self.readers = np.zeros(
+            self.data.size, int
+        )  # products that read it, and that not all know to be done
+
+    def write(self, at, data, threads):
+        assert not self.readers[at].any(), "a race: a product reads what is written"
+        self.data[at], self.writer[at], self.unpublished[at] = data, threads, True
 
 
 @dataclasses.dataclass
@@ -103,6 +118,7 @@ class _Block:
         self.block, self.threads, self.stats = block, threads, stats
         self.values = {}
         self.copies, self.groups = [], []  # begun since the last group; in groups that are not done
+        self.products = warpgroups.Products()
         self.active = np.ones(threads, bool)
         self.buffers = []
 
@@ -112,6 +128,7 @@ class _Block:
             self.values[argument] = buffer
         self._ops(function.entry_block)
         assert not self.copies + self.groups, "copies that nobody waited for"
+        assert not self.products.in_flight, "products that nobody waited for"
 
     def _ops(self, block):
         for op in block.operations:
@@ -120,6 +137,7 @@ class _Block:
             handler = getattr(self, "_" + op.name.replace(".", "_"), None)
             if op.name in ("scf.yield", "func.return"):
                 return operands
+            self.products.check(op, operands)
             if handler is None:
                 raise NotImplementedError(f"an operation that the model lacks: {op}")
             results = handler(op, *operands)
@@ -212,6 +230,7 @@ class _Block:
         assert self.active.all()
         for buffer in self.buffers:
             buffer.writer[:] = -1
+        self.products.barrier()
         return []
 
     # Memory ---------------------------------------------------------------------------------------
@@ -224,9 +243,16 @@ class _Block:
         return [struct[position]]
 
     def _llvm_ptrtoint(self, op, pointer):
+        if str(op.results[0].type) == "i64":  # on the way to another pointer
+            return pointer
+        return (pointer.buffer.base + pointer.offset).astype(np.uint32)
+
+    def _llvm_inttoptr(self, op, pointer):
         return pointer
 
-    _llvm_inttoptr = _llvm_ptrtoint
+    def _at_address(self, address):
+        (buffer,) = (b for b in self.buffers if b.shared)
+        return Pointer(buffer, address.astype(np.int64) - buffer.base)
 
     def _llvm_mul(self, op, a, b):
         return a * b
@@ -277,8 +303,7 @@ class _Block:
         data = np.ascontiguousarray(value[self.active]).view(np.uint8)
         assert np.unique(at).size == at.size, "two threads store to one place"
         assert not pointer.buffer.pending[at].any(), "a copy that is not done stores there"
-        pointer.buffer.data[at] = data
-        pointer.buffer.writer[at] = np.flatnonzero(self.active)[:, None]
+        pointer.buffer.write(at, data, np.flatnonzero(self.active)[:, None])
         return []
 
     def _llvm_mlir_undef(self, op):
@@ -308,7 +333,7 @@ class _Block:
             high, low = (x.astype(_DTYPES[match[1]]).view(np.uint16).astype(np.uint32) for x in operands)
             return [low | high << np.uint32(16)]
         if match := re.match(r"cp\.async\.(?:ca|cg)\.shared\.global \[\$0\], \[\$1\], (\d+), \$2;", ptx):
-            return self._begin_copy(*operands, int(match[1]))
+            return self._begin_copy(self._at_address(operands[0]), *operands[1:], int(match[1]))
         if ptx == "cp.async.commit_group;":
             self.groups, self.copies = [*self.groups, self.copies], []
             return []
@@ -316,6 +341,25 @@ class _Block:
             while len(self.groups) > int(match[1]):
                 for copy in self.groups.pop(0):
                     copy()
+            return []
+        if ptx == "fence.proxy.async.shared::cta;":
+            for buffer in self.buffers:  # each thread's own writes
+                buffer.unpublished[buffer.writer >= 0] = False
+            return []
+        if match := warpgroups.INSTRUCTION.fullmatch(ptx):
+            count = int(match[1]) // 2  # sums, twice, and four registers and a descriptor
+            named = [*range(count), *range(2 * count, 2 * count + 5)]
+            assert [*map(int, re.findall(r"\$(\d+)", ptx))] == named
+            return self._wgmma(op, operands, int(match[1]), np.dtype(_DTYPES[match[2]]))
+        if ptx == "wgmma.fence.sync.aligned;":
+            return [self.products.fence(operands)]
+        if ptx == "":
+            return [list(operands)]
+        if ptx == "wgmma.commit_group.sync.aligned;":
+            self.products.commit()
+            return []
+        if match := re.match(r"wgmma\.wait_group\.sync\.aligned (\d+);", ptx):
+            self.products.wait(int(match[1]))
             return []
         raise NotImplementedError(f"an instruction that the model lacks: {ptx}")
 
@@ -337,6 +381,7 @@ class _Block:
         at = self._bytes(to, size, 1)
         assert np.unique(at).size == at.size, "two threads copy to one place"
         assert not to.buffer.pending[at].any(), "a copy that is not done writes there"
+        assert not to.buffer.readers[at].any(), "a race: a product reads where a copy writes"
         to.buffer.pending[at] = True
         present = read > 0
         assert (source.offset % size == 0).all(), "a misaligned access"
@@ -344,13 +389,27 @@ class _Block:
         assert (start + size <= source.buffer.data.size).all(), "out of bounds"
 
         def copy():
-            to.buffer.data[at] = 0
-            to.buffer.data[at[present]] = source.buffer.data[start[:, None] + np.arange(size)]
-            to.buffer.writer[at] = np.arange(self.threads)[:, None]
+            data = np.zeros(at.shape, np.uint8)
+            data[present] = source.buffer.data[start[:, None] + np.arange(size)]
+            to.buffer.write(at, data, np.arange(self.threads)[:, None])
             to.buffer.pending[at] = False
 
         self.copies.append(copy)
         return []
+
+    def _wgmma(self, op, operands, tokens, dtype):
+        count = tokens // 2
+        acc, a, descriptor = operands[:count], operands[count : count + 4], operands[-1]
+        assert self.active.all()
+        pointer = self._at_address(warpgroups.addresses(descriptor, tokens))
+        buffer, at = pointer.buffer, pointer.offset[..., None] + np.arange(2)
+        assert ((at >= 0) & (at < buffer.data.size)).all(), "out of bounds"
+        assert not buffer.pending[at].any(), "a race: no waiting for a copy"
+        assert (buffer.writer[at] < 0).all(), "a race: no barrier before a product"
+        assert not buffer.unpublished[at].any(), "a race: no fence between what is written and a product"
+        sums = warpgroups.product(acc, a, buffer.data[at].view(dtype)[..., 0])
+        self.products.begin(op, (acc, a), sums, (buffer, at.reshape(-1)))
+        return [sums]
 
 
 def _mma(operands, dtype):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quaxlike.kernels import blockwise, transposed_index
+from quaxlike.kernels import NestedScales, blockwise, transposed_index
 
 
 class Quantised(NamedTuple):
@@ -89,3 +89,23 @@ def _at_hand(cls, kind, platform):
     except TypeError:  # up to JAX 0.10
         device = cls(**kind)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def lowered(fn, *args, platform="cuda"):
+    """The program that JAX lowers a function to, for another platform."""
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def stored_nf4(n, k, nested=False):
+    """The shapes of the codes and scales of an (n, k) weight in NF4."""
+    blocks = n * k // 64
+    of = jax.ShapeDtypeStruct
+    absmax = of((blocks,), jnp.float32)
+    if nested:
+        absmax = NestedScales(
+            of((blocks,), jnp.uint8),
+            of((-(-blocks // 256),), jnp.float32),
+            of((), jnp.float32),
+            of((256,), jnp.float32),
+        )
+    return of((n * k // 2,), jnp.uint8), absmax

@@ -17,30 +17,42 @@ from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from ..blockwise import dequantize_codebook
 from ..multilinear import accumulator_dtype, precision_for
 from ..product import Product
+from . import costs
 from .scales import NestedScales, dense_scales
 
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's matmul.
 # `x @ W` reads them again for every 32.
 FUSED_ROWS = {False: 128, True: 64}
+# Ranks of all adapters together up to which the kernel of warpgroups takes them: it waits for each 64.
+WIDE_RANK = 256
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
 
 
 def choose(platform: str, x: Any, *, product: Product, **params: Any) -> Choice:
     """How the operation runs on a GPU."""
-    refusal = fused_refusal(platform, x, product, **params)
-    if refusal is None:
-        return Choice("gpu", "one fused kernel", fused)
+    choice = choose_fused(platform, x, product=product, **params)
+    if isinstance(choice, Choice):
+        return choice
     if _is_reduced(x, product):
         return Choice("gpu", "one fused reduction over the rows of W", reduced)
-    return Choice("gpu", f"decoded in chunks for the library's matmul: {refusal}", chunked)
+    return Choice("gpu", f"decoded in chunks for the library's matmul: {choice}", chunked)
 
 
-def choose_fused(platform: str, x: Any, **params: Any) -> Choice | str:
-    """The fused kernel, or why it does not take an operation."""
-    refusal = fused_refusal(platform, x, **params)
-    return Choice("gpu", "one fused kernel", fused) if refusal is None else refusal
+def choose_fused(
+    platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any
+) -> Choice | str:
+    """A fused kernel, or why there is none for an operation. `low_rank`: `b` of all adapters."""
+    rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
+    if 0 < rows <= most:
+        refusal = fused_refusal(platform, x, product, low_rank=low_rank, **params)
+        return Choice("gpu", "one fused kernel", fused) if refusal is None else refusal
+    few = f"the fused kernel takes 1 to {most} rows of x, not {rows}"
+    refusal = wide_refusal(platform, x, product, low_rank=low_rank, **params) if rows else ""
+    if refusal is None:
+        return Choice("gpu", "one fused kernel of warpgroups", functools.partial(fused, wide=True))
+    return f"{few}; {refusal}" if refusal else few
 
 
 def fused_refusal(
@@ -50,17 +62,15 @@ def fused_refusal(
     *,
     partitioned: bool,
     low_rank: Any = None,
-    **params: Any,
+    lowest: tuple[int, int] = (8, 0),
+    newest: int | None = None,
 ) -> str | None:
-    """Why the fused kernel does not take an operation; None if it does. `low_rank`: `b` of all adapters."""
+    """Why a fused kernel does not take an operation, whatever the rows of `x`; None if it does."""
     (n, k), block = product.shape, product.block_size
-    rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
     # What a thread decodes together has one scale: 64, 16 or, of a row that is contracted over, 8 codes.
     unit = 8 if product.transpose else 16
     if partitioned:
         return PARTITIONED
-    if not 0 < rows <= most:
-        return f"the fused kernel takes 1 to {most} rows of x, not {rows}"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the fused kernel takes bfloat16 and float16, not {x.dtype}"
     if product.bits not in (4, 8):
@@ -73,7 +83,27 @@ def fused_refusal(
         return "the fused kernel addresses up to 2 GiB of codes"
     if low_rank is not None and math.prod(low_rank.shape) * 2 >= 2**31:
         return f"the fused kernel addresses up to 2 GiB of adapters, not those of shape {low_rank.shape}"
-    return mosaic_gpu_refusal(platform, lowest=(8, 0))
+    return mosaic_gpu_refusal(platform, lowest=lowest, newest=newest)
+
+
+def wide_refusal(
+    platform: str, x: Any, product: Product, *, low_rank: Any = None, **params: Any
+) -> str | None:
+    """Why the fused kernel for many rows of `x` does not take an operation; None if it does."""
+    rows = math.prod(x.shape[:-1])
+    if product.transpose:
+        return "that of warpgroups computes x @ W.T"
+    if low_rank is not None and low_rank.shape[0] * low_rank.shape[2] > WIDE_RANK:
+        return f"that of warpgroups takes adapters of up to {WIDE_RANK} ranks together"
+    refusal = fused_refusal(platform, x, product, low_rank=low_rank, lowest=(9, 0), newest=9, **params)
+    if refusal is not None:
+        return refusal
+    # Of results, in float32, and of `x`, with rows up to a multiple of 32 for each block of 128.
+    if max(4 * rows * product.free, 2 * (rows + rows // 4 + 32) * product.contracted) >= 2**31:
+        return "that of warpgroups addresses up to 2 GiB of activations"
+    if not costs.is_faster(product, rows):
+        return "decoding the weight is estimated to be faster than that of warpgroups"
+    return None
 
 
 def fused(
@@ -84,6 +114,7 @@ def fused(
     *low_rank: Array,
     product: Product,
     zeros: Array | None = None,
+    wide: bool = False,
 ) -> Array:
     """One kernel.
 
@@ -92,32 +123,49 @@ def fused(
     - `packed`, `scales`, `zeros`: as `product` says they are stored, of any shape.
     - `table`: the values of the codes.
     - `low_rank`: nothing, or `t` and `b` as in `lora_matmul_reference`.
+    - `wide`: whether warpgroups multiply, for many rows of `x`.
     """
     from .mosaic import Problem, tiling_for
+    from .wgmma import in_order, of_warpgroups
 
     lead, x = x.shape[:-1], x.reshape(-1, product.contracted)
+    adapters = rank = 0
+    if low_rank and wide:
+        t, b = _side_by_side(x.shape[0], *low_rank)
+        adapters, rank, low_rank = 1, b.shape[1], (in_order(t), b)
+    elif low_rank:
+        t, b = map(_padded, low_rank)
+        adapters, _, rank = b.shape
+        low_rank = t.reshape(x.shape[0], adapters, rank), b
     problem = Problem(
         product,
         m=x.shape[0],
         dtype=str(x.dtype),
         out_dtype=str(product.out_dtype),
-        adapters=low_rank[1].shape[0] if low_rank else 0,
-        rank=-(-low_rank[1].shape[2] // 16) * 16 if low_rank else 0,
+        adapters=adapters,
+        rank=rank,
         scales=_kind(scales) if product.scales == "float" else product.scales,
         zeros="float32" if zeros is None else str(zeros.dtype),
     )
-    tiling = tiling_for(problem)
+    problem, tiling = of_warpgroups(problem) if wide else (problem, tiling_for(problem))
     if tiling.splits > 1:
         problem = problem._replace(out_dtype="float32")
     operands = scales if isinstance(scales, NestedScales) else (scales,)
     numbers = [_in_words(z.reshape(-1)) for z in (*operands, *(() if zeros is None else (zeros,)))]
-    if low_rank:
-        t, b = map(_padded, low_rank)
-        t = t.reshape(x.shape[0], problem.adapters, problem.rank)
-        low_rank = t, b, *adapters_in_use(t, problem.groups, 8 * problem.token_tiles)
+    if low_rank and not wide:
+        low_rank = *low_rank, *adapters_in_use(low_rank[0], problem.groups, 8 * problem.token_tiles)
+    x = in_order(x) if wide else x
     y = pallas_kernel(problem, tiling)(x, packed.reshape(-1), *numbers, table, *low_rank)
     y = functools.reduce(operator.add, y) if tiling.splits > 1 else y[0]
     return y.astype(product.out_dtype).reshape(*lead, product.free)
+
+
+def _side_by_side(m: int, t: Array, b: Array) -> tuple[Array, Array]:
+    """The ranks of all adapters beside each other, `(m, ranks)` and `(n, ranks)`, and zeros up to whole steps
+    of the kernel of warpgroups."""
+    t, b = t.reshape(m, -1), jnp.moveaxis(b, 0, 1).reshape(b.shape[1], -1)
+    pad = lambda z: jnp.pad(z, ((0, 0), (0, -z.shape[1] % 64)))
+    return pad(t), pad(b)
 
 
 def _kind(scales: Array | NestedScales) -> str:
@@ -151,19 +199,21 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
     product, (splits, m, features)."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    from . import mosaic
+    from . import mosaic, wgmma
+
+    of_problem = wgmma if problem.wide else mosaic
 
     def stored_matmul(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def program(context: Any, *refs: Any) -> None:
-            mosaic.emit(refs, problem, tiling)
+            of_problem.emit(refs, problem, tiling)
 
         program(*refs)
 
     return plgpu.kernel(
         stored_matmul,
         out_type=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.product.free), problem.out_dtype),
-        scratch_types=[plgpu.SMEM((mosaic.shared_words(problem, tiling),), jnp.uint32)],
+        scratch_types=[plgpu.SMEM((of_problem.shared_words(problem, tiling),), jnp.uint32)],
         grid=(mosaic.blocks(problem, tiling),),
         grid_names=("block",),
         num_threads=tiling.threads // 128,

@@ -32,6 +32,7 @@ from .decode import SIZES, TABLE_BYTES, Numbers, Table
 
 BLOCK = 64  # columns that a scale is applied to at once, and that a warp takes
 _SHARED = 96 * 1024  # bytes of shared memory that every GPU from compute capability 8.0 on has
+_MOST_SHARED = 225 * 1024  # of 227 KiB that a block of threads can have on Hopper
 _STAGES = 4
 
 
@@ -74,6 +75,7 @@ class Problem(NamedTuple):
     - `out_dtype`: of the terms of the result.
     - `adapters`, `rank`: of the low-rank term; the rank is a multiple of 16. 0 if there is none.
     - `scales`, `zeros`: how scales and zero points are stored, as `decode.SIZES` has it.
+    - `wide`: most tokens of a block of threads, where warpgroups multiply (`wgmma`); else 0.
     """
 
     product: Product
@@ -84,11 +86,12 @@ class Problem(NamedTuple):
     rank: int = 0
     scales: str = "float32"
     zeros: str = "float32"
+    wide: int = 0
 
     @property
     def group_size(self) -> int:
         # The features of a thread are four times as many for `x @ W`, and so are its accumulators.
-        return 32 if self.product.transpose else 64
+        return self.wide or (32 if self.product.transpose else 64)
 
     @property
     def groups(self) -> int:
@@ -96,14 +99,20 @@ class Problem(NamedTuple):
 
     @property
     def token_tiles(self) -> int:
-        """Tiles of 8 tokens of a group."""
-        return -(-self.m // (8 * self.groups))
+        """Tiles of 8 tokens of a group; of warpgroups a multiple of four, for all threads to copy as much."""
+        unit = 4 if self.wide else 1
+        return -(-self.m // (8 * unit * self.groups)) * unit
+
+    @property
+    def staged(self) -> int:
+        """Bytes of activations that are in shared memory for a step."""
+        return 8 * self.token_tiles * BLOCK * 2 if self.wide else 0
 
     @property
     def exact(self) -> bool:
         """Whether values are scaled one by one, in float32."""
         p = self.product
-        return p.transpose or p.zeros is not None or p.block_size % BLOCK != 0
+        return self.wide > 0 or p.transpose or p.zeros is not None or p.block_size % BLOCK != 0
 
     @property
     def depth(self) -> int:
@@ -152,14 +161,18 @@ def shared_words(p: Problem, tiling: Tiling) -> int:
     Sums are ordered by warp, token and feature, padded so that the threads that store them meet
     different banks.
     """
-    tables = _tables(p)
-    ring = stages(p, tiling) * _stage_bytes(p, tiling)
-    return max((tables + ring) // 4, tiling.k_warps * 8 * p.token_tiles * _stride(tiling))
+    return max(ring_end(p, tiling) // 4, tiling.k_warps * 8 * p.token_tiles * stride(tiling))
 
 
 def stages(p: Problem, tiling: Tiling) -> int:
     """How many steps of a warp's bytes are in shared memory at a time."""
-    return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
+    room = (_MOST_SHARED if p.wide else _SHARED) - _tables(p)
+    return max(2, min(_STAGES, room // (_stage_bytes(p, tiling) + p.staged)))
+
+
+def ring_end(p: Problem, tiling: Tiling) -> int:
+    """Where tables and the ring of codes and scales end in shared memory."""
+    return _tables(p) + stages(p, tiling) * _stage_bytes(p, tiling)
 
 
 def _tables(p: Problem) -> int:
@@ -173,7 +186,8 @@ def _stage_bytes(p: Problem, tiling: Tiling) -> int:
     return 4 * tiling.threads * tiling.unroll * rows * (codes + of_scale)
 
 
-def _stride(tiling: Tiling) -> int:
+def stride(tiling: Tiling) -> int:
+    """Words from the sums of a token to those of the next."""
     return tiling.rows + 4
 
 
@@ -188,7 +202,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
         `shared_words` words.
     """
     *operands, out, shared = map(Memory, refs)
-    warp = (_Transposed if p.product.transpose else _Warp)(operands, shared, p, tiling)
+    warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
     acc = [lanes.number(0.0, "float32")] * (tiling.row_tiles * p.token_tiles * 4)
     ahead = stages(p, tiling) - 1
 
@@ -213,7 +227,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     _reduce(acc, warp, shared, out)
 
 
-class _Warp:
+class Warp:
     """The place of one thread, and the work of its warp for `x @ W.T`."""
 
     def __init__(self, operands: list[Memory], shared: Memory, p: Problem, tiling: Tiling) -> None:
@@ -412,7 +426,7 @@ class _Warp:
         return lanes.loop((tiles + (warps - 1)) // warps, acc, step)
 
 
-class _Transposed(_Warp):
+class _Transposed(Warp):
     """The same for `x @ W`: features are columns of `W`, 64 of a warp, and 16 rows are contracted at a time.
 
     A line is eight columns of a row. Rows differ in their scales, so that values are scaled one by one; the
@@ -451,23 +465,23 @@ class _Transposed(_Warp):
         return acc
 
 
-def _reduce(acc: list[Reg], warp: _Warp, sums: Memory, out: Memory) -> None:
+def _reduce(acc: list[Reg], warp: Warp, sums: Memory, out: Memory) -> None:
     """Adds the sums of the warps that share features, and stores them."""
     p, tiling = warp.p, warp.tiling
-    tokens, stride, features = 8 * p.token_tiles, _stride(tiling), p.product.free
+    tokens, width, features = 8 * p.token_tiles, stride(tiling), p.product.free
     for j in range(p.token_tiles):
         for tile in range(tiling.row_tiles):
             for e in range(4):
                 token = warp.k_warp * tokens + warp.quad * 2 + (8 * j + e % 2)
                 value = acc[4 * (j * tiling.row_tiles + tile) + e]
-                sums.store((token * stride + warp.feature(tile, e)) * 4, value)
+                sums.store((token * width + warp.feature(tile, e)) * 4, value)
     lanes.barrier()
     for i in range(0, tiling.rows * tokens, tiling.threads):
         token, row = (warp.thread + i) // tiling.rows, (warp.thread + i) % tiling.rows
         held = lanes.minimum(token, tokens - 1)
         total = lanes.number(0.0, "float32")
         for k_warp in range(tiling.k_warps):
-            at = ((held + k_warp * tokens) * stride + row) * 4
+            at = ((held + k_warp * tokens) * width + row) * 4
             total = total + sums.load(at, "float32")[0]
         global_token, feature = warp.first_token + token, warp.first_row + row
         inside = (token < tokens) & (global_token < p.m) & (feature < features)
