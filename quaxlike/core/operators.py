@@ -175,6 +175,7 @@ class ArrayOperators:
         """As `jax.Array.at`: `x.at[index].set(y)` and its siblings."""
         return _At(self)
 
+    itemsize = property(lambda self: self.dtype.itemsize)
     nbytes = property(_nbytes)
     T = _attribute("T")
     mT = _attribute("mT")

@@ -252,3 +252,24 @@ def in_bytes(size: int) -> str:
         if size >= scale:
             return f"{size:,} bytes ({size / scale:.1f} {unit})"
     return f"{size} bytes"
+
+
+def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
+    """The error for the tracer of a Value that is used after its quaxified function has returned.
+
+    **Arguments:**
+
+    - `is_late`: whether the Value was closed over, so that JAX remembers the tracer.
+    """
+    kind, at = type(value).__name__, user_source()[0]
+    if is_late:
+        return jax.errors.UnexpectedTracerError(
+            f"A {kind} was closed over by a function that JAX traced within `quaxlike.quaxify`, and "
+            f"remembers; it is called outside, at {at}. Call it within `quaxify` here, too, or pass the "
+            "Value as an argument."
+        )
+    return jax.errors.UnexpectedTracerError(
+        f"A {kind} leaked from the quaxified function that it belongs to, through a closure, a global or an "
+        f"attribute: {tracer!r} is used at {at}. Return it from the function instead; `quaxify` returns the "
+        "Value itself."
+    )

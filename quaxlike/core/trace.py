@@ -25,7 +25,7 @@ from .values import KINDS, Value, aval_of, check_whole, is_value, kind_of, level
 class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument]
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
-    __slots__ = ("aval", "quax_tag", "quax_value")
+    __slots__ = ("aval", "quax_is_late", "quax_tag", "quax_value")
     __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX looks it up several times a call
 
     def __init__(self, trace: Any, value: Value) -> None:
@@ -37,6 +37,8 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         if name == "aval":  # filled on demand: many intermediates never need it
             self.aval = aval = aval_of(self.quax_value)
             return aval
+        if name == "quax_is_late":  # whether the Value was adopted; set for those alone
+            return False
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -47,12 +49,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         # as concrete arrays; a tracer of a running level is never one of the latter.
         if not self._trace.ended:
             return self
-        raise jax.errors.UnexpectedTracerError(
-            f"A {type(self.quax_value).__name__} leaked from the quaxified function that it belongs to, "
-            f"through a closure, a global or an attribute: {self!r} is used at "
-            f"{recording.user_source()[0]}. Return it from the function instead; `quaxify` returns the Value "
-            "itself."
-        )
+        raise recording.leaked(self.quax_value, self, self.quax_is_late)
 
     def _contents(self) -> list[tuple[str, Any]]:
         # JAX searches these for what may be differentiated, so that no derivative is closed over it.
@@ -172,7 +169,7 @@ class QuaxTrace(jax.core.Trace):
         key: list[Any] = [primitive]
         plain = True
         for i, x in enumerate(unwrapped):
-            if type(x) is ValueTracer and x.quax_tag is tag:
+            if type(x) is ValueTracer and (x.quax_tag is tag or self.takes_over(x)):
                 unwrapped[i] = value = x.quax_value
                 key.append(type(value))
                 plain = False
@@ -236,7 +233,9 @@ class QuaxTrace(jax.core.Trace):
         """Boxes a late Value as a tracer of this level."""
         check_whole(value)
         if _lives_below(self, value):
-            return self.enter(self.unwrap_tree(value))
+            tracer = self.enter(self.unwrap_tree(value))
+            tracer.quax_is_late = True
+            return tracer
         # A transform inside the quaxified function traced the arrays of this Value: it was built there, or
         # passed to a jitted function, which flattened it. This level would bypass that transform.
         hint = (
@@ -244,6 +243,15 @@ class QuaxTrace(jax.core.Trace):
             "`quaxify` inside it."
         )
         return dense(value, "a Value that an inner transform took apart", hint=hint)
+
+    def takes_over(self, tracer: ValueTracer) -> bool:
+        """Whether another level adopted the Value of a tracer, and this level takes it as well.
+
+        JAX caches what it traces: if a function that was made outside closes over a Value, and goes through
+        `jax.jit`, a scan or the like within `quaxify`, the tracer of that call is among the cached constants.
+        """
+        late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
+        return late and self.takes(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
     # Primitives that carry functions, for which JAX calls methods of their own
 
@@ -295,7 +303,8 @@ class QuaxTrace(jax.core.Trace):
 
     def unwrap(self, x: Any) -> Any:
         """The Value behind a tracer of this level; returns anything else unchanged."""
-        return x.quax_value if type(x) is ValueTracer and x.quax_tag is self.tag else x
+        ours = type(x) is ValueTracer and (x.quax_tag is self.tag or self.takes_over(x))
+        return x.quax_value if ours else x
 
     def unwrap_tree(self, tree: Any) -> Any:
         """`tree` with each tracer of this level replaced by its Value, including those inside Values."""
@@ -304,12 +313,18 @@ class QuaxTrace(jax.core.Trace):
         return jtu.tree_map(self.unwrap, tree)
 
 
-def _lives_below(level: QuaxTrace, value: Value) -> bool:
-    tracers = [x for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]
+def _below(level: QuaxTrace) -> list[Any]:
+    """The tag of a level, and the traces that it runs under with theirs."""
     below, trace = [level.tag], level.parent_trace
     while trace is not None:
         below += [trace, getattr(trace, "tag", trace)]
         trace = getattr(trace, "parent_trace", None)
+    return below
+
+
+def _lives_below(level: QuaxTrace, value: Value) -> bool:
+    tracers = [x for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]
+    below = _below(level)
     at = [(x._trace, getattr(x._trace, "tag", None)) for x in tracers]  # pyright: ignore[reportPrivateUsage]
     return all(any(y is z for y in pair for z in below) for pair in at)
 

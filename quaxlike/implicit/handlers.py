@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax.extend.core as jexc
 
-from .._checked import checked
+from .._checked import checked, type_hints
 from ..core import rules as core_rules
 from ..core.policy import map_values
 from ..core.quaxify import quaxify
@@ -89,7 +89,7 @@ def register(
     def decorator(handler: _Fn) -> _Fn:
         parameters = inspect.signature(handler).parameters
         first = next(iter(parameters), "")
-        hints = {k: v for k, v in typing.get_type_hints(handler).items() if k != "return"}
+        hints = {k: v for k, v in type_hints(handler).items() if k != "return"}
         if not any(map(_names_a_type, hints.values())):
             raise TypeError(
                 f"The handler {handler.__qualname__} for {primitive!r} names no type of array, so it would "

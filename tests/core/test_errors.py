@@ -168,6 +168,19 @@ class TestParametersOfRules:
         rules, _ = _rule("sin", lambda x: x.array)
         assert ql.quaxify(lambda x: jax.lax.sin_p.bind(x, accuracy=None), rules=rules)(Box(X)) is X
 
+    def test_annotations_as_strings_may_name_what_the_rule_closes_over(self):
+        class Local(Box):
+            pass
+
+        rules = ql.RuleSet()
+
+        @ql.register("sin", rules=rules)
+        def _(x: "Local", **params):
+            return Local(jnp.sin(x.array))
+
+        assert type(ql.quaxify(jnp.sin, rules=rules)(Local(X))) is Local
+        assert type(ql.quaxify(jnp.sin, rules=rules)(Box(X))) is not Local
+
     def test_annotations_that_cannot_be_evaluated(self):
         with pytest.raises(TypeError, match=r"annotations of the rule .* cannot be evaluated.*NotDefined"):
 

@@ -29,6 +29,45 @@ def test_closed_over_by_control_flow_and_jit():
     assert type(scanned(jnp.ones(3))) is Strict
 
 
+_LATE = strict(jnp.arange(3.0))
+
+
+def _made_outside():
+    """Functions that close over a Value, and that JAX traces once."""
+    mul = lambda y: _LATE * y
+    jitted, checkpointed = jax.jit(mul), jax.checkpoint(mul)
+    body = lambda c, _: (c + _LATE, None)
+    return {
+        "jit": lambda y: jitted(y),
+        "jit in jit": jax.jit(lambda y: jitted(y)),
+        "checkpoint": lambda y: checkpointed(y),
+        "scan": lambda y: lax.scan(body, y, length=2)[0],
+        "cond": lambda y: lax.cond(y[0] > 0, mul, jitted, y),
+        "grad": lambda y: jax.grad(lambda y: lax.reduce_sum(checkpointed(y), (0,)))(y),
+    }
+
+
+@pytest.mark.parametrize("name", _made_outside())
+def test_closed_over_by_what_was_traced_at_another_level(name):
+    fn, y = _made_outside()[name], jnp.ones(3)
+    outs = [
+        ql.quaxify(lambda y: fn(y))(y),
+        ql.quaxify(lambda y: fn(y))(y),
+        jax.jit(ql.quaxify(lambda y: fn(y)))(y),
+        ql.quaxify(lambda y: ql.quaxify(lambda y: fn(y))(y))(y),
+    ]
+    for out in outs:
+        assert type(out) is Strict
+        np.testing.assert_array_equal(out.array, outs[0].array)
+
+
+def test_closed_over_by_what_was_traced_within_and_is_called_outside():
+    fn = jax.jit(lambda y: _LATE * y)
+    ql.quaxify(lambda y: fn(y))(jnp.ones(3))
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"was closed over by a function .* remembers"):
+        fn(jnp.ones(3))
+
+
 def test_held_by_a_module():
     class Model(eqx.Module):
         weight: Any

@@ -214,6 +214,7 @@ def test_attributes(name):
 
 def test_nbytes():
     assert MATRIX.nbytes == MATRIX.array.nbytes
+    assert MATRIX.itemsize == MATRIX.array.itemsize
     assert ql.quaxify(lambda x: jnp.asarray(x.nbytes))(MATRIX) == MATRIX.array.nbytes
 
 

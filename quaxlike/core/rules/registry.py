@@ -14,6 +14,7 @@ import jax
 import jax.extend.core as jexc
 from jaxtyping import AbstractArray, ArrayLike
 
+from ..._checked import type_hints
 from .. import compat
 from ..values import ArrayValue, Value
 from .checks import RuleError
@@ -294,13 +295,7 @@ def _inspect(
     types: list[Any] = []
     varargs: Any = plum.Signature().varargs
     keywords: set[str] | None = set()
-    try:
-        hints = typing.get_type_hints(function)
-    except NameError as error:
-        raise TypeError(
-            f"The annotations of the rule {function} cannot be evaluated: {error}. They select the "
-            "rule, so their names must be importable at run time."
-        ) from error
+    hints = type_hints(function)
     parameters = inspect.signature(function).parameters
     _check_annotations(function, parameters.values(), hints)
     takes_primitive = False
