@@ -26,8 +26,8 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     **Arguments:**
 
-    - `fn`: a function of an array, and of any other arguments (including keyword and static ones), that
-        returns an array of the same shape, or a Value that stands for one.
+    - `fn`: a function of an array, or of a tree of arrays, and of any other arguments (including keyword and
+        static ones). It returns an array of the same shape, or a Value that stands for one, or such a tree.
 
     **Returns:**
 
@@ -55,9 +55,21 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
             args = (kwargs.pop(first if first in kwargs else "x"),)
         x = args[0]
         args, kwargs = jtu.tree_map(_stop, (args, kwargs))
-        return jtu.tree_map(lambda y: _through(y, x), fn(*args, **kwargs), is_leaf=is_value)
+        return _all_through(fn(*args, **kwargs), x)
 
     return estimated
+
+
+def _all_through(out: Any, x: Any) -> Any:
+    if jtu.treedef_is_leaf(jtu.tree_structure(x, is_leaf=is_value)):
+        return jtu.tree_map(lambda y: _through(y, x), out, is_leaf=is_value)
+    (xs, wanted), (ys, found) = (jtu.tree_flatten(tree, is_leaf=is_value) for tree in (x, out))
+    if found != wanted:
+        raise ValueError(
+            f"ste needs a function that keeps the structure of its first argument, since that takes the "
+            f"gradient; found {wanted} in and {found} out."
+        )
+    return jtu.tree_unflatten(found, map(_through, ys, xs))
 
 
 def _stop(x: Any) -> Any:

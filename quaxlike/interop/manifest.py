@@ -1,7 +1,9 @@
 """Values as JSON: the description, in a file, of arrays that consist of several tensors.
 
+
 A node is a dict with one entry, whose name says what it is; a type has `fields` besides. `array` and `key`
-name a tensor, `type` a class that ships with quaxlike; `dtype`, `tuple`, `float` and `value` are statics.
+name a tensor, `type` a class that ships with quaxlike; `dtype`, `unit`, `tuple`, `float` and `value` are
+statics.
 """
 
 import dataclasses
@@ -9,16 +11,21 @@ import functools
 import importlib
 import math
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import jax
 import numpy as np
 
 import quaxlike.arrays
+from quaxlike.arrays.unitful import Unit
 
 Types = Mapping[str, type]
+
+_EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
 
 
 @functools.cache
@@ -58,6 +65,8 @@ def encode(x: Any, name: str, types: Types, put: Callable[[str, np.ndarray], Non
         return {"tuple": [encode(v, f"{name}.{i}", types, put) for i, v in enumerate(x)]}
     if isinstance(x, np.dtype):
         return {"dtype": x.name}
+    if isinstance(x, Unit):
+        return {"unit": {symbol: str(power) for symbol, power in x.exponents.items()}}
     if isinstance(x, float):
         return {"value": x} if math.isfinite(x) else {"float": repr(x)}
     if x is None or isinstance(x, bool | int | str):
@@ -83,11 +92,20 @@ def decode(node: Any, types: Types, get: Callable[[str], Any]) -> Any:
             return tuple(decode(x, types, get) for x in nodes)
         case {"dtype": str(name)} if len(node) == 1:
             return jax.numpy.dtype(name)
+        case {"unit": dict(exponents)} if len(node) == 1:
+            return _unit(exponents)
         case {"float": "nan" | "inf" | "-inf" as text} if len(node) == 1:
             return float(text)
         case {"value": None | bool() | int() | float() | str() as value} if len(node) == 1:
             return value
     raise ValueError(f"the entries {sorted(node)} do not form a known node")
+
+
+def _unit(exponents: dict[str, Any]) -> Unit:
+    for symbol, power in exponents.items():
+        if not isinstance(power, str) or not _EXPONENT.fullmatch(power):
+            raise ValueError(f"a unit has a fraction as exponent of {symbol!r}, not {power!r}")
+    return Unit({symbol: Fraction(power) for symbol, power in exponents.items()})
 
 
 def _build(kind: str, fields: dict[str, Any], types: Types, get: Callable[[str], Any]) -> Any:

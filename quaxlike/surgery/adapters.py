@@ -25,6 +25,7 @@ from ..arrays.lora import (
     plainly_scaled,
     without_adapter,
 )
+from ..core.quaxify import value_of
 from ..core.values import is_value
 from .inits import factored
 from .options import check_choice, check_rank, check_several
@@ -109,6 +110,11 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
         })  # fmt: skip
 
     out = jtu.tree_map(chosen, model, is_leaf=is_value)
+    if not found and any(isinstance(value_of(leaf), LoraArray) for leaf in jtu.tree_leaves(model)):
+        raise ValueError(
+            "choose_adapter was called within a function that `quaxlike.quaxify` runs, which sees arrays in "
+            "place of adapters. Choose the adapter first, and give that function the model that comes out."
+        )
     if not found:
         raise ValueError("The model has no stacked adapters; make them with `quaxlike.stack_adapters`.")
     return out

@@ -16,7 +16,7 @@ from .inits import Init, as_matrix, initialise
 from .layouts import Layouts, known, layouts_of
 from .notation import Layout
 from .options import check_choice, check_flags, check_mapping, check_names, check_rank, check_scale
-from .patterns import fullmatch
+from .patterns import PatternError, fullmatch
 from .select import Where, select_matrices
 from .trees import bias_of, layer_of, named_arrays, near, replace
 
@@ -120,7 +120,11 @@ def loraify(
         raise ValueError("`modules_to_save` leaves nothing of what `where` selects.")
     for option, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
         for pattern in patterns:
-            if not any(pattern_matches(pattern, name) for name in targets):
+            try:
+                found = any(pattern_matches(pattern, name) for name in targets)
+            except PatternError as error:
+                raise ValueError(f"{pattern!r} in {option}: {error}.") from None
+            if not found:
                 raise ValueError(
                     f"{pattern!r} in {option} matches none of the adapted layers. {near(pattern, targets)}"
                 )

@@ -153,7 +153,11 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
     """Whether a name, or the name of its layer, matches in full or by its last components."""
     names = {name, layer_of(name)}
     if regex:
-        return any(re.fullmatch(pattern, n) for n in names)
+        try:
+            return any(re.fullmatch(pattern, n) for n in names)
+        except re.error as error:
+            found = error
+        raise ValueError(f"{pattern!r} is no regular expression: {found}.")
     return any(n == pattern or n.endswith((f".{pattern}", f"/{pattern}")) for n in names)
 
 

@@ -216,7 +216,7 @@ def test_operation(name, kind):
         agrees(jax.jit(ql.quaxify(operation))(lora), operation(dense))
 
 
-SUMS = ("rows scaled", "columns scaled", "sum of two")
+SUMS = ("rows scaled", "columns scaled", "taken from an array", "sum of two")
 STAYS = {
     "transpose": lambda w: w.T,
     "astype": lambda w: w.astype(jnp.bfloat16),
@@ -229,6 +229,7 @@ STAYS = {
     "heads": lambda w: w.reshape(3, 2, 5, 1),
     "rows scaled": lambda w: w * X6[:, None] / (1 + X6[:, None] ** 2),
     "columns scaled": lambda w: X5[None] * w,
+    "taken from an array": lambda w: X6[:, None] * X5 - w,
     "sum of two": lambda w: w + (w - 3.0 * w) + X6[:, None] * X5,
     "on a device": lambda w: jax.device_put(w),
     "stopped": jax.lax.stop_gradient,

@@ -277,3 +277,9 @@ def test_nothing_is_left_at_run_time():
 def test_printing():
     assert eqx.tree_pformat(X) == repr(X) == "NamedArray(float32[batch=2, feature=4])"
     assert repr(X[:, None]) == "NamedArray(float32[batch=2, _=1, feature=4])"
+
+
+@pytest.mark.parametrize("part", [None, True, (2, 4), jnp.dtype("float32"), jax.P("batch")], ids=str)
+def test_printing_what_a_map_over_leaves_makes(part):
+    mapped = jax.tree.map(lambda _: part, X)
+    assert repr(mapped) == f"NamedArray(array={eqx.tree_pformat(part)}, names=('batch', 'feature'))"

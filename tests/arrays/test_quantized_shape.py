@@ -140,6 +140,11 @@ def test_printing():
     assert "codes=None" in repr(eqx.partition(w, lambda x: False)[0])
 
 
+@pytest.mark.parametrize("f", [lambda x: x.dtype, jnp.shape, lambda x: jnp.zeros(()), lambda x: jax.P()])
+def test_printing_what_a_map_over_leaves_makes(f):
+    assert repr(jax.tree.map(f, ql.NF4Array.quantize(jnp.ones((4, 64))))).startswith("NF4Array(codes=")
+
+
 def test_an_embedding():
     layer = eqx.nn.Embedding(6, 50, key=jax.random.key(0))
     w = ql.NF4Array.quantize(layer.weight)

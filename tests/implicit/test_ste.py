@@ -78,6 +78,23 @@ class TestArrays:
         np.testing.assert_array_equal(grad, jnp.ones_like(W))
         assert grad.dtype == jnp.float32
 
+    def test_a_tree(self):
+        rounded = ste(lambda tree: jax.tree.map(jnp.round, tree))
+        grads = jax.grad(lambda tree: rounded(tree)["a"] ** 2 + 3 * rounded(tree)["b"])({"a": 1.6, "b": 0.2})
+        assert grads == {"a": 4.0, "b": 3.0}
+
+    def test_a_tree_of_which_some_leaves_become_values(self):
+        encoded = ste(lambda tree: {"w": Codes.quantize(tree["w"]), "x": tree["x"]})
+        f = lambda tree: (tree["x"] @ tree["w"]).sum()
+        grads = jax.grad(lambda tree: implicit(f)(encoded(tree)))({"w": W, "x": X})
+        dense = Codes.quantize(W).materialise()
+        np.testing.assert_allclose(grads["w"], jax.grad(lambda w: (X @ w).sum())(dense), rtol=1e-5)
+        np.testing.assert_allclose(grads["x"], jax.grad(lambda x: (x @ dense).sum())(X), rtol=1e-5)
+
+    def test_a_function_that_changes_the_structure(self):
+        with pytest.raises(ValueError, match=r"keeps the structure .*found PyTreeDef\(\{'a': \*\}\) in"):
+            ste(lambda tree: tree["a"])({"a": W})
+
     def test_a_function_that_changes_the_shape(self):
         with pytest.raises(ValueError, match=r"keeps the shape .*found \(4, 3\) in and \(\) out"):
             ste(jnp.sum)(W)

@@ -10,7 +10,9 @@ import pytest
 import safetensors.numpy
 
 import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.sparse import OneHotVector
+from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Identity, Zero
 from quaxlike.interop import CheckpointError
 from quaxlike.interop import safetensors as st
@@ -35,6 +37,12 @@ _MODELS = {
         "zero": Zero((3, 4), jnp.bfloat16),
         "one": OneHotVector(jnp.int32(2), jnp.float32(5), 4),
         "layers": [Identity(3), ql.NF4Array.quantize(jnp.ones((7, 9), jnp.float16))],
+    },
+    "annotated": lambda: {
+        "speed": Unitful(jnp.ones((2, 3)), "m s^-1"),
+        "root": Unitful(ql.NF4Array.quantize(jnp.ones((2, 64))), {"kg": "1/2"}),
+        "none": Unitful(2.0, ""),
+        "named": NamedArray(jnp.ones((2, 3)), ("batch", None)),
     },
     "others": lambda: {
         "key": jax.random.key(3),
@@ -156,6 +164,8 @@ def _field(name, node):
             r"'w': the model has float32 of shape \(8, 64\), the fil",
         ),
         (_field("logical_dtype", {"dtype": "float31"}), r"'w': cannot be rebuilt"),
+        (_field("axes", {"unit": {"m": "1/0"}}), r"'w': .* a fraction as exponent of 'm', not '1/0'"),
+        (_field("axes", {"unit": {"parsec": "1"}}), r"'w': .* 'parsec' is not a unit of the SI"),
     ],
 )
 def test_damaged_manifests_are_refused(tmp_path, edit, message):

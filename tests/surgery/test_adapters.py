@@ -188,6 +188,12 @@ def test_choices_that_there_are_not():
         ql.choose_adapter(MIXED[0], 0)
 
 
+def test_an_adapter_cannot_be_chosen_where_values_pass_for_arrays():
+    stacked = {"w": ql.LoraArray(jnp.ones((3, 4)), jnp.ones((2, 1, 4)), jnp.ones((2, 3, 1)))}
+    with pytest.raises(ValueError, match=r"within a function that `quaxlike.quaxify` runs.*Choose .* first"):
+        ql.quaxify(lambda m: ql.choose_adapter(m, 0))(stacked)
+
+
 # -------------------------------------------------------------------------------------------------
 # Combinations
 # -------------------------------------------------------------------------------------------------

@@ -65,3 +65,9 @@ def test_errors_are_our_own(call, wrong):
 def test_numbers_are_no_names(call):
     with pytest.raises(TypeError, match=r"takes a sequence of names as \w+; found \[3\]"):
         _CALLS[call]([3])
+
+
+@pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
+def test_the_class_that_was_asked_is_named(cls):
+    with pytest.raises(TypeError, match=rf"{cls.__name__}\.quantize: `axis` must be int; found None"):
+        cls.quantize(_W, axis=None)

@@ -76,6 +76,12 @@ def _sub_array(x: LoraArray, y: ArrayLike, **params: Any):
     return _plus(x, -jnp.asarray(y))
 
 
+@register("sub")
+def _array_sub(x: ArrayLike, y: LoraArray, **params: Any):
+    minus = _neg(y)
+    return NotImplemented if minus is NotImplemented else _plus(minus, x)
+
+
 def _plus(x: LoraArray, y: Any) -> Any:
     """Adds a scalar, or an array of the same shape, to the base."""
     if x.magnitude is not None or x.w.shape != x.shape or jnp.shape(y) not in ((), x.shape):

@@ -85,9 +85,19 @@ class NamedArray(AnnotatedArray):
         return replace_fields(self, array=widened_part(self.array, like.array), _names=self.names)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
-        sizes = zip(self.names, self.array.shape, strict=True)
-        axes = ", ".join(f"{name or '_'}={size}" for name, size in sizes)
-        return wl.TextDoc(f"NamedArray({self.dtype.name}[{axes}])")
+        try:
+            sizes = zip(self.names, self.array.shape, strict=True)
+            axes = ", ".join(f"{name or '_'}={size}" for name, size in sizes)
+            return wl.TextDoc(f"NamedArray({self.dtype.name}[{axes}])")
+        except (AttributeError, IndexError, TypeError, ValueError):
+            # No array, as in a half of a partitioned model, or in a tree of specs.
+            return wl.bracketed(
+                begin=wl.TextDoc("NamedArray("),
+                docs=wl.named_objs([("array", self.array), ("names", self._names)], **kwargs),
+                sep=wl.comma,
+                end=wl.TextDoc(")"),
+                indent=kwargs.get("indent", 2),
+            )
 
     # By name
 

@@ -131,7 +131,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         shown = [(f.name, x) for f, x in fields if not (f.metadata.get("static") and x == f.default)]
         try:
             stands_for = [wl.TextDoc(self.aval().str_short(short_dtypes=True))]
-        except AttributeError:  # leaves that are not arrays, as in a half of a partitioned model
+        except (AttributeError, IndexError):  # no arrays, or of other shapes, as in a tree of dtypes
             stands_for = []
         return wl.bracketed(
             begin=wl.TextDoc(f"{type(self).__name__}("),
