@@ -258,13 +258,17 @@ PARTITIONED = (
 )
 
 
-def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | None = None) -> str | None:
+# For 12.0, Mosaic GPU (JAX 0.11.2) writes PTX for sm_120a and has it assembled for sm_120, which is an error.
+_NEWEST = 10
+
+
+def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = _NEWEST) -> str | None:
     """The reason why a kernel of Mosaic GPU cannot be compiled; None if it can.
 
     **Arguments:**
 
     - `lowest`: the lowest compute capability that the kernel supports.
-    - `newest`: the highest supported major version of it, or None.
+    - `newest`: the highest supported major version of it. Default: the highest that Mosaic GPU assembles for.
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
@@ -279,7 +283,7 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int | 
     major, minor = map(int, capability.split("."))
     if not looks_at_device:  # LLVM would abort the process
         lowest = max(lowest, (9, 0))
-    if (major, minor) < lowest or (newest is not None and major > newest):
+    if (major, minor) < lowest or major > newest:
         return f"the kernel is not for devices of compute capability {capability}"
     return None
 

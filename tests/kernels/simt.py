@@ -328,7 +328,7 @@ class _Block:
         if match := re.match(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.", ptx):
             return [_mma(operands, np.dtype(_DTYPES[match[1]]))]
         if match := re.match(r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16 ", ptx):
-            return [self._load_matrices(operands[0], transposed=match[1] is not None)]
+            return [self._load_matrices(self._at_address(operands[0]), transposed=match[1] is not None)]
         if match := re.match(r"cvt\.rn\.(b?f16)x2\.f32 ", ptx):
             high, low = (x.astype(_DTYPES[match[1]]).view(np.uint16).astype(np.uint32) for x in operands)
             return [low | high << np.uint32(16)]

@@ -150,7 +150,7 @@ def test_adapters_that_the_kernel_cannot_address():
     assert "up to 2 GiB of adapters, not those of shape (1200, 14336, 64)" in choice.reason
 
 
-def test_rounding_the_codebook_costs_less_than_rounding_thestored_nf4():
+def test_rounding_the_codebook_costs_less_than_rounding_the_weights():
     rng = np.random.default_rng(0)
     w = rng.standard_normal((256, 1024)).astype(np.float32)
     packed, absmax = blockwise.quantize_codebook(jnp.asarray(w), blockwise.NF4, block_size=64)

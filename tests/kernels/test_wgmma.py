@@ -13,7 +13,7 @@ from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
 from quaxlike.kernels.product import Product
 
 from .programs import FORMATS, execute, problem, run
-from .weights import lowered, quantised, relative_error, stored_nf4
+from .weights import gpu_at_hand, lowered, quantised, relative_error, stored_nf4
 
 # Warpgroups with one tile and 256 tokens, with two tiles and 128; blocks that share what is contracted.
 ONE, TWO, SPLIT = Tiling(1, 8, 1, 1), Tiling(2, 8, 1, 1), Tiling(1, 8, 1, 1, 3)
@@ -225,16 +225,9 @@ def test_what_warpgroups_take(change, reason):
     assert reason in choice.reason
 
 
-@pytest.mark.parametrize("capability", ["8.0", "10.0"])
-def test_other_gpus_get_the_chunks(capability):
-    class Device(jax.sharding.AbstractDevice):
-        compute_capability = capability
-
-    try:
-        device = Device(device_kind="a GPU", num_cores=1, platform="gpu")
-    except TypeError:  # JAX before it took a platform
-        device = Device(device_kind="a GPU", num_cores=1)
-    x = jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+@pytest.mark.parametrize(("capability", "m"), [("8.0", 512), ("10.0", 512), ("12.0", 512), ("12.0", 16)])
+def test_other_gpus_get_the_chunks(capability, m):
+    x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)
+    with gpu_at_hand(capability):
         choice = gpu.choose("cuda", x, product=Product((14336, 4096), 64), partitioned=False)
     assert f"not for devices of compute capability {capability}" in choice.reason

@@ -13,8 +13,6 @@ from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from .mma_tiling import THREADS, Problem, tiling_for
 
 _ADDRESSED = 2**31  # bytes
-# For 12.0 Mosaic GPU (JAX 0.11.2) writes PTX for sm_120a and has it assembled for sm_120, which is an error.
-_NEWEST = 10
 
 
 def choose(
@@ -62,7 +60,7 @@ def _refusal(
         return "the GPU kernel takes at least one row of x and one slot"
     if 2 * max(sizes) >= _ADDRESSED:
         return "the GPU kernel addresses up to 2 GiB of each operand and of the result"
-    return mosaic_gpu_refusal(platform, lowest=(8, 0), newest=_NEWEST)
+    return mosaic_gpu_refusal(platform, lowest=(8, 0))
 
 
 def matmul(

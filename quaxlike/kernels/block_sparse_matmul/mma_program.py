@@ -140,7 +140,7 @@ class _Shared(Memory):
         (group, 2·quad) and (group, 2·quad + 1), or of its transpose."""
         u32 = ir.IntegerType.get_signless(32)
         ptx = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transposed + ".shared.b16 {$0, $1, $2, $3}, [$4];"
-        struct, address = llvm.StructType.get_literal([u32] * 4), llvm.ptrtoint(u32, self._at(offset))
+        struct, address = llvm.StructType.get_literal([u32] * 4), self.address(offset).value
         # With side effects, or the compiler might move it over a barrier: it does not know that this reads.
         out = llvm.inline_asm(struct, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         return [Reg(llvm.extractvalue(u32, out, [i])) for i in range(4)]

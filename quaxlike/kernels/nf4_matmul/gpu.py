@@ -62,8 +62,6 @@ def fused_refusal(
     *,
     partitioned: bool,
     low_rank: Any = None,
-    lowest: tuple[int, int] = (8, 0),
-    newest: int | None = None,
 ) -> str | None:
     """Why a fused kernel does not take an operation, whatever the rows of `x`; None if it does."""
     (n, k), block = product.shape, product.block_size
@@ -83,7 +81,7 @@ def fused_refusal(
         return "the fused kernel addresses up to 2 GiB of codes"
     if low_rank is not None and math.prod(low_rank.shape) * 2 >= 2**31:
         return f"the fused kernel addresses up to 2 GiB of adapters, not those of shape {low_rank.shape}"
-    return mosaic_gpu_refusal(platform, lowest=lowest, newest=newest)
+    return mosaic_gpu_refusal(platform, lowest=(8, 0))
 
 
 def wide_refusal(
@@ -95,7 +93,8 @@ def wide_refusal(
         return "that of warpgroups computes x @ W.T"
     if low_rank is not None and low_rank.shape[0] * low_rank.shape[2] > WIDE_RANK:
         return f"that of warpgroups takes adapters of up to {WIDE_RANK} ranks together"
-    refusal = fused_refusal(platform, x, product, low_rank=low_rank, lowest=(9, 0), newest=9, **params)
+    refusal = fused_refusal(platform, x, product, low_rank=low_rank, **params)
+    refusal = refusal or mosaic_gpu_refusal(platform, lowest=(9, 0), newest=9)
     if refusal is not None:
         return refusal
     # Of results, in float32, and of `x`, with rows up to a multiple of 32 for each block of 128.
