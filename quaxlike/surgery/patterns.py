@@ -48,7 +48,7 @@ def compiled(pattern: str) -> "_Graph":
         re.compile(pattern)
         return _Graph(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise PatternError(f"is not a regular expression: {error}") from None
+        raise PatternError(f"not a regular expression: {error}") from None
 
 
 class _Graph:

@@ -157,7 +157,7 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
             return any(re.fullmatch(pattern, n) for n in names)
         except re.error as error:
             found = error
-        raise ValueError(f"{pattern!r} is no regular expression: {found}.")
+        raise ValueError(f"{pattern!r} is not a regular expression: {found}.")
     return any(n == pattern or n.endswith((f".{pattern}", f"/{pattern}")) for n in names)
 
 

@@ -189,8 +189,8 @@ def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
     [
         ({"rank_pattern": {"layer.0": 1}}, r"'layer\.0' in rank_pattern matches none.*layers\.0"),
         ({"alpha_pattern": {"q": 1}}, r"'q' in alpha_pattern matches none"),
-        ({"rank_pattern": {"(": 1}}, r"'\(' in rank_pattern: is no regular expression: missing \)"),
-        ({"where": "layers.("}, r"'layers\.\(' is no regular expression: missing \)"),
+        ({"rank_pattern": {"(": 1}}, r"'\(' in rank_pattern: not a regular expression: missing \)"),
+        ({"where": "layers.("}, r"'layers\.\(' is not a regular expression: missing \)"),
         ({"exclude": ["layers.3"]}, r"'layers\.3' matches none"),
         ({"modules_to_save": ["classifier"]}, r"'classifier' in modules_to_save is not in the model"),
         (
