@@ -1,6 +1,7 @@
 """Test configuration: several CPU devices, strict promotion, and what environment variables ask for."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -56,6 +57,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example of a property compiles, so that a deadline per example says nothing.
 settings.register_profile("quaxlike", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("quaxlike")
+
+
+def pytest_collection_finish(session):
+    # What is imported and collected lives as long as the process. Collections of garbage need not look at it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

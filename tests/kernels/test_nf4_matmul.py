@@ -283,7 +283,11 @@ def test_what_the_tpu_kernel_takes(change, reason):
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
-    ("m", "nested"), [(1, False), (16, False), (16, True), (64, False), (512, False), (4096, False)]
+    ("m", "nested"),
+    [
+        *((16, True), (512, False)),
+        *(pytest.param(m, False, marks=pytest.mark.slow) for m in (1, 16, 64, 4096)),
+    ],
 )
 @pytest.mark.parametrize(
     "shape",

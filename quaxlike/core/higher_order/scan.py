@@ -16,7 +16,7 @@ from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..jaxprs.unify import with_dense_parts
 from ..policy import dense
 from ..trace import QuaxTrace, builtin
-from ..values import aval_of, is_value
+from ..values import Value, aval_of, is_value
 from .while_loop import carry_fixed_point
 
 
@@ -66,7 +66,11 @@ def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
         x = map_parts(lambda part: _cuttable(part, [part]), x)
         if _is_cut(flatten([x])[1][0]):
             return x
-    hint = f"To scan over its rows, define `{type(x).__name__}.leading_axis()`."
+    cls = type(x)
+    if cls.leading_axis is Value.leading_axis:
+        hint = f"To scan over its rows, define `{cls.__name__}.leading_axis()`."
+    else:
+        hint = f"A row of this {cls.__name__} is not of its type. A stack of them can be scanned over."
     return dense(x, "scan", operands, hint=hint)
 
 
