@@ -1,4 +1,4 @@
-"""The block-sparse matmul on GPUs: the kernel for Hopper where that will do, and the one for all others."""
+"""The choice of a block-sparse matmul kernel on GPUs: Hopper's if it applies, else the general one."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from . import hopper, mma
 def choose(platform: str, *operands: Any, **params: Any) -> Choice | str:
     """How the product runs on a GPU, or why it does not."""
     choice = hopper.choose(platform, *operands, **params)
-    # What it refuses for another reason than the device, the other one refuses, too, or takes.
+    # The other kernel may take what this one refuses, and gives the reason if it does not.
     return choice if isinstance(choice, Choice) else mma.choose(platform, *operands, **params)
 
 

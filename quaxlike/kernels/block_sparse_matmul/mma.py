@@ -72,7 +72,7 @@ def matmul(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Array:
-    """The kernel. The contractions read different indices, and tiles of blocks as they are or transposed."""
+    """Runs the kernel. The two contractions read different indices, and tiles as stored or transposed."""
     del out_dtype  # that of x
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     p = matmul_problem(x, blocks, col_idx, transposed_idx, transpose=transpose)
@@ -81,7 +81,7 @@ def matmul(
 
 
 def matmul_problem(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool) -> Problem:
-    """Of `x` of two dimensions."""
+    """The problem of `matmul`, for a two-dimensional `x`."""
     rows, slots, b, _ = blocks.shape
     index = transposed_idx if transpose else col_idx
     return Problem(
@@ -108,7 +108,7 @@ def sampled(
 
 
 def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_size: int) -> Problem:
-    """Of `y` and `x` of two dimensions."""
+    """The problem of `sampled`, for two-dimensional `y` and `x`."""
     return Problem(
         "sampled",
         left=y.shape,

@@ -3,14 +3,14 @@
 A block of threads computes a tile of the result: at each step it multiplies a tile of either operand on the
 tensor cores (`mma.sync`).
 
-- *Tiles are copied as they are stored* (`cp.async`), into a ring of stages in shared memory, from places that
-  the index tells. The entry of the index for the next copies is read a step before they begin. Where there
-  is no block, or no row, zeros are written instead, and nothing is read.
-- *`ldmatrix` hands them to the threads*, transposed where what is contracted lies along the rows. Pieces of
-  16 bytes are permuted within lines of 128, so that neither copies nor `ldmatrix` wait for a bank.
-- *The result goes by way of shared memory*, to be written in pieces of 16 bytes, which are neighbours.
+- *Tiles are copied as they are stored* (`cp.async`) from the places in the index to a ring of stages in
+  shared memory. The index is read one step before its copies begin. A block or row that does not exist
+  is not read: zeros are written instead.
+- *`ldmatrix` hands tiles to the threads*, transposed if the contracted axis runs along the rows. Pieces of 16
+  bytes are permuted within lines of 128, so that neither copies nor `ldmatrix` conflict over a bank.
+- *The result passes through shared memory*, so that neighbouring threads write neighbouring pieces.
 
-To be imported where a kernel is traced, not before.
+Import this module only where a kernel is traced.
 """
 
 import functools
@@ -91,9 +91,10 @@ class _Work(NamedTuple):
 
     **Attributes:**
 
-    - `number`: of a step, the entry of the index that tells where its tiles are.
-    - `left_at`, `right_at`: of a step and this entry, the first row and column of both operands' tiles.
-    - `row`, `column`: of the result, the first of its tile.
+    - `number`: a function of the step, which gives the entry of the index that says where its tiles are.
+    - `left_at`, `right_at`: functions of the step and this entry, which give the first row and column of each
+        operand's tile.
+    - `row`, `column`: the first ones of the result's tile.
     """
 
     number: Callable[[Reg], Reg]
@@ -206,8 +207,8 @@ def _store(
     p: Problem,
     tiling: Tiling,
 ) -> None:
-    """Rounds the sums, of a warp whose tile is at `place` in that of the block, and writes those that are
-    inside of the result."""
+    """Rounds the sums of a warp, whose tile is at `place` in that of the block, and writes those that lie
+    inside the result."""
     thread, across = lanes.thread_index(), tiling.warp_tile[1] // 8
     row, column = place[0] + thread % 32 // 4, place[1] + thread % 4 * 2
     for i in range(len(acc) // 2):

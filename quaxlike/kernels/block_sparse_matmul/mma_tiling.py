@@ -1,11 +1,11 @@
-"""The sizes of the block-sparse products by `mma.sync`, and how blocks of threads share them."""
+"""The sizes and tilings of block-sparse products with `mma.sync`."""
 
 import dataclasses
 from typing import Literal, NamedTuple
 
 THREADS = 128  # of a block
 _LARGEST_TILE = 128
-DEPTH = 32  # features or tokens contracted at a time
+DEPTH = 32  # features or tokens contracted in a step
 # Every GPU has room for two such rings on each multiprocessor.
 _RING, _MOST_STAGES = 48 * 1024, 8
 _MULTIPROCESSORS = 108  # of an A100
@@ -18,11 +18,11 @@ class Problem(NamedTuple):
     **Attributes:**
 
     - `kind`: `"forward"`, `"transposed"` or `"sampled"`.
-    - `left`, `right`: x and the blocks, one below the other; for the sampled product `y` and `x`.
+    - `left`, `right`: the shapes of `x` and of the stacked blocks; of `y` and `x` for the sampled product.
     - `indexed`: the shape of the index, by block columns for `"transposed"` and else by block rows.
-    - `out`: the result.
-    - `slots`: of a block row.
-    - `absent`: the entry of the index, or the least one, of a slot without a block.
+    - `out`: the shape of the result.
+    - `slots`: the number in a block row.
+    - `absent`: the least entry of the index that marks a slot without a block.
     - `dtype`: bfloat16 or float16, of both operands and the result.
     """
 
@@ -48,13 +48,12 @@ class Problem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """A tile of the result, of a block of threads.
+    """The tile of the result that a block of threads computes.
 
     **Attributes:**
 
-    - `height`, `width`: of the tile, powers of two.
-    - `rows_are_contracted`: whether what is contracted lies along the rows of the left operand, and of the
-        right one.
+    - `height`, `width`: powers of two.
+    - `rows_are_contracted`: for the left and the right operand, whether the contracted axis is its rows.
     """
 
     height: int
@@ -75,7 +74,7 @@ class Tiling:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Warps below and beside each other, such that their own tiles are as square as may be."""
+        """Warps below and beside each other, chosen so that their own tiles are as square as possible."""
         shapes = [(rows, 4 // rows) for rows in (1, 2, 4)]
         fits = lambda warps: self.height >= 16 * warps[0] and self.width >= 16 * warps[1]
         return min(filter(fits, shapes), key=lambda warps: self.height // warps[0] + self.width // warps[1])
@@ -86,7 +85,7 @@ class Tiling:
 
     @property
     def operand_bytes(self) -> tuple[int, int]:
-        """Of the operands' tiles in a stage; each thread copies as many pieces of 16 bytes."""
+        """The bytes of each operand's tile in a stage; all threads copy the same number of pieces."""
         whole = lambda tile: -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS
         return whole(self.left), whole(self.right)
 
@@ -107,7 +106,7 @@ class Tiling:
 
 
 def tiling_for(p: Problem) -> Tiling:
-    """Large tiles, but for few tokens, and where these leave multiprocessors without work."""
+    """A large tile, unless there are few tokens or multiprocessors would have no work."""
     largest = min(_LARGEST_TILE, p.block_size & -p.block_size)
     tokens = 1 << (p.out[0] - 1).bit_length()
     height = largest if p.kind == "sampled" else min(_LARGEST_TILE, max(tokens, 16, _LEAST // largest))

@@ -1,4 +1,4 @@
-"""The matmul with int8 weights on GPUs, in parts where one expression would make copies."""
+"""The matmul with int8 weights on GPUs, in parts if one expression would make large copies."""
 
 import math
 from typing import Any
@@ -19,12 +19,12 @@ def chunked(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """One expression where that copies nothing large. Else `x` times the scales of rows, which is as large as
-    `x`, or the decoded weight is made in parts, each for a product of the library."""
+    """Computes the product as one expression if that makes no large copy. Otherwise it makes `x` times the
+    scales of rows, or the decoded weight, in parts, each for a product of the library."""
     (n, k), lead = codes.shape, x.shape[:-1]
     params: dict[str, Any] = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
     m = math.prod(lead)
-    if not isinstance(m, int):  # a dimension that `jax.export` leaves open
+    if not isinstance(m, int):  # a symbolic dimension of `jax.export`
         return whole(x, codes, scale, **params)
     if is_scaled_outside(x, scale, transpose=transpose):
         if not transpose or m == 0:

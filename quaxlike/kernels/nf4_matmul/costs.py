@@ -1,7 +1,7 @@
 """A model of the time that products with many rows of activations take on an H100, which chooses among them.
 
-In cycles, from the limits of the hardware and from the instructions of the compiled kernel. Nothing of it was
-measured: docs/performance.md has its figures.
+It counts cycles, from the limits of the hardware and from the instructions of the compiled kernel. None
+of this was measured; docs/performance.md has the figures.
 """
 
 import functools
@@ -11,33 +11,33 @@ from typing import NamedTuple
 from ..product import Product
 
 _SMS = 132
-_L2 = 23.7  # bytes a cycle that each of them gets from the L2 cache, of 5.5 TB/s
-_MACS = 2048  # of 16-bit numbers, by the tensor cores of one, in a cycle
-_LAUNCH = 3500  # from the end of a kernel to where the next one works: 2 µs
+_L2 = 23.7  # bytes a cycle that each multiprocessor gets from the L2 cache, of 5.5 TB/s in all
+_MACS = 2048  # multiplications of 16-bit numbers a cycle, by the tensor cores of one multiprocessor
+_LAUNCH = 3500  # from the end of one kernel to the start of the next: 2 µs
 _BLOCK = 8000  # until a block of threads has its first bytes and its tables, and to store its sums
-_LOST = 1.1  # of the cycles of the limit that counts: waits for a barrier and for the first products
-# What XLA's products reach of the tensor cores' rate, and cycles of all multiprocessors for a weight that is
-# decoded to memory and read again: 45 µs for 14336×4096.
+_LOST = 1.1  # factor for waits: for barriers and for the first products
+# The share of the tensor cores' rate that XLA's products reach, and the cycles for each element of a weight
+# that is decoded to memory and read again: 45 µs for 14336×4096.
 _LIBRARY, _DECODED = 0.7, 1.35e-3
-_MARGIN = 1.05  # by which the kernel must be better
+_MARGIN = 1.05  # the kernel must be faster by this factor
 _MOST_ROWS = 1024  # above, decoding the weight is a small part of the time, smaller than the model's errors
 
-#: Most tokens of a block of threads, by tiles of a warpgroup: the instruction takes no more, and for two
-#: tiles there are no more registers.
+#: The most tokens of a block of threads, by tiles of a warpgroup. The instruction takes 256; two tiles leave
+#: registers for 160.
 MOST_TOKENS = {1: 256, 2: 160}
 _MOST_SPLITS, _LEAST_STEPS = 8, 8
-_MOST_BYTES_OF_TERMS = 2**25  # as much memory as the library's product takes for a part of the weight
+_MOST_BYTES_OF_TERMS = 2**25  # the library's product takes as much for a part of the weight
 
 
 class Plan(NamedTuple):
-    """How blocks of threads share a product that warpgroups make.
+    """How blocks of threads share a product.
 
     **Attributes:**
 
-    - `tokens`: most tokens of a block.
-    - `row_tiles`: tiles of 64 features of a warpgroup.
-    - `splits`: blocks of threads that share what is contracted.
-    - `cycles`: that it takes, with what XLA does before and after.
+    - `tokens`: the most tokens of a block.
+    - `row_tiles`: tiles of 64 features for each warpgroup.
+    - `splits`: blocks of threads that share the contracted axis.
+    - `cycles`: of the product, including XLA's operations before and after.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ def plan(product: Product, m: int) -> Plan:
     fits = lambda splits: 4 * m * product.free * splits <= _MOST_BYTES_OF_TERMS
     more = range(2, _MOST_SPLITS + 1)
     splits = [1, *(s for s in more if fits(s) and _steps(product, s) >= _LEAST_STEPS)]
-    # All threads of a block copy as many tokens.
+    # All threads of a block copy the same number of tokens.
     shapes = [(t, tiles) for tiles, most in MOST_TOKENS.items() for t in range(32, most + 1, 32)]
     plans = [Plan(*shape, s, _kernel(product, m, *shape, s)) for shape in shapes for s in splits]
     return min(plans, key=lambda plan: plan.cycles)
@@ -65,12 +65,12 @@ def library(product: Product, m: int) -> float:
 
 
 def step_limits(bits: int, tokens: int, row_tiles: int) -> dict[str, float]:
-    """The cycles of a step of a block of threads, 64 columns of its operands, by what may limit them."""
+    """The cycles that each unit needs for a step of a block of threads, 64 columns of its operands."""
     features = 128 * row_tiles
     numbers = 8  # bytes of a scale, or of a sector of them, for 64 columns
     return {
         "tensor cores": features * tokens * 64 / _MACS,
-        # Of 8 warps, of which each of four schedulers issues one a cycle.
+        # Each of four schedulers issues one instruction a cycle, for 8 warps.
         "instructions": 2 * (70 + (90 + 9 * bits) * row_tiles + tokens / 8),
         # 128 bytes a cycle: activations are written, and read for each 64 features; values of 4 bytes are
         # looked up; codes, and a word of scales for each 16 of them, are written and read.
