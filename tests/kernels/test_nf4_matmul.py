@@ -50,7 +50,7 @@ class TestOnEachBackend:
             ((128, 256), (), "float32"),
             ((256, 512), (1,), "bfloat16"),
             ((128, 256), (3, 5), "bfloat16"),
-            ((256, 512), (130,), "float32"),
+            pytest.param((256, 512), (130,), "float32", marks=pytest.mark.slow),
             ((128, 768), (300,), "bfloat16"),
         ],
     )
