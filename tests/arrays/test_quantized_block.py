@@ -204,3 +204,12 @@ def test_scales_that_are_powers_of_two_cut_nothing_off():
     largest = np.abs(x).argmax(-1)[:, None]
     kept = np.take_along_axis(found, largest, -1) / np.take_along_axis(np.abs(x), largest, -1)
     assert kept.min() >= 0.79  # 5 may become 4, of codes up to 6
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rounds_to_near_codes(codec):
+    # As a share of as many steps as the bits allow; floating-point codes are denser at zero.
+    most = {"e4m3": 7.0, "e5m2": 14.0}.get(CODECS[codec].codes, 2.1) / 2 ** CODECS[codec].bits
+    x = jnp.asarray(normal(8, 512))
+    error = BlockArray.quantize(x, codec=codec).materialise() - x
+    assert float(jnp.sqrt(jnp.mean(error**2))) < most
