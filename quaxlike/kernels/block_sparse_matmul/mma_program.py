@@ -42,7 +42,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     work = (_sampled if p.kind == "sampled" else _matmul)(p, tiling, index)
     warp, warps, (height, width) = lanes.thread_index() // 32, tiling.warps[1], tiling.warp_tile
     row, column = warp // warps * height, warp % warps * width
-    sizes, steps, ahead = tiling.operand_bytes, p.steps(tiling), tiling.stages - 1
+    sizes, steps, ahead = tiling.operand_bytes, p.steps, tiling.stages - 1
     lefts = _Operand(left, shared, p.left, tiling.left, 0, is_left=True)
     rights = _Operand(right, shared, p.right, tiling.right, sizes[0], is_left=False)
 

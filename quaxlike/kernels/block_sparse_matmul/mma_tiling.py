@@ -36,7 +36,8 @@ class Problem(NamedTuple):
     absent: int
     dtype: str
 
-    def steps(self, tiling: "Tiling") -> int:
+    @property
+    def steps(self) -> int:
         """How many tiles of either operand are multiplied."""
         contracted = self.left[0] if self.kind == "sampled" else self.indexed[1] * self.block_size
         return -(-contracted // DEPTH)
