@@ -88,6 +88,10 @@ def minimum(a: Reg, b: Reg | int) -> Reg:
     return Reg(arith.minui(a.value, _like(a, b).value))
 
 
+def maximum(a: Reg, b: Reg) -> Reg:
+    return select(a < b, b, a)
+
+
 def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
     return Reg(arith.select(condition.value, a.value, _like(a, b).value))
 
@@ -122,10 +126,23 @@ def as_float32(bits: Reg) -> Reg:
     return Reg(arith.bitcast(_types()["float32"], bits.value))
 
 
+def as_bits(x: Reg) -> Reg:
+    """The bits of a float32, an unsigned 32-bit integer."""
+    return Reg(arith.bitcast(_types()["u32"], x.value))
+
+
 def from_float16(bits: Reg) -> Reg:
     """The float32 that equals the float16 in the lower half of an unsigned 32-bit integer."""
     half = arith.trunci(_types()["u16"], bits.value)
     return Reg(arith.extf(_types()["float32"], arith.bitcast(_types()["float16"], half)))
+
+
+def from_fixed_point(word: Reg, half: int) -> Reg:
+    """The float32 `2 + n / 2**14`, where `n < 2**15` is the lower or the upper half of `word`."""
+    # The exponent of 2, and the bits of `n` at the top of the mantissa.
+    operands = [(word.value, "r"), (number(0x40000000, "u32").value, "r")]
+    ptx = f"prmt.b32 $0, $1, $2, {('0x7104', '0x7324')[half]};"
+    return as_float32(inline_ptx(ptx, [_types()["u32"]], "=r", operands)[0])
 
 
 def to_float32(x: Reg) -> Reg:

@@ -72,6 +72,12 @@ def _numbers(rng, kind, count):
     return [words], values.astype(np.float64)
 
 
+def in_fixed_point(values):
+    """The nearest multiples of 2⁻¹⁴ of the power of two that none exceeds, which itself is rounded down."""
+    unit = 2.0 ** np.ceil(np.log2(np.abs(values).max()))
+    return unit * np.clip(np.round(np.float64(values) / unit * 2**14), -(2**14), 2**14 - 1) / 2**14
+
+
 def execute(p: Problem, tiling: Tiling, seed=0):
     """What the program computes, what it should (in float64, of its rounded inputs), and stats."""
     rng = np.random.default_rng(seed)
@@ -88,7 +94,8 @@ def execute(p: Problem, tiling: Tiling, seed=0):
     scales, scale = _numbers(rng, p.scales, n * product.row_blocks)
     spread = lambda z: np.repeat(np.float64(z), product.block_size).reshape(n, k)
     if p.exact:
-        dense, zeros = np.float64(table)[codes] * spread(scale), []
+        values = in_fixed_point(table) if p.entries == "fixed" else table
+        dense, zeros = np.float64(values)[codes] * spread(scale), []
         if product.zeros is not None:
             zeros, zero = _numbers(rng, p.zeros, n * product.row_blocks)
             factor = {"points": -scale, "plus": 1.0, "minus": -1.0}[product.zeros]

@@ -332,6 +332,10 @@ class _Block:
         if match := re.match(r"cvt\.rn\.(b?f16)x2\.f32 ", ptx):
             high, low = (x.astype(_DTYPES[match[1]]).view(np.uint16).astype(np.uint32) for x in operands)
             return [low | high << np.uint32(16)]
+        if match := re.match(r"prmt\.b32 \$0, \$1, \$2, 0x(\w{4});", ptx):
+            sources = np.stack(operands, axis=-1).view(np.uint8)
+            places = [int(place, 16) for place in reversed(match[1])]
+            return [np.ascontiguousarray(sources[:, places]).view(np.uint32)[:, 0]]
         if match := re.match(r"cp\.async\.(?:ca|cg)\.shared\.global \[\$0\], \[\$1\], (\d+), \$2;", ptx):
             return self._begin_copy(self._at_address(operands[0]), *operands[1:], int(match[1]))
         if ptx == "cp.async.commit_group;":

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from quaxlike.kernels.nf4_matmul import costs, gpu, mosaic, wgmma
 from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
 from quaxlike.kernels.product import Product
 
-from .programs import FORMATS, execute, problem, run
+from .programs import FORMATS, execute, in_fixed_point, problem, run
 from .weights import gpu_at_hand, lowered, quantised, relative_error, stored_nf4
 
 # Warpgroups with one tile and 256 tokens, with two tiles and 128; blocks that share what is contracted.
@@ -46,6 +47,26 @@ def test_formats(name):
     p = Problem(Product((128, 128), **form), 9, scales=scales, zeros=kind, wide=256)
     y, expected, _ = execute(p, ONE)
     assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.parametrize("codebook", [blockwise.NF4, blockwise.FP4], ids=["nf4", "fp4"])
+def test_fixed_point_adds_nothing_to_rounding(codebook):
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((256, 1024)).astype(np.float32)
+    packed, absmax = blockwise.quantize_codebook(jnp.asarray(w), codebook, block_size=64)
+    dense = lambda codebook: np.float64(
+        blockwise.dequantize_codebook(packed, absmax, codebook, n=w.size, block_size=64)
+    )
+    rounded = lambda codebook: dense(codebook).astype(ml_dtypes.bfloat16)
+    exact = dense(codebook)
+    fixed = rounded(in_fixed_point(codebook).astype(np.float32))
+    assert relative_error(fixed, exact) < 1.001 * relative_error(rounded(codebook), exact)
+
+
+def test_fixed_point_is_exact_for_numbers_on_a_grid():
+    mxfp4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for values in (np.arange(-8, 8), np.arange(16), np.array([mxfp4, -mxfp4])):
+        np.testing.assert_array_equal(in_fixed_point(values), values)
 
 
 @pytest.mark.slow
@@ -137,7 +158,7 @@ def test_plans_fit_the_hardware(form, shape, m):
 
 
 def test_which_products_warpgroups_make():
-    taken = lambda m, *shape: costs.is_faster(Product(shape, 64), m)
+    taken = lambda m, *shape: costs.is_faster(Product(shape, 64), m, "bfloat16")
     assert taken(256, 14336, 4096)
     assert taken(512, 14336, 4096)
     assert taken(512, 4096, 14336)
@@ -157,7 +178,8 @@ def test_columns_are_put_in_order():
 
 @pytest.mark.parametrize("k", [128, 1024])
 @pytest.mark.parametrize("adapters", [0, 3])
-def test_what_the_kernel_is_given(monkeypatch, k, adapters):
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 1e-6), ("bfloat16", 5e-4)])
+def test_what_the_kernel_is_given(monkeypatch, k, adapters, dtype, error):
     # On the model of a GPU: the order of columns, ranks beside each other, sums of terms.
     splits = []
 
@@ -167,15 +189,15 @@ def test_what_the_kernel_is_given(monkeypatch, k, adapters):
 
     monkeypatch.setattr(gpu, "pallas_kernel", on_the_model)
     weight, rng = quantised((72, k)), np.random.default_rng(0)
-    of = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    of = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
     low_rank = (of(2, 33, adapters, 24), of(adapters, 72, 24)) if adapters else ()
     x, product = of(2, 33, k), Product((72, k), 64)
     packed, absmax, codebook = weight.operands
     y = gpu.fused(x, packed, absmax, jnp.asarray(codebook), *low_rank, product=product, wide=True)
-    expected = np.float64(x) @ np.float64(weight.dense.astype(jnp.bfloat16)).T
+    expected = np.float64(x) @ np.float64(weight.dense.astype(dtype)).T
     if adapters:
         expected += np.einsum("...ar,anr->...n", *map(np.float64, low_rank))
-    assert relative_error(y, expected) < 1e-6
+    assert relative_error(y, expected) < error
     assert (splits[0] > 1) == (k > 512)
 
 

@@ -46,15 +46,20 @@ class Plan(NamedTuple):
     cycles: float
 
 
+def in_fixed_point(product: Product, dtype: str) -> bool:
+    """Whether values are looked up in half of the bytes of float32, which rounding to bfloat16 hides."""
+    return product.bits == 4 and dtype == "bfloat16"
+
+
 @functools.lru_cache(maxsize=1024)
-def plan(product: Product, m: int) -> Plan:
+def plan(product: Product, m: int, dtype: str) -> Plan:
     """The fastest plan for `m` rows of activations."""
     fits = lambda splits: 4 * m * product.free * splits <= _MOST_BYTES_OF_TERMS
     more = range(2, _MOST_SPLITS + 1)
     splits = [1, *(s for s in more if fits(s) and _steps(product, s) >= _LEAST_STEPS)]
     # All threads of a block copy the same number of tokens.
     shapes = [(t, tiles) for tiles, most in MOST_TOKENS.items() for t in range(32, most + 1, 32)]
-    plans = [Plan(*shape, s, _kernel(product, m, *shape, s)) for shape in shapes for s in splits]
+    plans = [Plan(*shape, s, _kernel(product, m, dtype, *shape, s)) for shape in shapes for s in splits]
     return min(plans, key=lambda plan: plan.cycles)
 
 
@@ -64,17 +69,17 @@ def library(product: Product, m: int) -> float:
     return m * weights / (_SMS * _MACS * _LIBRARY) + weights * _DECODED + 2 * _LAUNCH
 
 
-def step_limits(bits: int, tokens: int, row_tiles: int) -> dict[str, float]:
+def step_limits(bits: int, tokens: int, row_tiles: int, *, fixed: bool) -> dict[str, float]:
     """The cycles that each unit needs for a step of a block of threads, 64 columns of its operands."""
     features = 128 * row_tiles
     numbers = 8  # bytes of a scale, or of a sector of them, for 64 columns
     return {
         "tensor cores": features * tokens * 64 / _MACS,
         # Each of four schedulers issues one instruction a cycle, for 8 warps.
-        "instructions": 2 * (70 + (90 + 9 * bits) * row_tiles + tokens / 8),
-        # 128 bytes a cycle: activations are written, and read for each 64 features; values of 4 bytes are
-        # looked up; codes, and a word of scales for each 16 of them, are written and read.
-        "shared memory": tokens + tokens * features / 64 + 2 * features + features * (bits + 2) / 8,
+        "instructions": 2 * (70 + (90 + 64 * fixed + 9 * bits) * row_tiles + tokens / 8),
+        # 128 bytes a cycle: activations are written, and read for each 64 features; values of 2 or 4 bytes
+        # are looked up; codes, and a word of scales for each 16 of them, are written and read.
+        "shared memory": tokens + tokens * features / 64 + (2 - fixed) * features + features * (bits + 2) / 8,
         "L2 cache": (128 * tokens + features * (8 * bits + numbers)) / _L2,
     }
 
@@ -83,11 +88,12 @@ def _steps(product: Product, splits: int) -> int:
     return -(-product.contracted // (64 * splits))
 
 
-def _kernel(product: Product, m: int, most: int, row_tiles: int, splits: int) -> float:
+def _kernel(product: Product, m: int, dtype: str, most: int, row_tiles: int, splits: int) -> float:
     groups = -(-m // most)
     tokens = -(-m // (32 * groups)) * 32
     waves = -(-(-(-product.free // (128 * row_tiles)) * groups * splits) // _SMS)
-    step = _LOST * max(step_limits(product.bits, tokens, row_tiles).values())
+    limits = step_limits(product.bits, tokens, row_tiles, fixed=in_fixed_point(product, dtype))
+    step = _LOST * max(limits.values())
     through_l2 = 4 * m * product.contracted  # activations, put in order
     launches = 2
     if splits > 1:
@@ -96,8 +102,8 @@ def _kernel(product: Product, m: int, most: int, row_tiles: int, splits: int) ->
     return waves * (_steps(product, splits) * step + _BLOCK) + through_l2 / (_SMS * _L2) + launches * _LAUNCH
 
 
-def is_faster(product: Product, m: int) -> bool:
+def is_faster(product: Product, m: int, dtype: str) -> bool:
     """Whether the kernel is clearly faster than the library's product with a decoded weight."""
     if m > _MOST_ROWS or math.prod(product.shape) == 0:
         return False
-    return _MARGIN * plan(product, m).cycles < library(product, m)
+    return _MARGIN * plan(product, m, dtype).cycles < library(product, m)

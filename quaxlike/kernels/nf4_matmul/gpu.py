@@ -100,7 +100,7 @@ def wide_refusal(
     # Of results, in float32, and of `x`, with rows up to a multiple of 32 for each block of 128.
     if max(4 * rows * product.free, 2 * (rows + rows // 4 + 32) * product.contracted) >= 2**31:
         return "that of warpgroups addresses up to 2 GiB of activations"
-    if not costs.is_faster(product, rows):
+    if not costs.is_faster(product, rows, str(x.dtype)):
         return "decoding the weight is estimated to be faster than that of warpgroups"
     return None
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from .. import lanes
 from ..lanes import Memory, Reg
 from ..product import Product
+from . import costs
 from .decode import SIZES, TABLE_BYTES, Numbers, Table
 
 BLOCK = 64  # columns that a scale is applied to at once, and that a warp takes
@@ -115,6 +116,12 @@ class Problem(NamedTuple):
         return self.wide > 0 or p.transpose or p.zeros is not None or p.block_size % BLOCK != 0
 
     @property
+    def entries(self) -> str:
+        """The form of values in the table."""
+        fixed = self.wide and costs.in_fixed_point(self.product, self.dtype)
+        return "fixed" if fixed else "exact" if self.exact else "rounded"
+
+    @property
     def depth(self) -> int:
         """How much a warp contracts at a time."""
         return 16 if self.product.transpose else BLOCK
@@ -128,7 +135,7 @@ _TILINGS = (
     (8, 8192, 1, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1)),
     (2, 1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
     (4, 1, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1, splits=2)),
-    (8, 1, 8192, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1, splits=2)),
+    (8, 1, 8192, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1, splits=4)),
     (4, 1, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
     (8, 1, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1)),
 )
@@ -252,7 +259,7 @@ class Warp:
         self.first_row = place // p.groups * tiling.rows
         self.token_group = place % p.groups
         self.first_token = self.token_group * (8 * p.token_tiles)
-        self.table = Table(shared, self.lane, p.product, p.dtype, exact=p.exact)
+        self.table = Table(shared, self.lane, p.product, p.dtype, p.entries)
         # Past the end the last row is read again; what comes of it is not stored.
         self.tokens = [
             lanes.minimum(self.first_token + self.group + 8 * i, p.m - 1) for i in range(p.token_tiles)
@@ -357,11 +364,6 @@ class Warp:
             for j, (row, column) in enumerate(lines)
         ]
 
-    def _values(self, words: list[Reg], scale: Reg, shift: Any) -> list[Reg]:
-        """The values of a line in float32."""
-        values = self.table.values(words)
-        return [v * scale if shift is None else lanes.fma(v, scale, shift) for v in values]
-
     def multiply(self, step: Reg, held: list[list[Reg]], acc: list[Reg]) -> list[Reg]:
         """Adds the products with what was copied for a step."""
         acc, tiles = list(acc), self.tiling.row_tiles
@@ -369,7 +371,7 @@ class Warp:
             part, _ = self._part(step, i)
             lines = self._decoded(step, i, held)
             if self.p.exact:
-                values = [self._values(*line) for line in lines]
+                values = [self.table.scaled(*line) for line in lines]
                 weights = [self._packed(v[::2], v[1::2]) for v in values]
             else:
                 weights = [self.table.pairs(words) for words, _, _ in lines]
@@ -452,7 +454,7 @@ class _Transposed(Warp):
         acc, tiles = list(acc), self.tiling.row_tiles
         for i in range(self.tiling.unroll):
             part, _ = self._part(step, i)
-            first, second, third, fourth = (self._values(*line) for line in self._decoded(step, i, held))
+            first, second, third, fourth = (self.table.scaled(*line) for line in self._decoded(step, i, held))
             upper, lower = self._packed(first, second), self._packed(third, fourth)
             for j, token in enumerate(self.tokens):
                 at = (token * self.p.product.contracted + part * 16 + self.quad * 4) * 2

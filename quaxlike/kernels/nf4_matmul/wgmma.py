@@ -7,7 +7,8 @@ one, in shared memory.
 - *A thread decodes its own bytes*, and copies them to shared memory itself, as in `mosaic`: 16 consecutive
   columns of a block of 64. The instruction believes them to be elsewhere, so the columns of `x` are put in
   its order beforehand (`in_order`).
-- *Each weight is scaled in float32 and rounded once*, whatever the format. To sum blocks of 64 columns
+- *Each weight is scaled in float32 and rounded once*, whatever the format. Its value is looked up in float32,
+  or as a fixed-point number where that is as good (`costs.in_fixed_point`). To sum blocks of 64 columns
   apart, as `mosaic` does, would take as many registers as the accumulators do.
 - *Tensor cores multiply while threads decode.* A product begins; the wait that follows is for the one before
   it, whose registers the next fragment is decoded to.
@@ -34,7 +35,7 @@ _TILE = 1024  # bytes that a tile of `wgmma` begins at a multiple of
 
 def of_warpgroups(p: Problem) -> tuple[Problem, Tiling]:
     """The problem as warpgroups are to solve it, and the tiling."""
-    plan = costs.plan(p.product, p.m)
+    plan = costs.plan(p.product, p.m, p.dtype)
     return p._replace(wide=plan.tokens), Tiling(plan.row_tiles, 8, 1, 1, plan.splits)
 
 
@@ -153,7 +154,7 @@ class _OfWarpgroup(Warp):
             row, column = self.lines(part)[line]
             own = range(line * width, (line + 1) * width)
             words, *numbers = [self.shared.load(slots[i], "u32", sizes[i] // 4) for i in own]
-            values = self._values(words, *self._scale(numbers, row, column, present))
+            values = self.table.scaled(words, *self._scale(numbers, row, column, present))
             of_lines.append(self._packed(values[::2], values[1::2]))
         return _interleaved(*of_lines)
 
