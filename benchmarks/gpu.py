@@ -328,21 +328,21 @@ class Bench:
 
 Job = tuple[str, Callable[[], Iterator[Row]]]
 _LARGE, _WIDE = (14336, 4096), (4096, 14336)
-_TARGETS: Targets = {
+NF4_TARGETS: Targets = {
     1: [("XLA", 1.8, 2.7)],
     16: [("XLA", 1.8, 2.7), ("bitsandbytes", 1.0, 2.0)],
     64: [("XLA", 1.3, 2.2), ("bitsandbytes", 1.5, 2.2)],
     512: [("XLA", 0.75, 0.95), ("naive", None, None)],
     4096: [("XLA", 0.88, 0.95)],
 }
+SMALL_NF4_TARGETS: Targets = {m: [("bitsandbytes", 2.0, 4.0), ("XLA", None, None)] for m in (16, 64)}
 
 
 def gpu_jobs(bench: Bench) -> Iterator[Job]:
     """The rows with targets, then those between; jobs of one shape after each other, which share weights."""
     for shape in (_LARGE, _WIDE):
-        yield from _nf4_jobs(bench, shape, _TARGETS)
-    small: Targets = {m: [("bitsandbytes", 2.0, 4.0), ("XLA", None, None)] for m in (16, 64)}
-    yield from _nf4_jobs(bench, (4096, 4096), small)
+        yield from _nf4_jobs(bench, shape, NF4_TARGETS)
+    yield from _nf4_jobs(bench, (4096, 4096), SMALL_NF4_TARGETS)
     yield "double-quantised scales", lambda: bench.nested(_LARGE, 16)
     for m, must, goal in ((1, 0.7, 0.9), (64, 0.9, 0.95), (4096, 0.9, 0.97)):
         yield f"LoRA, M = {m}", functools.partial(bench.lora, _LARGE, m, must, goal)

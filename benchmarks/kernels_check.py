@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from . import compiled_rows
+from . import compiled_rows, expected
 from .targets import TARGETS, Target
 
 RECORD = pathlib.Path(__file__).with_name("compiled.json")
@@ -61,9 +61,27 @@ def _ptxas(dump: pathlib.Path) -> Figures:
         "registers": most(r"Used (\d+) registers", text),
         "spills": most(r"(\d+) bytes spill stores", text) + most(r"(\d+) bytes spill loads", text),
         "shared": most(r"smem_scratch_bytes=(\d+)", resources),
+        "loop": max(map(_loop, dump.glob("*.sass_ctrl")), default=0),
         # A line for each kernel in which products of warpgroups wait for each other.
         "serialized": len(re.findall("wgmma.mma_async instructions are serialized", text)),
     }
+
+
+def _loop(sass: pathlib.Path) -> int:
+    """The instructions of the longest loop in which tensor cores multiply."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    most = 0
+    for line in sass.read_text().splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*)", line):
+            instructions.append(found[1])
+            jump = re.search(r"\bBRA\b.*(\.L_\w+)", found[1])
+            body = instructions[labels.get(jump[1], len(instructions)) :] if jump else []
+            if any(re.search(r"\bH?G?MMA\b", one.split(".")[0]) for one in body):
+                most = max(most, len(body))
+    return most
 
 
 def _bundles(dump: pathlib.Path) -> Figures:
@@ -121,6 +139,7 @@ def _environment(dump: str) -> dict[str, str]:
         "LIBTPU_INIT_ARGS": libtpu + "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_DUMP_RESOURCES": "1",
+        "MOSAIC_GPU_DUMP_SASS": "1",
         "MOSAIC_GPU_DUMP_TO": dump,
         "TPU_SKIP_MDS_QUERY": "1",
     }
@@ -147,7 +166,8 @@ def problems(target: str, figures: Figures, recorded: Figures | None) -> list[st
     dense = {row.name: row.dense_bytes for row in _selected(target, figures["row"])}.get(figures["row"])
     if dense is not None and temporaries >= dense:
         out.append(f"temporaries {temporaries}, as much as a dense copy of the weight in bfloat16 ({dense})")
-    limits = {"registers": (1.0, 8), "shared": (1.0, 0), "bundles": (1.05, 0), "temporaries": (1.05, 2**20)}
+    limits = {"registers": (1.0, 8), "shared": (1.0, 0), "bundles": (1.05, 0), "loop": (1.05, 0)}
+    limits |= {"temporaries": (1.05, 2**20)}
     for name, (factor, slack) in limits.items():
         was = (recorded or {}).get(name)
         if was is not None and figures.get(name, 0) > was * factor + slack:
@@ -165,6 +185,7 @@ def table(figures: Iterable[Figures]) -> str:
         "registers": "registers",
         "spills": "spilled bytes",
         "shared": "shared memory, KiB",
+        "loop": "instructions of the loop",
         "bundles": "bundles a step",
         "temporaries": "temporaries, MiB",
         "of_the_weight": "÷ bfloat16 weight",
@@ -197,6 +218,10 @@ def page(record: dict[str, Any]) -> str:
     for target, of_target in record.items():
         parts.append(f"## {target.upper() if target[-1] == '0' else target}\n\n{of_target['versions']}.\n")
         parts.append(table(of_target["rows"]) + "\n")
+        if target == "h100":
+            parts.append(
+                _MODEL + "\n" + expected.table({row["row"]: row for row in of_target["rows"]}) + "\n"
+            )
     return "\n".join(parts)
 
 
@@ -219,6 +244,20 @@ part of the weight, and the columns of the result that it gives; so do int8 weig
 Those of int8, x @ W are a part of `x` times the scales, and the rows of the result that it gives. Those of
 block-sparse weights in float32, for which there is no kernel on GPUs, are as many columns of the operands and
 the result as a block has.
+"""
+
+
+_MODEL = """\
+### Expected times
+
+What the targets are expected to take on an H100, in µs, by a model (`benchmarks/expected.py`). It was never
+compared with a device. The first columns are the least time by each unit: bytes of the memory (at 3.0 TB/s),
+of the L2 cache (5.5 TB/s) and of the shared memory (128 in a cycle of a multiprocessor), instructions (four
+in a cycle), products of the tensor cores, and the steps of a warp one after the other, each of which waits
+for its activations. The expected time is that of the slowest unit, with a tenth for waits, and 2.5 µs for
+each kernel. For 512 rows it is that of the model by which the library chooses
+(`quaxlike/kernels/nf4_matmul/costs.py`). For 4,096 rows the weight is decoded first, and XLA multiplies at
+70 % of the tensor cores' rate, as the baseline does.
 """
 
 

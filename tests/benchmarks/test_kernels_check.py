@@ -54,7 +54,7 @@ def test_no_recorded_kernel_needs_a_copy_of_its_weight(name):
     # For many rows activations are copied, and terms of the result are in float32.
     many = [row for row in fused if "M = 512" in row["row"]]
     assert max(row["of_the_weight"] for row in fused if row not in many) < 0.05
-    assert max((row["of_the_weight"] for row in many), default=0) < 0.3
+    assert max((row["of_the_weight"] for row in many), default=0) <= 0.5
     assert {"BlockArray mxfp4, x @ W 14336×4096, M = 16", "NF4, x @ W 14336×4096, M = 64"} <= {
         row["row"] for row in fused
     }

@@ -80,7 +80,7 @@ def step_limits(bits: int, tokens: int, row_tiles: int, *, fixed: bool) -> dict[
         # 128 bytes a cycle: activations are written, and read for each 64 features; values of 2 or 4 bytes
         # are looked up; codes, and a word of scales for each 16 of them, are written and read.
         "shared memory": tokens + tokens * features / 64 + (2 - fixed) * features + features * (bits + 2) / 8,
-        "L2 cache": (128 * tokens + features * (8 * bits + numbers)) / _L2,
+        "L2": (128 * tokens + features * (8 * bits + numbers)) / _L2,
     }
 
 

@@ -136,8 +136,7 @@ _TILINGS = (
     (2, 1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
     (4, 1, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1, splits=2)),
     (8, 1, 8192, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1, splits=4)),
-    (4, 1, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
-    (8, 1, 1, Tiling(row_tiles=1, row_warps=4, k_warps=4, unroll=1)),
+    (8, 1, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
 )
 # Blocks of threads for `x @ W`, which are as many columns wide and share the rows.
 _TRANSPOSED = Tiling(row_tiles=4, row_warps=2, k_warps=4, unroll=1)
