@@ -97,9 +97,9 @@ def few_rows(recorded: Record, shape: Shape, m: int, *, nested: bool = False, ad
     of_adapters = 2 * adapters * _RANK * (shape[0] + shape[1])
     of_block = share * (2 * 8 * p.token_tiles + tiling.rows * of_weight)
     of_scheduler = of_one * warps / 4 * steps / _GPU.clock
-    # Cycles of a warp's step: activations, which take the same way, entries of the table, and codes and
-    # scales, which are written and read.
-    of_step = 8 * p.token_tiles + 16 * tiling.row_tiles * (1 + 2 * 36 / 128)
+    # Cycles of a warp's step: activations, which take the same way (those of one tile in twice the time, see
+    # `_activations`), entries of the table, and codes and scales, which are written and read.
+    of_step = 8 * max(2, p.token_tiles) + 16 * tiling.row_tiles * (1 + 2 * 36 / 128)
     limits = {
         "DRAM": (_traffic(shape, m, of_weight) + of_adapters) / _DRAM,
         "L2": max((blocks * of_block + terms) / _L2, of_one * of_block / _L2_OF_ONE),

@@ -138,6 +138,11 @@ GENERAL = {
     ],
     "surgery": ["tests/surgery"],
 }
+# Of folders of types, what tests elsewhere hold them to.
+BESIDE = {
+    "lora": ["tests/surgery/test_adapters.py"],
+    "quantized": ["tests/kernels/test_block_matmul.py", "tests/kernels/test_reached.py"],
+}
 
 
 def tests_of(file: str) -> list[str]:
@@ -149,7 +154,8 @@ def tests_of(file: str) -> list[str]:
         rest += sorted({user.parent.name for user in users if f"from ..{rest[0]} import" in user.read_text()})
     close = sorted(path for part in rest for path in folder.glob(f"test_{part}*.py"))
     close += [folder / part for part in rest if (folder / part).is_dir()]
-    paths = dict.fromkeys([*(str(path.relative_to(ROOT)) for path in close), *GENERAL[room]])
+    beside = [test for part in rest for test in BESIDE.get(part, ())]
+    paths = dict.fromkeys([*(str(path.relative_to(ROOT)) for path in close), *beside, *GENERAL[room]])
     package = _package(file)
     names = {cls.__name__ for name in types_of(file) for cls in classes_of(name) if package in str(cls)}
     if not names:

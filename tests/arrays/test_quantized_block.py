@@ -213,3 +213,12 @@ def test_rounds_to_near_codes(codec):
     x = jnp.asarray(normal(8, 512))
     error = BlockArray.quantize(x, codec=codec).materialise() - x
     assert float(jnp.sqrt(jnp.mean(error**2))) < most
+
+
+@pytest.mark.parametrize("codec", ["q2_k", "q3_k", "q4_k", "q6_k"])
+def test_scales_of_zeros_are_stored_as_zeros(codec):
+    w = BlockArray.quantize(jnp.zeros((2, 256)), codec=codec)
+    stored = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(w)}
+    parts = [leaf for path, leaf in stored.items() if "codes" not in path]
+    assert len(parts) >= 2
+    assert not any(np.any(part) for part in parts)

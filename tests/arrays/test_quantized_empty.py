@@ -47,3 +47,12 @@ def test_is_what_it_is_on_arrays(name, shape, backend):
     with kernels.backend(backend):
         expected, found = jax.jit(both)(QUANTIZE[name](dense))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("rows", "experts"), [(0, 3), (4, 0), (0, 0)])
+def test_products_by_expert(name, rows, experts):
+    w, x = QUANTIZE[name](jnp.zeros((experts, 64, 32))), jnp.ones((rows, 64))
+    with ql.on_materialise("error"):
+        y = ql.quaxify(jax.lax.ragged_dot)(x, w, jnp.zeros(experts, int))
+    np.testing.assert_array_equal(y, jnp.zeros((rows, 32)))

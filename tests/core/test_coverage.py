@@ -145,6 +145,19 @@ class TestAmbiguities:
 
         ql.check_ambiguities(A, B, C, rules=rules)
 
+    def test_rules_for_as_many_operands(self):
+        rules = ql.RuleSet()
+
+        @ql.register("concatenate", rules=rules)
+        def _(x: A, y: ArrayLike | ql.ArrayValue, **params):
+            return "two"
+
+        @ql.register("concatenate", rules=rules)
+        def _(x: A, y: C, z: C, **params):
+            return "three"
+
+        ql.check_ambiguities(A, B, C, rules=rules)
+
     def test_layers_decide(self):
         """What a private set says is asked before the global rules, so that the two cannot clash."""
         rules = ql.RuleSet()

@@ -62,9 +62,11 @@ class Pointer:
 
 @dataclasses.dataclass
 class Stats:
-    """What an execution met: the most threads of a warp that a bank of shared memory kept waiting."""
+    """What an execution met: the most threads that a bank kept waiting, of shared memory where each loads a
+    word, and of the L1 cache where each loads 16 bytes."""
 
     load_conflicts: int = 0
+    cache_conflicts: int = 0
 
 
 def run(emit, arrays, out, shared, *, blocks, threads) -> tuple[np.ndarray, Stats]:
@@ -279,17 +281,13 @@ class _Block:
             writer, reader = buffer.writer[at], np.flatnonzero(self.active)[:, None]
             assert ((writer < 0) | (writer == reader)).all(), "a race: no barrier before a load"
             assert not buffer.pending[at].any(), "a race: no waiting for a copy"
-            self._count_conflicts(at[:, ::4] // 4)
+            if dtype.itemsize * count == 4:
+                self.stats.load_conflicts = max(self.stats.load_conflicts, _conflicts(at[:, ::4] // 4))
+        elif dtype.itemsize * count == 16:
+            self.stats.cache_conflicts = max(self.stats.cache_conflicts, _conflicts(at[:, ::4] // 4))
         out = np.zeros((self.threads, count), dtype)
         out[self.active] = buffer.data[at].view(dtype)
         return out
-
-    def _count_conflicts(self, words):
-        for warp in words.reshape(-1, 32, words.shape[1]):
-            if words.shape[1] == 1:
-                distinct = np.unique(warp)
-                worst = np.bincount(distinct % 32).max()
-                self.stats.load_conflicts = max(self.stats.load_conflicts, int(worst) - 1)
 
     def _llvm_load(self, op, pointer):
         type_ = op.results[0].type
@@ -414,6 +412,12 @@ class _Block:
         sums = warpgroups.product(acc, a, buffer.data[at].view(dtype)[..., 0])
         self.products.begin(op, (acc, a), sums, (buffer, at.reshape(-1)))
         return [sums]
+
+
+def _conflicts(words):
+    """The most threads that wait for a bank. As many are served at a time as load 128 bytes."""
+    together = words.reshape(-1, 32)
+    return max(int(np.bincount(np.unique(of_some) % 32).max()) for of_some in together) - 1
 
 
 def _mma(operands, dtype):

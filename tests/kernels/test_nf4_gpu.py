@@ -29,7 +29,7 @@ def test_the_program_computes_the_product(tiling):
     p = problem(m=19, n=tiling.rows + 24, k=64 * (tiling.k_warps + 1))
     y, expected, stats = execute(p, tiling)
     assert relative_error(y, expected) < 1e-6
-    assert stats.load_conflicts == 0
+    assert stats.load_conflicts == stats.cache_conflicts == 0
 
 
 SPLIT = Tiling(1, 1, 2, 1, 3)

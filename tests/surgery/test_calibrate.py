@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.quantized.grid import grid_of
+from quaxlike.surgery.calibrate import _with_fitting_scales
 from tests.samples import normal
 
 SCHEMES = {
@@ -43,6 +45,32 @@ def test_quantize_with_moments(scheme):
     wanted = _outputs(model, x)
     error = lambda q: np.square(_outputs(q, x) - wanted).sum()
     assert error(fitted) < 0.5 * error(plain)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8"])
+def test_errors_are_handed_on_from_part_to_part(scheme):
+    """Of more columns than are rounded together, and no multiple of these."""
+    x = jnp.asarray(normal(512, 8) @ normal(8, 320, seed=1) + 0.1 * normal(512, 320, seed=2))
+    model = eqx.nn.Linear(320, 8, use_bias=False, key=jax.random.key(0))
+    wanted = _outputs(model, x)
+    error = lambda q: np.square(_outputs(q, x) - wanted).sum()
+    fitted = ql.quantize(model, scheme, calibrate=_moments(model, x))
+    assert error(fitted) < 0.5 * error(ql.quantize(model, scheme))
+
+
+def _cost(error, moments):
+    return np.sum(error @ moments * error)
+
+
+@pytest.mark.parametrize("cls", [ql.NF4Array, ql.Int8Array])
+def test_scales_fit_the_codes(cls):
+    x = np.asarray(_inputs(), np.float64)
+    w, h = np.float64(normal(16, 64)), x.T @ x
+    start = cls.quantize(jnp.asarray(w, np.float32))
+    places = grid_of(start).places(w)
+    cost = lambda array: _cost(grid_of(array).values(places) - w, h)
+    fitted = _with_fitting_scales(start, places, w, h)
+    assert cost(fitted) < 0.9 * cost(start)
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "int8", "mxfp4"])

@@ -32,6 +32,14 @@ def test_same_as_re(pattern: str, text: str):
     assert fullmatch(pattern, text) == (re.fullmatch(pattern, text) is not None)
 
 
+@pytest.mark.parametrize(
+    "pattern", [r".*(?<=attn\.)q_proj", r".*(?<!vision\.)q_proj", r"(?<=a)b", r"a(?<=a)b"]
+)
+@pytest.mark.parametrize("text", ["attn.q_proj", "vision.q_proj", "q_proj", "b", "ab"])
+def test_what_stands_before(pattern: str, text: str):
+    assert fullmatch(pattern, text) == (re.fullmatch(pattern, text) is not None)
+
+
 @pytest.mark.parametrize("pattern", ["(.*)*!", "((((a*)*)*)*)*b", r"(a|a)*b", r"(?=(a*)*b)a", "(.*.*.*)*,"])
 def test_time_is_linear(pattern: str):
     start = time.perf_counter()

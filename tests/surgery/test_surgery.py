@@ -245,4 +245,6 @@ def test_summary_counts(mlp):
     assert table.stored_bytes == 4 * (base + adapters)
     assert [row.path for row in table.rows] == list(ql.select(model, lambda name, x: True))
     assert f"{table.trainable:,}" in str(table).splitlines()[-1]
+    head, rule, *_ = str(table).splitlines()
+    assert rule == "-" * len(head)
     assert "LoraArray[r=2]" in str(table)

@@ -118,8 +118,9 @@ class Problem(NamedTuple):
     @property
     def entries(self) -> str:
         """The form of values in the table."""
-        fixed = self.wide and costs.in_fixed_point(self.product, self.dtype)
-        return "fixed" if fixed else "exact" if self.exact else "rounded"
+        if self.wide and costs.in_fixed_point(self.product, self.dtype):
+            return "fixed"
+        return "exact" if self.exact else "rounded"
 
     @property
     def depth(self) -> int:
@@ -127,8 +128,7 @@ class Problem(NamedTuple):
         return 16 if self.product.transpose else BLOCK
 
 
-# Chosen by registers, waves of blocks and traffic of activations, not measured: docs/performance.md
-# has the figures. `python -m benchmarks.gpu --tune` measures tilings on a device.
+# Chosen by a model of the time (`benchmarks/expected.py`); `python -m benchmarks.gpu --tune` measures them.
 _TILINGS = (
     # up to so many tiles of tokens, from so many rows and columns of W on
     (2, 8192, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
@@ -395,7 +395,15 @@ class Warp:
     def _activations(self, token: Reg, part: Reg) -> list[Reg]:
         """The thread's 16 columns of a block, two to a register."""
         at = (token * self.p.product.contracted + part * BLOCK + self.quad * 16) * 2
-        return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
+        if self.p.token_tiles == 1:
+            return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
+        # Of eight threads, which are served at a time, those of one token take the halves in the other order:
+        # together they meet every bank of the L1 cache once.
+        even, at = self.group % 2 < 1, at + self.group % 2 * 16
+        a, b = (self.x.load(place, "u32", 4) for place in (at, at ^ 16))
+        return [
+            lanes.select(even, *pair) for halves in ((a, b), (b, a)) for pair in zip(*halves, strict=True)
+        ]
 
     def add_low_rank(self, acc: list[Reg]) -> list[Reg]:
         """Adds `t @ b.T` of the adapters that any token of the group takes; thread `quad` takes columns
