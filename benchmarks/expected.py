@@ -7,8 +7,8 @@ from the record of the compiler. Nothing of it was measured.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from quaxlike.kernels.nf4_matmul import costs, mosaic
-from quaxlike.kernels.nf4_matmul.mosaic import Problem
+from quaxlike.kernels.nf4_matmul import costs, tilings
+from quaxlike.kernels.nf4_matmul.tilings import Problem
 from quaxlike.kernels.product import Product
 
 from .compiled_rows import SHAPES
@@ -81,16 +81,16 @@ def rows(recorded: Record) -> Iterator[Row]:
 def few_rows(recorded: Record, shape: Shape, m: int, *, nested: bool = False, adapters: int = 0) -> Estimate:
     """A product by the kernel for few rows of `x` (`nf4_matmul/mosaic.py`)."""
     p = Problem(Product(shape, 64), m, adapters=adapters, rank=_RANK * bool(adapters))
-    tiling = mosaic.tiling_for(p)
+    tiling = tilings.tiling_for(p)
     kind = _lora(adapters) if adapters else "NF4, double" if nested else "NF4"
     compiled = recorded[_name(kind, shape, m)]
-    blocks = mosaic.blocks(p, tiling)
+    blocks = tilings.blocks(p, tiling)
     of_one = -(-blocks // _SMS)  # blocks of the busiest multiprocessor
     resident = min(
         2**16 // (compiled["registers"] * tiling.threads), 227 * 1024 // (compiled["shared"] + 1024)
     )
     share = shape[1] // tiling.splits  # columns that a block contracts
-    steps = -(-share // (mosaic.BLOCK * tiling.k_warps))
+    steps = -(-share // (tilings.BLOCK * tiling.k_warps))
     warps = tiling.threads // 32
     of_weight = 0.5 + (0.2539 if nested else 4) / 64  # bytes of a weight and its share of a scale
     terms = 8 * m * shape[0] * tiling.splits if tiling.splits > 1 else 0  # written, and read again

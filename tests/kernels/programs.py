@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 
 from quaxlike.kernels import blockwise
-from quaxlike.kernels.nf4_matmul import gpu, mosaic, wgmma
-from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
+from quaxlike.kernels.nf4_matmul import gpu, mosaic, tilings, wgmma
+from quaxlike.kernels.nf4_matmul.tilings import Problem, Tiling
 from quaxlike.kernels.product import Product
 
 from . import simt
@@ -126,7 +126,7 @@ def run(p: Problem, tiling: Tiling, *operands):
         operands,
         ((tiling.splits, p.m, p.product.free), DTYPES[p.out_dtype]),
         [((program.shared_words(p, tiling),), np.uint32)],
-        blocks=mosaic.blocks(p, tiling),
+        blocks=tilings.blocks(p, tiling),
         threads=tiling.threads,
     )
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
-from quaxlike.kernels.nf4_matmul import gpu, mosaic
-from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
+from quaxlike.kernels.nf4_matmul import gpu, mosaic, tilings
+from quaxlike.kernels.nf4_matmul.tilings import Problem, Tiling
 from quaxlike.kernels.product import Product
 
 from . import simt
 from .programs import DTYPES, FORMATS, execute, problem
 from .weights import lowered, relative_error, stored_nf4, tpu_at_hand
 
-TABLE = [tiling for *_, tiling in mosaic._TILINGS]
+TABLE = [tiling for *_, tiling in tilings._TILINGS]
 
 
 @pytest.mark.parametrize("tiling", sorted(set(TABLE), key=str), ids=str)
@@ -78,9 +78,9 @@ def test_rows_are_contracted(m, n, k, tiling):
 )
 def test_tilings_fit_every_gpu(form, shape, m):
     p = problem(m, *shape, **({"block_size": 64} | form))
-    tiling = mosaic.tiling_for(p)
+    tiling = tilings.tiling_for(p)
     assert mosaic.shared_words(p, tiling) * 4 <= 99 * 1024  # of compute capability 8.6 and 8.9
-    assert mosaic.blocks(p, tiling) >= 64
+    assert tilings.blocks(p, tiling) >= 64
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_every_byte_is_decoded_bit_for_bit(dtype):
         [np.eye(64).astype(DTYPES[dtype]), packed, absmax, blockwise.NF4],
         ((64, 256), np.float32),
         [((mosaic.shared_words(p, tiling),), np.uint32)],
-        blocks=mosaic.blocks(p, tiling),
+        blocks=tilings.blocks(p, tiling),
         threads=tiling.threads,
     )
     codes = np.stack([packed >> 4, packed & 15], -1).reshape(256, 64)

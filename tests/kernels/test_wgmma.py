@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quaxlike.kernels import blockwise, lanes, lora_matmul, nf4_matmul
 from quaxlike.kernels.nf4_matmul import costs, gpu, mosaic, wgmma
-from quaxlike.kernels.nf4_matmul.mosaic import Problem, Tiling
+from quaxlike.kernels.nf4_matmul.tilings import Problem, Tiling
 from quaxlike.kernels.product import Product
 
 from .programs import FORMATS, execute, in_fixed_point, problem, run

@@ -19,6 +19,7 @@ from ..multilinear import accumulator_dtype, precision_for
 from ..product import Product
 from . import costs
 from .scales import NestedScales, dense_scales
+from .tilings import Problem, blocks, tiling_for
 
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's matmul.
@@ -124,7 +125,6 @@ def fused(
     - `low_rank`: nothing, or `t` and `b` as in `lora_matmul_reference`.
     - `wide`: whether warpgroups multiply, for many rows of `x`.
     """
-    from .mosaic import Problem, tiling_for
     from .wgmma import in_order, of_warpgroups
 
     lead, x = x.shape[:-1], x.reshape(-1, product.contracted)
@@ -213,7 +213,7 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
         stored_matmul,
         out_type=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.product.free), problem.out_dtype),
         scratch_types=[plgpu.SMEM((of_problem.shared_words(problem, tiling),), jnp.uint32)],
-        grid=(mosaic.blocks(problem, tiling),),
+        grid=(blocks(problem, tiling),),
         grid_names=("block",),
         num_threads=tiling.threads // 128,
         thread_name="warpgroup",

@@ -20,145 +20,18 @@ of a GPU busy, blocks of threads share what is contracted, too: each writes its 
 are added afterwards, always in the same order.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from ..product import Product
-from . import costs
 from .decode import SIZES, TABLE_BYTES, Numbers, Table
+from .tilings import BLOCK, Problem, Tiling
 
-BLOCK = 64  # columns that a scale is applied to at once, and that a warp takes
 _SHARED = 96 * 1024  # bytes of shared memory that every GPU from compute capability 8.0 on has
 _MOST_SHARED = 225 * 1024  # of 227 KiB that a block of threads can have on Hopper
 _STAGES = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How a block of threads shares its part of `W`.
-
-    **Attributes:**
-
-    - `row_tiles`: tiles of 16 features of a warp; 4 for `x @ W`.
-    - `row_warps`: warps beside each other along the features.
-    - `k_warps`: warps that share what is contracted for the same features.
-    - `unroll`: blocks of 64 columns (for `x @ W`, of 16 rows) that a warp takes at a time.
-    - `splits`: blocks of threads that do so, each with a sum of its own.
-    """
-
-    row_tiles: int
-    row_warps: int
-    k_warps: int
-    unroll: int
-    splits: int = 1
-
-    @property
-    def rows(self) -> int:
-        return 16 * self.row_tiles * self.row_warps
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.row_warps * self.k_warps
-
-
-class Problem(NamedTuple):
-    """The sizes and dtypes of a product.
-
-    **Attributes:**
-
-    - `product`: the shape of `W`, and how it is stored.
-    - `m`: tokens; more than `group_size` are dealt with in groups, by different blocks of threads.
-    - `dtype`: of the activations, bfloat16 or float16.
-    - `out_dtype`: of the terms of the result.
-    - `adapters`, `rank`: of the low-rank term; the rank is a multiple of 16. 0 if there is none.
-    - `scales`, `zeros`: how scales and zero points are stored, as `decode.SIZES` has it.
-    - `wide`: most tokens of a block of threads, where warpgroups multiply (`wgmma`); else 0.
-    """
-
-    product: Product
-    m: int
-    dtype: str = "bfloat16"
-    out_dtype: str = "float32"
-    adapters: int = 0
-    rank: int = 0
-    scales: str = "float32"
-    zeros: str = "float32"
-    wide: int = 0
-
-    @property
-    def group_size(self) -> int:
-        # The features of a thread are four times as many for `x @ W`, and so are its accumulators.
-        return self.wide or (32 if self.product.transpose else 64)
-
-    @property
-    def groups(self) -> int:
-        return -(-self.m // self.group_size)
-
-    @property
-    def token_tiles(self) -> int:
-        """Tiles of 8 tokens of a group; of warpgroups a multiple of four, for all threads to copy as much."""
-        unit = 4 if self.wide else 1
-        return -(-self.m // (8 * unit * self.groups)) * unit
-
-    @property
-    def staged(self) -> int:
-        """Bytes of activations that are in shared memory for a step."""
-        return 8 * self.token_tiles * BLOCK * 2 if self.wide else 0
-
-    @property
-    def exact(self) -> bool:
-        """Whether values are scaled one by one, in float32."""
-        p = self.product
-        return self.wide > 0 or p.transpose or p.zeros is not None or p.block_size % BLOCK != 0
-
-    @property
-    def entries(self) -> str:
-        """The form of values in the table."""
-        if self.wide and costs.in_fixed_point(self.product, self.dtype):
-            return "fixed"
-        return "exact" if self.exact else "rounded"
-
-    @property
-    def depth(self) -> int:
-        """How much a warp contracts at a time."""
-        return 16 if self.product.transpose else BLOCK
-
-
-# Chosen by a model of the time (`benchmarks/expected.py`); `python -m benchmarks.gpu --tune` measures them.
-_TILINGS = (
-    # up to so many tiles of tokens, from so many rows and columns of W on
-    (2, 8192, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
-    (8, 8192, 1, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1)),
-    (2, 1, 1, Tiling(row_tiles=2, row_warps=1, k_warps=16, unroll=1)),
-    (4, 1, 8192, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1, splits=2)),
-    (8, 1, 8192, Tiling(row_tiles=2, row_warps=4, k_warps=2, unroll=1, splits=4)),
-    (8, 1, 1, Tiling(row_tiles=2, row_warps=2, k_warps=4, unroll=1)),
-)
-# Blocks of threads for `x @ W`, which are as many columns wide and share the rows.
-_TRANSPOSED = Tiling(row_tiles=4, row_warps=2, k_warps=4, unroll=1)
-_ENOUGH_BLOCKS, _MOST_SPLITS = 256, 8
-
-
-def tiling_for(p: Problem) -> Tiling:
-    """The tiling for a problem, from the table."""
-    n, k = p.product.shape
-    if p.product.transpose:
-        most = min(_MOST_SPLITS, _ENOUGH_BLOCKS // blocks(p, _TRANSPOSED), n // 256)
-        return dataclasses.replace(_TRANSPOSED, splits=1 << max(most, 1).bit_length() - 1)
-    fits = lambda tiles, rows, columns: p.token_tiles <= tiles and n >= rows and k >= columns
-    tiling = next(tiling for *limits, tiling in _TILINGS if fits(*limits))
-    # Scaling value by value takes registers, and wider codes shared memory: more threads have less of both.
-    large = p.exact or p.product.bits == 8
-    return dataclasses.replace(tiling, k_warps=min(tiling.k_warps, 8)) if large else tiling
-
-
-def blocks(p: Problem, tiling: Tiling) -> int:
-    """How many blocks of threads the program is for."""
-    return -(-p.product.free // tiling.rows) * p.groups * tiling.splits
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:

@@ -28,7 +28,8 @@ from .. import lanes
 from ..lanes import Memory, Reg
 from . import costs
 from .decode import SIZES
-from .mosaic import BLOCK, Problem, Tiling, Warp, ring_end, stages, stride
+from .mosaic import Warp, ring_end, stages, stride
+from .tilings import BLOCK, Problem, Tiling
 
 _TILE = 1024  # bytes that a tile of `wgmma` begins at a multiple of
 
