@@ -20,21 +20,26 @@ from tests.samples import normal
 N = 4
 
 
-def _dense(seed: int = 0) -> Array:
+def _dense(seed: int) -> Array:
     return normal(N, N, seed=seed)
 
 
-def _lora(w: Any) -> ql.LoraArray:
-    a, b = normal(2, 2, N)
+def _lora(w: Any, seed: int) -> ql.LoraArray:
+    a, b = normal(2, 2, N, seed=seed + 2)
     return ql.LoraArray(w, a, b.T, alpha=4)
 
 
-def _pruned() -> Array:
-    return jnp.where(_dense() > 0, _dense(), 0.0)
+def _nf4(seed: int) -> ql.NF4Array:
+    return ql.NF4Array.quantize(_dense(seed), block_size=32)
 
 
-def _blocks() -> ql.BlockSparseArray:
-    return ql.BlockSparseArray.from_dense(_dense(), block_size=2, density=0.5)
+def _blocks(seed: int) -> ql.BlockSparseArray:
+    return ql.BlockSparseArray.from_dense(_dense(seed), block_size=2, density=0.5)
+
+
+def _tridiagonal(seed: int) -> structured.TridiagonalMatrix:
+    lower, diagonal, upper, _ = _dense(seed)
+    return structured.TridiagonalMatrix(lower[1:], diagonal, upper[1:])
 
 
 def _metres(x: Any) -> unitful.Unitful:
@@ -45,27 +50,30 @@ def _named(x: Any) -> named.NamedArray:
     return named.NamedArray(x, ("i", "i"))
 
 
-TYPES: dict[str, Callable[[], Any]] = {
+# Operands of a pair have different seeds.
+TYPES: dict[str, Callable[[int], Any]] = {
     "array": _dense,
-    "LoraArray": lambda: _lora(_dense()),
-    "NF4Array": lambda: ql.NF4Array.quantize(_dense(), block_size=32),
-    "Int8Array": lambda: ql.Int8Array.quantize(_dense()),
-    "LoraArray of NF4Array": lambda: _lora(ql.NF4Array.quantize(_dense(), block_size=32)),
-    "SparseArray": lambda: ql.SparseArray.from_dense(_pruned()),
+    "LoraArray": lambda seed: _lora(_dense(seed), seed),
+    "NF4Array": _nf4,
+    "Int8Array": lambda seed: ql.Int8Array.quantize(_dense(seed)),
+    "LoraArray of NF4Array": lambda seed: _lora(_nf4(seed), seed),
+    "SparseArray": lambda seed: ql.SparseArray.from_dense(jnp.maximum(_dense(seed), 0)),
     "BlockSparseArray": _blocks,
-    "LoraArray of BlockSparseArray": lambda: _lora(_blocks()),
-    "DiagonalMatrix": lambda: structured.DiagonalMatrix(_dense()[0]),
-    "TridiagonalMatrix": lambda: structured.TridiagonalMatrix(_dense()[0, 1:], _dense()[1], _dense()[2, 1:]),
-    "KroneckerMatrix": lambda: structured.KroneckerMatrix(_dense()[:2, :2], _dense()[2:, 2:]),
-    "LowRankUpdate": lambda: structured.LowRankUpdate(_dense(), _dense()[:, :1], _dense()[:, 1:2]),
-    "OneHotVector": lambda: sparse.OneHotVector(5.0, 2, length=N),
-    "Zero": lambda: zero.Zero((N, N), jnp.float32),
-    "Full": lambda: zero.Full(0.25, (N, N)),
-    "Identity": lambda: zero.Identity(N),
-    "Unitful": lambda: _metres(_dense()),
-    "Unitful of LoraArray": lambda: _metres(_lora(_dense())),
-    "NamedArray": lambda: _named(_dense()),
-    "NamedArray of Unitful of BlockSparseArray": lambda: _named(_metres(_blocks())),
+    "LoraArray of BlockSparseArray": lambda seed: _lora(_blocks(seed), seed),
+    "DiagonalMatrix": lambda seed: structured.DiagonalMatrix(_dense(seed)[0]),
+    "TridiagonalMatrix": _tridiagonal,
+    "KroneckerMatrix": lambda seed: structured.KroneckerMatrix(_dense(seed)[:2, :2], _dense(seed)[2:, 2:]),
+    "LowRankUpdate": lambda seed: structured.LowRankUpdate(
+        *jnp.split(normal(N, N + 2, seed=seed), [N, N + 1], 1)
+    ),
+    "OneHotVector": lambda seed: sparse.OneHotVector(5.0 + seed, 2 - seed, length=N),
+    "Zero": lambda seed: zero.Zero((N, N), jnp.float32),
+    "Full": lambda seed: zero.Full(0.25 + seed, (N, N)),
+    "Identity": lambda seed: zero.Identity(N),
+    "Unitful": lambda seed: _metres(_dense(seed)),
+    "Unitful of LoraArray": lambda seed: _metres(_lora(_dense(seed), seed)),
+    "NamedArray": lambda seed: _named(_dense(seed)),
+    "NamedArray of Unitful of BlockSparseArray": lambda seed: _named(_metres(_blocks(seed))),
 }
 
 
@@ -114,7 +122,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[..., Any], Calla
 @pytest.mark.parametrize("right", TYPES)
 @pytest.mark.parametrize("left", TYPES)
 def test_pair(left, right, default_promotion):
-    x, y = TYPES[left](), TYPES[right]()
+    x, y = TYPES[left](0), TYPES[right](1)
     with ql.on_materialise("allow"):
         (x_names, x_unit, x_dense), (y_names, y_unit, y_dense) = parts(x), parts(y)
     for name, (fn, names_of, unit_of) in OPERATIONS.items():
@@ -139,7 +147,7 @@ def test_pair(left, right, default_promotion):
 
 @pytest.mark.slow
 def test_no_pair_is_ambiguous():
-    types = {type(part) for make in TYPES.values() for part in _values(make())}
+    types = {type(part) for make in TYPES.values() for part in _values(make(0))}
     ql.check_ambiguities(*types, ql.FP4Array, ql.Int4Array)  # which have the rules of NF4Array
 
 

@@ -449,3 +449,13 @@ def test_a_factor_that_is_not_finite(scale):
     x = make_lora()
     with ql.on_materialise("allow"):
         np.testing.assert_array_equal(ql.quaxify(scale)(x), np.sign(exact(x)) * np.inf)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [((0, 4), (4, 0)), ((0, 4), (0, 2, 2)), ((1, 1), (1,)), ((1, 1), ())]
+)
+def test_reshape_without_elements_or_with_one(old, new):
+    w = ql.LoraArray(normal(*old), normal(2, old[1]), normal(old[0], 2, seed=1))
+    with ql.on_materialise("allow"):
+        found = ql.materialise(ql.quaxify(lambda w: w.reshape(new))(w))
+    np.testing.assert_allclose(found, w.materialise().reshape(new), rtol=1e-6)

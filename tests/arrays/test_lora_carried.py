@@ -11,6 +11,7 @@ import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Identity
+from tests.samples import normal
 
 SCALING = 1.5
 _RNG = np.random.default_rng(0)
@@ -180,3 +181,19 @@ def test_a_part_that_grows_in_a_loop_is_dense_and_what_holds_it_stays(wrap, star
     np.testing.assert_allclose(ours[0], dense[0])
     for x, expected in zip(ours[1][1:], dense[1][1:], strict=True):
         np.testing.assert_allclose(x, expected)
+
+
+def test_matrices_in_a_loop_that_carries():
+    """`a` is the same for all of them: an input that does not change, beside what is carried."""
+    w = ql.LoraArray(normal(5, 4, 3), normal(2, 3, seed=1), normal(5, 4, 2, seed=2))
+
+    def program(w, x):
+        def step(carry, matrix):
+            total, last = carry
+            return (total + matrix @ x, jnp.sum(x)), last * total
+
+        return jax.lax.scan(step, (jnp.zeros(4), jnp.ones(())), w)
+
+    x = normal(3, seed=3)
+    found, expected = ql.quaxify(program)(w, x), program(w.materialise(), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)

@@ -205,6 +205,17 @@ def test_mixture_of_experts(cls, shape):
         _close(jax.grad(ql.quaxify(loss))(x, w), jax.grad(loss)(x, dense), 1e-4)
 
 
+@pytest.mark.parametrize("stacked", [0, 1])
+@pytest.mark.parametrize("block_size", [64, 256])
+def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):
+    """Nested scales share blocks across experts, and so may codes."""
+    w = ql.NF4Array.quantize(_normal(0, 4, 6, 64), block_size=block_size, double_quant=True, stacked=stacked)
+    x, sizes = _normal(1, 9, 6), jnp.array([2, 0, 4, 2])
+    product = lambda x, w: jax.lax.ragged_dot(x, w, sizes)
+    with ql.on_materialise("allow"):
+        _close(ql.quaxify(product)(x, w), product(x, w.materialise()))
+
+
 @pytest.mark.parametrize("counts", [[2, 0, 22, 2], [0, 0, 0, 29], [0, 0, 0, 0], [9, 1, 1, 18]])
 def test_rows_of_experts_are_cut_into_tiles(counts):
     tiles = Tiles(jnp.array(counts), 29)

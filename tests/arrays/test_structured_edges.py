@@ -291,3 +291,26 @@ def test_an_update_of_a_base_that_solves_by_a_rule():
             lambda a: jnp.linalg.solve(a, normal(4, 2)),
             LowRankUpdate(Identity(4, jnp.float64), normal(4, 1)),
         )
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker", "update"])
+def test_determinants_of_one_element(name, sign):
+    x = jnp.full((1,), 2.0)
+    matrix = {
+        "diagonal": lambda: DiagonalMatrix(sign * x),
+        "tridiagonal": lambda: TridiagonalMatrix(jnp.zeros(0), sign * x, jnp.zeros(0)),
+        "kronecker": lambda: KroneckerMatrix(sign * x[None], x[None]),
+        "update": lambda: LowRankUpdate(DiagonalMatrix(sign * x), sign * x[None], x[None]),
+    }[name]()
+    dense = np.asarray(matrix.materialise())
+    of_stack = jax.vmap(jnp.linalg.slogdet)
+    for f in (jnp.linalg.det, jnp.linalg.slogdet, lambda x: of_stack(jnp.stack([x, x]))):
+        jax.tree.map(np.testing.assert_allclose, ql.quaxify(f)(matrix), f(dense))
+
+
+def test_the_first_power_keeps_a_band():
+    x = normal(4)
+    with ql.on_materialise("error"):
+        found = ql.quaxify(lambda x: jax.lax.integer_pow(x, 1))(DiagonalMatrix(x))
+    np.testing.assert_array_equal(found.diagonal, x)

@@ -334,3 +334,13 @@ def test_a_column_that_comes_twice():
     with pytest.raises(ValueError, match="each block column once in a row"):
         B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[1, 1]]), 3)
     assert B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[3, 3]]), 3).materialise().sum() == 0
+
+
+def test_an_axis_of_one_row_is_squeezed():
+    dense = jnp.array([[0.0, 2.0, 0.0, -1.0]])
+    for w, axis in ((dense, 0), (dense.T, 1)):
+        blocks = ql.BlockSparseArray.from_dense(w, block_size=1)
+        with ql.on_materialise("allow"):
+            np.testing.assert_array_equal(
+                ql.quaxify(lambda w, axis=axis: jnp.squeeze(w, axis))(blocks), dense[0]
+            )
