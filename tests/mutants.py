@@ -135,13 +135,17 @@ GENERAL = {
     "core": [
         *("tests/core", "tests/conformance/test_strict.py", "tests/primitives", "tests/test_programs.py"),
         "tests/sharding/test_explicit.py",
+        "tests/arrays/test_pairs.py",
     ],
     "surgery": ["tests/surgery"],
 }
 # Of folders of types, what tests elsewhere hold them to.
 BESIDE = {
     "lora": ["tests/surgery/test_adapters.py"],
-    "quantized": ["tests/kernels/test_block_matmul.py", "tests/kernels/test_reached.py"],
+    "quantized": [
+        *(f"tests/kernels/test_{name}.py" for name in ("block_matmul", "reached")),
+        "tests/interop/test_safetensors.py",
+    ],
 }
 
 
