@@ -135,7 +135,7 @@ GENERAL = {
     "core": [
         *("tests/core", "tests/conformance/test_strict.py", "tests/primitives", "tests/test_programs.py"),
         "tests/sharding/test_explicit.py",
-        "tests/arrays/test_pairs.py",
+        *("tests/arrays/test_pairs.py", "tests/arrays/test_forms.py"),
     ],
     "surgery": ["tests/surgery"],
 }

@@ -114,7 +114,8 @@ def test_gradients():
     grad = jax.jit(jax.grad(loss, (0, 2)))
     with ql.on_materialise("error"):
         actual, expected = (grad((w.a, w.b), w, x) for w in (lora, dense))
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4), actual, expected)
+    # Of sums in float32 as large as 30.
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3), actual, expected)
 
 
 @pytest.mark.parametrize("train_scales", [False, True])
