@@ -259,6 +259,13 @@ def test_combinations_that_there_are_not(weights, options, message):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["cat", "linear", "svd"])
+def test_a_single_adapter_is_combined(method):
+    found = deltas(ql.combine_adapters(MIXED[:1], [0.5], method=method))
+    for name, delta in deltas(MIXED[0]).items():
+        np.testing.assert_allclose(found[name], 0.5 * delta, atol=1e-5)
+
+
 def test_dropout_is_off_without_a_key():
     model = adapted(0, dropout=0.5)
     np.testing.assert_array_equal(ql.quaxify(model)(X[0]), ql.quaxify(adapted(0))(X[0]))

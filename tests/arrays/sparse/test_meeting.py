@@ -189,3 +189,13 @@ def test_in_float64(kind, x64):
             moved(w.materialise()),
             is_leaf=ql.is_value,
         )
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_stack_beside_an_array_of_as_many_axes(axis):
+    dense = jnp.where(normal(2, 3, 4) > 0, normal(2, 3, 4), 0.0)
+    both = ql.SparseArray.from_dense(dense, stacked=1), ql.SparseArray.from_dense(dense)
+    for pair in (both, both[::-1]):
+        with ql.on_materialise("allow"):
+            found = ql.quaxify(lambda x, y: jnp.concatenate([x, 2 * y], axis))(*pair)
+        np.testing.assert_array_equal(ql.materialise(found), jnp.concatenate([dense, 2 * dense], axis))
