@@ -83,6 +83,13 @@ def test_arrays_are_joined_if_their_metadata_are_alike(join):
         ql.quaxify(function)(x, Tagged(-X, "b"))
 
 
+@pytest.mark.parametrize("join", [jnp.stack, jnp.concatenate, jnp.vstack])
+def test_an_array_is_joined_alone(join):
+    out = ql.quaxify(lambda x: join([x]))(Tagged(X, "a"))
+    assert out.tag == "a"
+    assert jnp.array_equal(out.array, join([X]))
+
+
 def test_without_a_rule_the_array_alone_is_used():
     out = ql.quaxify(jnp.sin)(Loose(X, "a"))
     assert not ql.is_value(out)
