@@ -116,3 +116,17 @@ def test_a_kernel_compiles_for_a_machine_that_is_not_at_hand(name):
     (figures,) = kernels_check.run(name, "NF4 4096×4096, M = 16")
     recorded = {row["row"]: row for row in RECORD[name]["rows"]}
     assert kernels_check.problems(name, figures, recorded[figures["row"]]) == []
+
+
+def test_the_loop_in_which_tensor_cores_multiply_is_counted(tmp_path):
+    sass = tmp_path / "a.sass_ctrl"
+    loop = lambda name, *body: [f".{name}:", *body, f"@P0 BRA `(.{name})"]
+    lines = [
+        "MOV R1, R2",
+        *loop("L_x_0", *["FADD R1, R1, R2"] * 9),
+        *loop("L_x_1", "HMMA.16816.F32 R4, R8", "NOP"),
+    ]
+    lines += [*loop("L_x_2", "HGMMA.64x128x16.F32.BF16 R24, R16"), "@P1 BRA `(.L_x_3)", ".L_x_3:", "EXIT"]
+    text = (line if line[-1] == ":" else f"  /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines))
+    sass.write_text("\n".join(text))
+    assert kernels_check._loop(sass) == 3
