@@ -58,6 +58,13 @@ def test_errors_are_handed_on_from_part_to_part(scheme):
     assert error(fitted) < 0.5 * error(ql.quantize(model, scheme))
 
 
+@pytest.mark.parametrize("scheme", ["nf4", "int8"])
+def test_rows_of_zeros_stay_so(scheme):
+    model = eqx.tree_at(lambda m: m.weight, _model(), _model().weight.at[3].set(0))
+    fitted = ql.quantize(model, scheme, calibrate=_moments(model, _inputs()))
+    assert not np.any(ql.materialise(fitted.weight)[3])
+
+
 def _cost(error, moments):
     return np.sum(error @ moments * error)
 

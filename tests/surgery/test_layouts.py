@@ -332,3 +332,17 @@ def test_blocks_run_along_the_inputs(scheme):
         )
     w = expected["attention"]["query"]["kernel"]
     np.testing.assert_allclose(y, jnp.einsum("bi,ihd->bhd", x, w), atol=1e-5)
+
+
+class _OwnLayer(eqx.Module):
+    weight: jax.Array
+    table: jax.Array
+
+
+def test_of_a_layer_of_ones_own_weights_are_adapted():
+    model = {"layer": _OwnLayer(jnp.ones((4, 8)), jnp.ones((4, 8)))}
+    adapted = ql.loraify(model, rank=2, key=jax.random.key(0))["layer"]
+    assert isinstance(adapted.weight, ql.LoraArray)
+    assert not ql.is_value(adapted.table)
+    with pytest.raises(ValueError, match=r"It cannot be told which axes of layer\.table"):
+        ql.loraify(model, rank=2, key=jax.random.key(0), where="layer.table")
