@@ -363,3 +363,13 @@ def test_beside_another_type_in_a_branch_or_a_loop(name, constant):
         for found, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
             if want.dtype != jax.dtypes.float0:
                 np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("f", [jnp.add, jnp.multiply, jnp.maximum])
+def test_stacks_of_several_depths(f):
+    # Numbers for rows, and for elements: they must not be broadcast against each other.
+    rows, elements = Full(jnp.arange(4.0), (4,)), Full(jnp.arange(16.0).reshape(4, 4), ())
+    for x, y in ((rows, elements), (elements, rows)):
+        with ql.on_materialise("allow"):
+            found = ql.materialise(ql.quaxify(f)(x, y))
+        np.testing.assert_array_equal(found, f(x.materialise(), y.materialise()))
