@@ -239,11 +239,11 @@ block-sparse weights the divisor is the stored blocks alone, 10 % or 50 % of the
 are as much as a dense copy. The command fails where a row needs that much, and where a kernel spills.
 
 Many rows (M ≥ 320) of `x` and quantised weights have two kinds of temporaries. One kernel needs `x` with its
-columns in another order and, for 4096×14336, two terms of the result in float32. The library needs a decoded
-part of the weight, and the columns of the result that it gives; so do int8 weights with scales in blocks.
-Those of int8, x @ W are a part of `x` times the scales, and the rows of the result that it gives. Those of
-block-sparse weights in float32, for which there is no kernel on GPUs, are as many columns of the operands and
-the result as a block has.
+columns in another order and, for 4,096 rows of `W`, two terms of the result in float32. The library needs a
+decoded part of the weight, and the columns of the result that it gives; so do int8 weights with scales in
+blocks. Those of int8, x @ W are a part of `x` times the scales, and the rows of the result that it gives.
+Those of block-sparse weights in float32, for which there is no kernel on GPUs, are as many columns of the
+operands and the result as a block has.
 """
 
 
