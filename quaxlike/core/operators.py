@@ -15,7 +15,7 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `fn(value, ...)` under the level of `quaxify` that dispatches on `value`, or under a new one."""
     check_whole(value)
     level = level_of(value)
-    if level is not None:
+    if level is not None and level.holds(value):
         return fn(level.adopt(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 

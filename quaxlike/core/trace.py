@@ -175,7 +175,7 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
-        if plain:
+        if plain and not (_staged and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follows_constants:
                 follow(primitive, operands, params, out)
@@ -183,7 +183,7 @@ class QuaxTrace(jax.core.Trace):
         before = compat.current_trace()
         compat.set_trace(self.parent_trace)
         try:
-            out = self.ask_rules(tuple(key), unwrapped, params)
+            out = NotImplemented if plain else self.ask_rules(tuple(key), unwrapped, params)
             if out is NotImplemented:
                 out = self.without_rule(primitive, unwrapped, params)
         finally:
@@ -229,20 +229,19 @@ class QuaxTrace(jax.core.Trace):
         """Whether the level dispatches on a Value that was not passed in."""
         return self.tag.takes is None or self.tag.takes(value)
 
+    def holds(self, value: Value) -> bool:
+        """Whether the arrays of a late Value live where those of the Values of this level do. Otherwise they
+        belong to a transform inside the quaxified function, which this level would bypass."""
+        return _lives_below(self, value)
+
     def adopt(self, value: Value) -> Any:
-        """Boxes a late Value as a tracer of this level."""
+        """A late Value as an operand of primitives: a tracer of this level, or what becomes one."""
         check_whole(value)
-        if _lives_below(self, value):
-            tracer = self.enter(self.unwrap_tree(value))
-            tracer.quax_is_late = True
-            return tracer
-        # A transform inside the quaxified function traced the arrays of this Value: it was built there, or
-        # passed to a jitted function, which flattened it. This level would bypass that transform.
-        hint = (
-            "Use its operators (`@` for `jnp.matmul`), pass it into that transform as an argument, or call "
-            "`quaxify` inside it."
-        )
-        return dense(value, "a Value that an inner transform took apart", hint=hint)
+        if not self.holds(value):
+            return stage(value)
+        tracer = self.enter(self.unwrap_tree(value))
+        tracer.quax_is_late = True
+        return tracer
 
     def takes_over(self, tracer: ValueTracer) -> bool:
         """Whether another level adopted the Value of a tracer, and this level takes it as well.
@@ -327,6 +326,33 @@ def _lives_below(level: QuaxTrace, value: Value) -> bool:
     below = _below(level)
     at = [(x._trace, getattr(x._trace, "tag", None)) for x in tracers]  # pyright: ignore[reportPrivateUsage]
     return all(any(y is z for y in pair for z in below) for pair in at)
+
+
+# A Value whose arrays belong to a transform inside of a level (it was built there, or passed to a jitted
+# function, which flattened it) is an equation of that transform, from its leaves to an array. Where a level
+# meets the equation, its result is the Value.
+value_p = jexc.Primitive("quaxlike_value")
+_staged = False  # whether there ever was one: until then no level looks for them
+
+
+def stage(value: Value) -> Any:
+    """An array that is `value` to the level that dispatches on it, bound under the current trace."""
+    global _staged
+    _staged = True
+    leaves, treedef = jtu.tree_flatten(value)
+    return value_p.bind(*leaves, treedef=treedef)
+
+
+def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
+    """Whether a primitive is, or carries, an equation that makes a Value."""
+    if primitive.name not in BUILTIN:
+        return False
+    return primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
+
+
+@compat.weakly_cached
+def _holds_value(jaxpr: Any) -> bool:
+    return any(makes_values(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
 
 
 def _adopted(value: Value) -> Any:

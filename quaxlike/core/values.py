@@ -204,9 +204,11 @@ class ArrayValue(Value):
         # A property, so that outside any `quaxify` it is None and the usual lookups
         # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
         level = level_of(self)
-        if level is not None:
-            return lambda: level.adopt(self)
         caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if level is not None:
+            # An operator of an array defers to ours, which follows rules wherever the value was made.
+            reflected = caller.f_code.co_name.startswith("_operator_") and hasattr(self, "__rmatmul__")
+            return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
             raise TypeError(not_dispatched(self, _asking_function(caller)))
         return None

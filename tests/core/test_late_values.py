@@ -10,7 +10,7 @@ import pytest
 from jax import Array, lax
 
 import quaxlike as ql
-from tests.strict import Strict, strict
+from tests.strict import Linear, Strict, product, strict
 
 
 def test_closed_over():
@@ -131,20 +131,72 @@ def test_value_of():
     assert seen[1] == 1.0
 
 
-def test_built_inside_an_inner_transform_is_materialised_under_the_policy():
-    class Plain(ql.ArrayValue):
-        array: Any
+_INNER = {
+    "jit": lambda f, y: jax.jit(f)(y),
+    "jit in vmap": lambda f, y: jax.vmap(jax.jit(f))(jnp.stack([y, y]))[0],
+    "vmap in jit": lambda f, y: jax.jit(jax.vmap(f))(jnp.stack([y, y]))[0],
+    "scan": lambda f, y: lax.scan(lambda c, y: (c, f(y)), 0.0, jnp.stack([y, y]))[1][0],
+    "cond": lambda f, y: lax.cond(y[1] > 0, f, f, y),
+    "checkpoint": lambda f, y: jax.checkpoint(f)(y),
+    "jvp": lambda f, y: jax.jvp(f, (y,), (y,))[0],
+}
 
-        def materialise(self) -> Array:
-            return self.array * 2.0
 
-    f = ql.quaxify(jax.grad(lambda y: jnp.sum(lax.mul(Plain(y), y))))
-    np.testing.assert_allclose(f(jnp.arange(3.0)), 4.0 * jnp.arange(3.0))
+@pytest.mark.parametrize("name", _INNER)
+@pytest.mark.parametrize("multiply", [jnp.multiply, lax.mul, lambda x, y: x * y])
+def test_built_inside_an_inner_transform(name, multiply):
+    y = jnp.arange(3.0)
+    run = lambda y: _INNER[name](lambda y: multiply(Strict(y), y), y)
+    for fn in (run, jax.jit(run)):
+        out = ql.quaxify(fn)(y)
+        assert type(out) is Strict
+        np.testing.assert_array_equal(out.array, y * y)
+
+
+@pytest.mark.parametrize("name", _INNER)
+def test_closed_over_and_passed_to_a_jitted_function_inside(name):
+    x, y = strict(jnp.arange(3.0)), jnp.ones(3)
+    for fn in (jnp.multiply, jax.jit(lambda x, y: lax.mul(x, y))):
+        out = ql.quaxify(lambda y, fn=fn: _INNER[name](lambda y: fn(x, y), y))(y)
+        assert type(out) is Strict
+        np.testing.assert_array_equal(out.array, x.array)
+
+
+def test_derivatives_of_what_is_built_inside():
+    class Pair(Linear):
+        x: Any
+        y: Any
+
+    y = jnp.arange(3.0)
+    for mul in (jnp.multiply, lax.mul):
+        run = lambda y, mul=mul: jnp.sum(mul(Pair(y, y * y), y))
+        for fn in (jax.grad(run), jax.jit(jax.grad(run)), jax.grad(jax.checkpoint(run)), jax.jacfwd(run)):
+            out = ql.quaxify(fn)(y)
+            np.testing.assert_allclose(ql.materialise(out), 2 * y + 3 * y**2)
+
+
+def test_the_derivative_of_what_is_not_linear_is_dense_under_the_policy():
+    f = ql.quaxify(jax.grad(lambda y: jnp.sum(ql.materialise(jnp.multiply(product(y), y)))))
+    np.testing.assert_allclose(f(jnp.arange(3.0)), 2 * jnp.arange(3.0))
     with (
         ql.on_materialise("error"),
-        pytest.raises(ql.MaterialisationError, match="inner transform took apart"),
+        pytest.raises(
+            ql.MaterialisationError, match=r"derivative of a Value: Product(.|\n)*Use its operators"
+        ),
     ):
         f(jnp.arange(3.0))
+
+
+def test_what_was_traced_inside_is_refused_outside():
+    """A program's result does not depend on whether it was traced within `quaxify` before."""
+    fn = jax.jit(lambda x, y: lax.mul(x, y))
+    x, y = strict(jnp.arange(3.0)), jnp.ones(3)
+    with pytest.raises(RuntimeError, match="A Strict was passed to a JAX primitive outside"):
+        fn(x, y)
+    assert type(ql.quaxify(lambda y: fn(x, y))(y)) is Strict
+    with pytest.raises(RuntimeError, match="A Strict was passed to a JAX function outside"):
+        fn(x, y)
+    assert type(ql.quaxify(lambda y: fn(x, y))(y)) is Strict
 
 
 def test_outside_of_quaxify():

@@ -12,6 +12,7 @@ from jaxtyping import ArrayLike
 
 from ...core.jaxprs.slots import leading_axes
 from ...core.jaxprs.unify import widened
+from ...core.operators import ArrayOperators
 from ...core.policy import map_values
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise
@@ -19,7 +20,7 @@ from .array import frozen
 from .dot import add
 
 
-class Beside(ArrayValue):
+class Beside(ArrayOperators, ArrayValue):
     """Marks an array for `trainable`; every computation uses the plain array."""
 
     @staticmethod

@@ -17,4 +17,5 @@ from . import sequential_call as sequential_call
 from . import shard_map as shard_map
 from . import structural as structural
 from . import unsupported as unsupported
+from . import value as value
 from . import while_loop as while_loop

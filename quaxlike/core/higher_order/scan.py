@@ -139,13 +139,13 @@ def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] |
 
 def _stacking(slot: Slot, length: int) -> Slot:
     """The slot, made dense in parts or as a whole if stacking its leaves does not stack the arrays."""
-    if _stacks(slot, length):
+    if stacks(slot, length):
         return slot
     in_parts = with_dense_parts(slot)
-    return in_parts if _stacks(in_parts, length) else slot.dense()
+    return in_parts if stacks(in_parts, length) else slot.dense()
 
 
-def _stacks(slot: Slot, length: int) -> bool:
+def stacks(slot: Slot, length: int) -> bool:
     """Whether stacking the leaves of such Values gives a Value for the stacked arrays."""
     if slot.treedef is None:
         return True

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from .. import compat
 from ..known_constants import follow
 from ..rules import asking
-from ..trace import QuaxTrace, ValueTracer, value_types
+from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class _Step:
     named: bool  # has a name stack of its own
     in_context: bool  # traced under a setting that matters even when it is run eagerly
     takes_functions: bool  # custom derivatives and shard_map, which take functions when bound
+    makes_values: bool  # of plain arrays
 
 
 class _Plan:
@@ -57,7 +58,7 @@ class _Plan:
             alive |= set(inputs)
             takes_functions = type(eqn.primitive).get_bind_params is not jexc.Primitive.get_bind_params
             named = bool(str(eqn.source_info.name_stack))
-            flags = (named, compat.has_context(eqn), takes_functions)
+            flags = (named, compat.has_context(eqn), takes_functions, makes_values(eqn.primitive, eqn.params))
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
         # Fast path: most functions of jax.numpy are a single equation on their own operands.
@@ -114,7 +115,7 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
             params = primitive.get_bind_params(step.params)
             return list(map(level.unwrap, primitive.bind(*map(level.box, inputs), **params)))
     types = value_types(inputs)
-    if any(types):
+    if any(types) or step.makes_values:
         out = level.dispatch_key((primitive, *types), list(inputs), step.params)
         return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
     out = primitive.bind(*inputs, **step.params)

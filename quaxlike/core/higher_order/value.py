@@ -1,0 +1,102 @@
+"""The equation that makes a Value of its leaves, which `trace.stage` binds inside of a transform: the Value
+where a level meets it, and derivatives and batches of it where the transform does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.interpreters import ad, batching, mlir
+
+from ..jaxprs.linearity import has_tangent, is_linear
+from ..jaxprs.slots import Slot
+from ..policy import dense
+from ..trace import QuaxTrace, builtin, stage, value_p
+from ..values import Value, materialise, not_dispatched
+from .scan import stacks
+
+_HINT = (
+    "It was made inside of a transform, and passed to a function of JAX. Use its operators (`@` for "
+    "`jnp.matmul`), which follow its rules there, or call `quaxify` around the function."
+)
+
+
+@builtin("quaxlike_value")
+def _value(
+    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    value = jtu.tree_unflatten(params["treedef"], operands)
+    return value if trace.takes(value) else stage(value)
+
+
+@value_p.def_abstract_eval
+def _aval(*avals: Any, treedef: Any) -> Any:
+    return Slot(treedef, avals).aval
+
+
+@value_p.def_impl
+def _undispatched(*leaves: Any, treedef: Any) -> Any:
+    """No level took the Value, as when a function that was traced within `quaxify` is called outside."""
+    raise RuntimeError(not_dispatched(jtu.tree_unflatten(treedef, leaves), "a JAX function"))
+
+
+mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=False))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
+    """The tangent is a Value if its type is linear, and dense otherwise."""
+    value: Value = jtu.tree_unflatten(treedef, primals)
+    out = stage(value)
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if not has_tangent(jax.typeof(out)) or not moving:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    if is_linear(value):
+        leaves = [
+            ad.instantiate_zeros(t) if has_tangent(jax.typeof(x)) else x
+            for x, t in zip(primals, tangents, strict=True)
+        ]
+        return out, value_p.bind(*leaves, treedef=treedef)
+
+    def of_moving(*parts: Any) -> Any:
+        leaves = list(primals)
+        for i, x in zip(moving, parts, strict=True):
+            leaves[i] = x
+        return dense(jtu.tree_unflatten(treedef, leaves), "the derivative of a Value", hint=_HINT)
+
+    return out, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
+    undefined = [ad.is_undefined_primal(x) for x in leaves]
+    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in leaves if ad.is_undefined_primal(x)]
+    if type(ct) is ad.Zero:
+        return [ad.Zero(x.aval) if unknown else None for x, unknown in zip(leaves, undefined, strict=True)]
+
+    def of_undefined(*parts: Any) -> Any:
+        parts_left = iter(parts)
+        whole = [next(parts_left) if u else x for x, u in zip(leaves, undefined, strict=True)]
+        return materialise(jtu.tree_unflatten(treedef, whole))
+
+    cts = iter(jax.linear_transpose(of_undefined, *avals)(ct))
+    return [next(cts) if unknown else None for unknown in undefined]
+
+
+def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> tuple[Any, int]:
+    """A stack of Values is a Value, if leaves that are stacked make one."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    leaves = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    one = Slot(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
+    if stacks(one, size):
+        return value_p.bind(*leaves, treedef=treedef), 0
+    to_dense = lambda *row: dense(jtu.tree_unflatten(treedef, row), "a stack of Values", hint=_HINT)
+    return jax.vmap(to_dense)(*leaves), 0
+
+
+ad.primitive_jvps[value_p] = _jvp
+ad.primitive_transposes[value_p] = _transpose
+batching.primitive_batchers[value_p] = _batching
