@@ -166,3 +166,30 @@ class TestFallbacks:
     def test_without_parameters(self):
         np.testing.assert_array_equal(Box.default_handler(jax.lax.neg_p, Box(X)), -X)
         np.testing.assert_array_equal(materialize_handler(jax.lax.neg_p, Box(X)), -X)
+
+
+@pytest.mark.parametrize("product", [lambda x, w: x @ w, jnp.matmul])
+@pytest.mark.parametrize("transform", ["jit", "scan", "checkpoint"])
+def test_handlers_are_called_for_what_is_made_inside_of_a_transform(transform, product):
+    calls = []
+
+    class Counted(ImplicitArray):
+        array: jax.Array
+
+        def materialize(self):
+            raise AssertionError("made dense")
+
+    @register("dot_general")
+    def _(x: jax.Array, w: Counted, **params: Any):
+        calls.append(transform)
+        return jax.lax.dot_general_p.bind(x, w.array, **params)
+
+    make = lambda w: Counted(w, shape=w.shape, dtype=w.dtype)
+    apply = lambda x, w: product(x, make(w))
+    run = {
+        "jit": jax.jit(apply),
+        "scan": lambda x, w: jax.lax.scan(lambda h, w: (apply(h, w), None), x, w[None])[0],
+        "checkpoint": jax.checkpoint(apply),
+    }[transform]
+    np.testing.assert_array_equal(implicit(run)(X, 2 * jnp.eye(3)), 2 * X)
+    assert calls == [transform]
