@@ -16,7 +16,7 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     check_whole(value)
     level = level_of(value)
     if level is not None and level.holds(value):
-        return fn(level.adopt(value), *args, **kwargs)
+        return fn(level.enter_late(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 
 

@@ -237,8 +237,10 @@ class QuaxTrace(jax.core.Trace):
     def adopt(self, value: Value) -> Any:
         """A late Value as an operand of primitives: a tracer of this level, or what becomes one."""
         check_whole(value)
-        if not self.holds(value):
-            return stage(value)
+        return self.enter_late(value) if self.holds(value) else stage(value)
+
+    def enter_late(self, value: Value) -> "ValueTracer":
+        """Boxes a late Value whose arrays this level holds."""
         tracer = self.enter(self.unwrap_tree(value))
         tracer.quax_is_late = True
         return tracer
