@@ -17,6 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..interop.json_text import read_json_file
+from .answers import find_answers
 from .settings import FinetuneError
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -92,25 +93,16 @@ class ChatTemplate:
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
         """Renders a conversation, and finds the parts that the assistant writes.
 
-        If the template does not mark these, they are what each turn of the assistant adds to the text
-        rendered up to that turn with `add_generation_prompt`.
+        If the template does not mark these, each is what follows the prompt for it, to the end of its turn.
         """
         whole = self.render(messages, **options)
         if whole.written:
             return whole
-        spans = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self.render(messages[:i], add_generation_prompt=True, **options).text
-            after = self.render(messages[: i + 1], **options).text
-            if not (whole.text.startswith(after) and after.startswith(before)):
-                raise ValueError(
-                    f"the chat template renders message {i} differently when more follow; it must mark the "
-                    "assistant's text with {% generation %}, or the conversation must end there"
-                )
-            spans.append((len(before), len(after)))
-        return Rendered(whole.text, spans)
+
+        def render(some: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+            return self.render(some, add_generation_prompt=prompt, **options).text
+
+        return Rendered(whole.text, find_answers(render, messages))
 
 
 def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -89,7 +89,7 @@ def test_templates_that_do_not_do(tmp_path):
         ChatTemplate(bad(tmp_path, "{% if %}"))
     last = "{% for m in messages %}{{ m.content }}{% if loop.last %}<last>{% endif %}{% endfor %}"
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ValueError, match="renders message 1 differently when more follow"):
+    with pytest.raises(ValueError, match="renders message 1 in a way that hides"):
         ChatTemplate(bad(tmp_path, last)).learned(talk * 2)
 
 
