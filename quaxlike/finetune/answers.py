@@ -1,11 +1,11 @@
 """Where the answers of the assistant are in the text of a conversation.
 
-Few templates mark them, and many render a turn differently when others follow: Qwen3's shows an empty block of
-thoughts in the last answer alone, others drop the thoughts of all but the last, Llama 3's ends each text with
-the header of a next answer. So each answer is looked for in the one text that is trained on.
+Few templates mark them, and many render a turn differently when others follow. Qwen3's shows an empty block
+of thoughts in the last answer alone, others drop the thoughts of all but the last, and Llama 3's ends each
+text with the header of a next answer. So each answer is looked for in the one text that is trained on.
 """
 
-import os
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +69,8 @@ def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -
         _content_end(render, messages, i - 1, False),
         _content_end(render, messages[:i], i - 1, True),
     )
-    agreed = len(os.path.commonprefix([whole[end:], prompt[end_in_prompt:]]))
+    pairs = zip(whole[end:], prompt[end_in_prompt:], strict=False)
+    agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     if not agreed or end < after:
         raise _NotFoundError
     return end + agreed

@@ -21,13 +21,14 @@ THOUGHTS_IN_THE_LAST = """\
 THOUGHTS_IN_THE_PROMPT = """\
 {%- for m in messages %}
 {%- set last = m.role == 'assistant' and loop.last %}
-{{- '<|' ~ m.role ~ '|>\n' ~ ('<think>\n' if last else '') ~ m.content.split('</think>')[-1 if not last else 0] }}
-{{- ('</think>' ~ m.content.split('</think>')[1] if last and '</think>' in m.content else '') ~ '<|end|>\n' }}
+{{- '<|' ~ m.role ~ '|>\n' ~ ('<think>\n' ~ m.content if last else m.content.split('</think>')[-1]) }}
+{{- '<|end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n<think>\n' }}{% endif %}"""
 # As Llama 3's: the header of a next answer ends each text.
 HEADER_AT_THE_END = """\
-{% for m in messages %}{% set text = '<|start|>' + m['role'] + '<|header|>\n\n' + m['content'] | trim + '<|eot|>' %}\
+{% for m in messages %}\
+{% set text = '<|start|>' + m['role'] + '<|header|>\n\n' + m['content'] | trim + '<|eot|>' %}\
 {% if loop.index0 == 0 %}{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}\
 {{ '<|start|>assistant<|header|>\n\n' }}"""
 
