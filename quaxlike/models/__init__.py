@@ -4,7 +4,7 @@ from ..interop.model_config import UnsupportedConfigError
 from .bert import Bert, BertConfig, BertForSequenceClassification, mean_pooled
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
-from .generation import generate
+from .generation import Conversation, generate
 from .loading import load, save
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Bert",
     "BertConfig",
     "BertForSequenceClassification",
+    "Conversation",
     "Decoder",
     "DecoderConfig",
     "UnsupportedConfigError",

@@ -1,6 +1,7 @@
-"""`generate`: texts that a decoder continues."""
+"""`generate` and `Conversation`: texts that a decoder continues."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -195,6 +196,127 @@ def _next(
 
     logits, memory = jax.vmap(row)(jnp.arange(len(ids)), ids, seen, memory)
     return sampling(logits, step), memory
+
+
+class Conversation:
+    """One text that a decoder continues in turns, such as a chat.
+
+    Keys and values stay cached for as long as a text begins as the one before did, so that a turn costs what
+    is new in it.
+
+    **Arguments:**
+
+    - `model`: the decoder, with one adapter at most.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+
+        def talk(model, encode, decode):
+            conversation = ql.models.Conversation(model)
+            text = ""
+            while True:
+                text += input()
+                text += decode(list(conversation.answer(encode(text), max_new_tokens=64)))
+        ```
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        if not isinstance(model, Decoder) or _stacked_adapters(model):
+            raise ValueError(
+                "Conversation takes a Decoder of `quaxlike.models` with one adapter at most; choose one with "
+                f"`quaxlike.choose_adapter`; found {type(model).__name__}."
+            )
+        self._model = model
+        self._cached: list[int] = []  # the tokens whose keys and values are in the memory
+        self._memory: Any = None
+        self._room = 0
+
+    def answer(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        eos: Sequence[int] = (),
+        temperature: float | int = 0.0,
+        top_k: int | None = None,
+        top_p: float | int | None = None,
+        key: Any = None,
+    ) -> Iterator[int]:
+        """Continues a text, token by token; the iterator may be left at any time.
+
+        **Arguments:** those of [`quaxlike.models.generate`][], for the one text `ids`.
+
+        **Returns:** an iterator over the new tokens, which ends before a token of `eos`.
+
+        **Raises:** `ValueError` for arguments that do not fit each other or the model.
+        """
+        tokens = [int(token) for token in ids]
+        row = np.asarray([tokens], np.int64)
+        _check(self._model, row, np.ones(row.shape, bool), max_new_tokens, temperature, top_k, top_p, key)
+        as_array = lambda x: None if x is None else jnp.float32(x)
+        sampling = _Sampling(as_array(temperature or None), as_array(top_p), key, top_k)
+        return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
+
+    def _tokens(
+        self, tokens: list[int], new: int, ends: frozenset[int], sampling: "_Sampling"
+    ) -> Iterator[int]:
+        for step in range(new):
+            token = self._next(tokens, len(tokens) + new - step, sampling, step)
+            if token in ends:
+                return
+            tokens.append(token)
+            yield token
+
+    def _next(self, tokens: list[int], most: int, sampling: "_Sampling", step: int) -> int:
+        """The token after `tokens`, of which those that differ from the cached ones are run."""
+        pairs = zip(self._cached, tokens[:-1], strict=False)
+        start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        switches = [rope.switch for rope in self._model.config.ropes if rope.long is not None]
+        if any(len(self._cached) <= switch < len(tokens) for switch in switches):
+            start = 0  # the text outgrew its rotary frequencies
+        part = tokens[start:]
+        width = 1 if len(part) == 1 else _rounded(len(part))
+        memory = self._with_room(max(most, start + width))
+        # If the step is interrupted, what it was given is lost.
+        self._cached, self._memory = [], None
+        at, last, length = map(jnp.int32, (start, len(part) - 1, len(tokens)))
+        ids = np.pad(np.asarray(part, np.int32), (0, width - len(part)))
+        token, memory = _next_of_one(self._model, ids, memory, at, last, length, sampling, jnp.int32(step))
+        token = int(token)
+        self._cached, self._memory = list(tokens), memory
+        return token
+
+    def _with_room(self, needed: int) -> Any:
+        """The memory, with room for more tokens."""
+        room = _rounded(needed)
+        if self._memory is None:
+            self._cached, self._room = [], room
+            return self._model.memory(room, self._model.embedding.dtype)
+        if (more := room - self._room) <= 0:
+            return self._memory
+        self._room = room
+        grown = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, more), (0, 0), (0, 0)])
+        return jax.tree.map(grown, self._memory)
+
+
+@functools.partial(jax.jit, donate_argnames="memory")
+def _next_of_one(
+    model: Decoder, ids: Any, memory: Any, start: Any, last: Any, length: Any, sampling: _Sampling, step: Any
+) -> tuple[Array, Any]:
+    """The token after the one at `last` of `ids`, and the memory updated from `start` on.
+
+    What follows `last` is padding: no token before it sees it, and later tokens replace it.
+    """
+
+    def run(model: Decoder, ids: Any, memory: Any) -> Any:
+        seen = jnp.ones(jax.tree.leaves(memory)[0].shape[-3], bool)
+        hidden, memory = model.body(ids, seen, memory, start, length)
+        return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1)), memory
+
+    logits, memory = quaxify(run)(model, ids, memory)
+    return sampling(logits, step)[0], memory
 
 
 def _stacked_adapters(model: Decoder) -> list[LoraArray]:

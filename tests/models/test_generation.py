@@ -7,7 +7,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.models import generation, load
-from quaxlike.models.generation import generate
+from quaxlike.models.generation import Conversation, generate
 from tests.models.fixtures import MODELS, expected, folder, in_float32
 from tests.samples import wrong_types
 
@@ -137,3 +137,68 @@ def test_arguments_that_do_not_fit(changes, message, qwen2):
     options = {"model": qwen2[0], "ids": np.array([[1, 2]]), "max_new_tokens": 1} | changes
     with pytest.raises(ValueError, match=message):
         generate(options.pop("model"), options.pop("ids"), **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3", "phi3_longrope", "gpt_oss"))],
+)
+def test_a_conversation_continues_as_generate_does(name):
+    """Turns that go on with the text, begin anew, change its middle, and are left early."""
+    model, _ = load(folder(name))
+    model = model.stacked() if name == "qwen2" else model
+    conversation, text = Conversation(model), [5, 6, 7]
+    turns = [([9, 4], 5), ([8], 20), (list(range(3, 14)), 3)]
+    for new, count in turns:
+        expected = np.asarray(generate(model, np.array([text]), max_new_tokens=count))[0]
+        found = list(conversation.answer(text, max_new_tokens=count))
+        assert found == expected.tolist()
+        text = [*text, *found, *new]
+    text[2] = 11
+    next(conversation.answer(text, max_new_tokens=9))
+    expected = np.asarray(generate(model, np.array([text]), max_new_tokens=9))[0].tolist()
+    assert list(conversation.answer(text, max_new_tokens=9)) == expected
+    before_end = expected[: expected.index(expected[4])]
+    assert list(conversation.answer(text, max_new_tokens=9, eos=[expected[4]])) == before_end
+    anew = list(Conversation(model).answer([3], max_new_tokens=1))
+    assert list(conversation.answer([3], max_new_tokens=1)) == anew
+
+
+def test_a_conversation_runs_only_what_is_new(monkeypatch):
+    model, _ = load(folder("qwen2"))
+    widths = []
+    step = generation._next_of_one
+
+    def watched(model, ids, *rest):
+        widths.append(len(ids))
+        return step(model, ids, *rest)
+
+    monkeypatch.setattr(generation, "_next_of_one", watched)
+    conversation, text = Conversation(model), list(range(40))
+    text += conversation.answer(text, max_new_tokens=2)
+    list(conversation.answer([*text, 5, 6], max_new_tokens=2))
+    assert widths == [64, 1, 16, 1]
+
+
+def test_an_interrupted_conversation_goes_on(monkeypatch):
+    model, _ = load(folder("qwen2"))
+    conversation = Conversation(model)
+    expected = list(Conversation(model).answer([5, 6], max_new_tokens=4))
+    list(conversation.answer([5], max_new_tokens=2))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(generation, "_next_of_one", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(conversation.answer([5, 6], max_new_tokens=4))
+    assert list(conversation.answer([5, 6], max_new_tokens=4)) == expected
+
+
+def test_conversations_that_do_not_fit():
+    model, _ = load(folder("qwen2"))
+    with pytest.raises(ValueError, match="`ids` must be from 0 to"):
+        Conversation(model).answer([10**6], max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"Conversation takes a Decoder .*; found dict"):
+        Conversation({})
