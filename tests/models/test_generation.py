@@ -11,6 +11,7 @@ from quaxlike.models.generation import Conversation, generate
 from tests.models.fixtures import MODELS, expected, folder, in_float32
 from tests.samples import wrong_types
 
+_OTHERS = ("gemma3", "phi3_longrope", "gpt_oss")
 FEW = ["phi3_longrope"]  # the others take long
 
 
