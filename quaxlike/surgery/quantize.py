@@ -1,5 +1,6 @@
 """`quantize`: the weights of a model as codes with block scales."""
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -196,9 +197,11 @@ def _is_quantized(x: Any) -> bool:
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
     if scheme not in _SCHEMES:
+        near = difflib.get_close_matches(scheme.lower().replace("-", ""), _SCHEMES, n=3, cutoff=0.5)
         raise ValueError(
-            f"quantize takes one of the schemes {', '.join(_TYPES)}; found {scheme!r}. The codecs of "
-            f"BlockArray are schemes too: {', '.join(CODECS)}."
+            f"quantize has no scheme {scheme!r}."
+            + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
+            + f" The schemes are {', '.join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])}."
         )
     if isinstance(w, LoraArray):
         return w.replace(w=quantize_array(name, w.w, scheme, layout, **options))

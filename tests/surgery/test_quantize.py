@@ -92,7 +92,7 @@ def test_stacked_layers():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: ql.quantize(m, "nf3"), "one of the schemes nf4, fp4, int8, int4; found 'nf3'"),
+        (lambda m: ql.quantize(m, "nf3"), "no scheme 'nf3'. Did you mean 'nf4'"),
         (lambda m: ql.quantize(m, where="layer.0"), "'layer.0' matches none .* 'layers.0'"),
         (lambda m: ql.quantize(m, where=r".*bias"), "no weight of two or more axes"),
         (lambda m: ql.quantize(m, exclude=r"layers\..*"), "`exclude` leaves nothing"),
@@ -207,3 +207,13 @@ def test_scales_that_cannot_be_trained(mlp):
         ql.train_scales(mlp)
     with pytest.raises(ValueError, match=r"layers\.0\.weight is a BlockArray whose scales are 8-bit codes"):
         ql.train_scales(ql.quantize(mlp, "mxfp4"))
+
+
+@pytest.mark.parametrize(("found", "meant"), [("fp8_e4m3", "'fp8'"), ("nf-4", "'nf4'"), ("Q8_0", "'q8_0'")])
+def test_a_scheme_by_another_name(found, meant):
+    linear = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    with pytest.raises(
+        ValueError, match=rf"no scheme '{found}'\. Did you mean .*{meant}.*\? The schemes are nf4"
+    ) as error:
+        ql.quantize(linear, found)
+    assert str(error.value).count(" nf4,") == 1
