@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .transforms import INNER, OUTER, Function, scaled
+from .transforms import AS_OPERAND, INNER, OUTER, Function, scaled
 
 Origin = Callable[..., Any]
 
@@ -21,8 +21,13 @@ ORIGINS: dict[str, Origin] = {}
 WHOLE = {"closed_over_inside", "closed_over_twice", "made_inside_of_array"}
 """Those where the inner transforms are of an array, and the steps see all of the value, whatever they are."""
 
-OF_TREES = {"jit"} | INNER.keys() & OUTER.keys()
-"""The inner transforms that take the leaves of a value, too."""
+OF_TREES = {
+    "closed_over": frozenset(AS_OPERAND),
+    "made": frozenset(AS_OPERAND),
+    "made_inside": {"jit"} | INNER.keys() & OUTER.keys(),
+}
+"""The inner transforms that a value goes through whose leaves JAX sees there: those that neither carry it nor
+differentiate with respect to it, or if the steps begin with the leaves, those that take any tree."""
 
 
 def _origin(of: Origin) -> Origin:
@@ -32,7 +37,7 @@ def _origin(of: Origin) -> Origin:
 
 def allowed(origin: str, inner: tuple[str, ...]) -> bool:
     """Whether a value of this origin goes through these inner transforms."""
-    return origin != "made_inside" or OF_TREES.issuperset(inner)
+    return origin not in OF_TREES or OF_TREES[origin].issuperset(inner)
 
 
 @_origin

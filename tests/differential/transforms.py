@@ -20,6 +20,28 @@ OUTER: dict[str, Callable[[Function], Function]] = {}
 ROWS = {"vmap", "vmap_of_columns", "scan_rows", "map_rows", "loop_over_rows"}
 """Those whose function sees one row of `x` at a time."""
 
+AS_OPERAND = {
+    "jit",
+    "checkpoint",
+    "closed_over",
+    "custom_jvp",
+    "custom_vjp",
+    "vmap_over_factor",
+    "scan_constant",
+    "scan_carry_from_array",
+    "cond_value_taken",
+    "cond_array_taken",
+    "switch",
+    "where",
+    "write_to_buffer",
+    "add_to_buffer",
+    "grad_by_operands",
+    "jvp_along_operands",
+    "linear_transpose",
+    "shard_map",
+}
+"""Those that neither differentiate with respect to `x` nor start a loop with it."""
+
 
 def _inner(transform: Callable[[Function], Function]) -> Callable[[Function], Function]:
     INNER[transform.__name__] = transform
