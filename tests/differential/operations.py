@@ -8,6 +8,8 @@ numbers and modes, which `HOLES` draws. Windows have at least one axis, as XLA c
 import ast
 import functools
 import inspect
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,9 @@ from jax import lax
 
 from tests.numpy_api.arguments import UNTESTED, functions
 from tests.primitives.jaxprs import equations
+
+from . import custom
+from .groups import GROUPS
 
 Shape = tuple[int, ...]
 
@@ -163,15 +168,7 @@ jnp.triu(x)
 jnp.diagonal(x, axis1=-2, axis2=-1)
 jnp.diag(x, {n})
 jnp.trace(x, axis1=-2, axis2=-1)
-jnp.linalg.solve(x, y)
-jnp.linalg.solve(x, r)
 jnp.linalg.solve(x + 3 * jnp.eye(x.shape[-1]), x)
-jnp.linalg.inv(x)
-jnp.linalg.det(x)
-jnp.linalg.slogdet(x)[1]
-jnp.linalg.slogdet(x)[0]
-jnp.linalg.cholesky(x @ x.T + 3 * jnp.eye(x.shape[0]))
-jnp.linalg.eigvalsh(x + x.T)
 jnp.linalg.matrix_power(x, {n})
 lax.linalg.triangular_solve(jnp.triu(x) + 2 * jnp.eye(x.shape[-1]), y, left_side=True)
 jax.nn.softmax(x, {a})
@@ -223,6 +220,8 @@ OPERANDS: dict[str, Callable[[Shape], list[Shape]]] = {
     "m": lambda s: [(s[-1] if s else 1, 3)],
     "l": lambda s: [(3, s[-2] if len(s) > 1 else s[0] if s else 1)],
     "r": lambda s: [s[-1:]],
+    "k": lambda s: [(2, *(1,) * len(s)), (1,) * (len(s) + 1)],
+    "e": lambda s: [(0, s[-2] if len(s) > 1 else s[0] if s else 1)],
 }
 VALUE = "v"
 
@@ -234,9 +233,22 @@ HOLES: dict[str, st.SearchStrategy[Any]] = {
     "b": st.sampled_from([-1, 0, 1]),
     "mode": st.sampled_from(["fill", "clip", "wrap"]),
     "fill": st.sampled_from(["0", "7", "jnp.nan", "-jnp.inf"]),
+    "bad": st.sampled_from(["NAN", "INF", "-INF", "ZERO"]),
+    "derivative": st.sampled_from(custom.CUSTOM),
+    "staged": st.sampled_from(custom.STAGED),
+    "activation": st.sampled_from(["relu", "relu6", "silu", "elu", "selu", "leaky_relu"]),
 }
 
-NAMESPACE = {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
+NAMESPACE = {
+    "jax": jax,
+    "jnp": jnp,
+    "lax": lax,
+    "np": np,
+    "custom": custom,
+    "NAN": math.nan,
+    "INF": math.inf,
+    "ZERO": 0.0,
+}
 
 # Results that say nothing, that are not told apart by what the function returns, or that are as small as the
 # rounding of a sum. JAX's `gcd` and `lcm` never end for the least integer, and an array of shifts makes
@@ -258,10 +270,15 @@ _SKIPPED = {
 
 
 @functools.cache
-def function_of(text: str) -> Callable[..., Any]:
-    """`f(x, y=..., s=...)` for the text of an operation whose holes are filled."""
+def function_of(text: str, nan: float = math.nan) -> Callable[..., Any]:
+    """`f(x, y=..., s=...)` for the text of an operation whose holes are filled; `NAN` is another number there
+    if that is given."""
     letters = ", ".join(f"{letter}=None" for letter in (*OPERANDS, VALUE))
-    return eval(f"lambda x, {letters}: {text}", NAMESPACE)
+    return eval(f"lambda x, {letters}: {text}", NAMESPACE | {"NAN": nan})
+
+
+def lines(table: str) -> list[str]:
+    return [line for line in table.splitlines() if line]
 
 
 @functools.cache
@@ -278,7 +295,8 @@ def holes_of(text: str) -> tuple[str, ...]:
 
 def filled(text: str, **holes: Any) -> str:
     """The text with its holes filled, by the simplest of each if not told."""
-    simplest = {"n": 0, "i": 1, "j": 1, "a": 0, "b": -1, "mode": "fill", "fill": "0"}
+    simplest = {"n": 0, "i": 1, "j": 1, "a": 0, "b": -1, "mode": "fill", "fill": "0", "bad": "NAN"}
+    simplest |= {"derivative": "scaled", "staged": "now", "activation": "relu"}
     for name, hole in (simplest | holes).items():
         text = text.replace(f"{{{name}}}", str(hole))
     return text
@@ -316,7 +334,7 @@ _SAMPLES = [
 @functools.cache
 def operations() -> dict[str, frozenset[str]]:
     """The text of each operation, and the names of the primitives that it binds."""
-    listed = [line for line in LISTED.splitlines() if line]
+    listed = [*lines(LISTED), *itertools.chain(*map(lines, GROUPS.values()))]
     found = {text: primitives for text in listed if (primitives := _primitives(text))}
     assert len(found) == len(listed), set(listed) - set(found)
     for name in _names():

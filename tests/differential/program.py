@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -17,8 +20,21 @@ import quaxlike as ql
 from quaxlike.core.values import aval_of
 from tests.conformance.weights import TYPES, WEIGHTS
 
-from .operations import HOLES, LISTED, OPERANDS, VALUE, filled, function_of, holes_of, operands_of, operations
-from .transforms import INNER, OUTER, ROWS
+from .groups import GROUPS
+from .operations import (
+    HOLES,
+    LISTED,
+    OPERANDS,
+    VALUE,
+    filled,
+    function_of,
+    holes_of,
+    lines,
+    operands_of,
+    operations,
+)
+from .origins import ORIGINS, WHOLE, allowed
+from .transforms import INNER, OUTER, ROWS, Function
 
 Shape = tuple[int, ...]
 
@@ -34,6 +50,31 @@ COMMON = (
     "sub",
     "transpose",
 )
+
+Change = Callable[[jax.Array], jax.Array]
+
+
+def _with(*numbers: float) -> Change:
+    """The first elements are these numbers."""
+    return lambda x: x.ravel().at[: len(numbers)].set(jnp.array(numbers[: x.size], x.dtype)).reshape(x.shape)
+
+
+def _in(dtype: Any) -> Change:
+    return lambda x: x if jnp.iscomplexobj(x) else x.astype(dtype)
+
+
+# What programs do to the arrays of their values, and to their other operands.
+NUMBERS: dict[str, tuple[Change | None, Change | None]] = {
+    "": (None, None),
+    "NaN": (_with(jnp.nan), None),
+    "infinity": (_with(jnp.inf), None),
+    "zeros": (_with(0.0, -0.0), None),
+    "operands with NaN": (None, _with(jnp.nan)),
+    "operands with infinity": (None, _with(-jnp.inf)),
+    "operands with zeros": (None, _with(0.0)),
+    "float16": (_in(jnp.float16), None),
+    "bfloat16": (_in(jnp.bfloat16), None),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,43 +97,59 @@ class Program:
     x64: bool = True
     first: int = 0
     """The number of the first step, which names its operands."""
+    origin: str = "argument"
+    """Where the value comes from, in `ORIGINS`."""
+    numbers: str = ""
+    """What is done to the numbers, in `NUMBERS`."""
 
     def operands(self) -> dict[str, Any]:
         """All operands by name, and as `x` the value itself."""
-        x = _value(self.type, 0, self.x64)
+        x = _value(self.type, 0, self.x64, self.numbers)
+        of_operands = NUMBERS[self.numbers][1] or (lambda x: x)
         out = {"x": x, "z": _plain("z", *_shape_dtype(x))}
         aval = self._seen_by_steps()
         for i, step in enumerate(self.steps, self.first):
             for letter, spec in step.operands:
-                out[f"{letter}{i}"] = (
-                    _value(*spec, self.x64) if letter == VALUE else _operand(letter, i, spec, aval.dtype)
-                )
+                if letter == VALUE:
+                    out[f"{letter}{i}"] = _value(*spec, self.x64, self.numbers)
+                else:
+                    operand = _operand(letter, i, spec, aval.dtype)
+                    inexact = jnp.issubdtype(operand.dtype, jnp.inexact)
+                    out[f"{letter}{i}"] = of_operands(operand) if inexact else operand
             aval = result(step, aval)
         return out
 
-    def function(self) -> Callable[[Any, dict[str, Any]], Any]:
-        """`f(x, ops)`: the steps, inside of the inner transforms."""
+    def function(self, make: Any = None, quaxify: Any = None, nan: float = math.nan) -> Function:
+        """`f(x, ops)`: the steps, inside of the inner transforms, on a value that comes from where it comes.
+
+        `make(x)` is the value, or its array, for what stands for it outside of `quaxify`; without that `x`
+        is the array itself. `NAN` is another number in the steps if that is given.
+        """
 
         def chain(x: Any, ops: dict[str, Any]) -> Any:
             for i, step in enumerate(self.steps, self.first):
-                x = function_of(step.text)(x, **{letter: ops[f"{letter}{i}"] for letter, _ in step.operands})
+                of_step = {letter: ops[f"{letter}{i}"] for letter, _ in step.operands}
+                x = function_of(step.text, nan)(x, **of_step)
             return x
 
-        return _inside(self.inner, chain)
+        same = lambda x: x
+        inside = functools.partial(_inside, self.inner)
+        return functools.partial(ORIGINS[self.origin], make or same, quaxify or same, inside, chain)
 
     def _seen_by_steps(self) -> jax.ShapeDtypeStruct:
-        shape, dtype = _shape_dtype(_value(self.type, 0, self.x64))
-        return jax.ShapeDtypeStruct(_seen(self.inner, shape), dtype)
+        shape, dtype = _shape_dtype(_value(self.type, 0, self.x64, self.numbers))
+        return jax.ShapeDtypeStruct(_seen(self.inner, shape, self.origin), dtype)
 
     def __str__(self) -> str:
         """Source that runs on its own, and shows what is computed."""
-        lines = [f"x = TYPES[{self.type!r}]()"]
+        out = [f"x = TYPES[{self.type!r}]()"]
         for i, step in enumerate(self.steps, self.first):
             args = "".join(f", {letter}{i}={spec}" for letter, spec in step.operands)
-            lines.append(f"  x = {step.text}{'   # ' + args[2:] if args else ''}")
-        lines.append(f"  inside: {' of '.join(self.inner) or '-'}; outside: {' of '.join(self.outer) or '-'}")
-        lines[-1] += f"; {'jit' if self.jit else 'eager'}, {64 if self.x64 else 32} bits"
-        return "\n".join([*lines, f"check({self!r})"])
+            out.append(f"  x = {step.text}{'   # ' + args[2:] if args else ''}")
+        out.append(f"  inside: {' of '.join(self.inner) or '-'}; outside: {' of '.join(self.outer) or '-'}")
+        out[-1] += f"; {self.origin}; {self.numbers or 'usual numbers'}"
+        out[-1] += f"; {'jit' if self.jit else 'eager'}, {64 if self.x64 else 32} bits"
+        return "\n".join([*out, f"check({self!r})"])
 
 
 @contextlib.contextmanager
@@ -108,13 +165,28 @@ def _shape_dtype(x: Any) -> tuple[Shape, Any]:
 
 
 @functools.cache
-def _value(name: str, k: int, x64: bool) -> Any:
+def _value(name: str, k: int, x64: bool, numbers: str = "") -> Any:
     with under(x64):
         x = TYPES[name](k)
         # What slots hold that stand for no element is NaN: it may not be read, here either.
         dense = ql.materialise(x)
         assert isinstance(x, ql.arrays.zero.Full) or jnp.isfinite(dense).all(), f"{name} is {dense}"
-        return x
+        change = NUMBERS[numbers][0]
+        return x if change is None else _changed(x, change)
+
+
+def _changed(x: Any, change: Change) -> Any:
+    """The value, with its first array changed, or if that changes a dtype with all of them; or the value
+    itself, where another dtype does not go with its fields."""
+    leaves, tree = jtu.tree_flatten(x)
+    first = True
+    for i, leaf in enumerate(leaves):
+        if eqx.is_inexact_array(leaf) and leaf.size:
+            new = change(leaf)
+            if first or new.dtype != leaf.dtype:
+                leaves[i], first = new, False
+    out = jtu.tree_unflatten(tree, leaves)
+    return out if _shape_dtype(out) == (x.shape, ql.materialise(out).dtype) else x
 
 
 def _operand(letter: str, i: int, shape: Shape, dtype: Any) -> jax.Array:
@@ -134,9 +206,9 @@ def _plain(name: str, shape: Shape, dtype: Any) -> jax.Array:
     )
 
 
-def _seen(inner: tuple[str, ...], shape: Shape) -> Shape:
+def _seen(inner: tuple[str, ...], shape: Shape, origin: str = "argument") -> Shape:
     """The shape that is left of `shape` for what is inside of the transforms."""
-    for name in inner:
+    for name in () if origin in WHOLE else inner:
         if name in ROWS:
             shape = shape[:-1] if name == "vmap_of_columns" else shape[1:]
     return shape
@@ -217,7 +289,10 @@ def _others(name: str, shape: Shape, x64: bool) -> list[str]:
 def steps(draw: st.DrawFn, name: str, aval: jax.ShapeDtypeStruct, x64: bool) -> Step:
     by_primitive = _by_primitive(name)
     common = [primitive for primitive in COMMON if primitive in by_primitive]
-    if by_primitive and (kind := draw(st.integers(0, 3))):
+    kind = draw(st.integers(0, 5))
+    if kind > 3:
+        text = draw(st.sampled_from(lines(GROUPS[draw(st.sampled_from(sorted(GROUPS)))])))
+    elif by_primitive and kind:
         primitive = draw(st.sampled_from(common if common and kind > 1 else sorted(by_primitive)))
         text = draw(st.sampled_from(by_primitive[primitive]))
     else:
@@ -248,24 +323,27 @@ def programs(
     """A chain of operations inside and outside of transforms."""
     name = draw(st.sampled_from(names))
     x64 = draw(st.sampled_from([True, True, True, False]))
+    origin = draw(st.sampled_from(["argument", *ORIGINS]))
+    numbers = draw(st.sampled_from([""] * len(NUMBERS) + sorted(NUMBERS)))
     with under(x64):
-        shape, dtype = _shape_dtype(_value(name, 0, x64))
+        shape, dtype = _shape_dtype(_value(name, 0, x64, numbers))
         inner = tuple(draw(st.lists(st.sampled_from(sorted(INNER)), max_size=2)))
         outer = tuple(draw(st.lists(st.sampled_from(sorted(OUTER)), max_size=2)))
-        assume(sum(t in ROWS for t in inner) <= len(shape))
-        aval = jax.ShapeDtypeStruct(_seen(inner, shape), dtype)
+        assume(sum(t in ROWS for t in inner) <= len(shape) and allowed(origin, inner))
+        aval = jax.ShapeDtypeStruct(_seen(inner, shape, origin), dtype)
         chain: list[Step] = []
         for _ in range(draw(st.integers(0 if inner else 1, max_steps))):
             valid = lambda step, aval=aval: result(step, aval) is not None
             step = draw(steps(name, aval, x64).filter(valid))
             chain.append(step)
             aval = result(step, aval)
-    return (Program(name, tuple(chain), inner, outer, draw(st.sampled_from([True, True, False])), x64),)
+    jit = draw(st.sampled_from([True, True, False]))
+    return (Program(name, tuple(chain), inner, outer, jit, x64, origin=origin, numbers=numbers),)
 
 
 def _listed(texts: tuple[str, ...], with_value: bool) -> tuple[str, ...]:
     """Those that are listed, or if there are any those with another Value; else all."""
-    listed = tuple(text for text in texts if text in LISTED.splitlines())
+    listed = tuple(text for text in texts if text in lines(LISTED))
     of_two = tuple(text for text in listed if VALUE in operands_of(text))
     return (of_two if with_value else ()) or listed or texts
 
@@ -290,17 +368,20 @@ def of_each_rule(
         taken = lambda: draw(st.integers(0, (share if len(table) < 80 else 4 * share) - 1)) == 0
         wanted = [(_listed(table[p], draw(st.booleans())), ()) for p in usual * common]
         wanted += [(texts, ()) for p, texts in table.items() if p not in usual and taken()]
+        wanted += [(lines(group), ()) for group in GROUPS.values() if taken()]
         wanted += [(table[draw(st.sampled_from(usual))], (each,)) for each in sorted(INNER) if taken()]
         for texts, inner in wanted:
-            if sum(t in ROWS for t in inner) > len(shape):
+            origin = draw(st.sampled_from(sorted(ORIGINS))) if inner else "argument"
+            if sum(t in ROWS for t in inner) > len(shape) or not allowed(origin, inner):
                 continue
             for _ in range(3):  # some operations are not for this shape or dtype
                 text = draw(st.sampled_from(texts))
-                aval = jax.ShapeDtypeStruct(_seen(inner, shape), dtype)
+                aval = jax.ShapeDtypeStruct(_seen(inner, shape, origin), dtype)
                 step = draw(calls(text, name, aval, x64))
                 if result(step, aval) is not None and _has_gradient(
                     step, inner, jax.ShapeDtypeStruct(shape, dtype), x64
                 ):
-                    out.append(Program(name, (step,), inner, ("grad_and_result",), True, x64, len(out)))
+                    outer = ("grad_and_result",)
+                    out.append(Program(name, (step,), inner, outer, True, x64, len(out), origin))
                     break
     return tuple(out)

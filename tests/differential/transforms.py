@@ -20,6 +20,28 @@ OUTER: dict[str, Callable[[Function], Function]] = {}
 ROWS = {"vmap", "vmap_of_columns", "scan_rows", "map_rows", "loop_over_rows"}
 """Those whose function sees one row of `x` at a time."""
 
+AS_OPERAND = {
+    "jit",
+    "checkpoint",
+    "closed_over",
+    "custom_jvp",
+    "custom_vjp",
+    "vmap_over_factor",
+    "scan_constant",
+    "scan_carry_from_array",
+    "cond_value_taken",
+    "cond_array_taken",
+    "switch",
+    "where",
+    "write_to_buffer",
+    "add_to_buffer",
+    "grad_by_operands",
+    "jvp_along_operands",
+    "linear_transpose",
+    "shard_map",
+}
+"""Those that neither differentiate with respect to `x` nor start a loop with it."""
+
 
 def _inner(transform: Callable[[Function], Function]) -> Callable[[Function], Function]:
     INNER[transform.__name__] = transform
@@ -118,7 +140,23 @@ def jvp_along_array(f: Function) -> Function:
 
 @_inner
 def jvp_along_operands(f: Function) -> Function:
-    return lambda x, ops: jax.jvp(lambda s: f(x, _scaled(ops, s)), (1.0,), (1.0,))[1]
+    return lambda x, ops: jax.jvp(lambda s: f(x, scaled(ops, s)), (1.0,), (1.0,))[1]
+
+
+@_outer
+def jvp_along_some(f: Function) -> Function:
+    """Every second leaf has a tangent: for types of several leaves, those that are frozen, or the others."""
+    return _of_some(jvp_along_array, f, 0)
+
+
+@_outer
+def jvp_along_others(f: Function) -> Function:
+    return _of_some(jvp_along_array, f, 1)
+
+
+@_outer
+def grad_of_some(f: Function) -> Function:
+    return _of_some(grad, f, 1)
 
 
 @_both
@@ -195,7 +233,7 @@ def custom_vjp_by_hand(f: Function) -> Function:
 
 @_both
 def vmap_over_factor(f: Function) -> Function:
-    return lambda x, ops: jax.vmap(lambda s: f(x, _scaled(ops, s)))(jnp.array([1.0, -2.0]))
+    return lambda x, ops: jax.vmap(lambda s: f(x, scaled(ops, s)))(jnp.array([1.0, -2.0]))
 
 
 @_outer
@@ -236,13 +274,13 @@ def loop_over_rows(f: Function) -> Function:
 
 @_both
 def scan_carry(f: Function) -> Function:
-    return lambda x, ops: lax.scan(lambda c, s: (f(c, _scaled(ops, s)), None), x, jnp.array([1.0, 0.5]))[0]
+    return lambda x, ops: lax.scan(lambda c, s: (f(c, scaled(ops, s)), None), x, jnp.array([1.0, 0.5]))[0]
 
 
 @_inner
 def scan_constant(f: Function) -> Function:
     def scanned(x: Any, ops: Any) -> Any:
-        return lax.scan(lambda c, s: (c + s, f(x, _scaled(ops, s))), 0.0, jnp.array([1.0, 0.5]))[1]
+        return lax.scan(lambda c, s: (c + s, f(x, scaled(ops, s))), 0.0, jnp.array([1.0, 0.5]))[1]
 
     return scanned
 
@@ -339,15 +377,31 @@ def shard_map(f: Function) -> Function:
 @_inner
 def closed_over(f: Function) -> Function:
     """The value is not an argument of what is transformed."""
-    return lambda x, ops: jax.jit(lambda s: f(x, _scaled(ops, s)))(1.0)
+    return lambda x, ops: jax.jit(lambda s: f(x, scaled(ops, s)))(1.0)
+
+
+def _of_some(transform: Callable[[Function], Function], f: Function, first: int) -> Function:
+    """The transform with respect to every second leaf, from the first or the second on."""
+
+    def of_some(x: Any, ops: dict[str, Any]) -> Any:
+        leaves, tree = jtu.tree_flatten(x)
+
+        def of(some: Any, _: Any) -> Any:
+            mixed = list(leaves)
+            mixed[first::2] = some
+            return f(jtu.tree_unflatten(tree, mixed), ops)
+
+        return transform(of)(leaves[first::2], {"z": jtu.tree_leaves(ops["z"])[first::2]})
+
+    return of_some
 
 
 def _stack(tree: Any) -> Any:
     return jtu.tree_map(lambda x: jnp.stack([x, 0.5 * x]).astype(x.dtype), tree)
 
 
-def _scaled(ops: dict[str, Any], s: Any) -> dict[str, Any]:
-    """The operands, those that are inexact times `s`."""
+def scaled(ops: dict[str, Any], s: Any) -> dict[str, Any]:
+    """The operands, those that are inexact times the number `s`."""
     scale = lambda x: x * jnp.asarray(s, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
     return jtu.tree_map(scale, ops)
 
