@@ -140,10 +140,10 @@ def _custom_vjp(
         assert len(cts) == n_out
         res, constant = residuals.unflatten(stored, kept)
         types = {cls for slot in (*slots, *results.slots) for cls in slot.classes}
-        cotangents = _cotangents_in(results.slots, cts, constant, symbolic_zeros, types)
+        cotangents = cotangents_in(results.slots, cts, constant, symbolic_zeros, types)
         outs = _call(trace, bwd, [*res, *cotangents])
         cts_in, *logs = (outs[0], outs[1:]) if compat.BWD_RETURNS_LOGS else (outs,)
-        flat = _cotangents_out(slots, iter(kept), cts_in)
+        flat = cotangents_out(slots, iter(kept), cts_in)
         return (flat, logs[0][0]) if logs else flat
 
     def flat_out_trees() -> tuple[Any, Any, list[int | None]]:
@@ -347,7 +347,7 @@ def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
 # Cotangents
 
 
-def _cotangents_in(
+def cotangents_in(
     slots: Sequence[Slot],
     cts: Sequence[Any],
     constant: Sequence[Any],
@@ -390,7 +390,7 @@ def _pulled_back(slot: Slot, primals: Sequence[Any], inexact: Sequence[bool], ct
     return jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_OTHER))
 
 
-def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
+def cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:

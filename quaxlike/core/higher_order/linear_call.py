@@ -12,8 +12,8 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-# Takes the operands, with an `UndefinedPrimal` for each linear one, and the cotangents of the results; returns
-# those of the operands, of which only those of the linear ones count.
+# Takes the operands (an `UndefinedPrimal` for each linear one) and the cotangents of the results;
+# returns one for each operand, of which those of the linear ones count.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_call_p = jexc.Primitive("linear_call_on_leaves")
@@ -47,9 +47,7 @@ def _jvp(
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _transpose(
-    cts: Sequence[Any], *operands: Any, fun: jexc.ClosedJaxpr, transpose: Transpose
-) -> list[Any]:
+def _transpose(cts: Sequence[Any], *operands: Any, fun: jexc.ClosedJaxpr, transpose: Transpose) -> list[Any]:
     found = transpose(operands, cts)
     return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, found, strict=True)]
 

@@ -3,11 +3,10 @@
 These are lineax's `linear_solve`, and, by the name "vprim", what any of them becomes under `vmap`.
 """
 
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
@@ -15,11 +14,13 @@ from jax.interpreters import ad
 
 from .. import compat
 from ..jaxprs.evaluate import call_on_values
-from ..jaxprs.slots import Slot, flatten, per_slot, split
+from ..jaxprs.linearity import has_tangent
+from ..jaxprs.slots import Slot, flatten, is_a_space, per_slot, split, spread, unflatten
 from ..policy import dense
 from ..quaxify import value_of
 from ..trace import QuaxTrace, builtin
-from ..values import materialise
+from ..values import aval_of, is_value
+from .custom_derivatives import cotangents_in, cotangents_out
 from .inline import call_inline
 from .linear_call import linear_call
 
@@ -33,7 +34,7 @@ def _with_own_rules(
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         if _unbatched(primitive, params).name == "linear_solve":
-            # The right-hand side of the tangent solve is made of them. As an array, it has the transpose below.
+            # The right-hand side of the tangent solve is made of them.
             tangents = [dense(value_of(t), "linear_solve") for t in tangents]
         tangents = [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
         return compat.jvp_rule(primitive)(primals, tangents, **params)
@@ -45,15 +46,19 @@ def _with_own_rules(
         return call(*operands)
     leaves, slots = flatten(operands)
     out: tuple[Slot, ...] = ()
+    has_transpose = True
 
     def on_leaves(*leaves: Any) -> list[Any]:
-        nonlocal out
-        flat, out = flatten(call(*(slot.unflatten(x) for slot, x in zip(slots, per_slot(slots, leaves)))))
+        nonlocal out, has_transpose
+        results = call(*unflatten(slots, leaves))
+        moving = [x for x in results if is_value(x) and has_tangent(aval_of(x))]
+        has_transpose = all(map(is_a_space, moving))
+        flat, out = flatten(results)
         return flat
 
     debug_info = jexc.DebugInfo(primitive.name, f"the {primitive.name} primitive", None, None)
     jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for slot in slots for a in slot.avals], debug_info)
-    if any(slot.treedef is not None for slot in out):
+    if not has_transpose:
         return call(*operands)  # whose implementation is transposed
 
     def transpose(leaves: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
@@ -64,31 +69,30 @@ def _with_own_rules(
             ad.UndefinedPrimal(slot.aval) if is_linear else slot.unflatten(group)
             for slot, group, is_linear in zip(slots, groups, linear, strict=True)
         ]
-        rule = functools.partial(compat.transpose_rule(primitive), list(cts), **params)
-        found = call_on_values(trace, rule, operands)
-        of_leaves: list[Any] = []
-        for slot, group, is_linear, ct in zip(slots, groups, linear, found, strict=True):
-            of_leaves += _pulled_back(slot, group, ct, primitive) if is_linear else group
-        return [*constants, *of_leaves]
+        types = {cls for slot in (*slots, *out) for cls in slot.classes}
+        cts = [
+            _zero(*cotangents_in([slot], group, (), True, types), slot)
+            if has_tangent(slot.aval)
+            else _zero(None, slot)
+            for slot, group in zip(out, per_slot(out, cts), strict=True)
+        ]
+        found = call_on_values(trace, rule, [*cts, *operands])
+        found = [_zero(ct if own else None, slot) for ct, own, slot in zip(found, linear, slots, strict=True)]
+        defined = [jnp.zeros_like(x.aval) if ad.is_undefined_primal(x) else x for x in leaves]
+        is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
+        kept = itertools.compress(defined, is_value_leaf)
+        return [*constants, *cotangents_out(slots, kept, found)]
+
+    def rule(*flat: Any) -> Any:
+        cts, operands = split(flat, len(out))
+        return compat.transpose_rule(primitive)(list(cts), *operands, **params)
 
     return linear_call(compat.with_consts(jaxpr, ()), transpose, [*consts, *leaves])
 
 
-def _pulled_back(slot: Slot, leaves: Sequence[Any], ct: Any, primitive: jexc.Primitive) -> list[Any]:
-    """The cotangents of those of the leaves that are undefined, from that of the operand that they make."""
-    linear = [i for i, x in enumerate(leaves) if ad.is_undefined_primal(x)]
-    out = list(leaves)
-
-    def of_linear(xs: Sequence[Any]) -> Any:
-        at = dict(zip(linear, xs, strict=True))
-        return materialise(slot.unflatten([at.get(i, x) for i, x in enumerate(leaves)]))
-
-    zeros = [jnp.zeros(slot.avals[i].shape, slot.avals[i].dtype) for i in linear]
-    ct = ad.Zero(slot.aval.to_ct_aval()) if ct is None else ct
-    (cts,) = jax.vjp(of_linear, zeros)[1](dense(ad.instantiate_zeros(ct), primitive.name))
-    for i, x in zip(linear, cts, strict=True):
-        out[i] = x
-    return out
+def _zero(ct: Any, slot: Slot) -> Any:
+    """`ct`, which may be a zero in any of its forms."""
+    return ad.Zero(slot.aval.to_ct_aval()) if ct is None or isinstance(ct, SymbolicZero) else ct
 
 
 def _unbatched(primitive: jexc.Primitive, params: dict[str, Any]) -> jexc.Primitive:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..known_constants import OPEN, has_placeholders, is_zero, may_be_placeholder, note_constant
 from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
-from .linearity import has_tangent, held, is_linear
+from .linearity import has_pattern, has_tangent, held, is_linear
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,6 +127,11 @@ class Slot:
 def has_cotangents(x: Any) -> bool:
     """Whether `x` is a Value whose cotangents are of its type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
+
+
+def is_a_space(x: Any) -> bool:
+    """Whether any numbers in the leaves of `x` make a Value, which is linear in them."""
+    return has_cotangents(x) and not has_pattern(x)
 
 
 @functools.lru_cache(maxsize=4096)
