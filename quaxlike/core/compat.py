@@ -200,7 +200,18 @@ def vprim_implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    return ad.primitive_transposes[primitive]
+    """The rule of a primitive that returns cotangents, also where its own adds them to accumulators."""
+    if primitive in ad.primitive_transposes:
+        return ad.primitive_transposes[primitive]
+    rule = ad.fancy_transposes[primitive]
+
+    def returning(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+        is_linear = ad.is_undefined_primal
+        linear = [ad.ValAccum(x.aval.to_ct_aval()) if is_linear(x) else x for x in operands]
+        rule(cts, *linear, **params)
+        return [x.freeze() if isinstance(x, ad.ValAccum) else None for x in linear]
+
+    return returning
 
 
 def weakly_cached(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
