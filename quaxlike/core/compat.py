@@ -93,6 +93,11 @@ def is_eval_trace(trace: jax.core.Trace | None) -> bool:
     return type(trace) is core.EvalTrace
 
 
+def is_batch_trace(trace: jax.core.Trace | None) -> bool:
+    """Whether `trace` is one of `vmap`."""
+    return isinstance(trace, batching.BatchTrace)
+
+
 def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 

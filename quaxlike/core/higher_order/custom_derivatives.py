@@ -5,6 +5,7 @@ the same class and pattern; so is a cotangent, if each leaf is an element. The p
 are not linear are made dense: this conversion pushes tangents forward, and pulls cotangents back.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,10 +30,10 @@ from ..jaxprs.linearity import (
     linear_part,
     map_parts,
 )
-from ..jaxprs.slots import Slot, flatten, has_cotangents, per_slot, split, spread, unflatten
+from ..jaxprs.slots import Slot, flatten, has_cotangents, live_leaves, per_slot, split, spread, unflatten
 from ..jaxprs.unify import StructureError, conform, dense_as, map_parts_as
-from ..policy import dense
-from ..recording import shown_as
+from ..policy import dense, on_materialise
+from ..recording import Recorder, active, recording, shown_as
 from ..trace import QuaxTrace, builtin
 from ..values import Value, is_value, materialise
 
@@ -48,23 +49,29 @@ def _custom_jvp(
     *,
     symbolic_zeros: bool,
 ) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):  # no transform below differentiates
+    if not _may_be_differentiated(trace.parent_trace):
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     results = _Results()
 
     def flat_fun(*leaves: Any) -> list[Any]:
-        return results.flatten(_call(trace, fun, unflatten(slots, leaves)))
+        outs = _call(trace, fun, unflatten(slots, leaves))
+        if (
+            _may_be_differentiated(compat.current_trace())
+            and not results.decided
+            and any(map(is_value, outs))
+        ):
+            _try_derivative(flat_jvp, leaves, SymbolicZero if symbolic_zeros else _zeros)
+            _reset(jvp)
+        return results.flatten(outs)
 
     def flat_jvp(*primals_and_tangents: Any) -> list[Any]:
         primals, tangents = split(primals_and_tangents, len(primals_and_tangents) // 2)
         tangents_in = _tangents_in(slots, primals, tangents)
         outs = _call(trace, jvp, [*unflatten(slots, primals), *tangents_in])
         primals_out, tangents_out = split(outs, len(outs) // 2)
-        primals_out = [
-            x if _is_zero(t) else results.linear(x, t) for x, t in zip(primals_out, tangents_out, strict=True)
-        ]
+        primals_out = results.linear(primals_out, tangents_out)
         forwarded = {
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, tangents_in, per_slot(slots, tangents), strict=True)
@@ -86,7 +93,7 @@ def _custom_jvp(
         "subfuns": (_wrap(flat_fun, fun), _wrap(flat_jvp, jvp)),
         "symbolic_zeros": symbolic_zeros,
     }
-    out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
+    out = compat.bind_with_trace(primitive, trace.parent_trace, _without_frozen(slots, leaves), params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
@@ -103,7 +110,7 @@ def _custom_vjp(
     out_trees: Callable[[], tuple[Any, Any, list[int | None]]],
     symbolic_zeros: bool,
 ) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):
+    if not _may_be_differentiated(trace.parent_trace):
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
@@ -116,9 +123,10 @@ def _custom_vjp(
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
-        # For a linear type it is already known whether `fwd` can return it.
-        known = [not (is_value(x) and is_linear(x)) or has_cotangents(x) for x in outs]
-        return results.flatten_differentiated(outs, known)
+        if not _may_be_differentiated(compat.current_trace()):
+            return results.flatten(outs)
+        outs = results.linear(outs)
+        return results.flatten_differentiated(outs, list(map(has_cotangents, outs)))
 
     def flat_fwd(*pairs: Any) -> list[Any]:
         primals = unflatten(slots, pairs[::2])
@@ -129,7 +137,7 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
-        primals_out = list(map(results.linear, primals_out))
+        primals_out = results.linear(primals_out)
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
@@ -157,7 +165,7 @@ def _custom_vjp(
         "out_trees": flat_out_trees,
         "symbolic_zeros": symbolic_zeros,
     }
-    out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
+    out = compat.bind_with_trace(primitive, trace.parent_trace, _without_frozen(slots, leaves), params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
@@ -179,15 +187,24 @@ class _Results:
     decided = False
 
     def flatten(self, outs: Sequence[Any]) -> list[Any]:
-        if self.decided:
-            outs = [conform(x, s, _WHAT) for x, s in zip(outs, self.slots, strict=True)]
-        leaves, self.slots = flatten(outs)
+        leaves, self.slots = flatten(self._conform(outs))
         self.decided = True
         return leaves
 
-    def linear(self, x: Any, tangent: Any = None) -> Any:
-        """A result of a differentiated function, dense where it is not linear or its tangent is dense."""
-        return x if self.decided else dense_as(_linear(x, _WHAT, _HINT), tangent, _WHAT)
+    def _conform(self, outs: Sequence[Any]) -> Sequence[Any]:
+        if not self.decided:
+            return outs
+        return [conform(x, slot, _WHAT) for x, slot in zip(outs, self.slots, strict=True)]
+
+    def linear(self, outs: Sequence[Any], tangents: Sequence[Any] | None = None) -> Sequence[Any]:
+        """The results of a differentiated function, dense where they are not linear or their tangents are
+        dense."""
+        if self.decided:
+            return self._conform(outs)
+        return [
+            x if _is_zero(t) else dense_as(_linear(x, _WHAT, _HINT), t, _WHAT)
+            for x, t in zip(outs, tangents or [None] * len(outs), strict=True)
+        ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
         """As `flatten`, for a function that is differentiated: a Value whose tangents do not have its form is
@@ -233,10 +250,52 @@ class _Residuals:
 
 
 def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
+    _reset(fun)
+    return call_on_values(trace, fun.call_wrapped, operands)
+
+
+def _reset(fun: lu.WrappedFun) -> None:
+    """Forgets what a function stored when it was called, so that it can be called again."""
     for store in fun.stores:
         if store:
             store.reset()
-    return call_on_values(trace, fun.call_wrapped, operands)
+
+
+def _may_be_differentiated(trace: Any) -> bool:
+    """Whether a function that is called under `trace` may be differentiated: always, but for `vmap` and
+    `quaxify` alone."""
+    while isinstance(trace, QuaxTrace) or compat.is_batch_trace(trace):
+        trace = trace.parent_trace
+    return not compat.is_eval_trace(trace)
+
+
+def _try_derivative(flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any]) -> None:
+    """Lets the derivative of a function that is staged decide the form of its results: when the function is
+    differentiated later, it is too late. Nothing is decided if it raises, as it may never be needed."""
+    avals = list(map(jax.typeof, leaves))
+    tangents = [aval.to_tangent_aval() if has_tangent(aval) else None for aval in avals]
+
+    def on_moving(*flat: Any) -> Any:
+        primals, moving = split(flat, len(avals))
+        moving = iter(moving)
+        return flat_jvp(
+            *primals,
+            *(
+                zero(a.to_tangent_aval()) if t is None else next(moving)
+                for a, t in zip(avals, tangents, strict=True)
+            ),
+        )
+
+    unseen = recording(Recorder()) if active() else contextlib.nullcontext()
+    with contextlib.suppress(Exception), on_materialise("allow"), unseen:
+        debug_info = jexc.DebugInfo(_WHAT, "its derivative", None, None)
+        compat.trace_to_jaxpr(on_moving, [*avals, *(t for t in tangents if t is not None)], debug_info)
+
+
+def _without_frozen(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, without the tangents of those that the array does not depend on, such as frozen weights."""
+    live = [flag for slot in slots for flag in live_leaves(slot)]
+    return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
 
 
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .. import compat
 from ..known_constants import OPEN, has_placeholders, is_zero, may_be_placeholder, note_constant
 from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
 from .linearity import has_pattern, has_tangent, held, is_linear
@@ -151,6 +152,34 @@ def _gives_leaves_back(slot: Slot) -> bool:
         except Exception:  # a type may refuse in any way
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
+
+
+@functools.lru_cache(maxsize=4096)
+def live_leaves(slot: Slot) -> tuple[bool, ...]:
+    """For each leaf, whether derivatives of the array by it are not all zero, as they are by a frozen leaf. A
+    type that refuses to materialise has no frozen leaves."""
+    moving = [has_tangent(a) for a in slot.avals]
+
+    def tangent(leaves: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        def dense(xs: Sequence[Any]) -> Any:
+            x = iter(xs)
+            return materialise(
+                slot.unflatten([next(x) if has else y for has, y in zip(moving, leaves, strict=True)])
+            )
+
+        return jax.jvp(dense, ([x for x, has in zip(leaves, moving, strict=True) if has],), (tangents,))[1]
+
+    if slot.treedef is None or not any(moving):
+        return (True,) * len(slot)
+    with jax.core.eval_context():
+        try:
+            tangents = [a.to_tangent_aval() for a, has in zip(slot.avals, moving, strict=True) if has]
+            jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
+            _, used = compat.dce(jaxpr, [True])
+        except Exception:  # a type may refuse in any way
+            return (True,) * len(slot)
+    of_tangents = iter(used[len(slot) :])
+    return tuple(not has or next(of_tangents) for has in moving)
 
 
 def has_rows_in_leaves(slot: Slot) -> bool:
