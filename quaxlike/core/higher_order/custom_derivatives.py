@@ -6,6 +6,7 @@ are not linear are made dense: this conversion pushes tangents forward, and pull
 """
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -57,12 +58,8 @@ def _custom_jvp(
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
-        if (
-            _may_be_differentiated(compat.current_trace())
-            and not results.decided
-            and any(map(is_value, outs))
-        ):
-            _try_derivative(flat_jvp, leaves, SymbolicZero if symbolic_zeros else _zeros)
+        if any(map(is_value, outs)) and _may_be_differentiated(compat.current_trace()):
+            results.decide_by(flat_jvp, leaves, SymbolicZero if symbolic_zeros else _zeros)
             _reset(jvp)
         return results.flatten(outs)
 
@@ -180,11 +177,41 @@ def _linear(x: Any, what: str, hint: str) -> Any:
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
+_deciding: contextvars.ContextVar[bool] = contextvars.ContextVar("deciding_results", default=False)
+
+
 class _Results:
     """The slots of the results, which whichever of the user's functions runs first decides."""
 
     slots: tuple[Slot, ...] = ()
     decided = False
+
+    def decide_by(
+        self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any]
+    ) -> None:
+        """Traces the derivative of a function that is staged: once it is differentiated, it is too late to
+        give the results another form. If it raises, it decides nothing: it may never be needed."""
+        if self.decided or _deciding.get():  # most derivatives call the function itself
+            return
+        avals = list(map(jax.typeof, leaves))
+        moving = [aval.to_tangent_aval() for aval in avals if has_tangent(aval)]
+
+        def on_moving(*flat: Any) -> Any:
+            primals, tangents = split(flat, len(avals))
+            tangent = iter(tangents)
+            every = [next(tangent) if has_tangent(a) else zero(a.to_tangent_aval()) for a in avals]
+            return flat_jvp(*primals, *every)
+
+        unseen = recording(Recorder()) if active() else contextlib.nullcontext()
+        token = _deciding.set(True)
+        try:
+            with on_materialise("allow"), unseen:
+                debug_info = jexc.DebugInfo(_WHAT, "its derivative", None, None)
+                compat.trace_to_jaxpr(on_moving, [*avals, *moving], debug_info)
+        except Exception:  # whatever the user's rule raises
+            self.decided = False
+        finally:
+            _deciding.reset(token)
 
     def flatten(self, outs: Sequence[Any]) -> list[Any]:
         leaves, self.slots = flatten(self._conform(outs))
@@ -267,29 +294,6 @@ def _may_be_differentiated(trace: Any) -> bool:
     while isinstance(trace, QuaxTrace) or compat.is_batch_trace(trace):
         trace = trace.parent_trace
     return not compat.is_eval_trace(trace)
-
-
-def _try_derivative(flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any]) -> None:
-    """Lets the derivative of a function that is staged decide the form of its results: when the function is
-    differentiated later, it is too late. Nothing is decided if it raises, as it may never be needed."""
-    avals = list(map(jax.typeof, leaves))
-    tangents = [aval.to_tangent_aval() if has_tangent(aval) else None for aval in avals]
-
-    def on_moving(*flat: Any) -> Any:
-        primals, moving = split(flat, len(avals))
-        moving = iter(moving)
-        return flat_jvp(
-            *primals,
-            *(
-                zero(a.to_tangent_aval()) if t is None else next(moving)
-                for a, t in zip(avals, tangents, strict=True)
-            ),
-        )
-
-    unseen = recording(Recorder()) if active() else contextlib.nullcontext()
-    with contextlib.suppress(Exception), on_materialise("allow"), unseen:
-        debug_info = jexc.DebugInfo(_WHAT, "its derivative", None, None)
-        compat.trace_to_jaxpr(on_moving, [*avals, *(t for t in tangents if t is not None)], debug_info)
 
 
 def _without_frozen(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
