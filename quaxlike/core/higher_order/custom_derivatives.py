@@ -36,7 +36,7 @@ from ..jaxprs.unify import StructureError, conform, dense_as, map_parts_as
 from ..policy import dense, on_materialise
 from ..recording import Recorder, active, recording, shown_as
 from ..trace import QuaxTrace, builtin
-from ..values import Value, is_value, materialise
+from ..values import Value, aval_of, is_value, materialise
 
 
 @builtin("custom_jvp_call")
@@ -450,7 +450,15 @@ def _pulled_back(slot: Slot, primals: Sequence[Any], inexact: Sequence[bool], ct
         )
         return pull_back(jtu.tree_unflatten(jtu.tree_structure(y), leaves))
     fun, at = _of_inexact(materialise, slot, primals, inexact)
-    return jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_OTHER))
+    y, pull_back = jax.vjp(fun, *at)
+    ct = materialise(ct) if _has_leaf_of_its_shape(ct) else dense(ct, "custom_vjp", hint=_OTHER)
+    return pull_back(jnp.asarray(ct, y.dtype))
+
+
+def _has_leaf_of_its_shape(ct: Any) -> bool:
+    """Whether nothing is lost if `ct` is made dense: it is an array with names, say, or a unit, which is that
+    of a cotangent and means nothing here."""
+    return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
 
 def cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
