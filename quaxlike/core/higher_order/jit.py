@@ -48,8 +48,9 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any
 
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
     """For each leaf, its device-local layout, which orders axes: only leaves of the array's rank have one."""
+    rank = lambda aval: len(getattr(aval, "shape", ()))  # a token has none
     return tuple(
-        layout if len(getattr(aval, "shape", ())) == slot.aval.ndim else None
+        layout if rank(aval) == rank(slot.aval) else None
         for layout, slot in zip(layouts, slots, strict=True)
         for aval in slot.avals
     )

@@ -91,14 +91,14 @@ class Slot:
 
     def loosened(self, x: Any) -> "Slot":
         """The slot of `x`, with what is known of `x` if it is a plain array."""
-        if self.treedef is not None or not jnp.issubdtype(self.avals[0].dtype, jnp.number):
+        if self.treedef is not None or not _has_dtype(self.avals[0], jnp.number):
             return self
         return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
 
     def carried(self) -> "Slot":
         """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
         start from zero, but are not placeholders."""
-        inexact = self.treedef is None and jnp.issubdtype(self.avals[0].dtype, jnp.inexact)
+        inexact = self.treedef is None and _has_dtype(self.avals[0], jnp.inexact)
         return Slot(self.treedef, self.avals, min(self.loose, int(inexact)))
 
     def with_avals(self, avals: Iterable[Any]) -> "Slot":
@@ -123,6 +123,10 @@ class Slot:
         if self.treedef is None:
             return f"a plain array {self.avals[0].str_short()}"
         return eqx.tree_pformat(self.like, struct_as_array=True)
+
+
+def _has_dtype(aval: Any, kind: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # a token has none
 
 
 def has_cotangents(x: Any) -> bool:
