@@ -422,6 +422,11 @@ def lowers_with_devices(jaxpr: Any) -> bool:
     return dispatch.jaxpr_has_prim_requiring_devices(opened(jaxpr))
 
 
+def is_exporting(context: mlir.LoweringRuleContext) -> bool:
+    """Whether a program is lowered by `jax.export`."""
+    return context.module_context.lowering_parameters.for_export
+
+
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
     """Lowers by `rule` with operands that vary over no axis of `shard_map`: a kernel cannot declare the axes
     over which its results vary, and they do not affect what it is lowered to."""
