@@ -126,6 +126,11 @@ def x64_enabled() -> bool:
     return config.enable_x64.value
 
 
+def checks_results() -> bool:
+    """Whether JAX raises if a result is NaN, or infinite."""
+    return config.debug_nans.value or config.debug_infs.value
+
+
 def set_user_context(context: Any, value: Any) -> None:
     """Sets a context of `jax.make_user_context` for this thread, without a `with` that would restore it."""
     context._obj.set_local(value)
