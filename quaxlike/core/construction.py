@@ -96,9 +96,10 @@ def is_derivative_alone(leaves: Sequence[Any]) -> bool:
 def derivative_alone(cls: type) -> ValueError:
     """The error for a derivative as JAX returns it, whose pattern is missing."""
     return ValueError(
-        f"A derivative of a function that returns a {cls.__qualname__} was used as an array. JAX gives leaves "
-        "that are not inexact, such as indices or codes, no tangents, so it stands for none. Differentiate a "
-        "function that returns the array, `quaxlike.materialise(...)`, or use the leaves of the derivative."
+        f"The derivative of a function that returns a {cls.__qualname__} was used as an array. JAX gives "
+        "leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
+        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
+        "the derivative."
     )
 
 

@@ -19,7 +19,7 @@ def _jit(
 ) -> list[Any]:
     jaxpr = params["jaxpr"]
     eager = compat.is_eval_trace(trace.parent_trace)
-    # JAX looks for NaN and infinity in the results of a compiled function, not in what it computes on the way.
+    # JAX looks for NaN and infinity in the results of a jitted function, not in what it computes on the way.
     checked_as_one = eager and compat.checks_results()
     if compat.is_inlined_jit(params, eager=eager) and not checked_as_one:
         return evaluate(trace, jaxpr, operands, inlined=True)
