@@ -1,4 +1,4 @@
-"""Functions with custom derivatives: staged or not, by whatever type, the derivative is that of dense arrays."""
+"""Functions with custom derivatives: staged or not, their derivatives are those by dense arrays."""
 
 from typing import Any
 

@@ -305,9 +305,10 @@ def _select_n(which: ArrayLike, *cases: Constant) -> Any:
 def _select_n_by_constant(primitive: Primitive, which: Constant, *cases: _Any, **params: Any) -> Any:
     if known(which) is not None:
         return cases[int(known(which))]
-    if all(isinstance(x, Constant) for x in cases):
+    constants = [x for x in cases if isinstance(x, Constant)]
+    if len(constants) == len(cases):
         select = lambda *scalars: primitive.bind(*jnp.broadcast_arrays(*scalars), **params)
-        return apply(select, which, *cases, shape=which.shape)
+        return apply(select, which, *constants, shape=which.shape)
     scalar = _scalar(which)
     return NotImplemented if scalar.ndim else quaxify(primitive.bind)(scalar, *cases, **params)
 
