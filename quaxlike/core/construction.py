@@ -3,7 +3,7 @@ named in the errors that they raise)."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -77,6 +77,8 @@ def _naming(hook: str, method: Any) -> Any:
         except Exception as error:
             of = args[0] if args and hook != "default" else None
             cls = of if isinstance(of, type) else type(of)
+            if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
+                raise derivative_alone(cls) from error
             name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
             note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
             if note not in getattr(error, "__notes__", ()):
@@ -84,6 +86,21 @@ def _naming(hook: str, method: Any) -> Any:
             raise
 
     return named
+
+
+def is_derivative_alone(leaves: Sequence[Any]) -> bool:
+    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
+    return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
+
+
+def derivative_alone(cls: type) -> ValueError:
+    """The error for a derivative as JAX returns it, whose pattern is missing."""
+    return ValueError(
+        f"The derivative of a function that returns a {cls.__qualname__} was used as an array. JAX gives "
+        "leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
+        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
+        "the derivative."
+    )
 
 
 # For each class that was instantiated: the names of its fields if constructing it only sets them, else None.

@@ -293,7 +293,7 @@ class QuaxTrace(jax.core.Trace):
 
     def settle(self, x: Any) -> Any:
         """Turns the result of a rule, which may be a NumPy array or a scalar, into an array or a Value."""
-        if kind_of(x) != "other":
+        if kind_of(x) != "other" or _is_no_array(x):
             return x
         with jexc.set_current_trace(self.parent_trace):
             return jnp.asarray(x)
@@ -312,6 +312,14 @@ class QuaxTrace(jax.core.Trace):
         if kind_of(tree) == "array":
             return self.unwrap(tree)
         return jtu.tree_map(self.unwrap, tree)
+
+
+def _is_no_array(x: Any) -> bool:
+    """Whether `x` is of another JAX type, such as a token."""
+    try:
+        return not isinstance(jax.typeof(x), jax.core.ShapedArray)
+    except TypeError:  # perhaps something that can be converted
+        return False
 
 
 def _below(level: QuaxTrace) -> list[Any]:

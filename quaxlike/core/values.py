@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from . import compat
-from .construction import ValueMeta
+from .construction import ValueMeta, derivative_alone, is_derivative_alone
 
 _V = TypeVar("_V", bound="Value")
 
@@ -472,6 +472,8 @@ def _make_aval_of_shapes(value: Value, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
+    if is_derivative_alone(leaf_avals):
+        raise derivative_alone(type(value))
     try:
         aval = type(value).aval(value)
     except TypeError as error:

@@ -79,6 +79,11 @@ def backend(name: str | None) -> Iterator[None]:
         yield
 
 
+def requested() -> Backend | None:
+    """The backend that the innermost `backend` names here."""
+    return _forced.value
+
+
 def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, **params: Any) -> Choice:
     """Tells which backend runs a kernel primitive on given operands, and why.
 

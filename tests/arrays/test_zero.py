@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import quaxlike as ql
+from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.primitives import classes
 from tests.conformance.weights import TYPES
@@ -373,3 +374,30 @@ def test_stacks_of_several_depths(f):
         with ql.on_materialise("allow"):
             found = ql.materialise(ql.quaxify(f)(x, y))
         np.testing.assert_array_equal(found, f(x.materialise(), y.materialise()))
+
+
+CASES = {
+    "arrays": (jnp.arange(4.0).reshape(2, 2), jnp.ones((2, 2))),
+    "constants": (Full(jnp.array(3.0), (2, 2)), Zero((2, 2))),
+    "diagonals": (DiagonalMatrix(jnp.ones(2)), DiagonalMatrix(jnp.arange(2.0))),
+    "both": (DiagonalMatrix(jnp.ones(2)), jnp.ones((2, 2))),
+}
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("which", [True, False, jnp.array(True), jnp.array(False)])
+def test_selection_by_a_constant(which, cases):
+    found = ql.quaxify(jnp.where)(Full(which, (2, 2)), *cases)
+    np.testing.assert_array_equal(ql.materialise(found), ql.materialise(cases[0 if which else 1]))
+    if type(cases[0]) is type(cases[1]) is DiagonalMatrix:
+        assert type(found) is DiagonalMatrix
+
+
+def test_selection_by_a_stack_of_constants():
+    which = Full(jnp.array([True, False]), (3,))
+    for cases in (
+        (Full(jnp.array([1.0, 2.0]), (3,)), Full(5.0, (2, 3))),
+        (jnp.ones((2, 3)), jnp.zeros((2, 3))),
+    ):
+        found = ql.materialise(ql.quaxify(jnp.where)(which, *cases))
+        np.testing.assert_array_equal(found, jnp.where(which.materialise(), *ql.materialise(cases)))

@@ -155,3 +155,23 @@ def test_statics_that_are_equal_and_of_other_types(wrap, default_promotion):
         y = ql.quaxify(lambda x: x * jnp.arange(2))(x)
         assert y.dtype == (dense * jnp.arange(2)).dtype
         np.testing.assert_array_equal(y, dense * jnp.arange(2))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ql.SparseArray.from_dense(jnp.eye(2)), lambda: ql.Int8Array.quantize(jnp.ones((2, 2)))]
+)
+@pytest.mark.parametrize(
+    "use",
+    [ql.materialise, lambda x: x.materialise(), ql.quaxify(jnp.sin), lambda x: x @ jnp.ones(2), jnp.shape],
+)
+def test_a_derivative_without_its_pattern(use, make):
+    _, derivative = jax.jvp(ql.quaxify(lambda s: make() * s), (2.0,), (1.0,))
+    with pytest.raises(ValueError, match=f"{type(derivative).__name__} was used as an array.*no tangents"):
+        use(derivative)
+    assert type(derivative).__name__ in repr(derivative)
+
+
+def test_the_derivative_of_what_is_materialised():
+    w = ql.SparseArray.from_dense(jnp.array([[0.0, 2.0], [3.0, 0.0]]))
+    found = jax.jacfwd(lambda s: ql.materialise(ql.quaxify(lambda s: w * s)(s)))(2.0)
+    np.testing.assert_array_equal(found, [[0.0, 2.0], [3.0, 0.0]])

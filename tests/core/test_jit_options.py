@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
+from jax import Array, lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
 import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
+from quaxlike.arrays.unitful import Unitful
 from tests.strict import StrictPair, strict_pair
 
 
@@ -120,3 +122,35 @@ def test_pmap():
     for y in (inside, outside):
         assert isinstance(y, StrictPair)
         np.testing.assert_array_equal(y.dense(), x.dense() * 2)
+
+
+def _through_a_jit(x):
+    return jax.jit(lambda token, x: (lax.after_all(token), 2.0 * x))(lax.create_token(), x)[1]
+
+
+def _through_a_loop(x):
+    loop = jax.jit(lambda token, x: lax.fori_loop(0, 1, lambda _, c: (c[0], 2.0 * c[1]), (token, x)))
+    return loop(lax.create_token(), x)[1]
+
+
+@pytest.mark.parametrize("f", [_through_a_jit, _through_a_loop])
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("wrap", [lambda x: NamedArray(x, ("a",)), lambda x: Unitful(x, "m")])
+def test_tokens(wrap, outer, f):
+    out = ql.quaxify(outer(f))(wrap(jnp.ones(2)))
+    assert type(out) is type(wrap(jnp.ones(2)))
+    np.testing.assert_array_equal(out.array, [2.0, 2.0])
+
+
+@pytest.mark.parametrize("f", [jax.nn.softmax, jax.nn.logsumexp, jnp.max, jax.nn.log_softmax])
+def test_infinities_on_the_way_are_no_results(f):
+    x = jnp.array([1.0, 2.0])
+    expected = f(x)
+    with jax.debug_infs(True), jax.debug_nans(True):
+        found = ql.materialise(ql.quaxify(f)(NamedArray(x, ("a",))))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_infinite_results_are_found():
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+        ql.quaxify(jnp.log)(NamedArray(jnp.zeros(2), ("a",)))

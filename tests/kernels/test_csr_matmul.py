@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quaxlike import kernels
 from quaxlike.kernels import csr_index, csr_matmul, csr_sampled_matmul
 from quaxlike.kernels.csr_matmul import cpu, reference
 from tests.primitives.jaxprs import names
@@ -137,3 +138,26 @@ def test_operands_that_do_not_fit(call, match):
     data, index, _ = weight(6, 5, 0.4)
     with pytest.raises(ValueError, match=match):
         call(data, index)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "complex64"])
+def test_exported_for_cpus(dtype, transpose):
+    data, index, dense = weight(4, 6, 0.5)
+    data, x = data.astype(dtype), jnp.arange(8 if transpose else 12).reshape(2, -1).astype(dtype)
+    run = jax.jit(lambda x: csr_matmul(x, data, index, transpose=transpose))
+    found = jax.export.export(run, platforms=["cpu", "cuda"])(x).call(x)
+    w = np.asarray(dense(data).astype("complex64"))
+    np.testing.assert_allclose(
+        np.asarray(found.astype("complex64")),
+        np.asarray(x.astype("complex64")) @ (w if transpose else w.T),
+        rtol=2e-2,
+    )
+
+
+def test_the_reference_on_a_cpu():
+    data, index, _ = weight(4, 6, 0.5)
+    lowered = lambda: jax.jit(lambda x: csr_matmul(x, data, index)).lower(jnp.ones((2, 6))).as_text()
+    assert "csr" in lowered()
+    with kernels.backend("reference"):
+        assert "custom_call" not in lowered()

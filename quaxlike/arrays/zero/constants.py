@@ -301,6 +301,18 @@ def _select_n(which: ArrayLike, *cases: Constant) -> Any:
     return cases[0]
 
 
+@register("select_n", precedence=precedence.CONSTANT)
+def _select_n_by_constant(primitive: Primitive, which: Constant, *cases: _Any, **params: Any) -> Any:
+    if known(which) is not None:
+        return cases[int(known(which))]
+    constants = [x for x in cases if isinstance(x, Constant)]
+    if len(constants) == len(cases):
+        select = lambda *scalars: primitive.bind(*jnp.broadcast_arrays(*scalars), **params)
+        return apply(select, which, *constants, shape=which.shape)
+    scalar = _scalar(which)
+    return NotImplemented if scalar.ndim else quaxify(primitive.bind)(scalar, *cases, **params)
+
+
 _REDUCED: dict[str, Callable[[Any, int], Any]] = {
     "reduce_sum": lambda v, n: v * np.asarray(n).astype(v.dtype),
     "reduce_prod": lambda v, n: v**n,

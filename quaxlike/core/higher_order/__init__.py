@@ -11,11 +11,11 @@ from . import equinox as equinox
 from . import inline as inline
 from . import jit as jit
 from . import linear_solve as linear_solve
-from . import lineax as lineax
 from . import scan as scan
 from . import sequential_call as sequential_call
 from . import shard_map as shard_map
 from . import structural as structural
 from . import unsupported as unsupported
 from . import value as value
+from . import vprim as vprim
 from . import while_loop as while_loop

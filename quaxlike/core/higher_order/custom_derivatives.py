@@ -5,6 +5,8 @@ the same class and pattern; so is a cotangent, if each leaf is an element. The p
 are not linear are made dense: this conversion pushes tangents forward, and pulls cotangents back.
 """
 
+import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,12 +31,12 @@ from ..jaxprs.linearity import (
     linear_part,
     map_parts,
 )
-from ..jaxprs.slots import Slot, flatten, has_cotangents, per_slot, split, spread, unflatten
+from ..jaxprs.slots import Slot, flatten, has_cotangents, live_leaves, per_slot, split, spread, unflatten
 from ..jaxprs.unify import StructureError, conform, dense_as, map_parts_as
-from ..policy import dense
-from ..recording import shown_as
+from ..policy import dense, on_materialise
+from ..recording import Recorder, active, recording, shown_as
 from ..trace import QuaxTrace, builtin
-from ..values import Value, is_value, materialise
+from ..values import Value, aval_of, is_value, materialise
 
 
 @builtin("custom_jvp_call")
@@ -48,23 +50,25 @@ def _custom_jvp(
     *,
     symbolic_zeros: bool,
 ) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):  # no transform below differentiates
+    if not _may_be_differentiated(trace.parent_trace):
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     results = _Results()
 
     def flat_fun(*leaves: Any) -> list[Any]:
-        return results.flatten(_call(trace, fun, unflatten(slots, leaves)))
+        outs = _call(trace, fun, unflatten(slots, leaves))
+        if any(map(is_value, outs)) and _may_be_differentiated(compat.current_trace()):
+            results.decide_by(flat_jvp, leaves, SymbolicZero if symbolic_zeros else _zeros)
+            _reset(jvp)
+        return results.flatten(outs)
 
     def flat_jvp(*primals_and_tangents: Any) -> list[Any]:
         primals, tangents = split(primals_and_tangents, len(primals_and_tangents) // 2)
         tangents_in = _tangents_in(slots, primals, tangents)
         outs = _call(trace, jvp, [*unflatten(slots, primals), *tangents_in])
         primals_out, tangents_out = split(outs, len(outs) // 2)
-        primals_out = [
-            x if _is_zero(t) else results.linear(x, t) for x, t in zip(primals_out, tangents_out, strict=True)
-        ]
+        primals_out = results.linear(primals_out, tangents_out)
         forwarded = {
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, tangents_in, per_slot(slots, tangents), strict=True)
@@ -86,7 +90,7 @@ def _custom_jvp(
         "subfuns": (_wrap(flat_fun, fun), _wrap(flat_jvp, jvp)),
         "symbolic_zeros": symbolic_zeros,
     }
-    out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
+    out = compat.bind_with_trace(primitive, trace.parent_trace, _without_frozen(slots, leaves), params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
@@ -103,7 +107,7 @@ def _custom_vjp(
     out_trees: Callable[[], tuple[Any, Any, list[int | None]]],
     symbolic_zeros: bool,
 ) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):
+    if not _may_be_differentiated(trace.parent_trace):
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
@@ -116,9 +120,10 @@ def _custom_vjp(
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
-        # For a linear type it is already known whether `fwd` can return it.
-        known = [not (is_value(x) and is_linear(x)) or has_cotangents(x) for x in outs]
-        return results.flatten_differentiated(outs, known)
+        if not _may_be_differentiated(compat.current_trace()):
+            return results.flatten(outs)
+        outs = results.linear(outs)
+        return results.flatten_differentiated(outs, list(map(has_cotangents, outs)))
 
     def flat_fwd(*pairs: Any) -> list[Any]:
         primals = unflatten(slots, pairs[::2])
@@ -129,7 +134,7 @@ def _custom_vjp(
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
-        primals_out = list(map(results.linear, primals_out))
+        primals_out = results.linear(primals_out)
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
@@ -140,10 +145,10 @@ def _custom_vjp(
         assert len(cts) == n_out
         res, constant = residuals.unflatten(stored, kept)
         types = {cls for slot in (*slots, *results.slots) for cls in slot.classes}
-        cotangents = _cotangents_in(results.slots, cts, constant, symbolic_zeros, types)
+        cotangents = cotangents_in(results.slots, cts, constant, symbolic_zeros, types)
         outs = _call(trace, bwd, [*res, *cotangents])
         cts_in, *logs = (outs[0], outs[1:]) if compat.BWD_RETURNS_LOGS else (outs,)
-        flat = _cotangents_out(slots, iter(kept), cts_in)
+        flat = cotangents_out(slots, iter(kept), cts_in)
         return (flat, logs[0][0]) if logs else flat
 
     def flat_out_trees() -> tuple[Any, Any, list[int | None]]:
@@ -157,7 +162,7 @@ def _custom_vjp(
         "out_trees": flat_out_trees,
         "symbolic_zeros": symbolic_zeros,
     }
-    out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
+    out = compat.bind_with_trace(primitive, trace.parent_trace, _without_frozen(slots, leaves), params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
@@ -172,22 +177,61 @@ def _linear(x: Any, what: str, hint: str) -> Any:
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
+_deciding: contextvars.ContextVar[bool] = contextvars.ContextVar("deciding_results", default=False)
+
+
 class _Results:
     """The slots of the results, which whichever of the user's functions runs first decides."""
 
     slots: tuple[Slot, ...] = ()
     decided = False
 
+    def decide_by(
+        self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any]
+    ) -> None:
+        """Traces the derivative of a function that is staged: once it is differentiated, it is too late to
+        give the results another form. If it raises, it decides nothing: it may never be needed."""
+        if self.decided or _deciding.get():  # most derivatives call the function itself
+            return
+        avals = list(map(jax.typeof, leaves))
+        moving = [aval.to_tangent_aval() for aval in avals if has_tangent(aval)]
+
+        def on_moving(*flat: Any) -> Any:
+            primals, tangents = split(flat, len(avals))
+            tangent = iter(tangents)
+            every = [next(tangent) if has_tangent(a) else zero(a.to_tangent_aval()) for a in avals]
+            return flat_jvp(*primals, *every)
+
+        unseen = recording(Recorder()) if active() else contextlib.nullcontext()
+        token = _deciding.set(True)
+        try:
+            with on_materialise("allow"), unseen:
+                debug_info = jexc.DebugInfo(_WHAT, "its derivative", None, None)
+                compat.trace_to_jaxpr(on_moving, [*avals, *moving], debug_info)
+        except Exception:  # whatever the user's rule raises
+            self.decided = False
+        finally:
+            _deciding.reset(token)
+
     def flatten(self, outs: Sequence[Any]) -> list[Any]:
-        if self.decided:
-            outs = [conform(x, s, _WHAT) for x, s in zip(outs, self.slots, strict=True)]
-        leaves, self.slots = flatten(outs)
+        leaves, self.slots = flatten(self._conform(outs))
         self.decided = True
         return leaves
 
-    def linear(self, x: Any, tangent: Any = None) -> Any:
-        """A result of a differentiated function, dense where it is not linear or its tangent is dense."""
-        return x if self.decided else dense_as(_linear(x, _WHAT, _HINT), tangent, _WHAT)
+    def _conform(self, outs: Sequence[Any]) -> Sequence[Any]:
+        if not self.decided:
+            return outs
+        return [conform(x, slot, _WHAT) for x, slot in zip(outs, self.slots, strict=True)]
+
+    def linear(self, outs: Sequence[Any], tangents: Sequence[Any] | None = None) -> Sequence[Any]:
+        """The results of a differentiated function, dense where they are not linear or their tangents are
+        dense."""
+        if self.decided:
+            return self._conform(outs)
+        return [
+            x if _is_zero(t) else dense_as(_linear(x, _WHAT, _HINT), t, _WHAT)
+            for x, t in zip(outs, tangents or [None] * len(outs), strict=True)
+        ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
         """As `flatten`, for a function that is differentiated: a Value whose tangents do not have its form is
@@ -233,10 +277,29 @@ class _Residuals:
 
 
 def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
+    _reset(fun)
+    return call_on_values(trace, fun.call_wrapped, operands)
+
+
+def _reset(fun: lu.WrappedFun) -> None:
+    """Forgets what a function stored when it was called, so that it can be called again."""
     for store in fun.stores:
         if store:
             store.reset()
-    return call_on_values(trace, fun.call_wrapped, operands)
+
+
+def _may_be_differentiated(trace: Any) -> bool:
+    """Whether a function that is called under `trace` may be differentiated: always, but for `vmap` and
+    `quaxify` alone."""
+    while isinstance(trace, QuaxTrace) or compat.is_batch_trace(trace):
+        trace = trace.parent_trace
+    return not compat.is_eval_trace(trace)
+
+
+def _without_frozen(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, without the tangents of those that the array does not depend on, such as frozen weights."""
+    live = [flag for slot in slots for flag in live_leaves(slot)]
+    return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
 
 
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
@@ -347,7 +410,7 @@ def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
 # Cotangents
 
 
-def _cotangents_in(
+def cotangents_in(
     slots: Sequence[Slot],
     cts: Sequence[Any],
     constant: Sequence[Any],
@@ -387,10 +450,18 @@ def _pulled_back(slot: Slot, primals: Sequence[Any], inexact: Sequence[bool], ct
         )
         return pull_back(jtu.tree_unflatten(jtu.tree_structure(y), leaves))
     fun, at = _of_inexact(materialise, slot, primals, inexact)
-    return jax.vjp(fun, *at)[1](dense(ct, "custom_vjp", hint=_OTHER))
+    y, pull_back = jax.vjp(fun, *at)
+    ct = materialise(ct) if _has_leaf_of_its_shape(ct) else dense(ct, "custom_vjp", hint=_OTHER)
+    return pull_back(jnp.asarray(ct, y.dtype))
 
 
-def _cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
+def _has_leaf_of_its_shape(ct: Any) -> bool:
+    """Whether nothing is lost if `ct` is made dense: it is an array with names, say, or a unit, which is that
+    of a cotangent and means nothing here."""
+    return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
+
+
+def cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:

@@ -32,15 +32,3 @@ def _maybe_set(
     into, (slot,) = flatten([buffer])
     pairs = zip(into, flatten([x])[0], strict=True)
     return [slot.unflatten([primitive.bind(which, to, leaf, *index, **params)[0] for to, leaf in pairs])]
-
-
-@builtin("vprim")
-def _implementation(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
-    """Derivatives and batched forms of Equinox's primitives, implemented in terms of other primitives."""
-    with jexc.take_current_trace() as parent:
-        inner = QuaxTrace(parent, trace.tag, trace.resolver)
-        with jexc.set_current_trace(inner):
-            out = primitive.impl(*[inner.box(x) for x in operands], **params)
-        return [inner.unwrap(x) for x in out]

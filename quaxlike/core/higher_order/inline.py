@@ -2,18 +2,25 @@
 (`lax.custom_root` is one from 0.12)."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from .. import compat
-from ..jaxprs.evaluate import evaluate
+from ..jaxprs.evaluate import call_on_values, evaluate
+from ..jaxprs.linearity import has_tangent
+from ..jaxprs.slots import Slot, flatten, is_a_space, per_slot, split, spread, unflatten
 from ..trace import QuaxTrace, builtin
+from ..values import aval_of, is_value
+from .custom_derivatives import cotangents_in, cotangents_out
+from .linear_call import linear_call
 
 
 @builtin("composite", "eval_jaxpr")
@@ -35,34 +42,104 @@ def _call_hi_primitive(
         return jtu.tree_leaves(hi.expand(*jtu.tree_unflatten(hi.in_tree, flat)))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        out, out_dot = hi.jvp(*(tuple(jtu.tree_unflatten(hi.in_tree, xs)) for xs in (primals, tangents)))
-        return jtu.tree_leaves(out), jtu.tree_leaves(out_dot)
+        return compat.jvp_rule(primitive)(primals, tangents, **params)
 
-    return call_inline(trace, implementation, jvp, operands, symbolic_zeros=False)
+    def transpose(cts: Sequence[Any], operands: Sequence[Any]) -> Any:
+        return compat.transpose_rule(primitive)(list(cts), *operands, **params)
+
+    (*_, base, _) = type(hi).__mro__
+    has_transpose = type(hi).transpose is not base.transpose
+    rule = transpose if has_transpose else None
+    return call_inline(trace, type(hi).__name__, implementation, jvp, rule, operands)
 
 
 def call_inline(
     trace: QuaxTrace,
+    name: str,
     implementation: Callable[..., list[Any]],
     jvp: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]],
+    transpose: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None,
     operands: Sequence[Any],
-    *,
-    symbolic_zeros: bool,
 ) -> list[Any]:
-    """Runs the implementation of a primitive, with the primitive's own derivative."""
+    """Runs the implementation of a primitive, with the primitive's own derivative and transpose.
+
+    **Arguments:**
+
+    - `name`: that of the primitive.
+    - `jvp`: takes the operands and their tangents, and returns the results and theirs.
+    - `transpose`: takes the cotangents of the results and the operands, with an `UndefinedPrimal` for each
+        that it is linear in, and returns those of the operands. Default: transposes the implementation.
+    """
     call = jax.custom_jvp(implementation)
 
-    @functools.partial(call.defjvp, symbolic_zeros=symbolic_zeros)
+    @functools.partial(call.defjvp, symbolic_zeros=True)
     def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        out, out_dot = jvp(primals, tangents)
+        out, out_dot = jvp(primals, [_zero(t, t) for t in tangents])
         dots = zip(out, out_dot, strict=True)
         return out, [SymbolicZero(jax.typeof(x).to_tangent_aval()) if _is_zero(t) else t for x, t in dots]
 
-    with jexc.take_current_trace() as parent:
-        inner = QuaxTrace(parent, trace.tag, trace.resolver)
-        with jexc.set_current_trace(inner):
-            out = (implementation if compat.is_eval_trace(parent) else call)(*map(inner.box, operands))
-        return [inner.unwrap(x) for x in out]
+    def run(operands: Sequence[Any]) -> list[Any]:
+        with jexc.take_current_trace() as parent:
+            inner = QuaxTrace(parent, trace.tag, trace.resolver)
+            with jexc.set_current_trace(inner):
+                out = (implementation if compat.is_eval_trace(parent) else call)(*map(inner.box, operands))
+            return [inner.unwrap(x) for x in out]
+
+    if transpose is None or compat.is_eval_trace(trace.parent_trace):  # nothing below differentiates
+        return run(operands)
+    return _with_transpose(trace, name, run, transpose, operands)
+
+
+def _with_transpose(
+    trace: QuaxTrace,
+    name: str,
+    run: Callable[[Sequence[Any]], list[Any]],
+    rule: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    operands: Sequence[Any],
+) -> list[Any]:
+    leaves, slots = flatten(operands)
+    out: tuple[Slot, ...] = ()
+    can_transpose = True
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        nonlocal out, can_transpose
+        results = run(unflatten(slots, leaves))
+        moving = [x for x in results if is_value(x) and has_tangent(aval_of(x))]
+        can_transpose = all(map(is_a_space, moving))
+        flat, out = flatten(results)
+        return flat
+
+    debug_info = jexc.DebugInfo(name, f"the {name} primitive", None, None)
+    jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for slot in slots for a in slot.avals], debug_info)
+    if not can_transpose:  # but the implementation can be, as far as JAX allows
+        return unflatten(out, evaluate(None, compat.with_consts(jaxpr, consts), leaves, inlined=True))
+
+    def transpose(leaves: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        constants, leaves = split(leaves, len(consts))
+        groups = per_slot(slots, leaves)
+        linear = [any(map(ad.is_undefined_primal, group)) for group in groups]
+        operands = [
+            ad.UndefinedPrimal(slot.aval) if is_linear else slot.unflatten(group)
+            for slot, group, is_linear in zip(slots, groups, linear, strict=True)
+        ]
+        types = {cls for slot in (*slots, *out) for cls in slot.classes}
+        cts = [
+            _zero(cotangents_in([slot], group, (), True, types)[0] if has_tangent(slot.aval) else None, slot)
+            for slot, group in zip(out, per_slot(out, cts), strict=True)
+        ]
+        found = call_on_values(trace, lambda *flat: rule(*split(flat, len(out))), [*cts, *operands])
+        found = [_zero(ct if own else None, slot) for ct, own, slot in zip(found, linear, slots, strict=True)]
+        defined = [jnp.zeros_like(x.aval) if ad.is_undefined_primal(x) else x for x in leaves]
+        is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
+        return [*constants, *cotangents_out(slots, itertools.compress(defined, is_value_leaf), found)]
+
+    flat = linear_call(compat.with_consts(jaxpr, ()), transpose, [*consts, *leaves])
+    return unflatten(out, flat)
+
+
+def _zero(x: Any, like: Any) -> Any:
+    """`x`, a tangent or cotangent; if it is zero in whatever form, as rules of primitives take it."""
+    return ad.Zero(like.aval.to_tangent_aval()) if x is None or _is_zero(x) else x
 
 
 def _is_zero(tangent: Any) -> bool:

@@ -18,7 +18,10 @@ def _jit(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
     jaxpr = params["jaxpr"]
-    if compat.is_inlined_jit(params, eager=compat.is_eval_trace(trace.parent_trace)):
+    eager = compat.is_eval_trace(trace.parent_trace)
+    # JAX looks for NaN and infinity in the results of a jitted function, not in what it computes on the way.
+    checked_as_one = eager and compat.checks_results()
+    if compat.is_inlined_jit(params, eager=eager) and not checked_as_one:
         return evaluate(trace, jaxpr, operands, inlined=True)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, jaxpr, slots, what=f"jit of {params['name']}")
@@ -48,8 +51,9 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any
 
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
     """For each leaf, its device-local layout, which orders axes: only leaves of the array's rank have one."""
+    rank = lambda aval: len(getattr(aval, "shape", ()))  # a token has none
     return tuple(
-        layout if len(getattr(aval, "shape", ())) == slot.aval.ndim else None
+        layout if rank(aval) == rank(slot.aval) else None
         for layout, slot in zip(layouts, slots, strict=True)
         for aval in slot.avals
     )

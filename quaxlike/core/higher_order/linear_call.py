@@ -1,6 +1,7 @@
-"""Functions that are linear in some of their operands and have a custom transpose.
+"""Calls of a function on arrays that have a custom transpose, as JAX's primitives have one.
 
 As `jax.custom_derivatives.linear_call`, but differentiable with respect to all operands, and under `vmap`.
+Which operands it is linear in shows when it is transposed.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,20 +12,17 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from ..jaxprs.slots import split
-
-# Takes the operands that are not linear, and the cotangents of the results; returns those of the linear ones.
+# Takes the operands (an `UndefinedPrimal` for each linear one) and the cotangents of the results;
+# returns one for each operand, of which those of the linear ones count.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_call_p = jexc.Primitive("linear_call_on_leaves")
 _linear_call_p.multiple_results = True
 
 
-def linear_call(
-    fun: jexc.ClosedJaxpr, transpose: Transpose, others: Sequence[Any], linear: Sequence[Any]
-) -> list[Any]:
-    """Calls the jaxpr `fun` on the operands `others`, followed by those that it is `linear` in."""
-    return _linear_call_p.bind(*others, *linear, fun=fun, transpose=transpose, n_others=len(others))
+def linear_call(fun: jexc.ClosedJaxpr, transpose: Transpose, operands: Sequence[Any]) -> list[Any]:
+    """Calls the jaxpr `fun` on the operands."""
+    return _linear_call_p.bind(*operands, fun=fun, transpose=transpose)
 
 
 def _evaluate(*operands: Any, fun: jexc.ClosedJaxpr, **_: Any) -> Sequence[Any]:
@@ -38,66 +36,53 @@ def _abstract(*_: Any, fun: jexc.ClosedJaxpr, **__: Any) -> Sequence[Any]:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    n_others = params["n_others"]
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    if moving[0] < n_others:
 
-        def of_moving(*xs: Any) -> Sequence[Any]:
-            operands = list(primals)
-            for i, x in zip(moving, xs, strict=True):
-                operands[i] = x
-            return _evaluate(*operands, **params)
+    def of_moving(*xs: Any) -> Sequence[Any]:
+        operands = list(primals)
+        for i, x in zip(moving, xs, strict=True):
+            operands[i] = x
+        return _evaluate(*operands, **params)
 
-        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-    out = _linear_call_p.bind(*primals, **params)
-    linear = map(ad.instantiate_zeros, tangents[n_others:])
-    dots = _linear_call_p.bind(*primals[:n_others], *linear, **params)
-    avals = [aval.to_tangent_aval() for aval in params["fun"].out_avals]
-    return out, [ad.Zero(a) if a.dtype == jax.dtypes.float0 else t for a, t in zip(avals, dots, strict=True)]
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _transpose(
-    cts: Sequence[Any], *operands: Any, fun: jexc.ClosedJaxpr, transpose: Transpose, n_others: int
-) -> list[Any]:
-    others, linear = split(operands, n_others)
-    found = transpose(others, cts)
-    return [
-        *[None] * n_others,
-        *(ct if ad.is_undefined_primal(x) else None for x, ct in zip(linear, found, strict=True)),
-    ]
+def _transpose(cts: Sequence[Any], *operands: Any, fun: jexc.ClosedJaxpr, transpose: Transpose) -> list[Any]:
+    found = transpose(operands, cts)
+    return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, found, strict=True)]
 
 
 def _batch(
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    fun: jexc.ClosedJaxpr,
-    transpose: Transpose,
-    n_others: int,
+    operands: Sequence[Any], dims: Sequence[Any], *, fun: jexc.ClosedJaxpr, transpose: Transpose
 ) -> tuple[Sequence[Any], Sequence[int]]:
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    others, linear = split(operands, n_others)
-    axes, linear_axes = split(dims, n_others)
-    linear = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(linear, linear_axes, strict=True)
-    ]
-    in_axes = (*axes, *[0] * len(linear))
-    mapped = jax.make_jaxpr(jax.vmap(jexc.jaxpr_as_fun(fun), in_axes, axis_size=size))(*others, *linear)
+    of_example = jax.vmap(jexc.jaxpr_as_fun(fun), dims, axis_size=size)
+    mapped = jax.make_jaxpr(of_example)(*operands)
 
-    def mapped_transpose(others: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
+    def mapped_transpose(operands: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
+        known = [i for i, x in enumerate(operands) if not ad.is_undefined_primal(x)]
         moving = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
 
-        def one(others: Sequence[Any], *xs: Any) -> Sequence[Any]:
+        def one(known_: Sequence[Any], *moving_: Any) -> Sequence[Any]:
+            each: list[Any] = list(map(ad.UndefinedPrimal, fun.in_avals))
+            for i, x in zip(known, known_, strict=True):
+                each[i] = x
             full: list[Any] = [ad.Zero(aval.to_ct_aval()) for aval in fun.out_avals]
-            for i, x in zip(moving, xs, strict=True):
+            for i, x in zip(moving, moving_, strict=True):
                 full[i] = x
-            return transpose(others, full)
+            found = transpose(each, full)
+            return [ad.instantiate_zeros(ct) if i not in known else None for i, ct in enumerate(found)]
 
-        each = jax.vmap(one, (list(axes), *[0] * len(moving)), axis_size=size)
-        return each(list(others), *(cts[i] for i in moving))
+        axes = [dims[i] for i in known]
+        found = jax.vmap(one, (axes, *[0] * len(moving)), axis_size=size)(
+            [operands[i] for i in known], *(cts[i] for i in moving)
+        )
+        return [
+            ct if ct is None else jnp.sum(ct, 0) if d is None else jnp.moveaxis(ct, 0, d)
+            for ct, d in zip(found, dims, strict=True)
+        ]
 
-    return linear_call(mapped, mapped_transpose, others, linear), [0] * len(fun.out_avals)
+    return linear_call(mapped, mapped_transpose, operands), [0] * len(fun.out_avals)
 
 
 _linear_call_p.def_impl(_evaluate)

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..jaxprs.linearity import has_pattern, held, map_parts
-from ..jaxprs.slots import Slot, flatten, has_cotangents, split, unflatten
+from ..jaxprs.linearity import held, map_parts
+from ..jaxprs.slots import Slot, flatten, is_a_space, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..jaxprs.unify import with_dense_parts
 from ..policy import dense
@@ -72,16 +72,11 @@ def _linear_solve(
     return unflatten(x_slots, out)
 
 
-def _is_a_space(x: Any) -> bool:
-    """Whether any numbers in the leaves of `x` make a Value, which is linear in them."""
-    return has_cotangents(x) and not has_pattern(x)
-
-
 def _as_a_space(x: Any, operands: Sequence[Any]) -> Any:
     """`x`, made dense in parts or as a whole if it is not linear in all of its leaves."""
-    if is_value(x) and x.linear and not _is_a_space(x):
+    if is_value(x) and x.linear and not is_a_space(x):
         x = map_parts(lambda part: _as_a_space(part, [part]), x)
-    return dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not _is_a_space(x) else x
+    return dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not is_a_space(x) else x
 
 
 def _leaves_agree(a: Sequence[Slot], b: Sequence[Slot]) -> bool:

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .. import compat
 from ..known_constants import OPEN, has_placeholders, is_zero, may_be_placeholder, note_constant
 from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
-from .linearity import has_tangent, held, is_linear
+from .linearity import has_pattern, has_tangent, held, is_linear
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,14 +91,14 @@ class Slot:
 
     def loosened(self, x: Any) -> "Slot":
         """The slot of `x`, with what is known of `x` if it is a plain array."""
-        if self.treedef is not None or not jnp.issubdtype(self.avals[0].dtype, jnp.number):
+        if self.treedef is not None or not _has_dtype(self.avals[0], jnp.number):
             return self
         return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
 
     def carried(self) -> "Slot":
         """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
         start from zero, but are not placeholders."""
-        inexact = self.treedef is None and jnp.issubdtype(self.avals[0].dtype, jnp.inexact)
+        inexact = self.treedef is None and _has_dtype(self.avals[0], jnp.inexact)
         return Slot(self.treedef, self.avals, min(self.loose, int(inexact)))
 
     def with_avals(self, avals: Iterable[Any]) -> "Slot":
@@ -124,9 +125,18 @@ class Slot:
         return eqx.tree_pformat(self.like, struct_as_array=True)
 
 
+def _has_dtype(aval: Any, kind: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # a token has none
+
+
 def has_cotangents(x: Any) -> bool:
     """Whether `x` is a Value whose cotangents are of its type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
+
+
+def is_a_space(x: Any) -> bool:
+    """Whether any numbers in the leaves of `x` make a Value, which is linear in them."""
+    return has_cotangents(x) and not has_pattern(x)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -146,6 +156,34 @@ def _gives_leaves_back(slot: Slot) -> bool:
         except Exception:  # a type may refuse in any way
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
+
+
+@functools.lru_cache(maxsize=4096)
+def live_leaves(slot: Slot) -> tuple[bool, ...]:
+    """For each leaf, whether derivatives of the array by it are not all zero, as they are by a frozen leaf. A
+    type that refuses to materialise has no frozen leaves."""
+    moving = [has_tangent(a) for a in slot.avals]
+
+    def tangent(leaves: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        def dense(xs: Sequence[Any]) -> Any:
+            x = iter(xs)
+            return materialise(
+                slot.unflatten([next(x) if has else y for has, y in zip(moving, leaves, strict=True)])
+            )
+
+        return jax.jvp(dense, ([x for x, has in zip(leaves, moving, strict=True) if has],), (tangents,))[1]
+
+    if slot.treedef is None or not any(moving):
+        return (True,) * len(slot)
+    with jax.core.eval_context():
+        try:
+            tangents = [a.to_tangent_aval() for a, has in zip(slot.avals, moving, strict=True) if has]
+            jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
+            _, used = compat.dce(jaxpr, [True])
+        except Exception:  # a type may refuse in any way
+            return (True,) * len(slot)
+    of_tangents = iter(used[len(slot) :])
+    return tuple(not has or next(of_tangents) for has in moving)
 
 
 def has_rows_in_leaves(slot: Slot) -> bool:

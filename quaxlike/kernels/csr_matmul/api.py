@@ -6,12 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from ..._checked import checked
+from ...core import compat
 from ...primitives import define_primitive
+from ..backends import requested
 from ..multilinear import map_rows, sum_tangents
 from . import cpu
 from .layout import CsrIndex
@@ -138,11 +140,20 @@ def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...
 csr_matmul_p = define_primitive(
     "csr_matmul",
     matmul_reference,
-    cpu=cpu.matmul,
     jvp=_matmul_jvp,
     transpose=_matmul_transpose,
     batching=_matmul_batching,
 )
+
+
+def _lower_on_cpu(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    # JAX exports no calls of Eigen: XLA does not promise to keep them compatible.
+    plain = compat.is_exporting(context) or requested() == "reference"
+    run = matmul_reference if plain else cpu.matmul
+    return mlir.lower_fun(run, multiple_results=False)(context, *operands, **params)
+
+
+mlir.register_lowering(csr_matmul_p, _lower_on_cpu, platform="cpu")
 
 csr_sampled_matmul_p = define_primitive(
     "csr_sampled_matmul",
