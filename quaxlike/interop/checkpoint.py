@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from jax.typing import DTypeLike
 
 from .._checked import checked
@@ -186,7 +188,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     weights: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Callable[[], Rows]] = {}
     taken: set[str] = set()
-    reader = _READERS.get(method or "", lambda tensors, _: llm_int8.weights(tensors))
+    if method is None and llm_int8.is_in(tensors):
+        method, settings = "bitsandbytes", {"quant_method": "bitsandbytes"}
+    reader = _READERS.get(method or "", llm_int8.weights)
     if method in (None, "bitsandbytes", *_READERS):
         found = reader(tensors, settings)
     else:
@@ -205,14 +209,22 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     weights |= values
     taken |= used
     rest: Mapping[str, Any] = tensors
+    states: Mapping[str, Any] = {}
     if method in (None, "bitsandbytes"):
         rest = bitsandbytes.Checkpoint(tensors)
+        states = rest.storage
         method = method or ("safetensors" if not found and not rest.storage else "bitsandbytes")
     for name in rest:
         if name in taken or (method != "safetensors" and name.endswith(_SKIPPED)):
             continue
         if method in _READERS and name.endswith(_CODES):
             raise complain(tensors.path, name, f"belongs to no weight of the format {method!r}")
+        if method != "safetensors" and name not in states and _are_codes(name, tensors.info[name].dtype):
+            raise complain(
+                tensors.path,
+                name,
+                f"holds {tensors.info[name].dtype}: codes of the format {method!r}, of which the rest is missing",
+            )
         weights[name] = lambda name=name: rest[name] if rest is not tensors else as_jax(tensors[name])
         rows[name] = lambda name=name: (
             rest.rows(name) if isinstance(rest, bitsandbytes.Checkpoint) else dense_rows(tensors, name)
@@ -251,8 +263,16 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 # Suffixes of no use on their own: a file that has one without its weight is damaged, or of another format.
 _CODES = (
     *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_zero_point"),
-    *("_blocks", "_scales", ".W_q", ".SCB"),
+    *("_blocks", "_scales", ".W_q", ".SCB", ".weight_format", "._weight_qdata", "._weight_scale"),
 )
+
+
+def _are_codes(name: str, dtype: np.dtype) -> bool:
+    """Whether a tensor of a quantised checkpoint cannot be a weight, or a buffer, by itself."""
+    return dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer))
+
+
+_FLOATS_OF_8 = tuple(np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu))
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, Any]]]:
