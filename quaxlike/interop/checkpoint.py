@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
+from ml_dtypes import float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 
 from .._checked import checked
 from ..arrays.quantized import BlockArray, Int8Array
@@ -23,8 +23,8 @@ from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8
 from .blocks import Weight
 from .blocks import settings as subsettings
 from .errors import complain
-from .file_pair import Pair
-from .gguf import holds_gguf, open_gguf
+from .file_pair import Pair, consistent
+from .gguf import Gguf, holds_gguf, open_gguf
 from .gguf_tokenizer import tokenizer_of
 from .json_text import read_json, read_json_file
 from .rows import BY_ROWS, dense_rows, rows_of_weight
@@ -172,13 +172,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     **Raises:** as for `load`; errors about a single weight when that is looked up.
     """
     path = Path(path)
-    config, methods = _configs(path)
-    if holds_gguf(path):
-        gguf = open_gguf(path)
+    opened, (config, methods) = consistent(lambda: _opened(path), lambda: _configs(path), path)
+    if isinstance(opened, Gguf):
+        gguf = opened
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
         config = config or gguf.config
         return Checkpoint(thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype)
-    tensors = open_tensors(path)
+    tensors = opened
     method, settings = methods
     if method is None and "quantization_config" in tensors.metadata:
         text = tensors.metadata["quantization_config"]
@@ -223,7 +223,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
             raise complain(
                 tensors.path,
                 name,
-                f"holds {tensors.info[name].dtype}: codes of the format {method!r}, of which the rest is missing",
+                f"holds {tensors.info[name].dtype}: codes of a weight whose scales are missing",
             )
         weights[name] = lambda name=name: rest[name] if rest is not tensors else as_jax(tensors[name])
         rows[name] = lambda name=name: (
@@ -272,7 +272,11 @@ def _are_codes(name: str, dtype: np.dtype) -> bool:
     return dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer))
 
 
-_FLOATS_OF_8 = tuple(np.dtype(x) for x in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu))
+_FLOATS_OF_8 = tuple(map(np.dtype, (float8_e4m3fn, float8_e5m2, float8_e8m0fnu)))
+
+
+def _opened(path: Path) -> Gguf | Tensors:
+    return open_gguf(path) if holds_gguf(path) else open_tensors(path)
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, Any]]]:

@@ -7,15 +7,45 @@ tensors it finds.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from .._files import replacing
-from .errors import complain
+from .errors import CheckpointError, complain
 from .tensors import write_to
+
+
+class _Opened(Protocol):
+    def is_current(self) -> bool: ...
+
+
+_O, _C = TypeVar("_O", bound=_Opened), TypeVar("_C")
+
+
+def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
+    """Opens tensors, and reads the configuration beside them, which belongs to them: if they are replaced in
+    between, once more.
+
+    **Raises:** as both do; `CheckpointError` if they are replaced all the time.
+    """
+    for last in (False, False, True):
+        try:
+            opened = open()
+        except (CheckpointError, FileNotFoundError):
+            read()  # what is wrong with the configuration is said first
+            raise
+        try:
+            config = read()
+        except FileNotFoundError:  # it was moved to its final name before it was read
+            if last:
+                raise
+            continue
+        if opened.is_current():
+            return opened, config
+    raise complain(path, None, "is replaced again and again while it is read")
 
 
 class Pair(NamedTuple):

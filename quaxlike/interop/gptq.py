@@ -81,7 +81,7 @@ def _read(layer: Layer, config: Mapping[str, Any], plus_one: bool) -> Any:
     zero = _zeros(zeros, bits, n, plus_one)
     usual = np.arange(k) // block
     if "g_idx" not in layer and ((config.get("desc_act") and groups > 1) or k % 32 or k % block):
-        raise layer.bad("g_idx", f"is missing, without which the order or the number of {k} columns is unknown")
+        raise layer.bad("g_idx", f"is missing: the order, or the number, of its {k} columns is unknown")
     index = layer.get("g_idx", [INT32], (k,)) if "g_idx" in layer else usual
     if index.min() < 0 or index.max() >= groups:
         raise layer.bad("g_idx", f"expected groups up to {groups - 1}; found {index.min()} to {index.max()}")

@@ -13,7 +13,6 @@ from ..arrays.quantized import Int8Array
 from .blocks import INT8, UINT8, Layer, Weight, layers, weight
 from .tensors import Tensors
 
-
 _OWN = ("SCB", "weight_format")
 
 

@@ -1,9 +1,8 @@
-"""The tensors of a file, taken apart and written again: consistent files with one missing, or of another shape."""
+"""The tensors of a file, taken apart and written again, consistent, with one missing or reshaped."""
 
 import json
 import math
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,14 +71,10 @@ def _read_gguf(path: Path) -> Stored:
             infos.append((name, shape, cursor.number("<u4"), cursor.number("<u8")))
     alignment = metadata.get("general.alignment", 32)
     data = raw[-(-cursor.at // alignment) * alignment :]
-    ends = {offset: end for offset, end in _spans([offset for *_, offset in infos], len(data))}
+    offsets = sorted(offset for *_, offset in infos)
+    ends = dict(zip(offsets, [*offsets[1:], len(data)], strict=True))
     tensors = {name: Entry(kind, shape, data[at : ends[at]]) for name, shape, kind, at in infos}
     return Stored(raw[begin:end], tensors, alignment)
-
-
-def _spans(offsets: list[int], end: int) -> Iterator[tuple[int, int]]:
-    ordered = sorted(offsets)
-    yield from zip(ordered, [*ordered[1:], end], strict=True)
 
 
 def _gguf(stored: Stored) -> bytes:
