@@ -60,8 +60,11 @@ class Pair(NamedTuple):
         tensors: Mapping[str, np.ndarray],
         config: bytes,
         metadata: Mapping[str, str] = {"format": "pt"},
+        *,
+        last: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes a pair, in place of an existing one.
+        """Writes a pair, in place of an existing one; calls `last` once it is complete, before it takes that
+        one's place.
 
         **Raises:** `CheckpointError` if the folder has tensors in several files, which readers prefer.
         """
@@ -75,6 +78,7 @@ class Pair(NamedTuple):
             waiting = self._waiting(Path(file.name))
             with replacing(waiting) as beside:
                 beside.write(config)
+            last()
         with replacing(self.folder / self.config) as file:
             file.write(config)
         for left in self._all_waiting():  # also from writers that were killed

@@ -78,8 +78,8 @@ def rows_of(
                 found, expected = tuple(parts[-1].shape), (shape[1] // each, *shape[2:])
                 if found != expected or parts[-1].dtype != parts[0].dtype:
                     raise CheckpointError(
-                        f"{source}: {file} must be of {parts[0].dtype} and of shape {expected}, like the other "
-                        f"parts of {name}; found {parts[-1].dtype} of shape {found}."
+                        f"{source}: {file} must be of {parts[0].dtype} and of shape {expected}, like the "
+                        f"other parts of {name}; found {parts[-1].dtype} of shape {found}."
                     )
             return checked(_joined(parts, stop - start), start, stop)
 
