@@ -188,3 +188,82 @@ def test_adapters(name, tmp_path):
                 assert what != "removed" or _is_named(tensor, error)
             else:
                 assert _bytes_of(found) == whole, (tensor, what)
+
+
+def _settings(folder, **entries):
+    config = json.loads((folder / "config.json").read_text())
+    scheme = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    scheme |= entries
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_columns_out_of_order_of_plain_integers(tmp_path):
+    """One byte per code, `actorder: group`: the same order as for packed ones."""
+    folder, (file,) = _copied("formats/compressed_tensors/w8a16_int_group", tmp_path)
+    stored = files.read(file)
+    layer = next(name for name in stored.tensors if name.endswith(".weight_scale")).removesuffix("_scale")
+    n, k = stored.tensors[layer].shape
+    groups = stored.tensors[f"{layer}_scale"].shape[1]
+    index = np.random.default_rng(0).permutation(np.arange(k) // (k // groups)).astype(np.int32)
+    plain = interop.load(folder)[layer]
+    codes = np.frombuffer(stored.tensors[layer].data, np.int8).reshape(n, k)
+    scale = np.asarray(plain.scale.scale, np.float32)
+    _settings(folder, actorder="group")
+    with pytest.raises(CheckpointError, match="weight_g_idx': is missing, though the scheme says"):
+        interop.load(folder)
+    entry = files.Entry("I32", (k,), index.tobytes())
+    files.write(file, stored._replace(tensors={**stored.tensors, f"{layer}_g_idx": entry}))
+    expected = codes.astype(np.float32) * scale[:, index]
+    np.testing.assert_array_equal(ql.materialise(interop.load(folder)[layer]), expected)
+
+
+@pytest.mark.parametrize("suffix", ["weight", "down_proj"])
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+def test_codes_without_scales_whatever_their_name(suffix, kind, tmp_path):
+    folder, (file,) = _copied("formats/gptq/w4_g128_sym", tmp_path)
+    stored = files.read(file)
+    name = f"model.layers.9.mlp.experts.{suffix}"
+    files.write(file, stored._replace(tensors={**stored.tensors, name: files.Entry(kind, (2, 2), bytes(4))}))
+    with pytest.raises(CheckpointError, match=f"'{name}': holds float8_.* whose scales are missing"):
+        interop.load(folder)
+
+
+_GGUF = "formats/gguf_whole"
+
+
+@pytest.mark.parametrize(
+    ("base", "part", "entry", "message"),
+    [
+        ("formats/whole/mxfp4_gpt_oss", "experts.down_proj_scales", None, "down_proj_scales': is missing"),
+        (
+            "models/mixtral/base",
+            "experts.0.w1.weight",
+            "flat",
+            r"w1\.weight must be of .* shape \(\d+, \d+\)",
+        ),
+        (f"{_GGUF}/qwen2_q4_0.gguf", "blk.0.ffn_up.weight", "empty", "'blk.0.ffn_up.weight': is not made of"),
+        (f"{_GGUF}/llama_q4_k_m.gguf", "blk.0.attn_q.weight", "one more axis", "must be a matrix"),
+        (f"{_GGUF}/qwen2_q4_0.gguf", "token_embd.weight", "a row less", r"has \d+ rows, for \d+ tokens"),
+    ],
+)
+def test_errors_of_models_name_the_tensor(base, part, entry, message, tmp_path):
+    path, (file, *_) = _copied(base, tmp_path)
+    stored = files.read(file)
+    name = next(name for name in stored.tensors if name.endswith(part))
+    others = {k: x for k, x in stored.tensors.items() if k != name}
+    if entry is not None:
+        others[name] = files.other_shapes(stored.tensors[name])[entry]
+    files.write(file, stored._replace(tensors=others))
+    with pytest.raises(CheckpointError, match=message):
+        ql.models.load(path)
+
+
+def test_experts_of_different_dtypes(tmp_path):
+    path, (file, *_) = _copied("models/mixtral/base", tmp_path)
+    stored = files.read(file)
+    name = next(name for name in stored.tensors if name.endswith("experts.1.w1.weight"))
+    half = np.frombuffer(stored.tensors[name].data, np.float32).astype(np.float16)
+    entry = files.Entry("F16", stored.tensors[name].shape, half.tobytes())
+    files.write(file, stored._replace(tensors={**stored.tensors, name: entry}))
+    with pytest.raises(CheckpointError, match=r"1\.w1\.weight must be of float32 .* found float16"):
+        ql.models.load(path)
