@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import secrets
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,17 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
 @contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Adds the name of the file to errors that say none: those of a full disk, for example."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a temporary file for writing; it replaces `path` when the block ends, and is deleted on an error.
 
@@ -31,7 +41,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     _remove_abandoned(target.parent)
-    with _temporary(target, mode) as file:
+    with naming(target), _temporary(target, mode) as file:
         try:
             yield file
             file.flush()
@@ -42,15 +52,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         except BaseException:
             os.unlink(file.name)
             raise
-
-
-def copied(file: Path, folder: Path) -> None:
-    """Copies a file into a folder, unless it is already there."""
-    target = folder / file.name
-    if target.exists() and target.samefile(file):
-        return
-    with open(file, "rb") as source, replacing(target) as written:
-        shutil.copyfileobj(source, written)
 
 
 def _temporary(target: Path, mode: int | None) -> BinaryIO:

@@ -141,7 +141,8 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
             except (ValueError, RecursionError) as error:
                 raise FinetuneError(f"{path}:{number}: not JSON: {error}") from None
             if not isinstance(fields, dict):
-                raise FinetuneError(f"{path}:{number}: expected a JSON object; found {line.decode()[:60]!r}")
+                found = line.decode(errors="replace")[:60]  # JSON may be in UTF-16
+                raise FinetuneError(f"{path}:{number}: expected a JSON object; found {found!r}")
             try:
                 example = encode(fields)
             except ValueError as error:

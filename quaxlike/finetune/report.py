@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .._files import naming
 from .train import Step
 
 
@@ -46,7 +47,7 @@ class Metrics:
 
     def note(self, step: int, **entry: Any) -> None:
         """Adds a line. Nested figures become scalars with names like `held_out/loss`."""
-        with open(self._lines, "a") as file:
+        with naming(self._lines), open(self._lines, "a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **entry}) + "\n")
         if self._events is not None:
             flat: dict[str, float] = {}
@@ -74,7 +75,7 @@ class TensorBoard:
         # The time is a double; all other fractional numbers in events are floats.
         data = b"\x09" + struct.pack("<d", time.time()) + event
         length = struct.pack("<Q", len(data))
-        with open(self._path, "ab") as file:
+        with naming(self._path), open(self._path, "ab") as file:
             file.write(length + _masked_crc(length) + data + _masked_crc(data))
 
 

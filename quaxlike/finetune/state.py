@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._files import lock_folder, replacing
+from .._files import lock_folder, naming, replacing
 from ..interop import safetensors
 from ..interop.json_text import read_json_file
 from ..surgery.select import path_of
@@ -79,7 +79,7 @@ class RunDirectory:
 
     def note(self, **entry: Any) -> None:
         """Adds a line to the log."""
-        with open(self.log, "ab") as file:
+        with naming(self.log), open(self.log, "ab") as file:
             file.write(_line(entry))
 
     def entries(self) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     group = group_size(config, tensors.path)
     read = _read_gemm if version == "gemm" else _read_gemv
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "qweight"):
+    for layer in layers(tensors, *_PARTS):
         out |= weight(layer, _PARTS, lambda layer=layer: read(layer, group))
     return out
 

@@ -78,10 +78,17 @@ class Layer:
         return scale
 
 
-def layers(tensors: Tensors, suffix: str, separator: str = ".") -> list[Layer]:
-    """The layers that have a tensor with this suffix."""
-    end = separator + suffix
-    return [Layer(tensors, name.removesuffix(end), separator) for name in tensors if name.endswith(end)]
+def layers(
+    tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
+) -> list[Layer]:
+    """The layers that have a tensor with one of these suffixes, or a `weight` of one of these dtypes: those
+    that lack a part are among them, so that their readers miss it."""
+    dtypes, found = tuple(dtypes), dict[str, None]()
+    for name in tensors:
+        layer, _, suffix = name.rpartition(separator)
+        if suffix in suffixes or (suffix == "weight" and tensors.info[name].dtype in dtypes):
+            found[layer] = None
+    return [Layer(tensors, layer, separator) for layer in found]
 
 
 def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, Weight]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from ml_dtypes import float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 
 from .._checked import checked
 from ..arrays.quantized import BlockArray, Int8Array
@@ -21,8 +23,8 @@ from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8
 from .blocks import Weight
 from .blocks import settings as subsettings
 from .errors import complain
-from .file_pair import Pair
-from .gguf import holds_gguf, open_gguf
+from .file_pair import Pair, consistent
+from .gguf import Gguf, holds_gguf, open_gguf
 from .gguf_tokenizer import tokenizer_of
 from .json_text import read_json, read_json_file
 from .rows import BY_ROWS, dense_rows, rows_of_weight
@@ -170,13 +172,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     **Raises:** as for `load`; errors about a single weight when that is looked up.
     """
     path = Path(path)
-    config, methods = _configs(path)
-    if holds_gguf(path):
-        gguf = open_gguf(path)
+    opened, (config, methods) = consistent(lambda: _opened(path), lambda: _configs(path), path)
+    if isinstance(opened, Gguf):
+        gguf = opened
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
         config = config or gguf.config
         return Checkpoint(thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype)
-    tensors = open_tensors(path)
+    tensors = opened
     method, settings = methods
     if method is None and "quantization_config" in tensors.metadata:
         text = tensors.metadata["quantization_config"]
@@ -186,7 +188,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     weights: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Callable[[], Rows]] = {}
     taken: set[str] = set()
-    reader = _READERS.get(method or "", lambda tensors, _: llm_int8.weights(tensors))
+    if method is None and llm_int8.is_in(tensors):
+        method, settings = "bitsandbytes", {"quant_method": "bitsandbytes"}
+    reader = _READERS.get(method or "", llm_int8.weights)
     if method in (None, "bitsandbytes", *_READERS):
         found = reader(tensors, settings)
     else:
@@ -205,14 +209,22 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     weights |= values
     taken |= used
     rest: Mapping[str, Any] = tensors
+    states: Mapping[str, Any] = {}
     if method in (None, "bitsandbytes"):
         rest = bitsandbytes.Checkpoint(tensors)
+        states = rest.storage
         method = method or ("safetensors" if not found and not rest.storage else "bitsandbytes")
     for name in rest:
         if name in taken or (method != "safetensors" and name.endswith(_SKIPPED)):
             continue
         if method in _READERS and name.endswith(_CODES):
             raise complain(tensors.path, name, f"belongs to no weight of the format {method!r}")
+        if method != "safetensors" and name not in states and _are_codes(name, tensors.info[name].dtype):
+            raise complain(
+                tensors.path,
+                name,
+                f"holds {tensors.info[name].dtype}: codes of a weight whose scales are missing",
+            )
         weights[name] = lambda name=name: rest[name] if rest is not tensors else as_jax(tensors[name])
         rows[name] = lambda name=name: (
             rest.rows(name) if isinstance(rest, bitsandbytes.Checkpoint) else dense_rows(tensors, name)
@@ -251,8 +263,20 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 # Suffixes of no use on their own: a file that has one without its weight is damaged, or of another format.
 _CODES = (
     *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_zero_point"),
-    *("_blocks", "_scales", ".W_q", ".SCB"),
+    *("_blocks", "_scales", ".W_q", ".SCB", ".weight_format", "._weight_qdata", "._weight_scale"),
 )
+
+
+def _are_codes(name: str, dtype: np.dtype) -> bool:
+    """Whether a tensor of a quantised checkpoint cannot be a weight, or a buffer, by itself."""
+    return dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer))
+
+
+_FLOATS_OF_8 = tuple(map(np.dtype, (float8_e4m3fn, float8_e5m2, float8_e8m0fnu)))
+
+
+def _opened(path: Path) -> Gguf | Tensors:
+    return open_gguf(path) if holds_gguf(path) else open_tensors(path)
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, Any]]]:

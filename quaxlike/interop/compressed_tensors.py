@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays.quantized import CODECS
 from .blocks import (
+    E4M3,
     FLOATS,
     INT8,
     INT32,
@@ -53,10 +54,8 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     groups = settings(config, "config_groups", tensors.path)
     if not all(isinstance(g, dict) and _are_targets(g.get("targets") or []) for g in groups.values()):
         raise complain(tensors.path, "config_groups", "must map names to settings, `targets` a list of texts")
-    taken = {name for entry in out.values() for name in entry.tensors}
-    seen = {layer.name: layer for s in ("weight_packed", "weight_scale") for layer in layers(tensors, s)}
-    for layer in seen.values():
-        if layer.at("weight_scale") in taken:
+    for layer in layers(tensors, *_PARTS[1:], dtypes=[INT8, E4M3]):
+        if f"{layer.name}.weight" in out:
             continue
         group = _group_of(layer, groups)
         kind = group.get("format") or config.get("format")
@@ -145,14 +144,22 @@ def _packed_integers(layer: Layer, scheme: _Scheme) -> Any:
     if not symmetric:  # packed along the outputs
         zeros = layer.get("weight_zero_point", [INT32], (num_words(n, bits), groups))
         zero = unpack(stream(zeros.T), bits, n).T
-    order = None
-    if "weight_g_idx" in layer:
-        index = layer.get("weight_g_idx", [INT32], (k,))
-        if block is None or not np.array_equal(np.sort(index), np.arange(k) // block):
-            raise layer.bad("weight_g_idx", f"must name each of {groups} groups {block} times")
-        order = np.argsort(index, kind="stable")
-        codes = codes[:, order]
+    order = _order(layer, scheme, k, block)
+    codes = codes if order is None else codes[:, order]
     return integers(codes, scale, zero, bits=bits, block=block, order=order)
+
+
+def _order(layer: Layer, scheme: _Scheme, k: int, block: int | None) -> np.ndarray | None:
+    """The columns by groups; None if they are in order."""
+    if "weight_g_idx" not in layer:
+        kind = scheme.get("actorder")  # by "weight" and "static", columns are in order
+        if (kind is True or str(kind).lower() in ("group", "dynamic")) and block not in (None, k):
+            raise layer.bad("weight_g_idx", f"is missing, though the scheme says actorder={kind!r}")
+        return None
+    index = layer.get("weight_g_idx", [INT32], (k,))
+    if block is None or not np.array_equal(np.sort(index), np.arange(k) // block):
+        raise layer.bad("weight_g_idx", f"must name each group of {block or k} of the {k} columns so often")
+    return np.argsort(index, kind="stable")
 
 
 def _plain_integers(layer: Layer, scheme: _Scheme) -> Any:
@@ -166,8 +173,12 @@ def _plain_integers(layer: Layer, scheme: _Scheme) -> Any:
         shape = layer.shape("weight_scale")
         point = layer.get("weight_zero_point", [INT8], shape)
         zero = _rows(point, n, scheme).view(np.uint8) ^ np.uint8(128)
+    elif not scheme.get("symmetric", True):
+        raise layer.bad("weight_zero_point", "is missing, though the scheme says symmetric=False")
     codes = layer.get("weight", [INT8]).view(np.uint8) ^ np.uint8(128)
-    return integers(codes, scale, zero, bits=8, block=block)
+    order = _order(layer, scheme, k, block)
+    codes = codes if order is None else codes[:, order]
+    return integers(codes, scale, zero, bits=8, block=block, order=order)
 
 
 def _scales(layer: Layer, suffix: str, scheme: _Scheme, n: int, k: int) -> tuple[np.ndarray, int | None]:
@@ -198,6 +209,8 @@ def _plain_floats(layer: Layer, scheme: _Scheme) -> Any:
     _bits(layer, scheme, "float", (8,))
     _, k = layer.shape("weight", 2)
     tile = _tile(layer, scheme) if scheme.get("strategy") == "block" else None
+    if _order(layer, scheme, k, _block(layer, scheme, k)) is not None:
+        raise layer.bad("weight_g_idx", "is of a weight of 8-bit floats, whose columns must be in order")
     return read_float8(layer, "weight_scale", tile, column_block=_block(layer, scheme, k))
 
 

@@ -7,15 +7,45 @@ tensors it finds.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from .._files import replacing
-from .errors import complain
+from .errors import CheckpointError, complain
 from .tensors import write_to
+
+
+class _Opened(Protocol):
+    def is_current(self) -> bool: ...
+
+
+_O, _C = TypeVar("_O", bound=_Opened), TypeVar("_C")
+
+
+def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
+    """Opens tensors, and reads the configuration beside them, which belongs to them: if they are replaced in
+    between, once more.
+
+    **Raises:** as both do; `CheckpointError` if they are replaced all the time.
+    """
+    for last in (False, False, True):
+        try:
+            opened = open()
+        except (CheckpointError, FileNotFoundError):
+            read()  # what is wrong with the configuration is said first
+            raise
+        try:
+            config = read()
+        except FileNotFoundError:  # it was moved to its final name before it was read
+            if last:
+                raise
+            continue
+        if opened.is_current():
+            return opened, config
+    raise complain(path, None, "is replaced again and again while it is read")
 
 
 class Pair(NamedTuple):
@@ -30,8 +60,11 @@ class Pair(NamedTuple):
         tensors: Mapping[str, np.ndarray],
         config: bytes,
         metadata: Mapping[str, str] = {"format": "pt"},
+        *,
+        last: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes a pair, in place of an existing one.
+        """Writes a pair, in place of an existing one; calls `last` once it is complete, before it takes that
+        one's place.
 
         **Raises:** `CheckpointError` if the folder has tensors in several files, which readers prefer.
         """
@@ -45,6 +78,7 @@ class Pair(NamedTuple):
             waiting = self._waiting(Path(file.name))
             with replacing(waiting) as beside:
                 beside.write(config)
+            last()
         with replacing(self.folder / self.config) as file:
             file.write(config)
         for left in self._all_waiting():  # also from writers that were killed

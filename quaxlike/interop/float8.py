@@ -36,10 +36,8 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise complain(tensors.path, "weight_block_size", f"expected two positive sizes; found {tile!r}")
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "weight"):
-        packed = layer.dtype("weight") == UINT8
-        if layer.dtype("weight") != E4M3 and not packed:
-            continue
+    for layer in layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]):
+        packed = "weight" in layer and layer.dtype("weight") == UINT8
         read = _read_nvfp4 if packed else _read
         out |= weight(layer, _PARTS, lambda layer=layer, read=read: read(layer, tile))
     return out

@@ -18,7 +18,8 @@ from .errors import complain
 from .gguf_blocks import BLOCK_TYPES, read_blocks
 from .gguf_metadata import MAGIC, Cursor, read_value
 from .gguf_models import architecture_of, config_of, joined, name_of, row_order
-from .tensors import as_jax
+from .open_file import OpenFile
+from .tensors import are_sizes, as_jax
 
 _PLAIN: dict[int, np.dtype] = {
     0: np.dtype("<f4"),
@@ -40,7 +41,7 @@ _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class _Tensor(NamedTuple):
-    file: Path
+    file: OpenFile
     kind: int
     shape: tuple[int, ...]
     start: int
@@ -61,13 +62,14 @@ class Gguf(Mapping[str, Any]):
         self.path = path
         self.metadata: dict[str, Any] = {}
         found: dict[str, _Tensor] = {}
-        for i, part in enumerate(_parts(path)):
-            metadata, tensors = _read_header(part)
+        self._files = [OpenFile(part) for part in _parts(path)]
+        for i, file in enumerate(self._files):
+            metadata, tensors = _read_header(file)
             if i == 0:
                 self.metadata = metadata
             for name, tensor in tensors.items():
                 if name in found:
-                    raise complain(part, name, "is also in another part of the checkpoint")
+                    raise complain(file.path, name, "is also in another part of the checkpoint")
                 found[name] = tensor
         total = self.metadata.get("split.tensors.count", len(found))
         if total != len(found):
@@ -84,6 +86,10 @@ class Gguf(Mapping[str, Any]):
         shapes = {name: tensor.shape for name, tensor in found.items()}
         self.config = config_of(path, self.metadata, shapes, lambda name: np.asarray(self._read(name)))
 
+    def is_current(self) -> bool:
+        """Whether no file has been replaced since it was opened."""
+        return all(file.is_current() for file in self._files)
+
     def __iter__(self) -> Any:
         return iter(self._sources)
 
@@ -97,16 +103,13 @@ class Gguf(Mapping[str, Any]):
         shapes = [part.shape for part in parts]
         if len(shapes[0]) != 3 or shapes[0] != shapes[1]:
             raise complain(self.path, key, f"must be made of two stacks of the same shape; found {shapes}")
-        return quaxify(lambda parts: jnp.concatenate(parts, axis=1))(parts)
+        dtype = np.promote_types(*(part.dtype for part in parts))
+        return quaxify(lambda parts: jnp.concatenate([x.astype(dtype) for x in parts], axis=1))(parts)
 
     def _read(self, name: str) -> Any:
         tensor = self._tensors[name]
-        with open(tensor.file, "rb") as file:
-            file.seek(tensor.start)
-            data = np.frombuffer(file.read(tensor.nbytes), np.uint8)
-        if data.nbytes != tensor.nbytes:
-            raise complain(tensor.file, name, "the file has been cut short since its header was read")
-        rows = row_order(tensor.file, name, tensor.shape, self.metadata)
+        data = np.frombuffer(tensor.file.read(tensor.start, tensor.nbytes, name), np.uint8)
+        rows = row_order(tensor.file.path, name, tensor.shape, self.metadata)
         if tensor.kind not in _PLAIN:
             return read_blocks(BLOCK_TYPES[tensor.kind][1], data, tensor.shape, rows)
         plain = data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
@@ -143,32 +146,31 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, _Tensor]]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        cursor = Cursor(path, file, size)
-        if cursor.take(4) != MAGIC:
-            raise complain(path, None, "is not a GGUF file: it does not begin with GGUF")
-        version = cursor.number("<u4")
-        if version not in (2, 3):
-            swapped = int.from_bytes(int(version).to_bytes(4, "big"), "little")
-            hint = "it is big-endian" if swapped in (1, 2, 3) else "convert it with llama.cpp"
-            raise complain(path, None, f"version 2 or 3 can be read; found {version}: {hint}")
-        count, keys = cursor.number("<u8"), cursor.number("<u8")
-        metadata: dict[str, Any] = {}
-        cursor.expect(keys, 12, "keys")
-        for _ in range(keys):
-            key = cursor.text()
-            if key in metadata:
-                raise complain(path, key, "appears twice")
-            metadata[key] = read_value(cursor)
-        cursor.expect(count, 24, "tensors")
-        infos = [_read_info(cursor) for _ in range(count)]
-        alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise complain(path, "general.alignment", f"must be a power of two; found {alignment!r}")
-        start = -(-cursor.at // alignment) * alignment
-    return metadata, _place(path, infos, start, alignment, size)
+def _read_header(file: OpenFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+    path = file.path
+    cursor = Cursor(path, file.file, file.size)
+    if cursor.take(4) != MAGIC:
+        raise complain(path, None, "is not a GGUF file: it does not begin with GGUF")
+    version = cursor.number("<u4")
+    if version not in (2, 3):
+        swapped = int.from_bytes(int(version).to_bytes(4, "big"), "little")
+        hint = "it is big-endian" if swapped in (1, 2, 3) else "convert it with llama.cpp"
+        raise complain(path, None, f"version 2 or 3 can be read; found {version}: {hint}")
+    count, keys = cursor.number("<u8"), cursor.number("<u8")
+    metadata: dict[str, Any] = {}
+    cursor.expect(keys, 12, "keys")
+    for _ in range(keys):
+        key = cursor.text()
+        if key in metadata:
+            raise complain(path, key, "appears twice")
+        metadata[key] = read_value(cursor)
+    cursor.expect(count, 24, "tensors")
+    infos = [_read_info(cursor) for _ in range(count)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise complain(path, "general.alignment", f"must be a power of two; found {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    return metadata, _place(file, infos, start, alignment)
 
 
 def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -177,13 +179,16 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
     if not 1 <= ndim <= 4:
         raise complain(cursor.path, name, f"must have one to four axes; found {ndim}")
     shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # the fastest axis is written first
+    if not are_sizes(list(shape)):
+        raise complain(cursor.path, name, f"has more elements than an array can have: {shape}")
     return name, shape, cursor.number("<u4"), cursor.number("<u8")
 
 
 def _place(
-    path: Path, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int, size: int
+    file: OpenFile, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
 ) -> dict[str, _Tensor]:
     """The positions of tensors. Raises unless they lie within the file and do not overlap."""
+    path = file.path
     out: dict[str, _Tensor] = {}
     for name, shape, kind, offset in infos:
         if name in out:
@@ -199,18 +204,18 @@ def _place(
             )
         if kind in BLOCK_TYPES:
             block = BLOCK_TYPES[kind][1]
-            if shape[-1] % block.elements:
-                raise complain(path, name, f"blocks of {block.elements} do not divide rows of {shape[-1]}")
+            if 0 in shape or shape[-1] % block.elements:
+                raise complain(path, name, f"is not made of blocks of {block.elements}: its shape is {shape}")
             nbytes = math.prod(shape) // block.elements * block.nbytes
         else:
             nbytes = math.prod(shape) * _PLAIN[kind].itemsize
-        if offset % alignment or start + offset + nbytes > size:
+        if offset % alignment or start + offset + nbytes > file.size:
             raise complain(
                 path,
                 name,
                 f"{nbytes:,} bytes at {offset:,} are not in the file, or not aligned to {alignment}",
             )
-        out[name] = _Tensor(path, kind, shape, start + offset, nbytes)
+        out[name] = _Tensor(file, kind, shape, start + offset, nbytes)
     end = 0
     for name, tensor in sorted(out.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if tensor.start < end:

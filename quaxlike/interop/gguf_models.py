@@ -5,7 +5,6 @@ Source: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -181,7 +180,9 @@ def row_order(
     heads = metadata.get("llama.attention.head_count")
     if found[1] == "k":
         heads = metadata.get("llama.attention.head_count_kv", heads)
-    n = math.prod(shape[-2:-1] if found[2] == "weight" else shape[-1:])
+    if len(shape) != (2 if found[2] == "weight" else 1):
+        raise complain(path, name, f"must be a matrix, or the vector of its biases; found the shape {shape}")
+    n = shape[0]
     if type(heads) is not int or heads < 1 or n % heads or n // heads % 2:
         raise complain(path, name, f"{heads!r} heads do not divide its {n} rows into pairs")
     return np.arange(n).reshape(heads, n // heads // 2, 2).swapaxes(1, 2).reshape(-1)
@@ -221,7 +222,10 @@ def config_of(
             raise complain(path, prefix + key, f"expected one number; found {_short(value)}")
         config[entry] = float(str(np.float32(value))) if isinstance(value, float) else value
     if "token_embd.weight" in shapes:
-        config["vocab_size"] = shapes["token_embd.weight"][0]
+        config["vocab_size"] = rows = shapes["token_embd.weight"][0]
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) != rows:
+            raise complain(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
     config["tie_word_embeddings"] = "output.weight" not in shapes
     config["attention_bias"] = "blk.0.attn_output.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes

@@ -41,7 +41,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
             f"gptq and gptq_v2 can be read; found {kind!r}",
         )
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "qweight"):
+    for layer in layers(tensors, *_PARTS):
         own = _own_config(config, layer)
         out |= weight(layer, _PARTS, lambda layer=layer, own=own: _read(layer, own, kind == "gptq"))
     return out
@@ -80,6 +80,8 @@ def _read(layer: Layer, config: Mapping[str, Any], plus_one: bool) -> Any:
     codes = unpack(stream(packed.T), bits, k)
     zero = _zeros(zeros, bits, n, plus_one)
     usual = np.arange(k) // block
+    if "g_idx" not in layer and ((config.get("desc_act") and groups > 1) or k % 32 or k % block):
+        raise layer.bad("g_idx", f"is missing: the order, or the number, of its {k} columns is unknown")
     index = layer.get("g_idx", [INT32], (k,)) if "g_idx" in layer else usual
     if index.min() < 0 or index.max() >= groups:
         raise layer.bad("g_idx", f"expected groups up to {groups - 1}; found {index.min()} to {index.max()}")

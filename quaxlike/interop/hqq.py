@@ -3,6 +3,7 @@
 Source: the layouts of <https://github.com/mobiusml/hqq>.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,13 +27,14 @@ _META = [
     *("channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"),
     *("quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"),
 ]
+_COMMON = ("scale", "zero", "shape")  # which other layers may have too
 _INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised weights of a checkpoint, by name."""
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "W_q"):
+    for layer in layers(tensors, *(part for part in _META if part not in _COMMON)):
         out |= weight(layer, _META, lambda layer=layer: _read(layer))
     return out
 
@@ -49,16 +51,16 @@ def _read(layer: Layer) -> Any:
     name, dtype, slabs = _PACKINGS[bits]
     if "packing" in layer and (found := layer.get("packing", [UINT8]).tobytes()) != name.encode():
         raise layer.bad("packing", f"{bits} bits are packed as {name}; found {found!r}")
-    size = _scalar(layer, "group_size") if "group_size" in layer else (k if axis == 1 else n)
+    groups = math.prod(layer.shape("scale", 2))
+    size = _scalar(layer, "group_size") if "group_size" in layer else n * k // groups
     if size < 1 or n * k % size:
         raise layer.bad("group_size", f"groups of {size} do not divide a weight of shape {(n, k)}")
     groups = n * k // size
     rows, columns = (groups, size) if axis == 1 else (size, groups)
-    packed = layer.tensors[layer.at("W_q")]
-    if "view_as_float" in layer and _scalar(layer, "view_as_float"):
-        if packed.dtype not in FLOATS or packed.ndim != 2:
-            raise layer.bad("W_q", f"must be a matrix of floats; found {packed.dtype}{list(packed.shape)}")
-        packed = np.ascontiguousarray(packed).view(dtype)
+    as_floats = _scalar(layer, "view_as_float") if "view_as_float" in layer else layer.dtype("W_q") in FLOATS
+    packed = layer.get("W_q", FLOATS if as_floats else [dtype])
+    if as_floats and packed.ndim == 2:
+        packed = packed.view(dtype)
     if packed.dtype != dtype or packed.shape != (-(-rows // slabs), columns):
         raise layer.bad(
             "W_q",

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from json.decoder import scanstring  # pyright: ignore[reportAttributeAccessIssue]
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, complain
+from .open_file import OpenFile, check_regular
 
 _MOST_BYTES = 64 << 20  # far more than any configuration or index
 _MOST_ENTRY = 8_192  # characters of a header's entry for one tensor: 64 sizes take at most 1,300
@@ -41,16 +42,18 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
     """Reads a file, like `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
     check_regular(path)
-    if (size := path.stat().st_size) > _MOST_BYTES:
+    return _read_bounded(path, path.stat().st_size, path.read_bytes, what)
+
+
+def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
+    """Reads an open file, like `read_json`."""
+    return _read_bounded(file.path, file.size, lambda: file.read(0, file.size, None), what)
+
+
+def _read_bounded(path: Path, size: int, read: Callable[[], bytes], what: str) -> dict[str, Any]:
+    if size > _MOST_BYTES:
         raise complain(path, None, f"{what} has {size:,} bytes; at most {_MOST_BYTES:,} can be read")
-    return read_json(path, path.read_bytes(), what)
-
-
-def check_regular(path: Path) -> None:
-    """Raises `FileNotFoundError` for a pipe, a device or a folder: reading them may never end."""
-    if not path.is_file():
-        problem = "is not a regular file" if path.exists() else "does not exist"
-        raise FileNotFoundError(f"{path} {problem}.")
+    return read_json(path, read(), what)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Source: Dettmers et al., LLM.int8(), <https://arxiv.org/abs/2208.07339>.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,12 +13,19 @@ from ..arrays.quantized import Int8Array
 from .blocks import INT8, UINT8, Layer, Weight, layers, weight
 from .tensors import Tensors
 
+_OWN = ("SCB", "weight_format")
 
-def weights(tensors: Tensors) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
+
+def is_in(tensors: Tensors) -> bool:
+    """Whether a checkpoint, whatever its configuration says, has weights in this format."""
+    return bool(layers(tensors, *_OWN))
+
+
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+    """The quantised weights of a checkpoint, by name. Without a configuration it has none."""
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "SCB"):
-        out |= weight(layer, ("weight", "SCB", "weight_format"), lambda layer=layer: _read(layer))
+    for layer in layers(tensors, *_OWN, dtypes=[INT8]) if config else ():
+        out |= weight(layer, ("weight", *_OWN), lambda layer=layer: _read(layer))
     return out
 
 

@@ -20,12 +20,13 @@ _MODES: dict[str, Codec] = {
     "nvfp4": Codec(4, "table", table=E2M1, block=16, scales="e4m3"),
 }
 _PARTS = ("weight", "scales", "biases")
+_WORDS = np.dtype(np.uint32)
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised weights of a checkpoint, by name."""
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "scales"):
+    for layer in layers(tensors, "scales", "biases", dtypes=[_WORDS]):
         own = config.get(layer.name)
         settings = {**config, **own} if isinstance(own, dict) else config
         out |= weight(layer, _PARTS, lambda layer=layer, settings=settings: _read(layer, settings))
@@ -43,7 +44,7 @@ def _read(layer: Layer, config: Mapping[str, Any]) -> Any:
     k = words * 32 // bits
     if group < 1 or k % group or k * bits != words * 32:
         raise layer.bad("weight", f"{words} words of {bits} bits do not make groups of {group}")
-    packed = stream(layer.get("weight", [np.dtype(np.uint32)]))
+    packed = stream(layer.get("weight", [_WORDS]))
     if mode == "affine":
         scale = layer.scales("scales", (n, k // group))
         scales = BlockScales(scale, zero=layer.scales("biases", (n, k // group)))

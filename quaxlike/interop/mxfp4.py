@@ -14,13 +14,15 @@ from .blocks import UINT8, Layer, Weight, guarded, layers, small_floats
 from .errors import complain
 from .tensors import Tensors
 
+_PARTS = ("blocks", "scales")
+
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised weights of a checkpoint, by name, of shape (experts, out, in)."""
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "blocks", "_"):
-        read = guarded(layer, lambda layer=layer: _read(layer))
-        out[layer.name] = Weight((layer.at("blocks"), layer.at("scales")), read)
+    for layer in layers(tensors, *_PARTS, separator="_"):
+        taken = tuple(layer.at(part) for part in _PARTS if part in layer)
+        out[layer.name] = Weight(taken, guarded(layer, lambda layer=layer: _read(layer)))
     return out
 
 

@@ -72,7 +72,15 @@ def rows_of(
         each = len(files) // shape[0]
 
         def stacked(start: int = 0, stop: int = shape[0]) -> Any:
-            parts = [weights[file] for file in files[start * each : stop * each]]
+            wanted, parts = files[start * each : stop * each], []
+            for file in wanted:
+                parts.append(weights[file])
+                found, expected = tuple(parts[-1].shape), (shape[1] // each, *shape[2:])
+                if found != expected or parts[-1].dtype != parts[0].dtype:
+                    raise CheckpointError(
+                        f"{source}: {file} must be of {parts[0].dtype} and of shape {expected}, like the "
+                        f"other parts of {name}; found {parts[-1].dtype} of shape {found}."
+                    )
             return checked(_joined(parts, stop - start), start, stop)
 
         return Rows(shape[0], stacked)

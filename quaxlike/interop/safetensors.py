@@ -1,6 +1,7 @@
 """Whole models in a safetensors file, with arrays of all shipped types."""
 
 import difflib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -59,6 +60,7 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
     known = _known(types)
     tensors: dict[str, np.ndarray] = {}
     values: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
 
     def put(name: str, array: np.ndarray) -> None:
         if name in tensors:
@@ -70,12 +72,15 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
         if not is_value(leaf) and not _is_array(leaf):
             continue
         try:
+            before = len(tensors)
             node = encode(leaf, name, known, put)
         except TypeError as error:
             raise complain(path, name, str(error)) from None
         if set(node) != {"array"}:
             values[name] = node
-    manifest = json.dumps({"version": _VERSION, "values": values}, sort_keys=True)
+            parts = itertools.islice(tensors.items(), before, None)
+            dtypes |= {part: array.dtype.name for part, array in parts}
+    manifest = json.dumps({"version": _VERSION, "values": values, "dtypes": dtypes}, sort_keys=True)
     write_tensors(path, tensors, {_MANIFEST: manifest})
 
 
@@ -182,6 +187,12 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
     values = manifest.get("values")
     if not isinstance(values, dict):
         raise complain(tensors.path, "values", "the manifest must hold an object here")
+    dtypes = manifest.get("dtypes", {})  # older files have none
+    if not isinstance(dtypes, dict):
+        raise complain(tensors.path, "dtypes", "the manifest must hold an object here")
+    for name, dtype in dtypes.items():
+        if name in tensors and (found := tensors.info[name].dtype.name) != dtype:
+            raise complain(tensors.path, name, f"is of {found}, and of {str(dtype)[:40]} in the manifest")
     return values
 
 

@@ -1,18 +1,19 @@
 """`save` and `save_like`: weights by name, in checkpoints that other programs read."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .._checked import checked
-from .._files import copied
 from ..arrays.quantized import CODECS, BlockArray, FP4Array, Int8Array, NF4Array
 from ..core.values import is_value
 from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
+from .beside import files_beside, remove_others, staged
 from .errors import CheckpointError, complain
 from .file_pair import Pair
 from .tensors import write_tensors
@@ -96,7 +97,11 @@ _FORMATS = ("gguf", *_FOLDERS, "safetensors")
 
 
 def _write_folder(
-    path: Path, tensors: dict[str, np.ndarray], settings: dict[str, Any], config: Mapping[str, Any]
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    settings: dict[str, Any],
+    config: Mapping[str, Any],
+    last: Callable[[], None] = lambda: None,
 ) -> None:
     if path.suffix == ".safetensors":  # a single file must say itself how to read it
         metadata = {"quantization_config": json.dumps(settings)} if settings else {}
@@ -105,15 +110,16 @@ def _write_folder(
     path.mkdir(parents=True, exist_ok=True)
     config = dict(config)
     before = config.pop("quantization_config", None) or {}
+    config.pop("quantization", None)  # MLX's
     if settings:
         same = before.get("quant_method") == settings["quant_method"]
         config["quantization_config"] = {**before, **settings} if same else settings
-    Pair(path).write(tensors, json.dumps(config, indent=1).encode())
+    Pair(path).write(tensors, json.dumps(config, indent=1).encode(), last=last)
 
 
 def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Writes weights to a folder in the format for their types, with copies of another checkpoint's
-    tokeniser, templates and generation settings.
+    tokeniser, templates and generation settings. What the folder had of these is replaced, or removed.
 
     **Arguments:**
 
@@ -121,7 +127,8 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
     - `directory`: the folder to write to, which is created if it does not exist.
     - `mapping`, `config`: as for `save`.
 
-    **Raises:** `CheckpointError` for types that no format takes; nothing is written then.
+    **Raises:** `CheckpointError` for types that no format takes, and for a file to copy that is no regular
+    one in the folder; nothing is written then.
     """
     formats = {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
     if len(formats) > 1:
@@ -130,19 +137,11 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
             "in one of them. Materialise the others."
         )
     written = _FOLDERS[next(iter(formats), "bitsandbytes")](directory, mapping)
+    copies = files_beside(source)
     directory.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_dir() and file.name == "additional_chat_templates":
-            (directory / file.name).mkdir(exist_ok=True)
-            for template in file.iterdir():
-                copied(template, directory / file.name)
-        elif file.suffix in (".json", ".jinja", ".txt", ".model") and not _of_weights(file.name):
-            copied(file, directory)
-    _write_folder(directory, *written, config)
-
-
-def _of_weights(name: str) -> bool:
-    return name == "config.json" or name.endswith(".index.json")
+    with contextlib.ExitStack() as stack:
+        staged(copies, directory, stack)
+        _write_folder(directory, *written, config, last=lambda: remove_others(directory, copies))
 
 
 def _format_of(directory: Path, name: str, value: Any) -> str:

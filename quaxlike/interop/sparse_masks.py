@@ -3,6 +3,7 @@
 Source: the layouts of <https://github.com/vllm-project/compressed-tensors>.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ _FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
 def dense_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The weights that have a mask, made dense; 8-bit weights become block arrays."""
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, "bitmask"):
+    for layer in layers(tensors, "bitmask", "compressed", "row_offsets"):
         kind = config.get("format")
         if kind not in _FORMATS:
             raise complain(tensors.path, "sparsity_config", f"expected one of {_FORMATS}; found {kind!r}")
@@ -31,7 +32,7 @@ def dense_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weig
 def _read(layer: Layer, kind: str) -> Any:
     int64 = np.dtype(np.int64)
     n, k = (int(size) for size in layer.get("shape", [int64], (2, 1), (2,)).reshape(-1))
-    if n < 1 or k < 1 or n * k > 16 * layer.tensors.info[layer.at("bitmask")].nbytes:
+    if n < 1 or k < 1 or n * k > 16 * math.prod(layer.shape("bitmask", 2)):
         raise layer.bad("shape", f"does not fit the bitmask; found {(n, k)}")
     mask = layer.get("bitmask", [UINT8], (n, -(-k // 8)))
     kept = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)

@@ -6,7 +6,7 @@ Source: the format's specification, <https://huggingface.co/docs/safetensors>.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
@@ -17,7 +17,8 @@ import numpy as np
 
 from .._files import replacing
 from .errors import complain
-from .json_text import check_regular, read_header, read_json, read_json_file
+from .json_text import read_header, read_json, read_json_of
+from .open_file import OpenFile
 
 __all__ = [
     "TensorInfo",
@@ -63,7 +64,7 @@ _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 class TensorInfo(NamedTuple):
     """The position, dtype and shape of a tensor."""
 
-    file: Path
+    file: OpenFile
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int  # from the start of the file
@@ -82,6 +83,7 @@ class Tensors(Mapping[str, np.ndarray]):
     - `info`: dtype, shape and position of each tensor.
     - `metadata`: the free-text entries of the header; for several files, of the first one.
     - `unlisted`: for several files, the names of tensors in them that the index leaves out.
+    - `files`: the files, which stay open.
     """
 
     def __init__(
@@ -90,21 +92,23 @@ class Tensors(Mapping[str, np.ndarray]):
         info: dict[str, TensorInfo],
         metadata: dict[str, str],
         unlisted: Set[str] = frozenset(),
+        files: Iterable[OpenFile] = (),
     ) -> None:
         self.path = path
         self.info = info
         self.metadata = metadata
         self.unlisted = unlisted
+        self.files = tuple(files)
+
+    def is_current(self) -> bool:
+        """Whether no file has been replaced since it was opened."""
+        return all(file.is_current() for file in self.files)
 
     def __getitem__(self, name: str) -> np.ndarray:
         info = self.info[name]
-        with open(info.file, "rb") as file:
-            file.seek(info.offset)
-            data = file.read(info.nbytes)
-        if len(data) != info.nbytes:
-            raise complain(info.file, name, "the file has been cut short since its header was read")
+        data = info.file.read(info.offset, info.nbytes, name)
         if info.dtype == np.bool_ and data.strip(b"\0\1"):
-            raise complain(info.file, name, "has bytes other than 0 and 1, which are not BOOLs")
+            raise complain(info.file.path, name, "has bytes other than 0 and 1, which are not BOOLs")
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
@@ -112,11 +116,7 @@ class Tensors(Mapping[str, np.ndarray]):
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]
-        try:
-            return np.memmap(info.file, info.dtype, "r", info.offset, info.shape)
-        except ValueError:
-            problem = "the file has been cut short since its header was read"
-            raise complain(info.file, name, problem) from None
+        return info.file.mapped(info.offset, info.dtype, info.shape, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.info)
@@ -140,11 +140,11 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         path = _in_folder(path)
     if not path.exists():
         raise FileNotFoundError(f"No checkpoint at {path}.")
-    check_regular(path)
+    file = OpenFile(path)
     if path.suffix == ".json":
-        return _open_index(path)
-    info, metadata = _read_header(path)
-    return Tensors(path, info, metadata)
+        return _open_index(file)
+    info, metadata = _read_header(file)
+    return Tensors(path, info, metadata, files=[file])
 
 
 def write_tensors(
@@ -211,50 +211,60 @@ def _in_folder(folder: Path) -> Path:
     return found[0]
 
 
-def _open_index(path: Path) -> Tensors:
-    index = read_json_file(path, "the index")
+def _open_index(file: OpenFile) -> Tensors:
+    path = file.path
+    index = read_json_of(file, "the index")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise complain(path, "weight_map", "must map the names of tensors to files")
     shards: dict[str, tuple[dict[str, TensorInfo], dict[str, str]]] = {}
     info: dict[str, TensorInfo] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not _is_plain_name(file):
-            raise complain(path, name, f"the file must be a plain name beside the index, found {file!r}")
-        if file not in shards:
-            shard = path.parent / file
-            if not shard.is_file():
-                raise complain(path, name, f"the file {file!r} is missing")
-            shards[file] = _read_header(shard)
-        tensors, _ = shards[file]
+    files = [file]
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_plain_name(shard):
+            raise complain(
+                path, name, f"the file must be a plain name beside the index, found {_short(shard)}"
+            )
+        if shard not in shards:
+            try:
+                files.append(OpenFile(path.parent / shard))
+            except FileNotFoundError:
+                raise complain(path, name, f"the file {shard!r} is missing") from None
+            shards[shard] = _read_header(files[-1])
+        tensors, _ = shards[shard]
         if name not in tensors:
-            raise complain(path, name, f"is not in the file {file!r}")
+            raise complain(path, name, f"is not in the file {shard!r}")
         info[name] = tensors[name]
     held = frozenset(name for tensors, _ in shards.values() for name in tensors)
-    return Tensors(path, info, next(iter(shards.values()))[1], held - info.keys())
+    return Tensors(path, info, next(iter(shards.values()))[1], held - info.keys(), files)
 
 
 def _is_plain_name(file: str) -> bool:
-    return file not in ("", ".", "..") and not set(file) & set("/\\:\0")
+    """Whether it names a file beside another, on every system."""
+    try:
+        is_short = len(file.encode()) <= 255
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return is_short and file not in ("", ".", "..") and not set(file) & set("/\\:\0")
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
-            raise complain(
-                path, None, f"the header claims {length:,} bytes, the file has {max(size - 8, 0):,} for it"
-            )
-        header, metadata = read_header(path, file.read(length), _METADATA)
+def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    path, size = file.path, file.size
+    prefix = file.read(0, 8, None)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+        raise complain(
+            path, None, f"the header claims {length:,} bytes, the file has {max(size - 8, 0):,} for it"
+        )
+    header, metadata = read_header(path, file.read(8, length, None), _METADATA)
     data = size - 8 - length
-    info = {name: _read_entry(path, name, entry, 8 + length, data) for name, entry in header.items()}
+    info = {name: _read_entry(file, name, entry, 8 + length, data) for name, entry in header.items()}
     _check_coverage(path, info, 8 + length, size)
     return info, metadata
 
 
-def _read_entry(path: Path, name: str, entry: Any, start: int, size: int) -> TensorInfo:
+def _read_entry(file: OpenFile, name: str, entry: Any, start: int, size: int) -> TensorInfo:
+    path = file.path
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise complain(path, name, f"expected dtype, shape and data_offsets, found {_short(entry)}")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
@@ -272,7 +282,7 @@ def _read_entry(path: Path, name: str, entry: Any, start: int, size: int) -> Ten
             name,
             f"{entry['dtype']} of shape {shape} takes {expected:,} bytes, found {offsets[1] - offsets[0]:,}",
         )
-    return TensorInfo(path, dtype, tuple(shape), start + offsets[0])
+    return TensorInfo(file, dtype, tuple(shape), start + offsets[0])
 
 
 def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: int) -> None:

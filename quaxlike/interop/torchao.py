@@ -3,7 +3,8 @@
 Source: the tensor subclasses of torchao, <https://github.com/pytorch/ao>.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,15 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         if kind not in _CLASSES:
             raise complain(tensors.path, name, f"{', '.join(_CLASSES)} can be read; found {kind!r}")
         layer = Layer(tensors, name.removesuffix(".weight"), "._weight_")
-        out |= weight(layer, _PARTS, lambda layer=layer, kind=kind, narrow=narrow: _read(layer, kind, narrow))
+        named = node.get("_tensor_data_names")
+        named = [part for part in named if part in _PARTS] if isinstance(named, list) else ()
+        out |= weight(layer, _PARTS, partial(_read, layer, kind, narrow, named))
     return out
 
 
-def _read(layer: Layer, kind: str, narrow: bool) -> Any:
+def _read(layer: Layer, kind: str, narrow: bool, named: Iterable[str]) -> Any:
+    for part in named:
+        layer.shape(part)  # raises if it is missing
     n, k = layer.shape("qdata", 2)
     groups = layer.shape("scale", 2)[1]
     if k % groups:

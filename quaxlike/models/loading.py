@@ -109,7 +109,8 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
     """Writes a model to a directory that transformers loads.
 
     Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
-    by one if they are there. Its tokeniser, templates and generation settings are copied.
+    by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
+    transformers, and replace those of another model in the directory.
 
     **Arguments:**
 
@@ -119,7 +120,9 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
         format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
     - `source`: the directory that it was read from.
 
-    **Raises:** `CheckpointError` for weights of other types, or of several formats; nothing is written then.
+    **Raises:** `CheckpointError` for weights of other types, or of several formats, and for a file to copy
+    that is not a regular one, or is a link out of `source` (but for the blobs of a Hugging Face cache);
+    nothing is written then.
 
     !!! example
 

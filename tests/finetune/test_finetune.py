@@ -277,6 +277,12 @@ def test_bad_lines_are_named(name, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_list_in_utf_16_is_named(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes('["é"]'.encode("utf-16-le"))
+    with pytest.raises(FinetuneError, match=r"data\.jsonl:1: expected a JSON object; found"):
+        data.read_examples(tmp_path / "data.jsonl", lambda fields: None)
+
+
 @pytest.mark.parametrize(
     ("kind", "lines", "options", "message"),
     [

@@ -1,6 +1,7 @@
 """`python -m tests.fuzz`: readers meet mutated files; with --arguments, public functions wrong arguments.
 
-Nothing but the library's own errors may come out, within seconds, and without memory beyond the file's.
+Nothing but the library's own errors may come out, within seconds, and without memory beyond the file's. All
+other tensors of a file with one missing, or of another shape, are read as they were.
 """
 
 import argparse

@@ -1,20 +1,41 @@
-"""Changes of one file of a folder: of bytes, of an entry of its JSON, of its header."""
+"""Changes of one file of a folder: of bytes, of an entry of its JSON, of its header, of a whole tensor."""
 
 import json
 import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quaxlike.interop.gguf_metadata import MAGIC, Cursor, encode_text, encode_value, read_value
+from tests.fuzz import tensors
 
 # What stands for a value that was changed.
 OTHERS = (
-    *(None, True, False, -1, 0, 1, 2**31, 2**63, 10**400, 0.5, float("nan"), float("inf"), 1e308),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        10**6,
+        2**31 - 1,
+        2**31,
+        2**32 - 1,
+        2**63 - 1,
+        2**63,
+        10**400,
+        0.5,
+        float("nan"),
+        float("inf"),
+        1e308,
+    ),
     *("", "(", "(.*)*!", "nf4", "\ud800", "x" * 1000),
     *([], [1], ["a"], {}, {"a": 1}, [[]] * 50),
 )
+
+_NUMBERS = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
 def change_bytes(raw: bytes, draw: random.Random) -> bytes:
@@ -31,7 +52,7 @@ def change_bytes(raw: bytes, draw: random.Random) -> bytes:
             case 2:
                 out[at:at] = draw.randbytes(draw.choice((1, 2, 8)))
             case _:
-                out[at : at + 8] = draw.choice((0, 1, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little")
+                out[at : at + 8] = draw.choice(_NUMBERS).to_bytes(8, "little")
     return bytes(out)
 
 
@@ -85,7 +106,7 @@ def _change_gguf(path: Path, draw: random.Random) -> bytes:
         for _ in range(count):
             cursor.text()
             cursor.take(8 * cursor.number("<u4") + 12)
-        tensors = raw[infos : cursor.at]
+        described = raw[infos : cursor.at]
         data = raw[-(-cursor.at // 32) * 32 :]
     changed = change_tree(metadata, draw)
     entries = []
@@ -94,7 +115,7 @@ def _change_gguf(path: Path, draw: random.Random) -> bytes:
             entries.append(encode_text(key) + encode_value(value))
         except (TypeError, OverflowError, UnicodeEncodeError, struct.error):
             continue  # there is no such value
-    head = MAGIC + struct.pack("<IQQ", 3, count, len(entries)) + b"".join(entries) + tensors
+    head = MAGIC + struct.pack("<IQQ", 3, count, len(entries)) + b"".join(entries) + described
     return head + bytes(-len(head) % 32) + data
 
 
@@ -108,11 +129,44 @@ _BY_SUFFIX: dict[str, Callable[[Path, random.Random], bytes]] = {
 SUFFIXES = tuple(_BY_SUFFIX)
 
 
-def mutate(folder: Path, draw: random.Random) -> str:
-    """Changes one file of a folder; tells what was done."""
+#: Tensors whose presence alone says that a model has them: one without is another model.
+_TOLD_BY_PRESENCE = ("output.weight", "rope_freqs.weight")
+
+
+def change_tensor(path: Path, draw: random.Random) -> str:
+    """Takes a tensor out of a file, or gives it another shape; the file, and its index, stay consistent."""
+    stored = tensors.read(path)
+    name = draw.choice([name for name in stored.tensors if name not in _TOLD_BY_PRESENCE])
+    shapes = tensors.other_shapes(stored.tensors[name])
+    others, what = dict(stored.tensors), "removed"
+    if shapes and draw.random() < 0.5:
+        what = draw.choice(sorted(shapes))
+        others[name] = shapes[what]
+    else:
+        del others[name]
+        index = path.parent / "model.safetensors.index.json"
+        if index.exists():
+            listed = json.loads(index.read_text())
+            listed["weight_map"].pop(name)
+            index.write_text(json.dumps(listed))
+    tensors.write(path, stored._replace(tensors=others))
+    return f"{name}: {what}"
+
+
+class Mutation(NamedTuple):
+    """What was done, and whether that is a change that a reader can notice."""
+
+    done: str
+    noticeable: bool
+
+
+def mutate(folder: Path, draw: random.Random) -> Mutation:
+    """Changes one file of a folder."""
     path = draw.choice(sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES))
+    if path.suffix in (".safetensors", ".gguf") and draw.randrange(2) == 0:
+        return Mutation(f"{path.name}, {change_tensor(path, draw)}", True)
     if draw.randrange(3) == 0:
         path.write_bytes(change_bytes(path.read_bytes(), draw))
-        return f"{path.name}, bytes"
+        return Mutation(f"{path.name}, bytes", False)
     path.write_bytes(_BY_SUFFIX[path.suffix](path, draw))
-    return f"{path.name}, an entry"
+    return Mutation(f"{path.name}, an entry", False)

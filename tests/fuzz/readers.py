@@ -158,10 +158,7 @@ def _configurations() -> list[Path]:
 
 
 _GGUF = ("floats", "iq4_mxfp4", "kquants", "legacy")
-_WHOLE = (
-    *("awq_qwen2", "bnb_int8_llama", "ct_nvfp4a16_llama", "fp8_block_llama", "gptq_v2_qwen2", "mlx_llama"),
-    "mxfp4_gpt_oss",
-)
+_WHOLE = sorted(path.name for path in fixture("formats/whole").iterdir() if path.is_dir())
 _FORMATS = (
     *("awq", "bnb_int8", "compressed_tensors", "compressed_tensors_legacy", "fp8", "gptq", "hqq", "mlx"),
     *("mxfp4", "torchao"),

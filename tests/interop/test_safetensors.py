@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 import quaxlike as ql
+from quaxlike import interop
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.unitful import Unitful
@@ -17,6 +18,8 @@ from quaxlike.arrays.zero import Identity, Zero
 from quaxlike.interop import CheckpointError
 from quaxlike.interop import safetensors as st
 from quaxlike.interop.tensors import open_tensors, write_tensors
+from tests.fuzz import tensors as files
+from tests.samples import normal
 
 _KEY = jax.random.key(0)
 
@@ -172,3 +175,41 @@ def test_damaged_manifests_are_refused(tmp_path, edit, message):
     path, model = _edited(tmp_path, edit)
     with pytest.raises(CheckpointError, match=message):
         st.load(path, model)
+
+
+_OTHER_DTYPES = {"F32": ("I32", "U32"), "U8": ("I8", "F8_E4M3"), "I8": ("U8",), "F16": ("I16", "BF16")}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_parts_of_another_dtype_are_refused(tmp_path, recorded):
+    """Those of the same size, which only the header tells apart; without the manifest's word, what no type
+    computes with."""
+    w = jnp.asarray(normal(4, 256))
+    values = {
+        **{x: ql.BlockArray.quantize(w, codec=x) for x in ("q4_1", "q2_k", "mxfp4", "uint4_block")},
+        "nf4": ql.NF4Array.quantize(w),
+        "double": ql.NF4Array.quantize(w, double_quant=True),
+        "int8": ql.Int8Array.quantize(w),
+    }
+    path = tmp_path / "x.safetensors"
+    st.save(path, values)
+    stored = files.read(path)
+    if not recorded:
+        metadata = json.loads(stored.metadata)
+        metadata["quaxlike"] = json.dumps({**json.loads(metadata["quaxlike"]), "dtypes": {}})
+        stored = stored._replace(metadata=json.dumps(metadata).encode())
+    files.write(path, stored)
+    st.load(path, like=values)
+    for name, entry in stored.tensors.items():
+        for kind in _OTHER_DTYPES[entry.kind] if recorded else ():
+            files.write(path, stored._replace(tensors={**stored.tensors, name: entry._replace(kind=kind)}))
+            with pytest.raises(CheckpointError, match=f"'{name}': is of .* in the manifest"):
+                st.load(path, like=values)
+            with pytest.raises(CheckpointError, match=f"'{name}': is of .* in the manifest"):
+                interop.load(path)
+    integers = {"int8.scale": "I32", "double.scale.codes": "I8", "double.scale.absmax": "U32"}
+    for name, kind in () if recorded else {**integers, "q2_k.scale.outer": "I16"}.items():
+        entry = stored.tensors[name]._replace(kind=kind)
+        files.write(path, stored._replace(tensors={**stored.tensors, name: entry}))
+        with pytest.raises(CheckpointError, match=f"'{name.partition('.')[0]}': cannot be rebuilt: .* takes"):
+            st.load(path, like=values)

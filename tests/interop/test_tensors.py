@@ -194,3 +194,12 @@ def test_any_json_as_an_index_raises_our_errors_alone(tmp_path, content):
         index.write_text(json.dumps(tree))
         with pytest.raises(CheckpointError):
             bitsandbytes.load(index)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "ü" * 200, "\ud800"])
+def test_names_of_shards_that_no_file_has(tmp_path, name):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    problem = "'w': the file must be a plain name beside the index, found .{,90}$"
+    with pytest.raises(CheckpointError, match=problem):
+        open_tensors(index)

@@ -95,6 +95,12 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             found = None if leaf is None else tuple(leaf.shape)
             if found != wanted:
                 raise ValueError(f"{self._as_told} takes {name} of shape {wanted}; found {found}.")
+        kinds = "fV" if codec.scales == "float" else "iu"  # V: bfloat16, and other floats of few bits
+        if not isinstance(scale, NestedScales) and parts[0].dtype.kind not in kinds:
+            wanted = "floats" if codec.scales == "float" else "integers"
+            raise ValueError(f"{self._as_told} takes scales that are {wanted}; found {parts[0].dtype}.")
+        if parts[1] is not None and parts[1].dtype.kind not in "fV":
+            raise ValueError(f"{self._as_told} takes outer scales that are floats; found {parts[1].dtype}.")
         dtype = np.dtype(np.int8 if codec.codes == "signed" else np.uint8)
         if self.codes.dtype != dtype:
             raise ValueError(f"{self._as_told} takes codes of dtype {dtype}; found {self.codes.dtype}.")

@@ -79,6 +79,11 @@ class NestedScales(eqx.Module):
                 f"NestedScales with codes of shape {self.codes.shape} takes absmax and offset of shapes "
                 f"{expected[0]} and {expected[1]}; found {self.absmax.shape} and {self.offset.shape}."
             )
+        dtypes = self.codes.dtype, self.absmax.dtype, self.offset.dtype
+        if dtypes[0] != np.uint8 or dtypes[1].kind not in "fV" or dtypes[2].kind not in "fV":
+            raise ValueError(
+                f"NestedScales takes codes of uint8, and absmax and offset that are floats; found {dtypes}."
+            )
 
     @classmethod
     @checked

@@ -22,6 +22,7 @@ from ...surgery.notation import Layout
 from ...surgery.select import select
 from ...surgery.trees import layer_of, named_arrays, near, replace
 from ..errors import CheckpointError, complain
+from ..file_pair import consistent
 from ..tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
@@ -103,7 +104,9 @@ def load_adapter(
         raise FileNotFoundError(
             f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
         )
-    config, tensors = read_config(config_file), open_tensors(folder / pair.tensors)
+    tensors, config = consistent(
+        lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
+    )
     file = _File(tensors)
     model = _tied_as(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])

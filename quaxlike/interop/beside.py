@@ -1,0 +1,71 @@
+"""The files beside weights that belong to the same model: tokeniser, templates and generation settings."""
+
+import filecmp
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from .._files import replacing
+from .errors import complain
+
+# As transformers names them. What makes a tokeniser usable is first, and so in place last.
+_NAMES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+_TEMPLATES = "additional_chat_templates"
+# Settings of other quantisers, which readers take if config.json has none.
+_OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
+
+
+def files_beside(folder: Path) -> dict[str, Path]:
+    """The files of a checkpoint that belong to its weights, by their names in the folder.
+
+    **Raises:** `CheckpointError` for one that is no regular file, or a link out of the folder; those into the
+    blobs of a Hugging Face cache are followed.
+    """
+    base = Path(os.path.realpath(folder))
+    roots = [base, *([base.parents[1] / "blobs"] if base.parent.name == "snapshots" else [])]
+    out: dict[str, Path] = {}
+    for name in _present(folder):
+        file = Path(os.path.realpath(folder / name))
+        if not any(file.is_relative_to(root) for root in roots):
+            problem = f"links to {file}, outside of the folder; put a copy of that file in its place"
+            raise complain(folder / name, None, problem)
+        if not file.is_file():
+            raise complain(folder / name, None, "is not a regular file, and cannot be copied")
+        out[name] = file
+    return out
+
+
+def staged(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
+    """Copies files into a folder, where they appear under their names when `stack` closes."""
+    for name, file in files.items():
+        target = folder / name
+        if target.exists() and target.samefile(file):
+            continue
+        target.parent.mkdir(exist_ok=True)
+        written = stack.enter_context(replacing(target))
+        with open(file, "rb") as source:
+            shutil.copyfileobj(source, written)
+        written.flush()
+
+
+def remove_others(folder: Path, files: dict[str, Path]) -> None:
+    """Removes what belongs to the weights in a folder, except for files that are the same as these: weights
+    never lie beside the tokeniser of others, whenever the process is killed."""
+    for name in _present(folder):
+        if name not in files:
+            (folder / name).unlink()
+        elif not filecmp.cmp(folder / name, files[name], shallow=False):
+            os.unlink(os.path.realpath(folder / name))  # where the new one will be
+    for name in _OF_WEIGHTS:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _present(folder: Path) -> list[str]:
+    names = [name for name in _NAMES if os.path.lexists(folder / name)]
+    templates = folder / _TEMPLATES
+    return names + [f"{_TEMPLATES}/{path.name}" for path in sorted(templates.glob("*.jinja"))]
