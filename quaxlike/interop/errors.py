@@ -1,6 +1,15 @@
 """Errors about files."""
 
+import reprlib
 from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+
+
+def quoted(value: Any) -> str:
+    """The `repr` of a value from a file, shortened: messages have a bounded length whatever files hold."""
+    return _SHORT.repr(value)
 
 
 class CheckpointError(ValueError):

@@ -366,8 +366,13 @@ def _adapter(
     )  # fmt: skip
     if layout.batch_shape(tuple(leaf.shape)):
         raise file.complain(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
-    if config.init_lora_weights in CHANGES_BASE:
-        lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
+    if config.init_lora_weights in CHANGES_BASE and not embedding:  # PEFT, too, leaves embeddings alone
+        if layout.kind == "conv" or (config.init_lora_weights == "olora" and config.fan_in_fan_out):
+            raise file.complain(keys["a"], f"PEFT has no {config.init_lora_weights} for {layer}")
+        try:
+            lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
+        except ValueError as error:
+            raise file.complain(keys["a"], str(error)) from None
     shapes = part_shapes(lora, layout.kind)
     held = {"a": lora.a.shape, "b": lora.b.shape, "magnitude": lora.b.shape[:-1]}
     parts = [part for part in held if part != "magnitude" or config.use_dora]
