@@ -84,6 +84,11 @@ class Gguf(Mapping[str, Any]):
         shapes = {name: tensor.shape for name, tensor in found.items()}
         self.config = config_of(path, self.metadata, shapes, lambda name: np.asarray(self._read(name)))
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of all tensors."""
+        return [tensor.shape for tensor in self._tensors.values()]
+
     def __iter__(self) -> Any:
         return iter(self._sources)
 

@@ -20,7 +20,7 @@ _TOLD = "told"
 _STOPPED = "Stopped. The same command resumes from the last checkpoint"
 
 
-def _run(folder: Path, output: Path, accumulate: int, started: Any) -> None:
+def _run(folder: Path, output: Path, started: Any) -> None:
     """The process that is stopped. It compiles nothing that an earlier one compiled."""
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -28,13 +28,14 @@ def _run(folder: Path, output: Path, accumulate: int, started: Any) -> None:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     started.set()
-    raise SystemExit(main([*_options(folder, output), f"--accumulate={accumulate}"]))
+    raise SystemExit(main(_options(folder, output)))
 
 
 def _options(folder: Path, output: Path) -> list[str]:
     return [
         f"--model={folder / 'model'}", f"--data={folder / 'data.jsonl'}", f"--output={output}", "--rank=4",
         "--batch-size=8", "--held-out=0.2", "--steps=12", "--checkpoint-every=2", "--merge=dense",
+        "--max-length=512",
     ]  # fmt: skip
 
 
@@ -43,27 +44,28 @@ def kills_of_runs(count: int, seed: int = 0) -> list[str]:
 
     A run goes on after each kill, and must end with the files of one that was not killed, to the byte.
     """
-    return _stopped(count, seed, signal.SIGKILL, accumulate=1)
+    return _stopped(count, seed, signal.SIGKILL)
 
 
 def interrupts_of_runs(count: int, seed: int = 0) -> list[str]:
     """The same with Ctrl-C, and with long steps, in which the process waits for the device: each time, the
     run must say that it was stopped."""
-    return _stopped(count, seed, signal.SIGINT, accumulate=40)
+    return _stopped(count, seed, signal.SIGINT, longer=60)
 
 
-def _stopped(count: int, seed: int, how: signal.Signals, accumulate: int) -> list[str]:
+def _stopped(count: int, seed: int, how: signal.Signals, longer: int = 1) -> list[str]:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.kills.runs"])  # so that each process need not import JAX
     draw, problems, stopped = random.Random(seed), list[str](), 0
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        checkpoint(folder / "model", "llama", eos_token_id=3)
-        write(folder / "data.jsonl", LINES["text"])
+        checkpoint(folder / "model", "llama", eos_token_id=3, max_position_embeddings=512)
+        lines = [{"text": " ".join([line["text"]] * longer)} for line in LINES["text"]]
+        write(folder / "data.jsonl", lines)
 
         def started(output: Path) -> Any:
             start = context.Event()
-            child = context.Process(target=_run, args=(folder, output, accumulate, start), daemon=True)
+            child = context.Process(target=_run, args=(folder, output, start), daemon=True)
             child.start()
             start.wait()
             time.sleep(0.01)

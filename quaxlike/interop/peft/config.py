@@ -205,8 +205,8 @@ def read_config(path: Path) -> AdapterConfig:
                     path,
                     "init_lora_weights",
                     f"with {quoted(init)} the adapter holds {taken}, which is not in the file. If the model "
-                    "holds the base as it was left then, write true here; else save the adapter in PEFT again, with "
-                    "`path_initial_model_for_weight_conversion`",
+                    "holds the base as it was left then, write true here; else save the adapter in PEFT "
+                    "again, with `path_initial_model_for_weight_conversion`",
                 )
     for name, value in known.items():
         expected, fits = _CHECKS[name]

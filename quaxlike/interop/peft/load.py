@@ -19,6 +19,7 @@ from ...surgery.inits import initialise
 from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.loraify import blank
 from ...surgery.notation import Layout
+from ...surgery.patterns import PatternError
 from ...surgery.select import select
 from ...surgery.trees import layer_of, named_arrays, near, replace
 from ..errors import CheckpointError, complain
@@ -104,7 +105,13 @@ def load_adapter(
             f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
         )
     config, tensors = read_config(config_file), open_tensors(folder / pair.tensors)
-    file = _File(tensors)
+    try:
+        return _adapted(config, _File(tensors), model, rename, layout)
+    except PatternError as error:
+        raise complain(config_file, None, f"has an expression that {error}") from None
+
+
+def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename, layout: Layouts) -> PyTree:
     model = _tied_as(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
