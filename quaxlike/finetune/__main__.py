@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._arguments import importing_extra, number
+from .._interrupts import interrupts_deferred, take_interrupt
 from .settings import FinetuneError, Settings
 
 _ABOUT = """\
@@ -151,6 +152,12 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     several = {settings.coordinator, settings.process_id, settings.num_processes}
     if None in several and len(several) > 1:
         parser.error("--coordinator, --process-id and --num-processes must be used together")
+    stopped = f"Stopped. The same command resumes from the last checkpoint in {settings.output}."
+    with interrupts_deferred(stopped):
+        return _run(parser, settings, stopped)
+
+
+def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> int:
     with importing_extra(parser):
         from rich.console import Console
 
@@ -160,14 +167,16 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
         from .run import MERGED, finetune
     console = Console(soft_wrap=True)
     try:
+        take_interrupt()
         join(settings)
         console.quiet = not leads()
         metrics = finetune(settings, console)
+        take_interrupt()
     except (OSError, CheckpointError, FinetuneError, UnsupportedConfigError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        console.print(f"Stopped. The same command resumes from the last checkpoint in {settings.output}.")
+        console.print(stopped)
         return 130
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")

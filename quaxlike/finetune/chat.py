@@ -2,7 +2,7 @@
 
 Templates are rendered as in transformers (`utils/chat_template_utils.py`): by jinja2 in a sandbox, with
 `raise_exception`, `strftime_now`, loop controls, and `{% generation %}` around the text that the model should
-write.
+write. Unlike there, the sandbox bounds the sizes of texts.
 """
 
 import datetime
@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ..interop.errors import quoted, shortened
 from ..interop.json_text import read_json_file
 from .answers import find_answers
+from .sandbox import Sandbox
 from .settings import FinetuneError
 
+_MOST_CHARACTERS = 1 << 23  # of a conversation
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,8 +50,9 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
-        except jinja2.TemplateSyntaxError as error:
-            raise FinetuneError(f"The chat template in {directory} is damaged: {error}") from None
+        except Exception as error:  # jinja2 writes Python, which may be nested too deeply, or not be Python
+            problem = f"{type(error).__name__}: {shortened(str(error))}"
+            raise FinetuneError(f"The chat template in {directory} is damaged: {problem}") from None
 
     def render(
         self,
@@ -79,6 +82,7 @@ class ChatTemplate:
             spans.append((start, start + len(text)))
             return text
 
+        length = 0
         kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             for block in template.generate(
@@ -86,8 +90,12 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt, _generation=generation,
             ):  # fmt: skip
                 blocks.append(block)
+                if (length := length + len(block) + 1) > _MOST_CHARACTERS:
+                    raise ValueError(f"it makes more than {_MOST_CHARACTERS:,} characters of it")
         except Exception as error:  # the template is a program
-            raise ValueError(f"the chat template rejects this conversation: {error}") from None
+            raise ValueError(
+                f"the chat template rejects this conversation: {shortened(str(error))}"
+            ) from None
         return Rendered("".join(blocks), spans)
 
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
@@ -134,7 +142,7 @@ def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
         token = settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if not isinstance(token, str | None):
-            raise FinetuneError(f"{path} has {name}={settings[name]!r}; it must be a text.")
+            raise FinetuneError(f"{path} has {name}={quoted(settings[name])}; it must be a text.")
         if token:
             special[name] = token
     return sources, special
@@ -147,11 +155,10 @@ def _text(path: Path) -> str:
         raise FinetuneError(f"{path} is not UTF-8 text: {error}") from None
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+def _environment() -> Sandbox:
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], tojson=_to_json
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment

@@ -11,6 +11,7 @@ from rich.console import Console
 
 import quaxlike as ql
 
+from .._interrupts import take_interrupt
 from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import CheckpointError, peft
 from ..models import Decoder, UnsupportedConfigError, load, save
@@ -56,6 +57,7 @@ def _finetune(
     settings: Settings, console: Console, held: contextlib.ExitStack, devices: Devices
 ) -> dict[str, dict[str, float]]:
     base, config = _base(settings, devices)
+    take_interrupt()
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = settings.max_length or min(256, limit)
     if max_length > limit:
@@ -68,6 +70,7 @@ def _finetune(
     devices.check_batch(settings.batch_size)
     task = task_for(base, settings)
     model = devices.place(_scanned(_adapted(base, task, settings), settings))
+    take_interrupt()
     table = ql.summary(model)
     console.print(
         f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
@@ -114,8 +117,10 @@ def _finetune(
     trained = eqx.combine(devices.on_host(state.params), frozen)
     trained = trained.unstacked() if settings.scan_layers else trained  # all processes must do this together
     if leads():
+        take_interrupt()
         peft.save_adapter(settings.output, trained, base_model=str(settings.model), task_type=task.peft_type)
         if settings.merge:
+            take_interrupt()
             _merge(trained, settings)
     return {"before": before or {}, "after": after}
 

@@ -5,8 +5,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from ..interop.errors import ErrorAboutFiles
 
-class FinetuneError(ValueError):
+
+class FinetuneError(ErrorAboutFiles):
     """A run cannot start or continue, for the reason in the message."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from .._interrupts import take_interrupt
 from .data import Batch, Example, chosen_for, collate
 from .devices import Devices
 from .settings import FinetuneError, Settings
@@ -96,6 +97,7 @@ class Training:
         """
         settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
         for number in range(first + 1, self.steps + 1):
+            take_interrupt()
             start, compiling = time.perf_counter(), self.program.seconds
             of_step = range((number - 1) * count, number * count)
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
@@ -106,7 +108,7 @@ class Training:
             for i, batch in zip(of_step, batches, strict=True):
                 state, value = self.program(self.frozen, state, *self._placed(batch, terms, i))
                 values.append(value)
-            value = float(np.mean(values))
+            value = float(np.mean(jax.device_get(values)))
             if not np.isfinite(value):
                 raise FinetuneError(f"The loss of step {number} is {value}. Try a lower --learning-rate.")
             seconds = time.perf_counter() - start - (self.program.seconds - compiling)
@@ -118,10 +120,11 @@ class Training:
         whole, size = collate(examples, self.max_length), self.settings.batch_size
         outputs = []
         for start in range(0, len(examples), size):
+            take_interrupt()
             rows = np.arange(start, start + size) % len(examples)  # the last batch is filled up
             batch = Batch(*(part[rows] for part in whole))
             outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch)))
-        joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *outputs)
+        joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *jax.device_get(outputs))
         return self.task.metrics(joined, whole)
 
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:

@@ -55,9 +55,11 @@ class Watch:
         if isinstance(error, RuntimeError):
             # Probably because another process is gone; wait for the watch to report it.
             self._thread.join(self._silence + 10 * _BEAT)
-        print(f"Process {self._process} of {self._count} failed: {error}", file=sys.stderr, flush=True)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        why = "was interrupted" if interrupted else f"failed: {error}"
+        print(f"Process {self._process} of {self._count} {why}", file=sys.stderr, flush=True)
         self._stop("failed")
-        os._exit(1)  # JAX would wait for the others at exit
+        os._exit(130 if interrupted else 1)  # JAX would wait for the others at exit
 
     def _aborted(self, number: int) -> None:
         """Runs in the aborting thread, which is JAX's; if it returns, the abort goes ahead."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._arguments import importing_extra, number
+from .._interrupts import interrupts_deferred
 
 _ABOUT = """\
 Continues texts with a transformers checkpoint directory or a GGUF file. A single text is streamed; several,
@@ -41,6 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     # Arguments first: importing JAX takes seconds.
     parser = _parser()
     arguments = parser.parse_args(argv)
+    with interrupts_deferred("", patience=0):
+        return _run(parser, arguments)
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with importing_extra(parser):
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ..interop import CheckpointError, peft
+from ..interop.errors import ErrorAboutFiles
 from ..interop.json_text import read_json_file
 from ..interop.text import TextTokenizer
 from ..models import Decoder, UnsupportedConfigError, generate, load
@@ -18,7 +19,7 @@ from ..sharding.meshes import mesh_from_text
 from ..sharding.reading import usual_rule
 
 
-class GenerateError(ValueError):
+class GenerateError(ErrorAboutFiles):
     """Texts cannot be generated, for the reason in the message."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ..kernels import bits as bitstream
-from .errors import CheckpointError, complain
+from .errors import CheckpointError, complain, quoted
 from .tensors import Tensors
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
@@ -176,7 +176,7 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
     value, among = config.get(key), list(among)
     if type(value) is not int or (among and value not in among):
         wanted = f"one of {', '.join(map(str, among))}" if among else "an integer"
-        raise complain(path, key, f"the quantisation config must give {wanted}; found {value!r}")
+        raise complain(path, key, f"the quantisation config must give {wanted}; found {quoted(value)}")
     return value
 
 
@@ -184,7 +184,7 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
     """An object from a configuration; an empty one if it is absent."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise complain(path, key, f"the quantisation config must give an object; found {value!r}")
+        raise complain(path, key, f"the quantisation config must give an object; found {quoted(value)}")
     return value or {}
 
 

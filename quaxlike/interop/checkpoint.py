@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..sharding.specs import by_name
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8, mlx, mxfp4, torchao
 from .blocks import Weight
 from .blocks import settings as subsettings
-from .errors import complain
+from .errors import complain, quoted
 from .file_pair import Pair, consistent
 from .gguf import Gguf, holds_gguf, open_gguf
 from .gguf_tokenizer import tokenizer_of
@@ -63,6 +63,8 @@ class Checkpoint(Mapping[str, Any]):
         metadata.
     - `metadata`: the free-text entries of a safetensors header, or the keys and values of a GGUF file.
     - `format`: the detected format: "gptq", "gguf", … or "safetensors".
+    - `longest_axis`: of the stored tensors. Axes of weights are at most 32 times as long, since codes may be
+        packed.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Checkpoint(Mapping[str, Any]):
         config: Mapping[str, Any],
         metadata: Mapping[str, Any],
         dtype: DTypeLike | None,
+        shapes: Iterable[tuple[int, ...]],
         rows: Mapping[str, Callable[[], Rows]] | None = None,
     ) -> None:
         self._weights = weights
@@ -81,6 +84,8 @@ class Checkpoint(Mapping[str, Any]):
         self.format = format
         self.config = config
         self.metadata = metadata
+        # (A tensor without elements has axes of any length in a small file.)
+        self.longest_axis = max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
 
     def __getitem__(self, name: str) -> Any:
         return self._as_asked(self._weights[name]())
@@ -177,7 +182,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         gguf = opened
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
         config = config or gguf.config
-        return Checkpoint(thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype)
+        return Checkpoint(
+            thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype, shapes=gguf.shapes
+        )
     tensors = opened
     method, settings = methods
     if method is None and "quantization_config" in tensors.metadata:
@@ -195,7 +202,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         found = reader(tensors, settings)
     else:
         known = ", ".join([*_READERS, "bitsandbytes"])
-        raise complain(tensors.path, "quant_method", f"{known} can be read; found {method!r}")
+        raise complain(tensors.path, "quant_method", f"{known} can be read; found {quoted(method)}")
     for name, entry in found.items():
         if name in tensors and name not in entry.tensors:
             raise complain(tensors.path, name, f"is stored twice: plain, and as {', '.join(entry.tensors)}")
@@ -230,8 +237,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
             rest.rows(name) if isinstance(rest, bitsandbytes.Checkpoint) else dense_rows(tensors, name)
         )
     return Checkpoint(
-        weights, format=str(method), config=config, metadata=tensors.metadata, dtype=dtype, rows=rows
-    )
+        weights, format=str(method), config=config, metadata=tensors.metadata, dtype=dtype, rows=rows,
+        shapes=(info.shape for info in tensors.info.values()),
+    )  # fmt: skip
 
 
 @checked
@@ -290,7 +298,7 @@ def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, An
     config = read(Pair(folder).config_path().name)
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, dict | None):
-        raise complain(folder / "config.json", "quantization_config", f"is not an object: {settings!r}")
+        raise complain(folder / "config.json", "quantization_config", f"is not an object: {quoted(settings)}")
     if isinstance(config.get("quantization"), dict) and "quant_method" not in (settings or {}):
         return config, ("mlx", config["quantization"])
     if settings is None and (other := read("quantize_config.json")):

@@ -3,13 +3,13 @@
 Source: the layouts of <https://github.com/vllm-project/compressed-tensors>.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays.quantized import CODECS
+from ..surgery.patterns import PatternError, startmatch
 from .blocks import (
     E4M3,
     FLOATS,
@@ -29,7 +29,7 @@ from .blocks import (
     unpack,
     weight,
 )
-from .errors import complain
+from .errors import complain, quoted
 from .float8 import read_float8, read_nvfp4
 from .sparse_masks import dense_weights
 from .tensors import Tensors, are_sizes
@@ -61,7 +61,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         kind = group.get("format") or config.get("format")
         if not isinstance(kind, str) or kind not in _READERS:
             known = ", ".join(_READERS)
-            raise layer.bad(None, f"its format must be one of {known}; found {kind!r}")
+            raise layer.bad(None, f"its format must be one of {known}; found {quoted(kind)}")
         scheme = group.get("weights")
         if not isinstance(scheme, dict):
             raise layer.bad(None, "its group of the configuration does not say how weights are quantised")
@@ -81,10 +81,10 @@ def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
         for target in group.get("targets") or []:
             if target.startswith("re:"):
                 try:
-                    if re.match(target[3:], layer.name):
+                    if startmatch(target[3:], layer.name):
                         return group
-                except re.error as error:
-                    raise layer.bad(None, f"a target is {target!r}: {error}") from None
+                except PatternError as error:
+                    raise layer.bad(None, f"a target is {quoted(target)}: {error}") from None
             elif target == layer.name:
                 return group
             elif by_class is None and target[:1].isupper():
@@ -98,7 +98,8 @@ def _bits(layer: Layer, scheme: _Scheme, kind: str, among: tuple[int, ...]) -> i
     bits = scheme.get("num_bits")
     if scheme.get("type") != kind or bits not in among:
         raise layer.bad(
-            None, f"expected type {kind!r} of {among} bits; found {scheme.get('type')!r} of {bits!r} bits"
+            None,
+            f"expected type {kind!r} of {among} bits; found {quoted(scheme.get('type'))} of {quoted(bits)}",
         )
     return bits
 
@@ -108,7 +109,7 @@ def _block(layer: Layer, scheme: _Scheme, k: int) -> int | None:
     size = scheme.get("group_size")
     if scheme.get("strategy") in ("group", "tensor_group"):
         if type(size) is not int or size < 1 or k % size:
-            raise layer.bad(None, f"its group_size must divide the {k} inputs; found {size!r}")
+            raise layer.bad(None, f"its group_size must divide the {k} inputs; found {quoted(size)}")
         return size
     return None
 

@@ -1,12 +1,42 @@
 """Errors about files."""
 
+import reprlib
+from collections.abc import Iterable
 from typing import Any
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
 
-class CheckpointError(ValueError):
+
+def quoted(value: Any) -> str:
+    """The `repr` of a value from a file, shortened."""
+    return _SHORT.repr(value)
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of these names, and the number of the others."""
+    first, others = (names := list(names))[:5], len(names) - 5
+    return ", ".join(map(shortened, first)) + (f" and {others:,} more" if others > 0 else "")
+
+
+class ErrorAboutFiles(ValueError):
+    """An error whose message may quote files; it has a bounded length whatever they hold."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > 4_000:
+            message = f"{message[:2_000]} … {message[-1_000:]}"
+        super().__init__(message)
+
+
+class CheckpointError(ErrorAboutFiles):
     """A checkpoint is damaged, incomplete, or of a kind that cannot be read or written."""
 
 
 def complain(path: Any, key: str | None, problem: str) -> CheckpointError:
     """An error that names the file, and the entry in it."""
-    return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {key!r}: {problem}")
+    return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {quoted(key)}: {problem}")

@@ -24,7 +24,7 @@ from .blocks import (
     spread_tiles,
     weight,
 )
-from .errors import complain
+from .errors import complain, quoted
 from .tensors import Tensors, are_sizes
 
 _PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
@@ -34,7 +34,9 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised weights of a checkpoint, by name."""
     tile = config.get("weight_block_size")
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
-        raise complain(tensors.path, "weight_block_size", f"expected two positive sizes; found {tile!r}")
+        raise complain(
+            tensors.path, "weight_block_size", f"expected two positive sizes; found {quoted(tile)}"
+        )
     out: dict[str, Weight] = {}
     for layer in layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]):
         packed = "weight" in layer and layer.dtype("weight") == UINT8

@@ -90,6 +90,11 @@ class Gguf(Mapping[str, Any]):
         """Whether no file has been replaced since it was opened."""
         return all(file.is_current() for file in self._files)
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of all tensors."""
+        return [tensor.shape for tensor in self._tensors.values()]
+
     def __iter__(self) -> Any:
         return iter(self._sources)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import complain
+from .errors import complain, quoted
 
 # How text is split before pairs are merged, by `tokenizer.ggml.pre`.
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -25,6 +25,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 }
 _BEGINS = ("llama-bpe", "llama3", "llama-v3")  # texts begin with BOS unless the file says otherwise
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_LONGEST = 1_024  # characters of a token that others are merged to, which is cut in two at each place
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +44,9 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     bad = lambda key, problem: complain(path, f"tokenizer.ggml.{key}", problem)
     model, tokens = get("model"), get("tokens")
     if model not in ("gpt2", "llama"):
-        raise bad("model", f"'gpt2' and 'llama' can be read; found {model!r}. Use a tokenizer.json instead")
+        raise bad(
+            "model", f"'gpt2' and 'llama' can be read; found {quoted(model)}. Use a tokenizer.json instead"
+        )
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise bad("tokens", "expected the texts of all tokens")
     kinds = get("token_type", [1] * len(tokens))
@@ -79,10 +82,12 @@ def _byte_level(vocab: dict[str, int], get: Any, bad: Any) -> dict[str, Any]:
     pairs = [merge.split(" ") for merge in merges]
     strangers = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocab.keys()]
     if strangers:
-        raise bad("merges", f"{strangers[0]} are not two tokens that form a third")
+        raise bad("merges", f"{quoted(strangers[0])} are not two tokens that form a third")
     if not isinstance(pre, str) or pre not in _PATTERNS:
         known = ", ".join(_PATTERNS)
-        raise bad("pre", f"{known} can be read; found {pre!r}. Use the tokenizer.json of the model instead")
+        raise bad(
+            "pre", f"{known} can be read; found {quoted(pre)}. Use the tokenizer.json of the model instead"
+        )
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
@@ -105,12 +110,16 @@ def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, bad: Any) 
     if not all(type(score) in (int, float) for score in scores):
         raise bad("scores", "expected numbers")
     plain = {token: i for token, i in vocab.items() if kinds[i] not in (_UNKNOWN, _CONTROL, _BYTE)}
+    if long := next((token for token in plain if len(token) > _LONGEST), None):
+        problem = f"number {plain[long]} has {len(long):,} characters; at most {_LONGEST:,} can be merged"
+        raise bad("tokens", problem)
+    lengths = set(map(len, plain))
     order = sorted((token for token in plain if len(token) > 1), key=lambda token: -scores[plain[token]])
     pairs = [
         [token[:cut], token[cut:]]
         for token in order
         for cut in range(1, len(token))
-        if token[:cut] in plain and token[cut:] in plain
+        if cut in lengths and len(token) - cut in lengths and token[:cut] in plain and token[cut:] in plain
     ]
     prefix = get("add_space_prefix", True)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -139,7 +148,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> dict
 
 def _token(tokens: list[str], i: Any, name: str, bad: Any) -> tuple[str, int]:
     if type(i) is not int or not 0 <= i < len(tokens):
-        raise bad(f"{name}_token_id", f"expected one of {len(tokens)} tokens; found {i!r}")
+        raise bad(f"{name}_token_id", f"expected one of {len(tokens)} tokens; found {quoted(i)}")
     return tokens[i], i
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..surgery.patterns import PatternError, startmatch
 from .blocks import (
     INT32,
     Layer,
@@ -24,7 +25,7 @@ from .blocks import (
     unpack,
     weight,
 )
-from .errors import complain
+from .errors import complain, quoted
 from .tensors import Tensors
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -38,7 +39,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         raise complain(
             tensors.path,
             "checkpoint_format",
-            f"gptq and gptq_v2 can be read; found {kind!r}",
+            f"gptq and gptq_v2 can be read; found {quoted(kind)}",
         )
     out: dict[str, Weight] = {}
     for layer in layers(tensors, *_PARTS):
@@ -54,11 +55,13 @@ def _own_config(config: Mapping[str, Any], layer: Layer) -> Mapping[str, Any]:
         own = settings(dynamic, pattern, layer.tensors.path)
         exclude, pattern = pattern.startswith("-:"), re.sub(r"^[-+]:", "", pattern)
         try:
-            found = re.match(pattern, layer.name)
-        except re.error as error:
-            raise layer.bad(None, f"`dynamic` has the pattern {pattern!r}: {error}") from None
+            found = startmatch(pattern, layer.name)
+        except PatternError as error:
+            raise layer.bad(None, f"`dynamic` has the pattern {quoted(pattern)}: {error}") from None
         if found and exclude:
-            raise layer.bad("qweight", f"is there, though `dynamic` leaves it out by -:{pattern}")
+            raise layer.bad(
+                "qweight", f"is there, though `dynamic` leaves it out by {quoted(f'-:{pattern}')}"
+            )
         if found:
             return {**config, **own}
     return config

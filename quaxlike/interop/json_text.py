@@ -11,6 +11,7 @@ from .errors import CheckpointError, complain
 from .open_file import OpenFile, check_regular
 
 _MOST_BYTES = 64 << 20  # far more than any configuration or index
+_MOST_LEVELS = 64  # of lists and objects within each other
 _MOST_ENTRY = 8_192  # characters of a header's entry for one tensor: 64 sizes take at most 1,300
 
 
@@ -30,8 +31,10 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
     try:
         text = text.decode() if isinstance(text, bytes) else text
         text.encode()  # text from inside a file may have lone surrogates
-        _check_nesting(text)
+        _check_count(text)
         out = json.loads(text, object_pairs_hook=_no_duplicates)
+        if isinstance(out, dict | list):
+            _check_levels(out)
     except (ValueError, RecursionError) as error:
         raise complain(path, None, f"{what} is not JSON: {error}") from None
     if not isinstance(out, dict):
@@ -63,7 +66,17 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _check_nesting(text: str) -> None:
+def _check_levels(value: Any) -> None:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        parts = (x.values() if isinstance(x, dict) else x for x in level)
+        level = [x for part in parts for x in part if isinstance(x, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"lists and objects are within each other to more than {_MOST_LEVELS} levels")
+
+
+def _check_count(text: str) -> None:
     # An empty list takes three characters of text, and 64 bytes of memory.
     containers = text.count("[") + text.count("{")
     if containers > 10_000 + len(text) // 8:
@@ -119,7 +132,10 @@ class _Scanner:
                 f"an entry at character {self.at:,} has no end within {_MOST_ENTRY:,} characters"
             )
         start, self.at = self.at, end
-        return json.loads(self.text[start:end], object_pairs_hook=_no_duplicates)
+        text = self.text[start:end]
+        if text.count("[") > _MOST_LEVELS:
+            raise ValueError(f"an entry at character {start:,} has {text.count('['):,} lists")
+        return json.loads(text, object_pairs_hook=_no_duplicates)
 
 
 def read_header(path: Path, raw: bytes, metadata: str) -> tuple[dict[str, Any], dict[str, str]]:

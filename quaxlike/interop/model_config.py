@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .errors import ErrorAboutFiles, quoted, shortened
+
 _C = TypeVar("_C", bound="Config")
 
 
-class UnsupportedConfigError(ValueError):
+class UnsupportedConfigError(ErrorAboutFiles):
     """A checkpoint needs something that the models of this library do not support."""
 
 
@@ -45,7 +47,7 @@ class Config:
                 needed, fits = _KINDS.get(hints[field.name], ("", lambda x: True))
                 if not fits(value):
                     raise UnsupportedConfigError(
-                        f"config.json has {field.name}={value!r}; {label} needs {needed}."
+                        f"config.json has {field.name}={quoted(value)}; {label} needs {needed}."
                     )
                 values[field.name] = value
             elif field.default is dataclasses.MISSING:
@@ -55,7 +57,7 @@ class Config:
 
 def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
     """The error for an entry whose value no model supports."""
-    return UnsupportedConfigError(f"config.json has {name}={found!r}; {label} supports {supported}.")
+    return UnsupportedConfigError(f"config.json has {name}={quoted(found)}; {label} supports {supported}.")
 
 
 def is_finite(x: Any) -> bool:
@@ -86,12 +88,15 @@ def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[Non
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             yield
     except KeyError as error:
-        raise UnsupportedConfigError(f"config.json has no {error} among its {kind}: {entries}.") from None
+        raise UnsupportedConfigError(
+            f"config.json has no {error} among its {kind}: {quoted(entries)}."
+        ) from None
     except UnsupportedConfigError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise UnsupportedConfigError(
-            f"config.json has {kind} that {label} cannot compute with: {error}. Found {entries}."
+            f"config.json has {kind} that {label} cannot compute with: {shortened(str(error))}. "
+            f"Found {quoted(entries)}."
         ) from None
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ..core.quaxify import quaxify
 from ..sharding.reading import Rows
 from .checkpoint import Checkpoint
-from .errors import CheckpointError
+from .errors import CheckpointError, listed
 from .mxfp4 import turned
 
 
@@ -38,12 +38,12 @@ def sources_of(
     used = {file for own in sources.values() for file in own}
     if not used & files.keys():  # saved inside or outside of a model with a task's head
         files = {name.partition(".")[2]: name for name in files}
-    missing = sorted(used - files.keys())
-    unknown = [name for name in files if name not in {*used, *optional} and not name.endswith(_BUFFERS)]
+    missing, known = sorted(used - files.keys()), {*used, *optional}
+    unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
     if missing or unknown:
         raise CheckpointError(
             f"{source} does not fit the model of its config.json. "
-            f"Missing: {', '.join(missing) or 'none'}. Unknown: {', '.join(unknown) or 'none'}."
+            f"Missing: {listed(missing) or 'none'}. Unknown: {listed(unknown) or 'none'}."
         )
     return {name: [files[file] for file in own] for name, own in sources.items()}
 

@@ -1,6 +1,7 @@
 """Texts as tokens, with the tokeniser of a checkpoint. Needs the package `tokenizers`."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ class TextTokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         described, file = read_tokenizer(path), Path(path, "tokenizer.json")
         self._file = file if file.is_file() else Path(path)
+        if (growth := _growth(described)) > _MOST_GROWTH:
+            raise complain(
+                self._file,
+                None,
+                f"the normalisers make texts up to {growth:.3g} times as long: they would fill the memory",
+            )
         with self._complaining("is not a tokeniser"):
             self._tokenizer: Any = Tokenizer.from_str(described)
             self._tokenizer.no_padding()
@@ -61,3 +68,27 @@ class TextTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise complain(self._file, None, f"{problem}: {error}") from None
+
+
+_MOST_GROWTH = 100_000
+
+
+def _growth(described: str) -> float:
+    """How many times as long a character may become, by normalisers that put texts in place of others."""
+    try:
+        described = json.loads(described)
+    except (ValueError, RecursionError):
+        return 1.0  # the package says what is wrong
+    waiting = [described.get("normalizer")] if isinstance(described, dict) else []
+    growth = 1.0
+    while waiting:
+        match waiting.pop():
+            case {"normalizers": list(steps)}:
+                waiting += steps
+            case {"content": str(put), "pattern": {"String": str(found)}} if found:
+                growth *= max(1.0, len(put) / len(found))
+            case {"content": str(put)} | {"prepend": str(put)}:
+                growth *= 1.0 + len(put)
+            case _:
+                pass
+    return growth

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
+from ..interop.errors import quoted
 from ..interop.file_pair import Pair
 from ..interop.gguf import holds_gguf
 from ..interop.json_text import read_json_file
@@ -167,24 +168,42 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
     if not known:
         is_gguf = weights.format == "gguf" and not config
-        found = weights.metadata.get("general.architecture") if is_gguf else names
+        found = quoted(weights.metadata.get("general.architecture") if is_gguf else names)
         raise UnsupportedConfigError(
-            f"{path} is of the architecture {found!r}; of {'GGUF' if is_gguf else 'transformers'}, "
+            f"{path} is of the architecture {found}; of {'GGUF' if is_gguf else 'transformers'}, "
             f"{', '.join(gguf_models.ARCHITECTURES if is_gguf else ARCHITECTURES)} are supported. "
             "`quaxlike.interop.load` reads its weights."
         )
     read, make = ARCHITECTURES[known[0]]
-    for name in ("num_hidden_layers", "n_layer"):
-        if type(layers := config.get(name)) is int and layers > len(weights):  # before allocating them
-            raise CheckpointError(
-                f"{path} has {name}={layers:,}, and the checkpoint no more than {len(weights):,} arrays."
-            )
+    _check_sizes(path, config, weights)
     return eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)), config, weights
 
 
-def sources(model: Any, names: Iterable[str], directory: Any) -> dict[str, list[str]]:
+def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
+    """Raises `CheckpointError` for sizes that the tensors of the checkpoint rule out, before anything of
+    these sizes is made."""
+    limits = dict.fromkeys(_SIZES, (32 * weights.longest_axis, "the axes of its tensors"))
+    # Each layer has four weights at least, and their norms.
+    limits |= dict.fromkeys(_LAYERS, (len(weights) // 4, f"its {len(weights):,} weights"))
+    for name, (most, why) in limits.items():
+        if type(size := config.get(name)) is int and size > most:
+            raise CheckpointError(f"{path} has {name}={quoted(size)}; no more than {most:,} fit {why}.")
+
+
+_LAYERS = ("num_hidden_layers", "n_layer")
+_SIZES = (
+    *("hidden_size", "n_embd", "intermediate_size", "n_inner", "vocab_size", "type_vocab_size"),
+    *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
+    *("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
+
+def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
     """The tensors of a checkpoint that make up each array of a model."""
     published = getattr(model, "tensors_of", lambda name: [name])
+    config = getattr(model, "config", None)
+    if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
+        published = lambda name: [name]  # not one by one: so many names would not fit the file
     optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
     return sources_of(named_arrays(model), names, directory, published=published, optional=optional)
 

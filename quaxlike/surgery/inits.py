@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..arrays.lora import LoraArray
+from ..arrays.lora import LoraArray, in_float32
 from ..core.values import is_value
 
 # (name of the weight, its array with an adapter of zeros, key) -> the array with its adapter
@@ -17,6 +17,19 @@ Init = Callable[[str, LoraArray, Any], LoraArray]
 
 def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
     """`lora` with its adapter initialised; `name` is the weight's, `kind` its layer's."""
+    out = _initialised(init, kind, name, lora, key)
+    return out if out.w is lora.w else out.replace(taken=taken_by(init, out))
+
+
+def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
+    """The record of what `init` takes out of the base for this adapter: with the name of an initialisation
+    that draws no random numbers, it can be found again in the base as it was."""
+    name = "a function" if callable(init) else init
+    sizes = tuple(lora.w.shape[axis] for axis in (*lora.out_axes, *lora.in_axes))
+    return name, lora.rank, lora.scaling, lora.out_axes, lora.in_axes, sizes
+
+
+def _initialised(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
     if callable(init):
         return init(name, lora, key)
     if init == "kaiming" and kind == "embedding":
@@ -86,7 +99,7 @@ def _order(lora: LoraArray) -> list[int]:
 
 def as_matrix(lora: LoraArray, w: jax.Array) -> jax.Array:
     """An array with the axes of `lora` as a matrix, in float32 at least."""
-    w = jnp.transpose(w, _order(lora)).astype(jnp.promote_types(w.dtype, jnp.float32))
+    w = jnp.transpose(w, _order(lora)).astype(in_float32(w.dtype))
     batch = w.shape[: w.ndim - len(lora.out_axes) - len(lora.in_axes)]
     return w.reshape(*batch, -1, _in_size(lora))
 
@@ -123,7 +136,8 @@ def with_factors(lora: LoraArray, a: jax.Array, b: jax.Array) -> LoraArray:
 
 def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
     """`scaling * b @ a` taken out of the base and into the adapter."""
-    return with_factors(lora, a, b).replace(w=_as_array(lora, w - lora.scaling * (b @ a)))
+    taken = lora.scaling * jnp.matmul(b, a, precision="highest")
+    return with_factors(lora, a, b).replace(w=_as_array(lora, w - taken))
 
 
 def factored(lora: LoraArray, delta: jax.Array, rank: int) -> LoraArray:

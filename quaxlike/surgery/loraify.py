@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, row_norm
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, in_float32, row_norm
 from ..core.values import is_value, materialise
 from .inits import Init, as_matrix, initialise
 from .layouts import Layouts, known, layouts_of
@@ -254,7 +254,7 @@ def _token_rows(model: PyTree, tokens: Sequence[int] | Mapping[str, Sequence[int
                     f"{type(leaf).__name__} of shape {tuple(leaf.shape)}, and the indices are {list(chosen)}."
                 )
             rows = jnp.asarray(leaf)[jnp.asarray(chosen)]
-            out[name] = TrainableRows(leaf, rows.astype(jnp.promote_types(rows.dtype, jnp.float32)), chosen)
+            out[name] = TrainableRows(leaf, rows.astype(in_float32(rows.dtype)), chosen)
     return out
 
 

@@ -4,11 +4,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import checked
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, row_scale
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, in_float32, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
 from .calibrate import fit
@@ -129,7 +128,7 @@ def _unmerged(weight: Any, lora: LoraArray | LoraBias) -> Any:
         base = None if lora.w is None else dense - (lora.scaling * lora.b).astype(dense.dtype)
         trained = isinstance(lora.w, TrainableArray)
         return LoraBias(TrainableArray(base) if trained else base, lora.b, lora.scaling)
-    dtype = jnp.promote_types(dense.dtype, jnp.float32)
+    dtype = in_float32(dense.dtype)
     base = dense.astype(dtype)
     if lora.magnitude is not None:
         scale, axes = row_scale(lora)

@@ -11,6 +11,7 @@ import re
 from typing import Any, NamedTuple
 
 _MOST_STATES = 2_000
+_MOST_STEPS = 50_000  # states that one text visits; names of layers visit some hundreds
 _MOST_CHARACTERS = 10_000
 # The parser of the standard library, which `re` does not expose.
 _sre: Any = importlib.import_module("re._parser")
@@ -33,8 +34,24 @@ def fullmatch(pattern: str, text: str) -> bool:
 
     **Raises:** `PatternError`, a `ValueError`, for an expression that cannot be matched in linear time.
     """
+    return len(text) in _ends(pattern, text)
+
+
+def startmatch(pattern: str, text: str) -> bool:
+    """Whether an expression matches the beginning of a text, like `re.match`.
+
+    **Raises:** as `fullmatch`.
+    """
+    return bool(_ends(pattern, text))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ends(pattern: str, text: str) -> frozenset[int]:
     graph = compiled(pattern)
-    return len(text) in graph.ends(text, graph.start, 0, {})
+    try:
+        return frozenset(graph.ends(text, graph.start, 0, _Matching()))
+    except RecursionError:
+        raise PatternError("assertions are nested too deeply") from None
 
 
 @functools.lru_cache(maxsize=512)
@@ -45,10 +62,19 @@ def compiled(pattern: str) -> "_Graph":
             f"expressions have at most {_MOST_CHARACTERS:,} characters; this one has {len(pattern):,}"
         )
     try:
-        re.compile(pattern)
-        return _Graph(pattern)
+        graph = _Graph(pattern)
+        re.compile(pattern)  # after `_Graph` has refused flags: with these, it may take long
+        return graph
     except (re.error, OverflowError, RecursionError) as error:
         raise PatternError(f"not a regular expression: {error}") from None
+
+
+class _Matching:
+    """What is known while a text is matched: which assertions hold where, and the number of steps."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, int], bool] = {}
+        self.steps = 0
 
 
 class _Graph:
@@ -109,14 +135,19 @@ class _Graph:
             for _ in range(most - least):
                 after = self._add("fork", None, self._sequence(inner, after), skip)
         for _ in range(least):
-            after = self._sequence(inner, after)
+            before, after = after, self._sequence(inner, after)
+            if after == before:  # an empty expression, which adds no states however often it is repeated
+                break
         return after
 
-    def ends(self, text: str, start: int, at: int, known: dict[tuple[int, int], bool]) -> set[int]:
+    def ends(self, text: str, start: int, at: int, matching: _Matching) -> set[int]:
         """The positions at which a match from state `start` that begins at `at` may end."""
         seen, waiting, found = {(start, at)}, [(start, at)], set[int]()
         while waiting:
             state, place = waiting.pop()
+            matching.steps += 1
+            if matching.steps > _MOST_STEPS:
+                raise PatternError(f"takes more than {_MOST_STEPS:,} steps on {text[:80]!r}")
             kind, argument, after = self.states[state]
             if kind == "end":
                 found.add(place)
@@ -126,7 +157,7 @@ class _Graph:
                     continue
                 place += 1
             elif (kind == "at" and not _holds(argument, text, place)) or (
-                kind == "assert" and not self._asserted(state, text, place, known)
+                kind == "assert" and not self._asserted(state, text, place, matching)
             ):
                 continue
             for other in after:
@@ -135,13 +166,14 @@ class _Graph:
                     waiting.append((other, place))
         return found
 
-    def _asserted(self, state: int, text: str, at: int, known: dict[tuple[int, int], bool]) -> bool:
+    def _asserted(self, state: int, text: str, at: int, matching: _Matching) -> bool:
+        known = matching.known
         if (state, at) not in known:
             wanted, start, width, behind = self.states[state].argument
             if behind:
-                found = width <= at and at in self.ends(text, start, at - width, known)
+                found = width <= at and at in self.ends(text, start, at - width, matching)
             else:
-                found = bool(self.ends(text, start, at, known))
+                found = bool(self.ends(text, start, at, matching))
             known[state, at] = found == wanted
         return known[state, at]
 

@@ -355,7 +355,7 @@ def test_damaged_tensors(name, damaged, bases):
         ({"layer_replication": [[0, 1]]}, "'layer_replication'"),
         ({"trainable_token_indices": [1, 2]}, "'trainable_token_indices'"),
         ({"some_new_option": "yes"}, "'some_new_option': 'yes' is not supported"),
-        ({"init_lora_weights": "corda"}, "'init_lora_weights': expected one of .*found 'corda'"),
+        ({"init_lora_weights": "kordial"}, "'init_lora_weights': expected one of .*found 'kordial'"),
         ({"r": 0}, "'r': expected a positive integer; found 0"),
         ({"lora_alpha": math.nan}, "'lora_alpha': expected a number; found nan"),
         ({"lora_alpha": math.inf}, "'lora_alpha': expected a number; found inf"),

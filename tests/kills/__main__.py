@@ -4,7 +4,7 @@ import argparse
 import functools
 
 from tests.kills.kill import kills
-from tests.kills.runs import kills_of_runs
+from tests.kills.runs import interrupts_of_runs, kills_of_runs
 from tests.kills.writers import WRITERS
 
 
@@ -12,12 +12,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=60, help="of each writer (default: 60)")
     parser.add_argument("--seed", type=int, default=0)
-    names = [*WRITERS, "finetune"]
+    runs = {"finetune": kills_of_runs, "interrupts": interrupts_of_runs}
+    names = [*WRITERS, *runs]
     parser.add_argument("--writers", nargs="+", choices=names, default=names)
     arguments = parser.parse_args()
     found = []
     for name in arguments.writers:
-        every = kills_of_runs if name == "finetune" else functools.partial(kills, name)
+        every = runs[name] if name in runs else functools.partial(kills, name)
         problems = every(arguments.kills, arguments.seed)
         print(
             f"{name:20} {arguments.kills} kills, {len(problems)} problems",

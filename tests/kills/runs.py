@@ -1,7 +1,5 @@
-"""Runs of `python -m quaxlike.finetune --merge=dense`, which are killed, and go on until they end."""
+"""Runs of `python -m quaxlike.finetune --merge=dense` that are stopped, and go on until they end."""
 
-import contextlib
-import io
 import multiprocessing
 import os
 import random
@@ -18,20 +16,26 @@ from quaxlike.finetune.__main__ import main
 from tests.finetune.test_finetune import LINES, checkpoint, write
 
 _TIMED = "metrics.jsonl"  # holds the time of each step
+_TOLD = "told"
+_STOPPED = "Stopped. The same command resumes from the last checkpoint"
 
 
-def _run(folder: Path, output: Path) -> None:
-    """The process that is killed. It compiles nothing that an earlier one compiled."""
+def _run(folder: Path, output: Path, started: Any) -> None:
+    """The process that is stopped. It compiles nothing that an earlier one compiled."""
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        raise SystemExit(main(_options(folder, output)))
+    with open(folder / _TOLD, "w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    started.set()
+    raise SystemExit(main(_options(folder, output)))
 
 
 def _options(folder: Path, output: Path) -> list[str]:
     return [
         f"--model={folder / 'model'}", f"--data={folder / 'data.jsonl'}", f"--output={output}", "--rank=4",
         "--batch-size=8", "--held-out=0.2", "--steps=12", "--checkpoint-every=2", "--merge=dense",
+        "--max-length=512",
     ]  # fmt: skip
 
 
@@ -40,17 +44,31 @@ def kills_of_runs(count: int, seed: int = 0) -> list[str]:
 
     A run goes on after each kill, and must end with the files of one that was not killed, to the byte.
     """
+    return _stopped(count, seed, signal.SIGKILL)
+
+
+def interrupts_of_runs(count: int, seed: int = 0) -> list[str]:
+    """The same with Ctrl-C, and with long steps, in which the process waits for the device: each time, the
+    run must say that it was stopped."""
+    return _stopped(count, seed, signal.SIGINT, longer=60)
+
+
+def _stopped(count: int, seed: int, how: signal.Signals, longer: int = 1) -> list[str]:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.kills.runs"])  # so that each process need not import JAX
-    draw, problems, killed = random.Random(seed), list[str](), 0
+    draw, problems, stopped = random.Random(seed), list[str](), 0
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
-        checkpoint(folder / "model", "llama", eos_token_id=3)
-        write(folder / "data.jsonl", LINES["text"])
+        checkpoint(folder / "model", "llama", eos_token_id=3, max_position_embeddings=512)
+        lines = [{"text": " ".join([line["text"]] * longer)} for line in LINES["text"]]
+        write(folder / "data.jsonl", lines)
 
         def started(output: Path) -> Any:
-            child = context.Process(target=_run, args=(folder, output), daemon=True)
+            start = context.Event()
+            child = context.Process(target=_run, args=(folder, output, start), daemon=True)
             child.start()
+            start.wait()
+            time.sleep(0.01)
             return child
 
         whole, output = folder / "whole", folder / "output"
@@ -60,28 +78,35 @@ def kills_of_runs(count: int, seed: int = 0) -> list[str]:
             started(whole).join()
             seconds = time.monotonic() - start
         expected = _files(whole)
-        while killed < count:
+        while stopped < count:
             shutil.rmtree(output, ignore_errors=True)
             while True:
                 child = started(output)
                 # The end is short, and there is most to be written.
-                child.join(draw.triangular(0, 1.3 * seconds, seconds) if killed < count else None)
+                child.join(draw.triangular(0, 1.3 * seconds, seconds) if stopped < count else None)
                 if child.exitcode is not None:
                     break
-                os.kill(child.pid, signal.SIGKILL)
+                os.kill(child.pid, how)
                 child.join()
-                killed += 1
+                if how == signal.SIGINT and child.exitcode == 0 and (output / "merged").exists():
+                    break  # it had just ended
+                stopped += 1
                 found = _files(output)
                 models = [x for x in found if x.endswith("model.safetensors")]
                 torn = [x for x in models if found[x] != expected[x]]
-                problems += [f"finetune, kill {killed}: {torn} is not what a whole run writes"] * bool(torn)
+                if torn:
+                    problems.append(f"finetune, {how.name} {stopped}: {torn} is not what a whole run writes")
+                told = (folder / _TOLD).read_text()
+                taken = child.exitcode == 130 and _STOPPED in told and "Error" not in told
+                if how == signal.SIGINT and not taken:
+                    problems.append(f"finetune, interrupt {stopped}: status {child.exitcode}, told {told!r}")
             if child.exitcode:
-                problems.append(f"finetune, after kill {killed}: ended with status {child.exitcode}")
+                problems.append(f"finetune, after {how.name} {stopped}: ended with status {child.exitcode}")
             found = _files(output)
             differing = sorted(x for x in found.keys() | expected.keys() if found.get(x) != expected.get(x))
             if differing != [_TIMED]:
                 problems.append(
-                    f"finetune, after kill {killed}: {differing} differ from those of a whole run"
+                    f"finetune, after {how.name} {stopped}: {differing} differ from those of a whole run"
                 )
     return problems
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.kills.kill import kills
-from tests.kills.runs import kills_of_runs
+from tests.kills.runs import interrupts_of_runs, kills_of_runs
 from tests.kills.writers import WRITERS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Processes cannot be killed so there.")
@@ -24,3 +24,8 @@ def test_kills(name):
 @pytest.mark.slow
 def test_kills_of_runs():
     assert not kills_of_runs(3)
+
+
+@pytest.mark.slow
+def test_interrupts_of_runs():
+    assert not interrupts_of_runs(3)

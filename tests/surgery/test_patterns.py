@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaxlike.surgery.patterns import PatternError, compiled, fullmatch
+from quaxlike.surgery.patterns import PatternError, compiled, fullmatch, startmatch
 
 _ATOMS = st.sampled_from(
     ["a", "b", ".", r"\.", r"\d", r"\w", "[ab]", "[^a.]", "[a-c1]", "^", "$", r"\b", r"\B", "(?=a)", "(?!b)",
@@ -30,6 +30,7 @@ _PATTERNS = st.recursive(
 @given(_PATTERNS, st.text(alphabet="ab.1\n_", min_size=1, max_size=6))
 def test_same_as_re(pattern: str, text: str):
     assert fullmatch(pattern, text) == (re.fullmatch(pattern, text) is not None)
+    assert startmatch(pattern, text) == (re.match(pattern, text) is not None)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,27 @@ def test_what_stands_before(pattern: str, text: str):
 def test_time_is_linear(pattern: str):
     start = time.perf_counter()
     assert not fullmatch(pattern, "a" * 200)
+    assert time.perf_counter() - start < 2
+
+
+EMPTY = ["(?:){2000000000}x", "((?:){2000}){2000000}x", "(|){9999}x", "(?:(?:)*){1000000}x"]
+
+
+@pytest.mark.parametrize("pattern", EMPTY)
+def test_empty_expressions_add_nothing(pattern: str):
+    start = time.perf_counter()
+    try:
+        assert not fullmatch(pattern, "a" * 50)
+    except PatternError:
+        assert pattern not in EMPTY[:2]
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("pattern", [".*" * 900 + "x", "a?" * 900 + "x", "(?=.*.*.*.*x)*" * 20 + "a" * 41])
+def test_steps_are_limited(pattern: str):
+    start = time.perf_counter()
+    with pytest.raises(PatternError, match="takes more than 50,000 steps on 'aaa"):
+        fullmatch(pattern, "a" * 400)
     assert time.perf_counter() - start < 2
 
 

@@ -3,7 +3,7 @@
 # Imported to register rules.
 from . import convolution, dot, elementwise, indexing  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .array import RANK, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
-from .einsum import arrange
+from .einsum import arrange, in_float32
 from .shape import has_all_axes, without_adapter
 from .trainable import LoraBias, TrainableArray
 from .trainable_rows import TrainableRows
@@ -16,6 +16,7 @@ __all__ = [
     "TrainableRows",
     "arrange",
     "has_all_axes",
+    "in_float32",
     "labels",
     "padded_to",
     "plainly_scaled",

@@ -80,6 +80,8 @@ class LoraArray(ArrayOperators, ArrayValue):
     train_base: bool = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
+    # What the initialisation took out of `w` (`surgery.inits.taken_by`), for files without the base.
+    taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
@@ -107,6 +109,7 @@ class LoraArray(ArrayOperators, ArrayValue):
         self.out_axes, self.in_axes = tuple(out_axes), tuple(in_axes)
         self.alpha = float(self.rank if alpha is None else alpha)
         self.rslora, self.dropout, self.train_base = rslora, float(dropout), train_base
+        self.taken = None
 
     def __check_init__(self) -> None:
         if not 0 <= self.dropout < 1:
@@ -185,6 +188,7 @@ class LoraArray(ArrayOperators, ArrayValue):
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
         x = opened(x) if like.train_base else x
+        x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
             with_batch_of(x.b, like.b, 1 + len(x.out_axes)),

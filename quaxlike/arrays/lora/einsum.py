@@ -58,5 +58,10 @@ def common_dtype(*arrays: Any) -> Any:
         return jnp.result_type(*dtypes)
 
 
+def in_float32(dtype: Any) -> Any:
+    """The dtype to compute with in float32 at least."""
+    return common_dtype(jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.float32))
+
+
 def cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...surgery.loraify import value_for
 from ...surgery.patterns import PatternError, compiled, fullmatch
-from ..errors import complain
+from ..errors import complain, quoted
 from ..file_pair import Pair
 from ..json_text import read_json_file
 from ..model_config import is_finite
@@ -20,9 +20,16 @@ _INFORMATIVE = {
     "lora_ga_config", "loftq_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
     "revision", "runtime_config", "task_type", "corda_config",
 }  # fmt: skip
-# Initialisations that leave the base alone, and those that move a part of it into the adapter.
-_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", None)
+# Initialisations that leave the base alone; those that move a part of it into the adapter, which can be told
+# from the base; and the beginnings of those that change it in another way.
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 CHANGES_BASE = ("pissa", "olora")
+_NOT_TOLD = {
+    "pissa_niter_": "a part of the base that depends on random numbers",
+    "corda": "a part of the base that depends on the inputs of its layers",
+    "lora_ga": "a part of the base that depends on gradients",
+    "loftq": "the rounding error of a base that PEFT quantised",
+}
 
 
 def files_of(folder: Path) -> Pair:
@@ -154,8 +161,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "fan_in_fan_out": ("true or false", _is_flag),
     "modules_to_save": ("a list of names", _are_expressions),
     "init_lora_weights": (
-        f"one of {', '.join(map(repr, (*_KEEPS_BASE, *CHANGES_BASE)))}, since others change the base in a "
-        "way that the file does not record",
+        f"one of {', '.join(map(repr, (*_KEEPS_BASE, *CHANGES_BASE)))}",
         lambda x: x in (*_KEEPS_BASE, *CHANGES_BASE),
     ),
     "layers_to_transform": (
@@ -179,7 +185,7 @@ def read_config(path: Path) -> AdapterConfig:
     """Reads and checks the configuration of an adapter."""
     fields = read_json_file(path, "the configuration")
     if fields.get("peft_type") != "LORA":
-        raise complain(path, "peft_type", f"expected 'LORA', found {fields.get('peft_type')!r}")
+        raise complain(path, "peft_type", f"expected 'LORA', found {quoted(fields.get('peft_type'))}")
     unknown = {
         name: value
         for name, value in fields.items()
@@ -187,10 +193,23 @@ def read_config(path: Path) -> AdapterConfig:
     }
     if unknown:
         name, value = next(iter(unknown.items()))
-        raise complain(path, name, f"{value!r} is not supported, and what the adapter computes depends on it")
+        raise complain(
+            path, name, f"{quoted(value)} is not supported, and what the adapter computes depends on it"
+        )
     known = {name: fields[name] for name in AdapterConfig._fields if fields.get(name) is not None}
+    if isinstance(init := known.get("init_lora_weights"), str):
+        known["init_lora_weights"] = init.lower()
+        for start, taken in _NOT_TOLD.items():
+            if init.lower().startswith(start):
+                raise complain(
+                    path,
+                    "init_lora_weights",
+                    f"with {quoted(init)} the adapter holds {taken}, which is not in the file. If the model "
+                    "holds the base as it was left then, write true here; else save the adapter in PEFT "
+                    "again, with `path_initial_model_for_weight_conversion`",
+                )
     for name, value in known.items():
         expected, fits = _CHECKS[name]
         if not fits(value):
-            raise complain(path, name, f"expected {expected}; found {value!r}")
+            raise complain(path, name, f"expected {expected}; found {quoted(value)}")
     return AdapterConfig(**known)

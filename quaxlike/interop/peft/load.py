@@ -19,6 +19,7 @@ from ...surgery.inits import initialise
 from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.loraify import blank
 from ...surgery.notation import Layout
+from ...surgery.patterns import PatternError
 from ...surgery.select import select
 from ...surgery.trees import layer_of, named_arrays, near, replace
 from ..errors import CheckpointError, complain
@@ -107,7 +108,13 @@ def load_adapter(
     tensors, config = consistent(
         lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
     )
-    file = _File(tensors)
+    try:
+        return _adapted(config, _File(tensors), model, rename, layout)
+    except PatternError as error:
+        raise complain(config_file, None, f"has an expression that {error}") from None
+
+
+def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename, layout: Layouts) -> PyTree:
     model = _tied_as(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
@@ -369,8 +376,13 @@ def _adapter(
     )  # fmt: skip
     if layout.batch_shape(tuple(leaf.shape)):
         raise file.complain(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
-    if config.init_lora_weights in CHANGES_BASE:
-        lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
+    if config.init_lora_weights in CHANGES_BASE and not embedding:  # PEFT, too, leaves embeddings alone
+        if layout.kind == "conv" or (config.init_lora_weights == "olora" and config.fan_in_fan_out):
+            raise file.complain(keys["a"], f"PEFT has no {config.init_lora_weights} for {layer}")
+        try:
+            lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
+        except ValueError as error:
+            raise file.complain(keys["a"], str(error)) from None
     shapes = part_shapes(lora, layout.kind)
     held = {"a": lora.a.shape, "b": lora.b.shape, "magnitude": lora.b.shape[:-1]}
     parts = [part for part in held if part != "magnitude" or config.use_dora]

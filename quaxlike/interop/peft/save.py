@@ -19,6 +19,7 @@ from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
 from .axes import part_shapes, stored_as, why_not
 from .config import PREFIX, files_of
+from .initial import initialisation, on_base
 from .load import TOKENS, Rename, names_in_file
 from .parameters import is_router, is_stack, packed, wrapped_names
 
@@ -33,6 +34,7 @@ def save_adapter(
     adapter_name: str = "default",
     task_type: str | None = None,
     layout: Layouts = None,
+    base: PyTree = None,
 ) -> None:
     """Writes the adapter of a model in PEFT's format: the trained arrays, without the base.
 
@@ -50,6 +52,9 @@ def save_adapter(
     - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. With a classifier's,
         the file includes its head. Default: none.
     - `layout`: as for `load_adapter`.
+    - `base`: the model that the adapter will be loaded on, where an initialisation changed the base: what it
+        took out of `base` goes into the file, with twice the rank. Default: the base before it was adapted,
+        where the name of the initialisation (`"pissa"`, `"olora"`) tells what that was.
 
     **Raises:**
 
@@ -68,12 +73,13 @@ def save_adapter(
         again = peft.load_adapter("adapter", mlp)
         ```
 
-    The base is not in the file. Save it as well if it has changed: because adapters took a part of it
-    (`init="pissa"`, `"olora"`, LoftQ), or because its weights or scales are trained (`train_base`,
+    The base is not in the file. Save it as well, and pass `base=model`, if it has changed in a way that the
+    file cannot tell: because LoftQ rounded it, or because its weights or scales are trained (`train_base`,
     [`quaxlike.train_scales`][]).
     """
-    if hasattr(model, "unstacked"):  # undo `stack_layers`
-        model = model.unstacked()
+    if base is not None:
+        model = on_base(_unstacked(model), _unstacked(base))
+    model = _unstacked(model)
     arrays = names_in_file(model, rename)
     layouts = layouts_of(model, layout)
     adapters = {
@@ -119,6 +125,13 @@ def save_adapter(
             {*stacks, *map(layer_of, routers)},
         ),
         **_beside(names, adapters, trained),
+        "init_lora_weights": initialisation(
+            {layer: adapter.lora for layer, adapter in adapters.items()},
+            {
+                layer: _takes_part(adapter) and layer not in stacks and not lora_bias
+                for layer, adapter in adapters.items()
+            },
+        ),
         **({"lora_bias": True} if lora_bias else {}),
         **_trained_tokens(tokens),
         **({"ensure_weight_tying": True} if tied else {}),
@@ -138,9 +151,14 @@ _HEADS = {
     "QUESTION_ANS": ("qa_outputs",),
 }
 _DEFAULTS = {
-    "auto_mapping": None, "exclude_modules": None, "inference_mode": True, "init_lora_weights": True,
+    "auto_mapping": None, "exclude_modules": None, "inference_mode": True,
     "layers_pattern": None, "layers_to_transform": None, "peft_type": "LORA", "revision": None,
 }  # fmt: skip
+
+
+def _unstacked(model: PyTree) -> PyTree:
+    """Undoes `stack_layers`."""
+    return model.unstacked() if hasattr(model, "unstacked") else model
 
 
 class _Adapter(NamedTuple):
@@ -226,6 +244,13 @@ def _is_fan_in_fan_out(adapter: _Adapter) -> bool:
     name, lora, layout = adapter
     is_weight = name.rpartition(".")[2] == "weight" and layout.kind in ("linear", "matrix")
     return is_weight and lora.out_axes == layout.out_axes == (-1,)
+
+
+def _takes_part(adapter: _Adapter) -> bool:
+    """Whether PEFT, with PiSSA or OLoRA, takes a part out of this layer's weight, as they do here."""
+    taken, layout = adapter.lora.taken, adapter.layout
+    of_stored = taken is not None and taken[0] == "olora"  # the factors of the weight as it is stored
+    return layout.kind in ("linear", "matrix") and not (of_stored and _is_fan_in_fan_out(adapter))
 
 
 def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
