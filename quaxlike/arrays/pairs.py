@@ -38,7 +38,7 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
     x = jnp.asarray(x)
     if batch or not _fused(lora, summed, x):
         return NotImplemented
-    w = lora.w if lora.train_base and lora.w.train_scales else frozen(lora.w)
+    w = lora.base if lora.w.has_gradients else frozen(lora.w)
     flat = w.with_axes(range(2))
     if flat.num_lead != 1 or flat.stored_shape[1] % flat.block:  # else keep rows: devices can share them
         flat = flat.flattened()
