@@ -343,6 +343,11 @@ def source_lines() -> Iterator[SourceLine]:
         frame = frame.f_back
 
 
+def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:
+    """The lines outside JAX and this package that staged an equation, innermost first."""
+    return _recorded_lines(eqn.source_info.traceback)
+
+
 def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
     if recorded is not None:
         for frame in recorded.frames:

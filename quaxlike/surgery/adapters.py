@@ -209,8 +209,8 @@ def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mappi
         if (found := difference(bare[0], other)) is not None:
             raise ValueError(
                 f"{function} takes models that differ in their adapters alone, since the result has the base "
-                f"of the first; between models 0 and {i}, {found}. Adapt the same base, or merge each adapter "
-                "into its own base with `quaxlike.merge`."
+                f"of the first; between models 0 and {i}, {found}. Adapt the same base, or merge each "
+                "adapter into its own base with `quaxlike.merge`."
             )
 
 

@@ -17,8 +17,8 @@ from .trees import path_of
 def difference(x: PyTree, y: PyTree) -> str | None:
     """Where two trees differ first, and how; None if they agree.
 
-    Arrays agree if they are the same object, or of equal shape, dtype and values (NaN equals NaN). Values that
-    are not known, those of traced arrays, count as equal.
+    Arrays agree if they are the same object, or of equal shape, dtype and values (NaN equals NaN). Values
+    that are not known, those of traced arrays, count as equal.
     """
     return _difference(x, y, ())
 
