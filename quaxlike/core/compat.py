@@ -218,6 +218,13 @@ def has_context(eqn: jexc.JaxprEqn) -> bool:
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
+def is_differentiated(x: Any) -> bool:
+    """Whether the derivative by an array is being taken, as far as the array itself shows it."""
+    while isinstance(x, batching.BatchTracer):
+        x = x.val
+    return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
+
+
 def source_of(eqn: jexc.JaxprEqn) -> Any:
     """A context in which staged equations get the source line and the name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack

@@ -225,7 +225,13 @@ def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | No
     """The positions of the trainable operands, by name, of an equation with these parameters."""
     if primitive.trainable_invars_fn is None:
         return dict(_DEFAULT_TRAINABLES)
-    return primitive.trainable_invars_fn({} if params is None else params)
+    found: Any = primitive.trainable_invars_fn({} if params is None else params)
+    if not isinstance(found, Mapping) or not all(isinstance(i, int) for i in found.values()):
+        raise TypeError(
+            f"trainable_invars_fn of ETP primitive {primitive.name!r} must return a dict of the positions of "
+            f"trainable operands by name; found {found!r}"
+        )
+    return dict(found)
 
 
 @checked

@@ -244,6 +244,16 @@ def test_a_rule_is_a_function(slot):
         p.register_etp_rules(**{slot: "x"})
 
 
+def test_positions_of_the_wrong_form_are_named():
+    p = register_primitive(
+        "test_etp_positions", _scaled, trainable_invars_fn=lambda params: [1], replace=True
+    )
+    step = lambda m, h, x: ((n := 0.5 * h + p(x, m, scale=0.5)), n)
+    message = r"trainable_invars_fn of ETP primitive 'test_etp_positions' must return a dict .*; found \[1\]"
+    with pytest.raises(TypeError, match=message):
+        DRTRL(step).init(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.ones((4, 3)))
+
+
 @pytest.mark.parametrize("how", [lambda p: p, lambda p: p.bind], ids=["call", "bind"])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_static_parameter_that_cannot_be_hashed_is_named(how, jitted):
