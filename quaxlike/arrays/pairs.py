@@ -16,7 +16,7 @@ from ..kernels import lora_matmul
 from . import precedence
 from .dot_axes import seen_from
 from .lora.array import LoraArray, frozen
-from .lora.dot import drops
+from .lora.dot import drops, tell_of_dropout
 from .quantized.codebook import AbstractCodebookArray
 from .quantized.dot import placed, product_dtype
 from .quantized.scales import NestedScales
@@ -29,6 +29,7 @@ def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **param
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
     if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractCodebookArray):
         return NotImplemented
+    tell_of_dropout(lora)
     return _fused_product(lora, x, on_left=on_left, **params)
 
 
@@ -38,7 +39,7 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
     x = jnp.asarray(x)
     if batch or not _fused(lora, summed, x):
         return NotImplemented
-    w = lora.w if lora.train_base and lora.w.train_scales else frozen(lora.w)
+    w = lora.base if lora.w.has_gradients else frozen(lora.w)
     flat = w.with_axes(range(2))
     if flat.num_lead != 1 or flat.stored_shape[1] % flat.block:  # else keep rows: devices can share them
         flat = flat.flattened()

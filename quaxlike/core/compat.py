@@ -239,6 +239,13 @@ def has_context(eqn: jexc.JaxprEqn) -> bool:
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
+def is_differentiated(x: Any) -> bool:
+    """Whether the derivative by an array is being taken, as far as the array itself shows it."""
+    while isinstance(x, batching.BatchTracer):
+        x = x.val
+    return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
+
+
 def source_of(eqn: jexc.JaxprEqn) -> Any:
     """A context in which staged equations get the source line and the name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -362,6 +369,11 @@ def source_lines() -> Iterator[SourceLine]:
             eqn = frame.f_locals.get("eqn") or getattr(step, "eqn", None)
             yield from _recorded_lines(getattr(getattr(eqn, "source_info", None), "traceback", None))
         frame = frame.f_back
+
+
+def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:
+    """The lines outside JAX and this package that staged an equation, innermost first."""
+    return _recorded_lines(eqn.source_info.traceback)
 
 
 def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:

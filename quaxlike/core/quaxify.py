@@ -133,7 +133,8 @@ def quaxify(
 
     **Raises:**
 
-    `ValueError` if `filter_spec` is not a prefix of `(fn, args, kwargs)`.
+    `ValueError` if `filter_spec` is not a prefix of `(fn, args, kwargs)`; `TypeError` if it holds anything
+    but bools and functions: arguments of `fn` belong in a second pair of parentheses.
 
     !!! example
 
@@ -146,9 +147,29 @@ def quaxify(
     """
     if not callable(fn):
         raise TypeError(f"quaxify takes a callable; found {fn!r}.")
+    if filter_spec is not True:
+        check_filter_spec("quaxify", filter_spec)
     if rules is not None and not isinstance(rules, RuleSet):
         raise TypeError(f"quaxify takes a quaxlike.RuleSet as rules; found {rules!r}.")
     return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
+
+
+def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
+    """Raises `TypeError` for a filter that holds arrays, Values or other data: arguments of the function."""
+    if isinstance(filter_spec, bool | types.FunctionType | functools.partial):
+        return
+    wrong = lambda leaf: is_value(leaf) or not (isinstance(leaf, bool) or callable(leaf))
+    for path, leaf in jtu.tree_leaves_with_path(filter_spec, is_leaf=_is_instance):
+        if wrong(leaf):
+            typed = is_value(leaf) or hasattr(leaf, "dtype")
+            kind = "array" if kind_of(leaf) == "array" else type(leaf).__name__
+            found = f"{kind} {leaf.dtype}{list(leaf.shape)}" if typed else repr(leaf)[:80]
+            where = f" at {jtu.keystr(path)} of a {type(filter_spec).__name__}" if path else ""
+            raise TypeError(
+                f"{caller} takes as filter_spec a bool, a function on leaves, or a prefix of (fn, args, "
+                f"kwargs) made of these; found {found}{where}. To call the function with it, write "
+                f"`quaxlike.{caller}(fn)(...)`."
+            )
 
 
 def _is_outermost() -> bool:

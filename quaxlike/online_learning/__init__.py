@@ -2,7 +2,7 @@
 
 from . import values as _values  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .d_rtrl import DRTRL
-from .learner import Learned, Learner, UntracedParameterWarning
+from .learner import Learned, Learner, MixingWarning, UntracedParameterWarning
 from .ops.conv import conv, etp_conv_p
 from .ops.dense import etp_mm_p, etp_mv_p, matmul
 from .ops.elementwise import elementwise, etp_elemwise_p
@@ -26,6 +26,7 @@ __all__ = [
     "ETPPrimitive",
     "Learned",
     "Learner",
+    "MixingWarning",
     "PPProp",
     "SparsePattern",
     "UntracedParameterWarning",

@@ -1,6 +1,6 @@
 """D-RTRL: real-time recurrent learning with a diagonal state Jacobian."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ class DRTRL(Learner):
     - `trainable`: a filter for the trained part of the model, as for `equinox.partition`.
     - `untraced`: what to do if a parameter acts on the state without a trace: `"warn"`, `"allow"` (with its
         gradient within the step) or `"error"`.
+    - `mixing`: what to do if the step mixes positions of the state: `"error"`, `"warn"` or `"allow"`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).
@@ -56,8 +57,12 @@ class DRTRL(Learner):
         traces = []
         for relation in step.relations:
             op, group = step.ops[relation.op], step.groups[relation.group]
-            init = op.primitive.slot("init_drtrl").rule
-            first = init(op.x_var, op.y_var, op.weight_vars, len(group.states))
+            num = len(group.components)
+            first = op.plain_rule("init_drtrl")(op.x_var, op.y_var, op.weight_vars, num)
+            if not (isinstance(first, Mapping) and all(jnp.shape(t)[-1:] == (num,) for t in first.values())):
+                raise op.wrong_result(
+                    "init_drtrl", f"a dict of arrays whose last axis is of size {num}", first
+                )
             lead = group.shape[: relation.lead]
             traces.append({key: jnp.zeros((*lead, *t.shape), t.dtype) for key, t in first.items()})
         return traces
@@ -75,10 +80,11 @@ class DRTRL(Learner):
     ) -> dict[str, Any]:
         op = here.step.ops[relation.op]
         x, weights = here.operands[relation.op]
-        by_output = here.by_output(relation).astype(op.y_var.aval.dtype)
-        scale = over_lead(op.rule("yw_to_w"), relation.lead, True, True)
+        by_output = here.by_output(relation)
+        scale = over_lead(lambda g, t: op.run("yw_to_w", g, t, like=t), relation.lead, True, True)
         num_batch = _num_batch(trace, weights) - relation.lead
-        instant = over_lead(lambda g: _instant(op, num_batch)(x, g, weights), relation.lead, True)
+        own = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape[relation.lead : -1], t.dtype), trace)
+        instant = over_lead(lambda g: _instant(op, num_batch, own)(x, g, weights), relation.lead, True)
 
         by_state = by_state.astype(by_output.dtype)
 
@@ -113,10 +119,10 @@ def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
     return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
 
 
-def _instant(op: Op, num_batch: int) -> Callable[..., Any]:
+def _instant(op: Op, num_batch: int, like: Any) -> Callable[..., Any]:
     if op.has_rule("instant"):
-        return op.rule("instant")
-    xy_to_dw = op.rule("xy_to_dw")
+        return lambda *args: op.run("instant", *args, like=like)
+    xy_to_dw = lambda x, g, weights: op.run("xy_to_dw", x, g, weights, like=weights)
     if not num_batch:
         return xy_to_dw
     # Examples one at a time, each as a batch of one.
@@ -128,11 +134,10 @@ def _instant(op: Op, num_batch: int) -> Callable[..., Any]:
 
 def _solve(op: Op) -> Callable[..., Any]:
     if op.has_rule("solve"):
-        return op.rule("solve")
-    yw_to_w = op.rule("yw_to_w")
+        return lambda g, trace, weights: op.run("solve", g, trace, weights, like=weights)
 
     def summed(g: Any, trace: dict[str, Any], weights: Weights) -> Weights:
-        scaled = yw_to_w(g, trace)
+        scaled = op.run("yw_to_w", g, trace, like=trace)
         return {key: t.sum(range(t.ndim - weights[key].ndim)) for key, t in scaled.items()}
 
     return summed

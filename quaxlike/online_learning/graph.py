@@ -1,16 +1,20 @@
 """The parts of a recurrent network's step that matter for learning forward in time."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from ..core import compat
 from ..primitives import DefinedPrimitive
-from .primitive import ETPPrimitive
+from .primitive import RULES, ETPPrimitive
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
+_CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,8 +46,32 @@ class Op:
 
     def rule(self, slot: str) -> Callable[..., Any]:
         """A rule of the primitive, with the parameters of the equation filled in."""
+        return self.plain_rule(slot, **self.eqn.params)
+
+    def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
+        """A rule of the primitive, which is named if it fails."""
         rule = self.primitive.slot(slot).rule
-        return lambda *args: rule(*args, **self.eqn.params)
+
+        def call(*args: Any) -> Any:
+            try:
+                return rule(*args, **params)
+            except (TypeError, AttributeError, ValueError) as error:
+                raise TypeError(f"{self._told(slot)} failed with {type(error).__name__}: {error}.") from error
+
+        return call
+
+    def run(self, slot: str, *args: Any, like: Any) -> Any:
+        """The result of a rule, which must have the form of `like`: an array, or a dict of arrays."""
+        result = self.rule(slot)(*args)
+        if _form(result) != _form(like):
+            raise self.wrong_result(slot, _form(like), result)
+        return result
+
+    def wrong_result(self, slot: str, expected: str, found: Any) -> TypeError:
+        return TypeError(f"{self._told(slot)} must return {expected}; found {_form(found)}.")
+
+    def _told(self, slot: str) -> str:
+        return f"rule {slot!r} of ETP primitive {self.primitive.name!r}, {RULES[slot]},"
 
     def has_rule(self, slot: str) -> bool:
         return self.primitive.slot(slot).registered
@@ -55,12 +83,24 @@ class Op:
         return x, {key: operands[j] for key, j in self.weights.items()}
 
 
+def _form(x: Any) -> str:
+    """What a rule returns, in words."""
+    if isinstance(x, Mapping):
+        parts = ", ".join(f"{key!r}: {_form(x[key])}" for key in sorted(x, key=str))
+        return f"a dict {{{parts}}}"
+    if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return f"an array of shape {tuple(x.shape)}"
+    return repr(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """States of one shape that depend on each other elementwise."""
 
     states: tuple[int, ...]
     shape: tuple[int, ...]
+    components: tuple[tuple[int, bool], ...]
+    """The real numbers that states consist of: for each its state, and whether it is the imaginary part."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,27 +113,95 @@ class Relation:
     """The number of axes that the states have in front of y's."""
 
 
-def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation."""
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
+    """The results of an equation, which was written where `written` was."""
+    with compat.source_of(eqn if written is None else written):
+        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def inline(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr, and the calls in it equation by equation."""
+def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> list[Any]:
+    """Runs a jaxpr, and the calls in it equation by equation. Those in jaxprs that JAX keeps have no lines of
+    the user's, and get those of the call."""
     opened = compat.opened(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
     env |= dict(zip(opened.invars, args, strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     for eqn in opened.eqns:
         operands = [read(atom) for atom in eqn.invars]
+        written = eqn if call is None or any(compat.lines_of(eqn)) else call
         if eqn.primitive.name in _INLINED:
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-            results = inline(inner, operands)
+            results = inline(inner, operands, written)
+        elif eqn.primitive.name in _CUSTOM_VJP:
+            results = _forward_differentiable(eqn)(*operands)
         else:
-            results = bind(eqn, operands)
+            results = bind(_inlined_inside(eqn), operands, written)
         env |= zip(eqn.outvars, results, strict=True)
     return [read(atom) for atom in opened.outvars]
+
+
+def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation with the functions that it carries in forward-differentiable form."""
+    if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
+        return eqn
+    retraced = lambda inner: jax.make_jaxpr(lambda *args: inline(inner, args))(*inner.in_avals)
+    change = lambda x: retraced(x) if isinstance(x, ClosedJaxpr) else x
+    params = {
+        key: tuple(map(change, x)) if isinstance(x, tuple) else change(x) for key, x in eqn.params.items()
+    }
+    return eqn.replace(params=params)
+
+
+def _has_custom_vjp(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name in _CUSTOM_VJP or any(map(_has_custom_vjp, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
+    """The function of a `jax.custom_vjp`, with its derivative in forward mode too: the transpose of its
+    backward function, which is linear."""
+
+    @jax.custom_jvp
+    def call(*args: Any) -> list[Any]:
+        return bind(eqn, args)
+
+    @call.defjvp
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, x in enumerate(primals) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+        def of_moving(*moved: Any) -> list[Any]:
+            args = list(primals)
+            for i, x in zip(moving, moved, strict=True):
+                args[i] = x
+            return bind(eqn, args)
+
+        out, pull = jax.vjp(of_moving, *(primals[i] for i in moving))
+        floats = [i for i, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def pull_floats(cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            whole = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
+            for i, ct in zip(floats, cotangents, strict=True):
+                whole[i] = ct
+            return pull(whole)
+
+        try:
+            push = jax.linear_transpose(pull_floats, [out[i] for i in floats])
+            (pushed,) = push(tuple(tangents[i] for i in moving))
+        except (NotImplementedError, AssertionError, ValueError) as error:
+            raise TypeError(
+                "a function in the step has a derivative by jax.custom_vjp whose backward function is not "
+                "linear in the cotangent, so that it has no forward derivative, which learners need. Define "
+                "the derivative by jax.custom_jvp"
+            ) from error
+        result: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
+        for i, tangent in zip(floats, pushed, strict=True):
+            result[i] = tangent
+        return out, result
+
+    return call
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:

@@ -2,7 +2,7 @@
 
 import abc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .graph import Op, Relation, bind
+from .graph import Group, Op, Relation, bind
 from .step import Step, reached
 from .traced import TracedStep
 
@@ -19,6 +19,10 @@ Weights = dict[str, Any]
 
 class UntracedParameterWarning(UserWarning):
     """A parameter acts on the state in a way that is not traced."""
+
+
+class MixingWarning(UserWarning):
+    """The step mixes positions of the state that the learner takes to be independent."""
 
 
 class Learned(NamedTuple):
@@ -55,10 +59,12 @@ class Learner(abc.ABC):
         *,
         trainable: PyTree = eqx.is_inexact_array,
         untraced: Literal["warn", "allow", "error"] = "warn",
+        mixing: Literal["warn", "allow", "error"] = "error",
     ) -> None:
         self.step = step
         self.trainable = trainable
         self.untraced = untraced
+        self.mixing = mixing
 
     def init(self, model: PyTree, state: PyTree, *inputs: PyTree) -> PyTree:
         """Makes the traces before the first step.
@@ -109,22 +115,51 @@ class Learner(abc.ABC):
         (value, (next_state, output)), (grads, signals) = differentiate(params, shifts)
 
         here = Linearised(step, params, traced.state, traced.inputs)
-        signals = [jnp.stack([signals[i] for i in group.states], axis=-1) for group in step.groups]
-        traces = self._advance(here, traces)
+        last_signals = self._of_last_states(traced, lambda output: loss(output, *targets))
+        last_traces, traces = traces, self._advance(here, traces)
         weights = {k: weights for k, (_, weights) in here.operands.items()}
         if weights:
             cotangents = {k: jax.tree.map(jnp.zeros_like, w) for k, w in weights.items()}
             for r, relation in enumerate(step.relations):
-                found = self._solve(here, traces, r, relation, signals[relation.group])
-                cotangents[relation.op] = jax.tree.map(jnp.add, cotangents[relation.op], found)
+                group = step.groups[relation.group]
+                for of, by in ((traces, signals), (last_traces, last_signals)):
+                    if group.states[0] in by:
+                        found = self._solve(here, of, r, relation, _components(group, _conjugated(by)))
+                        cotangents[relation.op] = jax.tree.map(jnp.add, cotangents[relation.op], found)
             by_params = jax.vjp(lambda p: _weights(step, p, traced.state, traced.inputs), params)[1]
             grads = [g + h for g, h in zip(grads, by_params(cotangents)[0], strict=True)]
         return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
+
+    def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
+        """The derivatives of the loss by the last states of each group that it depends on past the group's
+        next states: because the output is read from them, or the input of an op."""
+        step, signals = traced.step, {}
+        for group in step.groups:
+
+            def output(*last: Any, states: Sequence[int] = group.states) -> list[Any]:
+                shifts = dict(zip(states, last, strict=True))
+                return step.with_shifts(traced.params, traced.state, traced.inputs, {}, shifts)[1]
+
+            avals = [step.state_avals[i] for i in group.states]
+            if any(any(reached(output, avals, k)) for k in range(len(avals))):
+                of_output = lambda last, output=output: loss(traced.output_of(output(*last)))
+                found = jax.grad(of_output)([jnp.zeros(aval.shape, aval.dtype) for aval in avals])
+                signals |= zip(group.states, found, strict=True)
+        return signals
 
     def _traced(self, model: PyTree, state: PyTree, inputs: Sequence[PyTree]) -> TracedStep:
         traced = TracedStep(self.step, self.trainable, model, state, inputs)
         if self.untraced != "allow":
             self._check_parameters(traced)
+        if self.mixing != "allow" and (found := traced.step.mixing()) is not None:
+            message = (
+                f"{found}, which mixes positions: the learner takes each element to act on its own position "
+                "alone, and its gradient would be wrong. Apply what mixes to the output or to the input of "
+                'an ETP primitive; or set mixing="allow" if it does not mix, or if the error does not matter'
+            )
+            if self.mixing == "error":
+                raise ValueError(message)
+            warnings.warn(message, MixingWarning, stacklevel=4)
         return traced
 
     def _check_parameters(self, traced: TracedStep) -> None:
@@ -186,21 +221,43 @@ class Linearised:
 
     def by_state(self, group: int) -> Array:
         """∂h/∂h of a group, elementwise: `(*states, S, S)`, with the last state along the last axis."""
-        states = self.step.groups[group].states
-        return jnp.stack([self._columns(states, state=j) for j in states], axis=-1)
+        group_ = self.step.groups[group]
+        return jnp.stack([self._columns(group_, state=j) for j in group_.components], axis=-1)
 
     def by_output(self, relation: Relation) -> Array:
-        """∂h/∂y of the states of a relation, elementwise: `(*states, S)`."""
-        return self._columns(self.step.groups[relation.group].states, op=relation.op)
+        """∂h/∂y of the states of a relation, elementwise: `(*states, S)`, of the dtype of y. For a complex y,
+        these are cotangents: derivatives by the real part, less i times those by the imaginary part."""
+        group, y = self.step.groups[relation.group], self.step.ops[relation.op].y_var.aval
+        columns = self._columns(group, op=(relation.op, False))
+        if jnp.iscomplexobj(y):
+            columns = columns - 1j * self._columns(group, op=(relation.op, True))
+        return columns.astype(y.dtype)
 
-    def _columns(self, states: Sequence[int], state: int | None = None, op: int | None = None) -> Array:
-        primals = [
-            jnp.ones_like(x) if i == state else jnp.zeros_like(x)
-            for i, x in zip(self._moving, self._primals, strict=True)
-        ]
-        shifts = [jnp.ones_like(x) if k == op else x for k, x in enumerate(self._shifts)]
-        pushed = dict(zip(self._moving, self._push(primals, shifts), strict=True))
-        return jnp.stack([pushed[i] for i in states], axis=-1)
+    def _columns(
+        self, group: Group, state: tuple[int, bool] | None = None, op: tuple[int, bool] | None = None
+    ) -> Array:
+        """How the components of a group change with one of a state, or of the y of an op."""
+        primals = [_unit(x, i, state) for i, x in zip(self._moving, self._primals, strict=True)]
+        shifts = [_unit(x, k, op) for k, x in enumerate(self._shifts)]
+        return _components(group, dict(zip(self._moving, self._push(primals, shifts), strict=True)))
+
+
+def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
+    """1, or i for an imaginary part, at each position of what is chosen; else 0."""
+    if chosen is None or chosen[0] != number:
+        return jnp.zeros_like(like)
+    return jnp.full_like(like, 1j if chosen[1] else 1)
+
+
+def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
+    """Real and imaginary parts of the states of a group, along a new last axis."""
+    parts = [by_state[i].imag if imaginary else by_state[i].real for i, imaginary in group.components]
+    return jnp.stack(parts, axis=-1)
+
+
+def _conjugated(by_state: Mapping[int, Array]) -> dict[int, Array]:
+    """Cotangents as derivatives by real and imaginary parts."""
+    return {i: jnp.conj(x) if jnp.iscomplexobj(x) else x for i, x in by_state.items()}
 
 
 def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """pp_prop: online learning with traces of inputs and outputs only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class PPProp(Learner):
 
     **Arguments:**
 
-    - `step`, `trainable`, `untraced`: see [`DRTRL`][quaxlike.online_learning.DRTRL].
+    - `step`, `trainable`, `untraced`, `mixing`: see [`DRTRL`][quaxlike.online_learning.DRTRL].
     - `decay`: α: a float in [0, 1), or an integer rank r ≥ 1, for α = (r − 1) / (r + 1).
 
     **Raises:** `ValueError` for any other decay.
@@ -69,7 +69,10 @@ class PPProp(Learner):
                 x[k] = jnp.zeros_like(x[k])
         for relation in step.relations:
             op, group = step.ops[relation.op], step.groups[relation.group]
-            first = op.primitive.slot("init_pp").rule(op.x_var, op.y_var, op.weight_vars, len(group.states))
+            num = len(group.components)
+            first = op.plain_rule("init_pp")(op.x_var, op.y_var, op.weight_vars, num)
+            if isinstance(first, Mapping) or jnp.shape(first) != (*op.y_var.aval.shape, num):
+                raise op.wrong_result("init_pp", f"an array of shape {(*op.y_var.aval.shape, num)}", first)
             f.append(jnp.zeros((*group.shape[: relation.lead], *first.shape), first.dtype))
         return {"x": x, "f": f, "steps": jnp.zeros((), jnp.int32)}
 
@@ -80,7 +83,7 @@ class PPProp(Learner):
         f = []
         for relation, trace in zip(step.relations, traces["f"], strict=True):
             carried = jnp.einsum("...ij,...j->...i", by_state[relation.group].astype(trace.dtype), trace)
-            f.append(decay * carried + (1 - decay) * here.by_output(relation).astype(trace.dtype))
+            f.append(decay * carried + (1 - decay) * here.by_output(relation))
         return {"x": x, "f": f, "steps": traces["steps"] + 1}
 
     def _solve(
@@ -89,10 +92,12 @@ class PPProp(Learner):
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
         # The traces start from zero; this corrects the bias of their decaying means.
-        correction = 1 - self.decay ** traces["steps"].astype(signal.dtype)
-        g = jnp.sum(traces["f"][number].astype(signal.dtype) * signal, axis=-1) / correction
+        steps = jnp.maximum(traces["steps"], 1).astype(signal.dtype)
+        f = traces["f"][number]
+        dtype = jnp.promote_types(f.dtype, signal.dtype)
+        g = jnp.sum(f.astype(dtype) * signal.astype(dtype), axis=-1) / (1 - self.decay**steps).astype(dtype)
         g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)
-        return op.rule("xy_to_dw")(traces["x"].get(relation.op), g, weights)
+        return op.run("xy_to_dw", traces["x"].get(relation.op), g, weights, like=weights)
 
 
 def _pp_input(op: Op, x: Any, weights: Weights) -> Array:

@@ -13,6 +13,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _DEFAULT_TRAINABLES = {"weight": 1}
 
+RULES = {
+    "yw_to_w": "yw_to_w(g, trace, **params) -> trace, where a trace is a dict of arrays by trainable",
+    "xy_to_dw": "xy_to_dw(x, g, weights, **params) -> dict, where `weights` is a dict of arrays by trainable",
+    "init_drtrl": "init_drtrl(x_var, y_var, weight_vars, num_states) -> dict of arrays by trainable",
+    "init_pp": "init_pp(x_var, y_var, weight_vars, num_states) -> array",
+    "instant": "instant(x, g, weights, **params) -> trace, where a trace is a dict of arrays by trainable",
+    "solve": "solve(g, trace, weights, **params) -> dict of arrays by trainable",
+    "pp_input": "pp_input(x, weights, **params) -> array",
+}
+"""The form of each rule, for messages."""
+
 
 class ETPPrimitive(DefinedPrimitive):
     """A primitive that marks the use of trainable weights, made by
@@ -163,6 +174,21 @@ def register_primitive(
 
     **Raises:** `ValueError` for a name that is taken.
     """
+    flags: dict[str, Any] = {"batched": batched, "gradient_enabled": gradient_enabled}
+    for key, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"register_primitive takes True or False as `{key}`; found {flag!r}.")
+    positions: dict[str, Any] = {"x_invar_index": x_invar_index, "y_outvar_index": y_outvar_index}
+    for key, position in positions.items():
+        is_none = position is None and key == "x_invar_index"
+        if not is_none and (isinstance(position, bool) or not isinstance(position, int) or position < 0):
+            raise TypeError(
+                f"register_primitive takes the position of an array as `{key}`; found {position!r}."
+            )
+    if trainable_invars_fn is not None and not callable(trainable_invars_fn):
+        raise TypeError(
+            f"register_primitive takes a function as `trainable_invars_fn`; found {trainable_invars_fn!r}."
+        )
     primitive = define_primitive(
         name,
         impl_fn,
@@ -199,7 +225,13 @@ def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | No
     """The positions of the trainable operands, by name, of an equation with these parameters."""
     if primitive.trainable_invars_fn is None:
         return dict(_DEFAULT_TRAINABLES)
-    return primitive.trainable_invars_fn({} if params is None else params)
+    found: Any = primitive.trainable_invars_fn({} if params is None else params)
+    if not isinstance(found, Mapping) or not all(isinstance(i, int) for i in found.values()):
+        raise TypeError(
+            f"trainable_invars_fn of ETP primitive {primitive.name!r} must return a dict of the positions of "
+            f"trainable operands by name; found {found!r}"
+        )
+    return dict(found)
 
 
 @checked

@@ -1,6 +1,6 @@
 """A step of a recurrent network, with the evaluations that learning forward in time needs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 from ..core import compat
 from ..primitives.derive import symbolic_tangents
 from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops
+from .mixing import Mixed, Positions, own_place
 from .primitive import ETPPrimitive, get_trainable_invars
 
 OnOp = Callable[[Op, Sequence[Any]], list[Any]]
@@ -59,20 +60,25 @@ class Step:
         state: Sequence[Any],
         inputs: Sequence[Any],
         shifts: Mapping[int, Any],
+        last: Mapping[int, Any] = {},
     ) -> tuple[list[Any], list[Any]]:
         """The next state and the output, whose derivatives are those parts that the traces lack.
 
         The derivative with respect to a shift of a next state is its effect on the output, directly and
-        through ops, without its effect on other states, which is in the traces. Derivatives with respect to
+        through ops, without its effect on other states, which is in the traces. So is the derivative with
+        respect to a shift in `last`, of the last states of one group, but that recurrence through ops is
+        left out: the effect on next states that in turn act on the group. Derivatives with respect to
         parameters contain everything but the effect of traced weights on the state through their own op.
         """
         # Two parallel evaluations, equal in value. In `seen`, which gives the output and the inputs of ops,
         # states are shifted and weights are live. In `inner`, which gives the next states, states are not
         # shifted, and ops return their results in `seen`, with traced weights held fixed.
-        read_seen, seen = self._environment(params, state, inputs)
+        shifted = [x + last[i] if i in last else x for i, x in enumerate(state)]
+        read_seen, seen = self._environment(params, shifted, inputs)
         read_inner, inner = self._environment(params, state, inputs)
         next_vars = self.jaxpr.outvars[: self.num_state]
         next_state: dict[int, Any] = {}
+        fixed = self._coupled(last)
         for i, eqn in enumerate(self.eqns):
             from_seen, from_inner = (list(map(read, eqn.invars)) for read in (read_seen, read_inner))
             op = self.ops_at.get(i)
@@ -83,10 +89,34 @@ class Step:
             inner |= zip(eqn.outvars, bind(eqn, from_inner), strict=True)
             for j, var in enumerate(next_vars):
                 if any(var is v for v in eqn.outvars):
-                    next_state[j] = inner[var] + shifts[j] if j in shifts else inner[var]
+                    own = lax.stop_gradient(inner[var]) if j in fixed else inner[var]
+                    next_state[j] = own + shifts[j] if j in shifts else own
                     seen[var] = next_state[j]
         results = list(map(read_seen, self.jaxpr.outvars))
         return results[: self.num_state], results[self.num_state :]
+
+    def _coupled(self, states: Collection[int]) -> set[int]:
+        """The states that these act on, in this step or later, and that act on these."""
+        if not states:
+            return set()
+        acts_on = [self._acts_on(i) for i in range(self.num_state)]
+        for _ in range(self.num_state):
+            acts_on = [on.union(*(acts_on[j] for j in on)) for on in acts_on]
+        return {
+            j
+            for j in range(self.num_state)
+            if any(i == j or (j in acts_on[i] and i in acts_on[j]) for i in states)
+        }
+
+    def _acts_on(self, i: int) -> set[int]:
+        """The next states that depend on a state, or on its next one."""
+        next_vars = self.jaxpr.outvars[: self.num_state]
+        own = (self.jaxpr.invars[self.num_params + i], next_vars[i])
+        reached = {var for var in own if not isinstance(var, Literal)}
+        for eqn in self.eqns:
+            if any(not isinstance(a, Literal) and a in reached for a in eqn.invars):
+                reached.update(eqn.outvars)
+        return {j for j, var in enumerate(next_vars) if not isinstance(var, Literal) and var in reached}
 
     def _with_fixed_weights(self, op: Op, operands: Sequence[Any]) -> list[Any]:
         if self.ops.index(op) not in self.traced:
@@ -172,7 +202,11 @@ class Step:
         for i, aval in enumerate(self.state_avals):
             if jnp.issubdtype(aval.dtype, jnp.inexact):
                 members.setdefault(root(i), []).append(i)
-        return [Group(tuple(m), self.state_avals[m[0]].shape) for m in members.values()]
+        parts = lambda i: (False, True) if jnp.iscomplexobj(self.state_avals[i]) else (False,)
+        return [
+            Group(tuple(m), self.state_avals[m[0]].shape, tuple((i, part) for i in m for part in parts(i)))
+            for m in members.values()
+        ]
 
     def _find_relations(self) -> list[Relation]:
         relations = []
@@ -192,6 +226,43 @@ class Step:
                     )
                 relations.append(Relation(k, g, lead))
         return relations
+
+    def mixing(self) -> str | None:
+        """How the step mixes positions that the learners keep apart; None if it does not."""
+        moving = sorted(i for group in self.groups for i in group.states)
+        ops = sorted(self.traced)
+
+        def push(params: Any, inputs: Any, state: Any, moved: Any, pushes: Any, *tangents: Any) -> list[Any]:
+            def next_state(moved: Any, pushes: Any) -> list[Any]:
+                last, shifts = (
+                    list(state),
+                    [jnp.zeros(op.y_var.aval.shape, op.y_var.aval.dtype) for op in self.ops],
+                )
+                for values, at, new in ((last, moving, moved), (shifts, ops, pushes)):
+                    for i, x in zip(at, new, strict=True):
+                        values[i] = x
+                result = self.isolated(params, inputs, last, shifts)
+                return [result[i] for i in moving]
+
+            return jax.jvp(next_state, (moved, pushes), tangents)[1]
+
+        sources = [self.state_avals[i] for i in moving], [self.ops[k].y_var.aval for k in ops]
+        jaxpr = jax.make_jaxpr(push)(self.param_avals, self.input_avals, self.state_avals, *sources, *sources)
+        names = [f"state {self.state_names[i]!r}" for i in moving]
+        names += [f"the y of ETP primitive {self.ops[k].primitive.name!r}" for k in ops]
+        own = [own_place(aval.shape) for group in sources for aval in group]
+        primals = len(compat.opened(jaxpr).invars) - len(own)
+        found = Positions()
+        try:
+            results = found.run(jaxpr, [*[{}] * primals, *({k: place} for k, place in enumerate(own))])
+            for i, places in zip(moving, results, strict=True):
+                for k, place in places.items():
+                    shape = self.state_avals[i].shape
+                    if place != own_place(shape, len(shape) - len(own[k])):
+                        raise found.mixed(compat.opened(jaxpr).eqns[-1], k, place)
+        except Mixed as mixed:
+            return f"{names[mixed.argument]} acts on the state through {mixed}"
+        return None
 
     def _reached_by_state(self, j: int) -> list[bool]:
         return self._reached_by(len(self.param_avals) + len(self.input_avals) + j)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.core
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import Primitive, mapped_aval
@@ -116,6 +117,14 @@ class DefinedPrimitive(Primitive):
         if not self.multiple_results:
             return out
         return jtu.tree_unflatten(self.results_tree(avals, params), out)
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        try:
+            return super().bind(*args, **params)
+        except TypeError:
+            for name, value in params.items():
+                self._check_param(name, value)
+            raise
 
     @property
     def root(self) -> "DefinedPrimitive":
@@ -262,6 +271,11 @@ class DefinedPrimitive(Primitive):
 
     def _abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, Any]:
         jaxpr = self.jaxpr(avals, params)
+        if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
+            raise jax.errors.UnexpectedTracerError(
+                f"the function of primitive {self.name!r}, {_where(self.impl_fn)}, closes over an array that "
+                "is being traced. Pass it as an operand"
+            )
         if self._partitioning_of(avals, params) or compat.lowers_with_devices(jaxpr):
             compat.lower_with_devices(self)
         out = jaxpr.out_avals if self.multiple_results else jaxpr.out_avals[0]

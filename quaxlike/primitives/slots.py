@@ -36,6 +36,10 @@ class Slot:
 
     def register(self, rule: _F) -> _F:
         """Puts `rule` into the slot, in place of an existing one, and returns it."""
+        if not callable(rule):
+            raise TypeError(
+                f"slot {self.name!r} of primitive {self.primitive_name!r} takes a function; found {rule!r}"
+            )
         self._rule = rule
         return rule
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -27,6 +27,7 @@ from ..arrays.lora import (
 )
 from ..core.quaxify import value_of
 from ..core.values import is_value
+from .agreement import difference
 from .inits import factored
 from .options import check_choice, check_rank, check_several
 from .trees import named_arrays, replace
@@ -47,7 +48,8 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if the models have different names, or differ in more than `a` and `b`.
+    `ValueError` if the models differ in anything but their adapters. Arrays are compared by identity, then by
+    value; those that are traced cannot be compared, and are taken to be equal.
 
     !!! example
 
@@ -65,7 +67,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
         run(jnp.array([3, 0, 31]), jnp.ones((3, 2)))
         ```
     """
-    stacked = {name: _stacked(loras) for name, loras in _adapters(models).items()}
+    stacked = {name: _stacked(loras) for name, loras in _adapters("stack_adapters", models).items()}
     return replace(models[0], stacked)
 
 
@@ -145,7 +147,8 @@ def combine_adapters(
 
     **Raises:**
 
-    `ValueError` for the wrong number of weights, an unknown method, or ranks that differ.
+    `ValueError` for the wrong number of weights, an unknown method, or ranks that differ; and if the models
+    differ in anything but their adapters, as for [`quaxlike.stack_adapters`][].
 
     The methods are those of PEFT's `add_weighted_adapter`.
     """
@@ -159,16 +162,17 @@ def combine_adapters(
     if rank is not None:
         check_rank("combine_adapters", "rank", rank)
     combined = {
-        name: _combined(name, loras, weights, method, rank) for name, loras in _adapters(models).items()
+        name: _combined(name, loras, weights, method, rank)
+        for name, loras in _adapters("combine_adapters", models).items()
     }
     return replace(models[0], combined)
 
 
-def _adapters(models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
+def _adapters(function: str, models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
     """Each model's adapter on every weight that any of them adapts; of rank 0 where a model has none."""
-    check_several("this function", "models", models)
+    check_several(function, "models", models)
     if not models:
-        raise ValueError("There must be at least one model.")
+        raise ValueError(f"{function} takes at least one model; found none.")
     arrays = [named_arrays(model) for model in models]
     if any(other.keys() != arrays[0].keys() for other in arrays):
         raise ValueError("The models must be adapted from the same base; their arrays have different names.")
@@ -179,16 +183,39 @@ def _adapters(models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
             raise ValueError(f"The models must differ in adapters alone; {name} is trained too.")
         like = next((x for x in leaves if isinstance(x, LoraArray)), None)
         if like is not None:
-            out[name] = [x if isinstance(x, LoraArray) else without_adapter(x, like) for x in leaves]
-            kinds = {(x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None) for x in out[name]}
+            out[name] = [x if isinstance(x, LoraArray) else _unadapted(x, like) for x in leaves]
+            kinds = {
+                (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.train_base)
+                for x in out[name]
+            }
             if len(kinds) > 1 or not all(map(has_all_axes, out[name])):
                 raise ValueError(
-                    f"The adapters on {name} do not fit each other: they must be of the same kind, and have "
-                    "all batch axes of the weight."
+                    f"The adapters on {name} do not fit each other: they must be of the same shape, axes, "
+                    "dropout and `train_base`, all or none DoRAs, and have all batch axes of the weight."
                 )
     if not out:
         raise ValueError("The models have no adapters.")
+    _check_bases(function, models, arrays)
     return out
+
+
+def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ValueError` if the models differ in more than adapters."""
+    bare = [
+        replace(model, {name: x.w for name, x in named.items() if isinstance(x, LoraArray)})
+        for model, named in zip(models, arrays, strict=True)
+    ]
+    for i, other in enumerate(bare[1:], 1):
+        if (found := difference(bare[0], other)) is not None:
+            raise ValueError(
+                f"{function} takes models that differ in their adapters alone, since the result has the base "
+                f"of the first; between models 0 and {i}, {found}. Adapt the same base, or merge each "
+                "adapter into its own base with `quaxlike.merge`."
+            )
+
+
+def _unadapted(w: Any, like: LoraArray) -> LoraArray:
+    return without_adapter(w, like).replace(train_base=like.train_base, open_base=like.open_base)
 
 
 def _stacked(loras: Sequence[LoraArray]) -> LoraArray:

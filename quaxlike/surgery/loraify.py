@@ -63,8 +63,9 @@ def loraify(
         or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: scale with `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: train the norms of the rows separately from their directions. Default: False.
-    - `dropout`: on the adapters' inputs, once [`quaxlike.with_dropout_key`][] has given them keys. Default:
-        0.
+    - `dropout`: the share of the adapters' inputs that is dropped in training. Nothing is dropped until
+        [`quaxlike.with_dropout_key`][] gives the adapters keys, a new one for each step; training without
+        keys warns. Default: 0.
     - `rank_pattern`, `alpha_pattern`: other ranks and alphas for some layers, by the last components of their
         names or by regular expressions for these. The first match wins.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or

@@ -4,12 +4,16 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.core
+import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, in_float32, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
+from .agreement import difference
 from .calibrate import fit
 from .trees import named_arrays, replace
 
@@ -70,8 +74,7 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     **Arguments:**
 
     - `merged`: the result of [`quaxlike.merge`][].
-    - `adapted`: the model with the adapters that were merged. Its own base weights are read only for the row
-        norms of a DoRA.
+    - `adapted`: the model with the adapters that were merged.
 
     **Returns:**
 
@@ -79,13 +82,54 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if the arrays of the models have different names.
+    `ValueError` if `merged` is not `adapted` with its adapters merged: if the arrays have different names, a
+    weight is not near the sum of base and adapter, or anything else differs. Traced arrays cannot be
+    compared.
     """
     weights = named_arrays(merged)
     adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, LoraArray | LoraBias)}
     if unknown := [name for name in adapters if name not in weights]:
         raise ValueError(f"The merged model has no {', '.join(unknown)}, which the adapted model has.")
+    _check_merged(merged, adapted, adapters, weights)
     return replace(adapted, {name: _unmerged(weights[name], lora) for name, lora in adapters.items()})
+
+
+def _check_merged(
+    merged: PyTree, adapted: PyTree, adapters: Mapping[str, Any], weights: Mapping[str, Any]
+) -> None:
+    """Raises `ValueError` unless `merged` is `adapted` with its adapters merged, up to rounding."""
+    found = None
+    for name, lora in adapters.items():
+        if not _is_near(weights[name], lora):
+            found = f"{name} is not the sum of its base and its adapter"
+            break
+    without = dict.fromkeys(adapters)
+    beside = {
+        name: x.merged()
+        for name, x in named_arrays(adapted).items()
+        if isinstance(x, TrainableArray | TrainableRows)
+    }
+    found = found or difference(replace(merged, without), replace(adapted, beside | without))
+    if found is not None:
+        raise ValueError(
+            f"unmerge takes a model and what `merge` made of it; they do not belong together: {found}. Pass "
+            "the adapted model that was merged."
+        )
+
+
+def _is_near(weight: Any, lora: LoraArray | LoraBias) -> bool:
+    """Whether a weight is the sum of base and adapter, up to rounding; True if that is not known."""
+    if tuple(weight.shape) != tuple(lora.shape):
+        return False
+    dense, whole = (jnp.asarray(x, jnp.float32) for x in (materialise(weight), lora.merged()))
+    if isinstance(dense, jax.core.Tracer) or isinstance(whole, jax.core.Tracer):
+        return True
+    norm = lambda x: jnp.linalg.norm(jnp.nan_to_num(x))
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in (weight, lora))
+    allowed = 8 * eps * norm(jnp.abs(dense) + jnp.abs(whole))
+    if isinstance(weight, AbstractQuantizedArray):  # the nearest codes, or those that `exact` chose
+        allowed += 3 * norm(materialise(weight.requantized(whole)).astype(jnp.float32) - whole)
+    return bool(norm(dense - whole) <= allowed)
 
 
 def _merged(

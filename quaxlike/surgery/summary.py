@@ -190,6 +190,9 @@ def _type(x: Any) -> str:
         inner = x.array if isinstance(x, TrainableArray) else x.w
         kind = type(x).__name__
         if isinstance(x, LoraArray):
-            kind += f"[{'dora, ' if x.magnitude is not None else ''}r={x.rank}]"
+            dropout = (
+                f", dropout {x.dropout:g}{' (no key: off)' if x.key is None else ''}" if x.dropout else ""
+            )
+            kind += f"[{'dora, ' if x.magnitude is not None else ''}r={x.rank}{dropout}]"
         return f"{kind} of {_type(inner)}" if is_value(inner) else kind
     return type(x).__name__ if is_value(x) else "array"

@@ -1,5 +1,6 @@
 """What a user is told about mistakes: what, where, expected, found, what to do."""
 
+import functools
 import inspect
 import traceback
 
@@ -217,7 +218,6 @@ class TestFilterSpec:
             ((True, (True, False)), "different lengths of tuple"),
             ((True, (True, False), False), "different lengths of tuple"),
             ((True, [True], False), "different types"),
-            ("all", "booleans and callables"),
         ],
     )
     def test_wrong_structure(self, spec, reason):
@@ -228,6 +228,42 @@ class TestFilterSpec:
         assert f"found {spec!r} for PyTreeDef((*, (*,), {{}}))" in str(caught.value)
         assert reason in str(caught.value)
         assert caught.value.__cause__ is None
+
+    @pytest.mark.parametrize("function", [ql.quaxify, ql.explain])
+    @pytest.mark.parametrize(
+        ("spec", "found"),
+        [
+            (X, r"array float32\[2, 3\]\. To"),
+            (np.ones(2), r"ndarray float64\[2\]"),
+            (Box(X), r"Box float32\[2, 3\]\. To"),
+            (eqx.nn.Linear(3, 2, key=jax.random.key(0)), r"float32\[2, 3\] at \.weight of a Linear"),
+            ({"x": X}, r"array float32\[2, 3\] at \['x'\] of a dict"),
+            ((True, [X], {}), r"array float32\[2, 3\] at \[1\]\[0\] of a tuple"),
+            (2.5, "2.5"),
+            (1, "1"),
+            ("all", "'all'"),
+            (jax.ShapeDtypeStruct((3,), jnp.float32), r"ShapeDtypeStruct float32\[3\]"),
+        ],
+    )
+    def test_of_an_argument(self, function, spec, found):
+        name = function.__name__
+        message = (
+            rf"{name} takes as filter_spec .*; found .*{found}.* write `quaxlike\.{name}\(fn\)\(\.\.\.\)`"
+        )
+        with pytest.raises(TypeError, match=message):
+            function(jnp.sin, spec)
+
+    def test_of_functions_and_bools(self):
+        spec = (False, (ql.is_value,), {})
+        for good in (
+            True,
+            False,
+            ql.is_value,
+            functools.partial(isinstance),
+            spec,
+            jax.tree_util.Partial(bool, X),
+        ):
+            ql.quaxify(jnp.sin, good)
 
     def test_of_a_large_model(self):
         with pytest.raises(ValueError, match="filter_spec") as caught:

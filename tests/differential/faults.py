@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "what is promoted is frozen",
         "lora/array.py",
-        "return like.replace(w=w, a=a, b=b, train_base=True)",
-        "return like.replace(w=w, a=a, b=b, train_base=False)",
+        "return like.replace(w=w, a=a, b=b, open_base=not like.train_base)",
+        "return like.replace(w=w, a=a, b=b, open_base=False)",
     ),
     Fault(
         "the fill value is another one",

@@ -193,7 +193,7 @@ def test_what_d_rtrl_leaves_out_of_a_rolled_output():
     """Each element of y is taken to act on the position of its own."""
     cell = (rolled, _model(w=_weights()), _state())
     expected = _by_backpropagation(cell)
-    assert relative_error(_online(DRTRL(rolled), cell)["w"], expected["w"]) > 0.5
+    assert relative_error(_online(DRTRL(rolled, mixing="allow"), cell)["w"], expected["w"]) > 0.5
     assert relative_error(recurrent(*_arrays(cell), *_sequence()), expected) < 1e-13
 
 

@@ -237,10 +237,10 @@ def test_a_parameter_without_a_trace_is_told():
     h, (xs, _) = jnp.zeros((BATCH, HIDDEN)), _sequence()
     message = r"parameter model\['plain'\] acts on the state other than through an ETP primitive"
     with pytest.warns(UntracedParameterWarning, match=message):
-        DRTRL(step).init(model, h, xs[0])
+        DRTRL(step, mixing="allow").init(model, h, xs[0])
     with pytest.raises(ValueError, match=message):
-        DRTRL(step, untraced="error").init(model, h, xs[0])
-    DRTRL(step, untraced="allow").init(model, h, xs[0])
+        DRTRL(step, untraced="error", mixing="allow").init(model, h, xs[0])
+    DRTRL(step, untraced="allow", mixing="allow").init(model, h, xs[0])
 
 
 def _init(step, model, state, x):

@@ -166,3 +166,118 @@ def test_rules_of_ones_own_are_used():
         found = learner.value_and_grad(jnp.sum, model, h, learner.init(model, h, x), x)
         expected = jax.grad(lambda m: step(m, h, x)[1].sum())(model)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found.grads, expected)
+
+
+# -------------------------------------------------------------------------------------------------
+# Rules and arguments of the wrong form
+# -------------------------------------------------------------------------------------------------
+
+RIGHT = {
+    "yw_to_w": lambda g, trace, *, scale: {"weight": trace["weight"] * g[..., None, :]},
+    "xy_to_dw": lambda x, g, weights, *, scale: {"weight": scale * x.T @ g},
+    "init_drtrl": lambda x, y, w, s: {"weight": jnp.zeros((x.aval.shape[0], *w["weight"].aval.shape, s))},
+    "init_pp": lambda x, y, w, s: jnp.zeros((*y.aval.shape, s)),
+}
+# A rule, whether D-RTRL or pp_prop calls it, and what is said.
+WRONG = {
+    "bare": ("yw_to_w", lambda g, t, **_: t * g[..., None, :], DRTRL, "failed with TypeError.*'dict'"),
+    "dict, bare": ("yw_to_w", lambda g, t, **_: t["weight"] * g[..., None, :], DRTRL, "must return a dict"),
+    "another key": ("yw_to_w", lambda g, t, **_: {"w": t["weight"]}, DRTRL, "found .*'w'"),
+    "another shape": (
+        "yw_to_w", lambda g, t, **_: {"weight": t["weight"][:1]}, DRTRL,
+        r"must return a dict \{'weight': an array of shape \(4, 3, 2\)\}; found .*\(1, 3, 2\)",
+    ),
+    "cotangent": ("xy_to_dw", lambda x, g, w, **_: x.T @ g, DRTRL, "must return a dict .*; found an array"),
+    "bare, for pp_prop": ("xy_to_dw", lambda x, g, w, **_: x.T @ g, PPProp, "must return a dict"),
+    "None": ("xy_to_dw", lambda x, g, w, **_: None, PPProp, "must return a dict .*; found None"),
+    "attribute": ("xy_to_dw", lambda x, g, w, **_: w.shape, PPProp, "failed with AttributeError"),
+    "bare init_drtrl": ("init_drtrl", lambda x, y, w, s: jnp.zeros(s), DRTRL, "must return a dict of arrays"),
+    "init_drtrl without states": (
+        "init_drtrl", lambda x, y, w, s: {"weight": jnp.zeros((4, 3, 2))}, DRTRL, "last axis is of size 1"),
+    "init_pp": ("init_pp", lambda x, y, w, s: jnp.zeros(y.aval.shape), PPProp, r"must return .*\(4, 2, 1\)"),
+    "init_pp, dict": ("init_pp", lambda x, y, w, s: {"weight": 1}, PPProp, r"found a dict"),
+    "solve": ("solve", lambda g, t, w, **_: t, DRTRL, r"must return .*\(3, 2\).*; found .*\(4, 3, 2\)"),
+    "instant": ("instant", lambda x, g, w, **_: {"weight": w["weight"]}, DRTRL, r"must return .*\(4, 3, 2\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_rule_of_the_wrong_form_is_named(name):
+    slot, rule, learner, message = WRONG[name]
+    p = register_primitive("test_etp_wrong", _scaled, batched=True, replace=True)
+    p.register_etp_rules(**(RIGHT | {slot: rule}))
+    step = lambda m, h, x: ((n := 0.5 * h + p(x, m, scale=0.5)), n)
+    run = learner(step) if learner is DRTRL else learner(step, decay=0.5)
+    h, x, w = jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.ones((3, 2))
+    with pytest.raises(
+        TypeError, match=rf"rule '{slot}' of ETP primitive 'test_etp_wrong', {slot}\(.*{message}"
+    ):
+        run.value_and_grad(jnp.sum, w, h, run.init(w, h, x), x)
+
+
+REFUSED = {
+    "batched": ({"batched": "yes"}, "True or False as `batched`; found 'yes'"),
+    "gradient_enabled": ({"gradient_enabled": 1}, "True or False as `gradient_enabled`; found 1"),
+    "x": ({"x_invar_index": "a"}, "the position of an array as `x_invar_index`; found 'a'"),
+    "x, a bool": ({"x_invar_index": True}, "as `x_invar_index`; found True"),
+    "y": ({"y_outvar_index": None}, "as `y_outvar_index`; found None"),
+    "y, negative": ({"y_outvar_index": -1}, "as `y_outvar_index`; found -1"),
+    "trainables": ({"trainable_invars_fn": {"weight": 1}}, "a function as `trainable_invars_fn`"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_of_the_wrong_type_are_refused(name):
+    options, message = REFUSED[name]
+    with pytest.raises(TypeError, match=message):
+        register_primitive("test_etp_refused", _scaled, **options)
+
+
+@pytest.mark.parametrize("slot", ["yw_to_w", "xy_to_dw", "init_drtrl", "init_pp"])
+def test_a_rule_is_a_function(slot):
+    p = register_primitive("test_etp_slots", _scaled, replace=True)
+    with pytest.raises(
+        TypeError, match=f"slot '{slot}' of primitive 'test_etp_slots' takes a function; found 3"
+    ):
+        getattr(p, f"register_{slot}")(3)
+    with pytest.raises(TypeError, match=f"slot '{slot}' .* takes a function; found 'x'"):
+        p.register_etp_rules(**{slot: "x"})
+
+
+def test_positions_of_the_wrong_form_are_named():
+    p = register_primitive(
+        "test_etp_positions", _scaled, trainable_invars_fn=lambda params: [1], replace=True
+    )
+    step = lambda m, h, x: ((n := 0.5 * h + p(x, m, scale=0.5)), n)
+    message = r"trainable_invars_fn of ETP primitive 'test_etp_positions' must return a dict .*; found \[1\]"
+    with pytest.raises(TypeError, match=message):
+        DRTRL(step).init(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("how", [lambda p: p, lambda p: p.bind], ids=["call", "bind"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_static_parameter_that_cannot_be_hashed_is_named(how, jitted):
+    p = register_primitive("test_etp_hash", lambda x, w, *, sizes: x @ w, replace=True)
+    run = lambda x, w: how(p)(x, w, sizes=[1, 2])
+    message = "parameter 'sizes' of primitive 'test_etp_hash' is static and must be hashable, got .1, 2."
+    with pytest.raises(TypeError, match=message):
+        (jax.jit(run) if jitted else run)(jnp.ones((1, 3)), W)
+
+
+TRANSFORMS = {
+    "jit": jax.jit,
+    "grad": lambda run: jax.grad(lambda y: run(y).sum()),
+    "vmap": lambda run: lambda y: jax.vmap(run)(y[None]),
+    "scan": lambda run: lambda y: jax.lax.scan(lambda c, _: (c, run(c)), y, None, length=2),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_function_that_closes_over_a_traced_array_is_named(transform):
+    def run(y):
+        p = register_primitive("test_etp_closure", lambda x, w: x @ w + y, replace=True)
+        return p(jnp.ones((1, 3)), W)
+
+    message = r"primitive 'test_etp_closure', .*test_primitive\.py:\d+\), closes over an array that is being"
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
+        transform(run)(jnp.float32(1))

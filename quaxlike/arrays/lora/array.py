@@ -46,7 +46,9 @@ class LoraArray(ArrayOperators, ArrayValue):
     - `magnitude`: shape `(..., out)`; the rows of the sum are scaled to have these norms (DoRA). Their
         original norms are treated as constants in differentiation. Default: None.
     - `key`: a typed PRNG key that dropout draws from. Default: None, for inference without dropout.
-    - `train_base`: whether gradients flow to `w`. Default: False.
+    - `train_base`: whether `w` is trained: gradients flow to it. Default: False.
+    - `open_base`: whether gradients flow through `w` although it is not trained, to traced arrays that were
+        added to it or multiplied with it. Set by arithmetic. Default: False.
     - `out_axes`, `in_axes`: the axes of this array, counted from the end, that belong to `b` and to
         `a`; there may be several of each. The kernel of a convolution, `(out, in, height, width)`, has
         `out_axes=(-4,)` and `in_axes=(-3, -2, -1)`; a weight stored as `(in, out)`, or an embedding, has
@@ -78,6 +80,7 @@ class LoraArray(ArrayOperators, ArrayValue):
     rslora: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
     train_base: bool = eqx.field(static=True)
+    open_base: bool = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
     # What the initialisation took out of `w` (`surgery.inits.taken_by`), for files without the base.
@@ -98,6 +101,7 @@ class LoraArray(ArrayOperators, ArrayValue):
         magnitude: ArrayLike | ArrayValue | None = None,
         key: Any = None,
         train_base: bool = False,
+        open_base: bool = False,
         out_axes: Sequence[int] = (-2,),
         in_axes: Sequence[int] = (-1,),
     ) -> None:
@@ -108,7 +112,8 @@ class LoraArray(ArrayOperators, ArrayValue):
         self.magnitude, self.key = magnitude, key
         self.out_axes, self.in_axes = tuple(out_axes), tuple(in_axes)
         self.alpha = float(self.rank if alpha is None else alpha)
-        self.rslora, self.dropout, self.train_base = rslora, float(dropout), train_base
+        self.rslora, self.dropout = rslora, float(dropout)
+        self.train_base, self.open_base = train_base, open_base
         self.taken = None
 
     def __check_init__(self) -> None:
@@ -135,8 +140,8 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     @property
     def base(self) -> Any:
-        """`w`, cut off from differentiation unless `train_base`."""
-        return self.w if self.train_base else frozen(self.w)
+        """`w`, cut off from differentiation unless `train_base` or `open_base`."""
+        return self.w if self.train_base or self.open_base else frozen(self.w)
 
     def replace(self, **fields: Any) -> "LoraArray":
         """This array with some fields replaced, without checking them against the others."""
@@ -162,8 +167,8 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Value | NotImplementedType:
-        """Makes `array` a trained base, with an adapter that adds nothing. Declines for DoRA and dropout,
-        which need more, and for another shape."""
+        """Makes `array` a base that gradients reach, with an adapter that adds nothing. Declines for DoRA and
+        dropout, which need more, and for another shape."""
         assert isinstance(like, LoraArray)
         if (
             not array.shape == like.shape == like.w.shape
@@ -175,7 +180,7 @@ class LoraArray(ArrayOperators, ArrayValue):
         if is_value(w) != is_value(like.w):
             return NotImplemented
         a, b = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (like.a, like.b))
-        return like.replace(w=w, a=a, b=b, train_base=True)
+        return like.replace(w=w, a=a, b=b, open_base=not like.train_base)
 
     def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
         """Converts to a rank, batch axes and a base that both can have; the base is trained if that of `like`
@@ -187,7 +192,7 @@ class LoraArray(ArrayOperators, ArrayValue):
             return NotImplemented if x.dropout or like.dropout else dense_apart(x)
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
-        x = opened(x) if like.train_base else x
+        x = opened(x, train=like.train_base) if like.train_base or like.open_base else x
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
@@ -229,9 +234,17 @@ def frozen(x: Any) -> Any:
 # -------------------------------------------------------------------------------------------------
 
 
-def opened(x: LoraArray) -> LoraArray:
-    """The same array with `train_base`; gradients still do not flow to a base that was frozen."""
-    return x.replace(w=x.base, train_base=True)
+def opened(x: LoraArray, *, train: bool = False) -> LoraArray:
+    """The same array with gradients through its base, and with `train_base` if `train`; they still do not
+    reach a base that was frozen."""
+    train = train or x.train_base
+    return x.replace(w=x.base, train_base=train, open_base=not train)
+
+
+def alike_in_training(loras: Sequence[LoraArray]) -> list[LoraArray]:
+    """The same arrays; if the base of any is trained or open, those of all are."""
+    train = any(x.train_base for x in loras)
+    return [opened(x, train=train) for x in loras] if train or any(x.open_base for x in loras) else [*loras]
 
 
 def _swapped(x: LoraArray) -> LoraArray:
@@ -245,9 +258,9 @@ def _swapped(x: LoraArray) -> LoraArray:
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:
-    """The same array with `scaling` 1 and `train_base`."""
+    """The same array with `scaling` 1."""
     b = x.b if x.scaling == 1 else x.b * x.scaling
-    return opened(x).replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
+    return x.replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
 
 
 def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:

@@ -12,7 +12,7 @@ from ...core.rules import register
 from ...core.values import ArrayValue
 from .. import precedence
 from .array import RANK, LoraArray, labels, row_scale
-from .dot import add, dropped, drops, multiply, widened
+from .dot import add, dropped, drops, multiply, tell_of_dropout, widened
 from .einsum import Labels, arrange, cast, common_dtype
 
 
@@ -29,6 +29,7 @@ def _conv(
 ):
     """Computes a convolution with `a`, down to `rank` channels, and a pointwise one with `b`, back up. In a
     gradient it is the other way round: the inputs of the kernel are the outputs of the forward pass."""
+    tell_of_dropout(lora)
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)

@@ -1,5 +1,6 @@
 """Products with a `LoraArray`: `dot_general` with any dimension numbers, the array on either side."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from ...core import compat
 from ...core.jaxprs.cached import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register_on_either_side
@@ -21,9 +23,20 @@ from .einsum import Labels, arrange, cast, common_dtype, contract
 # arrays with known contents (zeros).
 
 
+class DropoutWarning(UserWarning):
+    """Adapters with dropout are trained without a key to draw from, so that nothing is dropped."""
+
+
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
-@cached_trace
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
+    for operand in (x, y):
+        if isinstance(operand, LoraArray):
+            tell_of_dropout(operand)
+    return _traced_product(primitive, x, y, **params)
+
+
+@cached_trace
+def _traced_product(primitive: Primitive, x: Any, y: Any, **params: Any):
     if isinstance(x, LoraArray):
         return _dot_general(x, y, True, **params)
     return _dot_general(y, x, False, **params)
@@ -125,6 +138,18 @@ def multiply(y: Any, z: Any) -> Any:
 def drops(lora: LoraArray) -> bool:
     """Whether dropout is on."""
     return lora.key is not None and lora.dropout > 0
+
+
+def tell_of_dropout(lora: LoraArray) -> None:
+    """Warns if an adapter with dropout, but without a key, is being differentiated: it is trained."""
+    if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
+        warnings.warn(
+            f"An adapter with dropout={lora.dropout} is trained without a key, so nothing is dropped. Call "
+            "`quaxlike.with_dropout_key(model, key)` at each step, with a new key; or adapt the model with "
+            "`dropout=0`.",
+            DropoutWarning,
+            stacklevel=2,
+        )
 
 
 def dropped(lora: LoraArray, x: Any) -> Any:

@@ -10,7 +10,7 @@ from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from .array import RANK, LoraArray, labels, plainly_scaled
+from .array import RANK, LoraArray, alike_in_training, labels, opened, plainly_scaled
 from .einsum import arrange, cast
 from .shape import alike, each, has_all_axes, joined
 
@@ -58,7 +58,7 @@ def _times(x: LoraArray, y: Any) -> Any:
     factor = getattr(x, field)
     numbers = arrange(jax.lax.squeeze(y, [i for i in range(y.ndim) if i not in varying]), varying, own)
     w = quaxify(jnp.multiply)(x.base, y)
-    return x.replace(w=w, train_base=True, **{field: factor * cast(numbers, factor.dtype)})
+    return _kept(x, y).replace(w=w, **{field: factor * cast(numbers, factor.dtype)})
 
 
 @register("add")
@@ -86,7 +86,12 @@ def _plus(x: LoraArray, y: Any) -> Any:
     """Adds a scalar, or an array of the same shape, to the base."""
     if x.magnitude is not None or x.w.shape != x.shape or jnp.shape(y) not in ((), x.shape):
         return NotImplemented
-    return x.replace(w=quaxify(jnp.add)(x.base, y), train_base=True)
+    return _kept(x, y).replace(w=quaxify(jnp.add)(x.base, y))
+
+
+def _kept(x: LoraArray, y: Any) -> LoraArray:
+    """`x` with gradients through its base if they may have to reach `y`."""
+    return opened(x) if isinstance(y, jax.core.Tracer) else x
 
 
 @register("add")
@@ -95,10 +100,10 @@ def _add(x: LoraArray, y: LoraArray, **params: Any):
     loras = alike((x, y))
     if loras is None or x.shape != y.shape or x.magnitude is not None:
         return NotImplemented
-    x, y = map(plainly_scaled, loras)
+    x, y = map(plainly_scaled, alike_in_training(loras))
     _, a_labels, b_labels = labels(x)
     return x.replace(
-        w=quaxify(jnp.add)(x.w, y.w),
+        w=quaxify(jnp.add)(x.base, y.base),
         a=joined([x.a, y.a], a_labels.index(RANK)),
         b=joined([x.b, y.b], b_labels.index(RANK)),
         alpha=float(x.rank + y.rank),

@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike
 from ...core.jaxprs.cached import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from .array import RANK, LoraArray, labels, matrix_labels, padded_to, plainly_scaled
+from .array import RANK, LoraArray, alike_in_training, labels, matrix_labels, padded_to, plainly_scaled
 from .dot import drops
 from .einsum import Labels, arrange, cast, common_dtype
 
@@ -164,12 +164,12 @@ def without_adapter(w: Any, like: LoraArray) -> LoraArray:
     _, a_labels, b_labels = labels(like)
     a, b = (jnp.zeros([sizes[i] for i in own], part.dtype) for own, part in
             ((a_labels, like.a), (b_labels, like.b)))  # fmt: skip
-    return LoraArray(w, a, b, train_base=True, out_axes=like.out_axes, in_axes=like.in_axes)
+    return LoraArray(w, a, b, open_base=True, out_axes=like.out_axes, in_axes=like.in_axes)
 
 
 def _in_a_row(loras: Sequence[LoraArray], axis: int) -> LoraArray:
     """Joins arrays along a batch axis."""
-    first = loras[0]
+    first, *_ = loras = alike_in_training(loras)
     if any(statics(x) != statics(first) for x in loras):
         rank = max(x.rank for x in loras)
         loras = [padded_to(plainly_scaled(x), rank) for x in loras]
@@ -188,7 +188,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
     w_labels, a_labels, b_labels = labels(loras[0])
     if loras[0].magnitude is not None and axis not in b_labels:
         return NotImplemented  # longer rows have other norms
-    loras = [plainly_scaled(x) for x in loras]
+    loras = [plainly_scaled(x) for x in alike_in_training(loras)]
     rank, before, padded = sum(x.rank for x in loras), 0, []
     for x in loras:
         padded.append(padded_to(x, rank, before))
@@ -207,7 +207,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 
 def statics(x: LoraArray) -> Any:
     """The statics that stacked adapters must share."""
-    return x.rank, x.alpha, x.rslora, x.dropout, x.train_base
+    return x.rank, x.alpha, x.rslora, x.dropout
 
 
 def joined(parts: Sequence[Any], axis: int) -> Any:

@@ -58,7 +58,9 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         axis, whose length is the number of codes.
     - `axes`: how the last `len(axes)` axes of the stored array are permuted in the logical array.
     - `logical_dtype`: the dtype of the logical array.
-    - `train_scales`: whether gradients flow into the scales.
+    - `train_scales`: whether the scales are trained: gradients flow into them.
+    - `open_scales`: whether gradients flow through the scales although they are not trained, to a traced
+        factor that was multiplied into them. Set by arithmetic.
     """
 
     on_materialise = "warn"
@@ -70,6 +72,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     axes: tuple[int, ...] = eqx.field(static=True, default=())
     logical_dtype: np.dtype = eqx.field(static=True, default=np.dtype(np.float32))
     train_scales: bool = eqx.field(static=True, default=False)
+    open_scales: bool = eqx.field(static=True, default=False, kw_only=True)
 
     codec: eqx.AbstractVar[Codec]
     """The format of codes and scales."""
@@ -190,9 +193,9 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return self.codes, self.scale, self.order
 
     def block_scales(self) -> BlockScales:
-        """The scales as the codec reads them; without gradients unless `train_scales`."""
+        """The scales as the codec reads them; without gradients unless they flow there."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
-        return scale if self.train_scales else jax.tree.map(lax.stop_gradient, scale)
+        return scale if self.has_gradients else jax.tree.map(lax.stop_gradient, scale)
 
     def joins(self, *, in_columns: bool) -> bool:
         """Whether leading axes can become axes of one large matrix: of its columns, beside the inner axes, or
@@ -207,11 +210,18 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         nested = isinstance(self.scale, NestedScales)
         return dataclasses.replace(self, scale=dense_scales(self.scale)) if nested else self
 
-    def opened(self: _Q) -> _Q:
-        """The same array with `train_scales`; gradients still do not flow into scales that were frozen."""
-        if self.train_scales:
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients flow into the scales."""
+        return self.train_scales or self.open_scales
+
+    def opened(self: _Q, *, train: bool = False) -> _Q:
+        """The same array with gradients through its scales, and with `train_scales` if `train`; they still do
+        not reach scales that were frozen."""
+        if self.train_scales or (self.open_scales and not train):
             return self
-        return dataclasses.replace(self, scale=jax.tree.map(lax.stop_gradient, self.scale), train_scales=True)
+        scale = self.scale if self.open_scales else jax.tree.map(lax.stop_gradient, self.scale)
+        return dataclasses.replace(self, scale=scale, train_scales=train, open_scales=not train)
 
     def with_axes(self: _Q, permutation: Sequence[int]) -> _Q:
         """The same codes with this `permutation` of the stored axes."""
@@ -310,13 +320,13 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     # Hooks
 
     def widen(self: _Q, like: Value) -> _Q | Array:
-        """Sets `train_scales` if `like` has it; dense if `like` has another layout of codes."""
+        """Opens or trains the scales if those of `like` are; dense if `like` has another layout of codes."""
         if not isinstance(like, AbstractQuantizedArray):
             return self
         if self._layout() != like._layout():
             return dense_apart(self)
         said = dataclasses.replace(self, block_size=like.block_size, inner=like.inner, axes=like.axes)
-        return said.opened() if like.train_scales else said
+        return said.opened(train=like.train_scales) if like.has_gradients else said
 
     def _layout(self) -> Any:
         """Properties that cannot change without other codes, independent of how they are specified."""

@@ -159,13 +159,13 @@ class BlockArray(AbstractQuantizedArray):
         out = super().widen(like)
         if not (isinstance(like, BlockArray) and isinstance(out, BlockArray)) or out._form() == like._form():
             return out
-        scaled = lambda w: w.opened().times(jnp.float32(1))
+        scaled = lambda w: w.times(jnp.float32(1))
         if scaled(out)._form() == like._form():
             return scaled(out)
         return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_apart(self)
 
     def _form(self) -> Any:
-        return self.codec, self.train_scales, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
+        return self.codec, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
 
     def encoded(self, rows: Float[Array, "*lead n"]) -> tuple[Array, BlockScales]:
         like = self.rows_of_codes()[1].parts()

@@ -85,7 +85,7 @@ def contract(
     lead = plan.lead_order(w.num_lead)
     if len(lead) > len(plan.batch) + len(plan.mapped):
         w = w.joined()
-    frozen = w if w.train_scales else jax.tree.map(lax.stop_gradient, w)
+    frozen = w if w.has_gradients else jax.tree.map(lax.stop_gradient, w)
     parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), frozen.parts)
     sizes = w.stored_shape
     rows, columns = (plan.contracted, plan.free) if plan.transpose else (plan.free, plan.contracted)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
@@ -50,7 +51,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     """Multiplies `w` by a scalar, or by factors for whole rows of codes. The product is rounded once for each
     block, not for each element.
 
-    Even if the scales are frozen, gradients reach the factor, through the scales of the result."""
+    Even if the scales are frozen, gradients reach a traced factor, through the scales of the result."""
     if not jnp.issubdtype(factor.dtype, jnp.floating) or factor.ndim not in (0, w.ndim):
         return NotImplemented
     factor = factor.astype(jnp.float32)
@@ -61,7 +62,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
             return NotImplemented
         factor = factor.transpose([free.permutation.index(i) for i in range(w.ndim)])
         w, factor = free, factor.reshape(*factor.shape[: free.num_lead], 1)
-    return w.opened().times(factor)
+    return (w.opened() if isinstance(factor, jax.core.Tracer) else w).times(factor)
 
 
 @register("square")
@@ -99,6 +100,7 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
         axes=w.axes,
         logical_dtype=w.logical_dtype,
         train_scales=w.train_scales,
+        open_scales=w.open_scales,
     )
 
 

@@ -147,8 +147,12 @@ def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> 
 
 
 def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
-    """Sets `train_scales` on all arrays if any has it."""
-    return tuple(w.opened() for w in ws) if any(w.train_scales for w in ws) else tuple(ws)
+    """Opens or trains the scales of all arrays if those of any are, and widens them if those of any were
+    scaled."""
+    if len({tuple(leaf.dtype for leaf in jax.tree.leaves(w)) for w in ws}) > 1:
+        ws = tuple(w.times(jnp.float32(1)) for w in ws)
+    train = any(w.train_scales for w in ws)
+    return tuple(w.opened(train=train) for w in ws) if any(w.has_gradients for w in ws) else tuple(ws)
 
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..quaxify import quaxify
+from ..quaxify import check_filter_spec, quaxify
 from ..recording import Event, Outcome, in_bytes, recording
 from ..rules import RuleSet
 from ..values import is_value
@@ -189,6 +189,8 @@ def explain(
         assert report.first_loss.primitive == "sin" and report.first_loss.bytes == 4 * 10**12
         ```
     """
+
+    check_filter_spec("explain", filter_spec)
 
     @functools.wraps(fn)
     def explained(*args: Any, **kwargs: Any) -> Report:
