@@ -22,7 +22,8 @@ class _Opened(Protocol):
     def is_current(self) -> bool: ...
 
 
-_O, _C = TypeVar("_O", bound=_Opened), TypeVar("_C")
+_O = TypeVar("_O", bound=_Opened)
+_C = TypeVar("_C")
 
 
 def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:

@@ -102,6 +102,7 @@ def _agree(found, expected):
 
 def _is_named(name, message):
     """Whether an error names a tensor: by its name, or by its layer's and its own."""
+    name = name.replace("__fp4", "__nf4")  # either is missing then
     layer, _, part = name.rpartition(".")
     return name in message or (layer in message and part in message)
 
@@ -119,9 +120,11 @@ def test_a_missing_tensor_is_named(name, tmp_path):
     """Or it was a whole weight by itself, which then is missing, and no other is different."""
     path, changed = _copied(name, tmp_path)
     whole, error = _outcome(interop.load, path)
-    assert whole is not None or "can be read" in error  # a type of GGUF
+    if whole is None:
+        assert "can be read" in error  # a type of GGUF
+        return
     plain = {key for key, x in whole.items() if not ql.is_value(x)}
-    for file in changed if whole else ():
+    for file in changed:
         for tensor, _ in _variants(file, _removed):
             found, error = _outcome(interop.load, path)
             if found is None:
@@ -139,8 +142,10 @@ def test_another_shape_is_an_error_or_visible(name, tmp_path):
     """No other weight is different, and this one has another shape, or the same values."""
     path, changed = _copied(name, tmp_path)
     whole, error = _outcome(interop.load, path)
-    assert whole is not None or "can be read" in error  # a type of GGUF
-    for file in changed if whole else ():
+    if whole is None:
+        assert "can be read" in error  # a type of GGUF
+        return
+    for file in changed:
         for tensor, what in _variants(file, _reshaped):
             found, _ = _outcome(interop.load, path)
             if found is None:
