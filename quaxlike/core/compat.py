@@ -168,10 +168,13 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
     return jexc.ClosedJaxpr(opened, list(consts))
 
 
-def closed(jaxpr: Any) -> jexc.ClosedJaxpr:
-    """Closes an open jaxpr; always returns the same object for it, so that caches can be keyed on it."""
+def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> jexc.ClosedJaxpr:
+    """Closes an open jaxpr; always returns the same object for one without constants, so that caches can be
+    keyed on it."""
     if hasattr(jaxpr, "consts"):
         return jaxpr
+    if consts:
+        return jexc.ClosedJaxpr(jaxpr, list(consts))
     with _closed_lock:
         if jaxpr not in _closed:
             _closed[jaxpr] = jexc.ClosedJaxpr(jaxpr.replace(), ())
