@@ -73,6 +73,8 @@ def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
     """Contracts the last axis of `y` with the vector."""
+    if not x.length:
+        return jnp.zeros(y.shape[:-1], y.dtype)
     return y.at[..., x.index].get(mode="fill", fill_value=0) * _if_held(x, x.value).astype(y.dtype)
 
 
