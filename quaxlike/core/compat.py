@@ -233,6 +233,12 @@ def flat_tree(leaves: list[Any]) -> Any:
     return flatten.flatten(leaves)
 
 
+def literal_of(x: Any) -> Any:
+    """The number that a tracer of a staged program stands for, if it is a literal of it; else `x` itself."""
+    literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    return literal.val if isinstance(literal, jexc.Literal) else x
+
+
 def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
     return getattr(jaxpr, "jaxpr", jaxpr).debug_info
 

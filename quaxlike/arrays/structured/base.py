@@ -39,6 +39,9 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     """The numbers that fill the other parts of a matrix that is filled with a number, as is its part
     `FACTORS[0]`. None for a type that always has zeros."""
 
+    is_sum: ClassVar[bool] = False
+    """Whether elements are sums, of terms that a factor must leave finite."""
+
     @property
     @abc.abstractmethod
     def matrix_shape(self) -> tuple[int, int]:
@@ -94,14 +97,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def multiplied(
         self: _M, other: "StructuredMatrix", by: Callable[[Any, Any], Any]
     ) -> _M | NotImplementedType:
-        """The product with another matrix, element by element."""
+        """The product with another matrix, or the quotient, element by element."""
         same = type(other) is type(self) and self.places() is not None
         return self.paired(other, by) if same else NotImplemented
 
     def lifted(self: _M, other: "StructuredMatrix") -> _M | NotImplementedType:
         """`other` as a matrix of this type, if each part of it is one of those of this type."""
         if type(other) is type(self):
-            return other  # pyright: ignore[reportReturnType]
+            return other
         mine, its = self.places(), other.places()
         if mine is None or its is None:
             return NotImplemented

@@ -14,6 +14,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import replace_fields
 from ...primitives.classes import ZERO_PRESERVING
+from ..factors import is_infinite, reciprocal
 from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
 from .kronecker import KroneckerMatrix
@@ -67,14 +68,17 @@ def _neg(primitive: Primitive, x: StructuredMatrix, **params: Any):
 @register("mul")
 def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any):
     x = x.repeated(np.shape(y))
-    if x is NotImplemented:
+    if x is NotImplemented or (x.is_sum and is_infinite(y)):
         return NotImplemented
     factor = _factor(x, y)
     if factor is not None:
         return x.scaled(factor)
-    places = x.places()
-    if places is None:
-        return NotImplemented
+    return NotImplemented if x.places() is None else _on_places(primitive, x, y, **params)
+
+
+def _on_places(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any) -> Any:
+    """Multiplies or divides the elements that are stored by those of an array."""
+    places: Any = x.places()
     y, x = jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
     by = lambda name, part: quaxify(primitive.bind)(part, y[(..., *places[name])], **params)
     return x.with_parts({name: by(name, part) for name, part in x.parts.items()})
@@ -88,10 +92,13 @@ def _array_times(primitive: Primitive, x: ArrayLike, y: StructuredMatrix, **para
 @register("div")
 def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any):
     x = x.repeated(np.shape(y))
-    factor = None if x is NotImplemented else _factor(x, y)
-    whole = x is NotImplemented or (x.places() is None and not jnp.issubdtype(x.dtype, jnp.inexact))
-    if factor is None or whole:
-        return NotImplemented  # 0 / 0, or integer division, which rounds
+    if x is NotImplemented or (x.is_sum and is_infinite(reciprocal(y))):
+        return NotImplemented
+    factor = _factor(x, y)
+    if factor is None and x.places() is not None:
+        return _on_places(primitive, x, y, **params)
+    if factor is None or (x.places() is None and not jnp.issubdtype(x.dtype, jnp.inexact)):
+        return NotImplemented  # integer division rounds
     return x.scaled(factor, lambda part, factor: primitive.bind(part, factor, **params))
 
 
@@ -108,16 +115,18 @@ def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
     return jnp.broadcast_to(jnp.reshape(y, shape[:-2]), x.batch)
 
 
-@register("mul")
-def _product(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any):
+@register(["mul", "div"])
+def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any):
     if x.matrix_shape != y.matrix_shape:
         return NotImplemented
     by = functools.partial(primitive.bind, **params)
-    for first, second in ((x, y), (y, x)):
+    orders = ((x, y), (y, x)) if primitive.name == "mul" else ((x, y),)
+    for first, second in orders:
         if isinstance(first, DiagonalMatrix):
             other = inside(lambda second: second.diagonal_elements(), second)
             return replace_fields(first, diagonal=quaxify(by)(first.stacked().diagonal, other))
-    return x.multiplied(y, by)
+    integers = not jnp.issubdtype(x.dtype, jnp.inexact) and x.places() is None
+    return NotImplemented if integers and primitive.name == "div" else x.multiplied(y, by)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -147,7 +156,9 @@ def _update_plus(primitive: Primitive, x: LowRankUpdate, y: ArrayLike, **params:
 def _plus_update(primitive: Primitive, x: ArrayLike, y: LowRankUpdate, **params: Any):
     add = functools.partial(primitive.bind, **params)
     y = y.repeated(np.shape(x))
-    return NotImplemented if y is NotImplemented or not np.shape(x) else y.with_added(x, lambda y, x: add(x, y))
+    return (
+        NotImplemented if y is NotImplemented or not np.shape(x) else y.with_added(x, lambda y, x: add(x, y))
+    )
 
 
 # -------------------------------------------------------------------------------------------------

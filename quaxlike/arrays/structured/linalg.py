@@ -193,13 +193,13 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
         return [inside(of_matrix, x)]
     # Integers are converted to floating point. No linear system can be solved in half precision.
     dtype = jaxpr.out_avals[0].dtype
-    out = inside(of_matrix, x.converted(jnp.promote_types(dtype, jnp.float32)))
+    out = inside(of_matrix, x.converted(dtype if dtype.itemsize > 2 else jnp.float32))
     outs = out if isinstance(out, tuple) else (out,)
     cast = lambda x, aval: x if x.dtype == aval.dtype else quaxify(lambda x: x.astype(aval.dtype))(x)
     return [cast(x, aval) for x, aval in zip(outs, jaxpr.out_avals, strict=True)]
 
 
-# Functions whose derivative reads elements of LU factors, which have none here, and how many results they have.
+# Functions whose derivative reads elements of LU factors, which have none here; how many results they have.
 _OF_FACTORS: dict[str, tuple[Any, int]] = {
     "det": (jnp.linalg.det, 1),
     "lu_factor": (jax.scipy.linalg.lu_factor, 2),
@@ -207,7 +207,9 @@ _OF_FACTORS: dict[str, tuple[Any, int]] = {
 
 
 @register("jit")
-def _call_of_derivative(primitive: Primitive, x: StructuredMatrix, *rest: ArrayLike | ArrayValue, **params: Any):
+def _call_of_derivative(
+    primitive: Primitive, x: StructuredMatrix, *rest: ArrayLike | ArrayValue, **params: Any
+):
     """Makes the matrix dense in the derivative of such a function, which JAX stages as a function of the same
     source that has tangents among its operands, or more results."""
     fun, n = _OF_FACTORS.get(params["name"], (None, 0))

@@ -55,6 +55,7 @@ class LowRankUpdate(StructuredMatrix):
 
     CORE: ClassVar[dict[str, int]] = {"base": 2, "u": 2, "v": 2}
     FACTORS = ("base", "u")
+    is_sum = True
     OTHERS: ClassVar[dict[str, int] | None] = {"u": 0, "v": 0}
 
     @checked
@@ -98,7 +99,12 @@ class LowRankUpdate(StructuredMatrix):
         """Raises the rank to that of `like` by adding columns of zeros to `u` and `v`."""
         if not isinstance(like, LowRankUpdate):
             return NotImplemented
-        more = max(0, like.u.shape[-1] - self.u.shape[-1])
+        rank = self.u.shape[-1]
+        more = max(0, like.u.shape[-1] - rank)
+        if like.u.shape[-1] < rank:  # its rank is raised in turn
+            wide = lambda part: jax.ShapeDtypeStruct((*part.shape[:-1], rank), part.dtype)
+            parts = {name: part for name in ("u", "v") if not is_value(part := getattr(like, name))}
+            like = replace_fields(like, **{name: wide(part) for name, part in parts.items()})
         pad = lambda part: jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, more)])
         padded = self.with_parts({"u": quaxify(pad)(self.u), "v": quaxify(pad)(self.v)})
         return StructuredMatrix.widen(padded, like)
