@@ -221,8 +221,10 @@ def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
 
 
 @NamedArray.rule_for_several(
-    installed("pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
-    + ("select_and_scatter",)
+    installed(
+        "pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max "
+        "select_and_scatter"
+    )
 )
 def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
     """An array that is written into another one takes its axes."""
