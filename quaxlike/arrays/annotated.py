@@ -5,10 +5,12 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.core
+import jax.extend.core as jexc
 import jax.tree_util as jtu
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..core import compat
 from ..core.operators import ArrayOperators
 from ..core.policy import dense_operands
 from ..core.quaxify import quaxify
@@ -151,9 +153,22 @@ _JOINING = {
 def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     """Combines arrays with the same metadata."""
     arrays = xs[_JOINING[primitive.name]]
+    if params.get("update_jaxpr") is not None and isinstance(xs[0], AnnotatedArray):
+        # `at[...].apply`: of any function, which ignores the updates
+        element = jax.ShapeDtypeStruct((), xs[0].dtype)
+        elements = (xs[0].with_array(element), element)
+        arrays = [xs[0], *of_elements(params["update_jaxpr"], params["update_consts"], elements)]
     if not isinstance(arrays[0], AnnotatedArray) or len(set(map(_metadata, arrays))) > 1:
         return NotImplemented
     return arrays[0].with_array(type(arrays[0]).bind(primitive, xs, params))
+
+
+def of_elements(jaxpr: Any, consts: Sequence[Any], elements: Iterable[Any]) -> list[Any]:
+    """The results of a function that a primitive applies to elements, whose metadata alone may be read."""
+    fn = jexc.jaxpr_as_fun(compat.closed(jaxpr, consts))
+    out: list[Any] = []
+    jax.eval_shape(lambda *xs: out.extend(quaxify(fn)(*xs)), *elements)
+    return out
 
 
 def _metadata(x: Any) -> Any:

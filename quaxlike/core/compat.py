@@ -178,10 +178,13 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
     return jexc.ClosedJaxpr(opened, list(consts))
 
 
-def closed(jaxpr: Any) -> jexc.ClosedJaxpr:
-    """Closes an open jaxpr; always returns the same object for it, so that caches can be keyed on it."""
+def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> jexc.ClosedJaxpr:
+    """Closes an open jaxpr; always returns the same object for one without constants, so that caches can be
+    keyed on it."""
     if hasattr(jaxpr, "consts"):
         return jaxpr
+    if consts:
+        return jexc.ClosedJaxpr(jaxpr, list(consts))
     with _closed_lock:
         if jaxpr not in _closed:
             _closed[jaxpr] = jexc.ClosedJaxpr(jaxpr.replace(), ())
@@ -256,6 +259,12 @@ def flat_tree(leaves: list[Any]) -> Any:
     """Wraps a list in the container in which shard_map passes results and their metadata."""
     flatten: Any = getattr(tree_util, "FlatTree", flattree)
     return flatten.flatten(leaves)
+
+
+def literal_of(x: Any) -> Any:
+    """The number that a tracer of a staged program stands for, if it is a literal of it; else `x` itself."""
+    literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    return literal.val if isinstance(literal, jexc.Literal) else x
 
 
 def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:

@@ -117,6 +117,8 @@ def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Itera
     if name in _CODE:
         # Other numbers are dropped: results are memoised by them, without limit.
         return _results_of_code(name, [n if n is None else _as_placeholder(n) for n in numbers], params)
+    if name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`, of any function
+        return ()
     among, matter = (all, numbers[_ALL[name]]) if name in _ALL else (any, numbers[_ANY[name]])
     if not among(map(_is_placeholder, matter)):
         return ()

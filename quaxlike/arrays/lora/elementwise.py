@@ -3,13 +3,12 @@
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..factors import is_infinite, reciprocal
 from .array import RANK, LoraArray, alike_in_training, labels, opened, plainly_scaled
 from .einsum import arrange, cast
 from .shape import alike, each, has_all_axes, joined
@@ -34,7 +33,7 @@ def _array_mul(x: ArrayLike, y: LoraArray, **params: Any):
 
 @register("div")
 def _div_array(x: LoraArray, y: ArrayLike, **params: Any):
-    return _times(x, 1 / jnp.asarray(y))
+    return _times(x, reciprocal(y))
 
 
 @register("neg")
@@ -44,9 +43,9 @@ def _neg(x: LoraArray, **params: Any):
 
 def _times(x: LoraArray, y: Any) -> Any:
     """Multiplies by a scalar, or by a number for each row or each column, which one factor absorbs."""
+    if is_infinite(y):
+        return NotImplemented
     y = jnp.asarray(y)
-    if not isinstance(y, jax.core.Tracer) and not np.isfinite(y).all():
-        return NotImplemented  # w and b @ a could become opposite infinities, and their sum NaN
     if x.magnitude is not None:
         return NotImplemented if y.ndim else x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
     _, a_labels, b_labels = labels(x)

@@ -50,6 +50,7 @@ def _named(array: Any, names: Sequence[Name]) -> Any:
     ELEMENTWISE_UNARY
     + CUMULATIVE
     + installed("copy copy_p dynamic_slice rev slice fft reduce_precision sharding_constraint")
+    + installed("reduce_window_max reduce_window_min reduce_window_sum")
 )
 def _kept(primitive: Primitive, x: NamedArray, *rest: ArrayLike, **params: Any) -> Any:
     return _named(_bind(primitive, (x, *rest), params), x.names)
@@ -68,6 +69,19 @@ def _unstack(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
 @register((*REDUCTIONS, "argmax", "argmin"))
 def _reduced(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
     return _named(_bind(primitive, [x], params), _without(x.names, params["axes"]))
+
+
+@NamedArray.rule_for_several("reduce")
+def _folded(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    arrays = xs[: len(xs) // 2]  # what follows are the numbers that they start from
+    names = _without(_agreed(primitive, arrays), params["dimensions"])
+    return [_named(out, names) for out in _bind(primitive, xs, params)]
+
+
+@NamedArray.rule_for_several("reduce_window")
+def _windowed(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    names = _agreed(primitive, xs[: len(xs) // 2])
+    return [_named(out, names) for out in _bind(primitive, xs, params)]
 
 
 @register("squeeze")
@@ -207,7 +221,10 @@ def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
 
 
 @NamedArray.rule_for_several(
-    installed("pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
+    installed(
+        "pad dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max "
+        "select_and_scatter"
+    )
 )
 def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
     """An array that is written into another one takes its axes."""

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from ...core.rules import register, register_on_either_side
+from ..factors import is_infinite, reciprocal
 from .base import AbstractQuantizedArray
 from .block import BlockArray
 from .dot import contract
@@ -29,7 +30,7 @@ def _neg(w: AbstractQuantizedArray, **params: Any) -> Any:
 @register_on_either_side("mul", AbstractQuantizedArray, other=ArrayLike)
 def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     w, factor = (x, y) if isinstance(x, AbstractQuantizedArray) else (y, x)
-    return _scaled(w, jnp.asarray(factor))
+    return _scaled(w, factor)
 
 
 @register("mul")
@@ -44,7 +45,7 @@ def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **param
 
 @register("div")
 def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
-    return _scaled(w, 1 / jnp.asarray(y))
+    return _scaled(w, reciprocal(y))
 
 
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
@@ -52,6 +53,9 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     block, not for each element.
 
     Even if the scales are frozen, gradients reach a traced factor, through the scales of the result."""
+    if w.codec.zeros is not None and is_infinite(factor):
+        return NotImplemented
+    factor = jnp.asarray(factor)
     if not jnp.issubdtype(factor.dtype, jnp.floating) or factor.ndim not in (0, w.ndim):
         return NotImplemented
     factor = factor.astype(jnp.float32)

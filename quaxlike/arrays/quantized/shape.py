@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from ...core.rules import register
 from .base import AbstractQuantizedArray
-from .layout import reshaped, untied
+from .layout import reshaped, shortest, untied
 
 _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
@@ -52,22 +52,32 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: 
 def _broadcast_in_dim(
     w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
 ) -> Any:
-    """Adds or stretches axes in front of the inner ones, or adds axes of size one anywhere."""
+    """Adds axes, or stretches those of size one: they become leading axes, whose leaves are repeated."""
     if params.get("sharding") is not None:
         return NotImplemented
-    num_inner = len(w.stored_shape) - w.num_lead
-    new = len(shape) - len(broadcast_dimensions)
-    if tuple(broadcast_dimensions[w.num_lead :]) == tuple(range(len(shape) - num_inner, len(shape))):
-        stretched = shape[len(shape) - num_inner :] != w.stored_shape[w.num_lead :]
-        if not w.axes and not stretched:
-            return _broadcast_lead(w, shape[: len(shape) - num_inner], broadcast_dimensions[: w.num_lead])
-    if tuple(broadcast_dimensions) == tuple(range(new, len(shape))) and tuple(shape[new:]) == w.shape:
-        lead = (*shape[:new], *w.codes.shape[:-1])
-        return _broadcast_lead(w, lead, range(new, len(lead)))
-    if all(size == 1 for axis, size in enumerate(shape) if axis not in broadcast_dimensions):
-        out = reshaped(w, tuple(shape))
-        return NotImplemented if out is None else out
-    return NotImplemented
+    dims, n, shape = tuple(broadcast_dimensions), w.num_lead, tuple(shape)
+    stretched = {w.permutation[i] for i, axis in enumerate(dims) if shape[axis] != w.shape[i]}
+    new = [axis for axis in range(len(shape)) if axis not in dims]
+    outer = len(shape) - len(w.inner_shape)
+    if not w.axes and dims[n:] == tuple(range(outer, len(shape))) and all(i < n for i in stretched):
+        return _broadcast_lead(w, shape[:outer], dims[:n])
+    if not stretched and all(shape[axis] == 1 for axis in new):
+        out = reshaped(w, shape)
+        if out is not None:
+            return out
+    inner = [i for i in range(n, len(w.stored_shape)) if i not in stretched]
+    if w.order is not None and n not in inner:
+        return NotImplemented  # the first inner axis counts the rows that share the order
+    # Stretched inner axes are dropped, and come first again, like new ones.
+    gone = {dims[i] for i, at in enumerate(w.permutation) if at in stretched and at >= n}
+    new = sorted({*new, *gone})
+    kept = [*range(n), *inner]
+    logical = [dims[w.permutation.index(at)] for at in kept]
+    w = dataclasses.replace(w, inner=shortest(tuple(w.stored_shape[at] for at in inner), w.codec), axes=())
+    lead = [shape[axis] for axis in (*new, *logical[:n])]
+    return _broadcast_lead(w, lead, range(len(new), len(lead))).with_axes(
+        [(new + logical).index(axis) for axis in range(len(shape))]
+    )
 
 
 def _broadcast_lead(w: _Q, lead: Sequence[int], dimensions: Sequence[int]) -> _Q:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
+from ...core.policy import dense
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
@@ -50,6 +51,12 @@ def _div(primitive: Primitive, x: BlockSparseArray, y: ArrayLike, **params: Any)
         return NotImplemented
     bind = quaxify(lambda a, b: primitive.bind(a, b, **params))
     return x.replace(blocks=bind(x.stored_blocks, _at(x, y)))
+
+
+@register("div")
+def _div_blocks(primitive: Primitive, x: BlockSparseArray, y: BlockSparseArray, **params: Any) -> Any:
+    out = _on_blocks(primitive, x, y, **params)
+    return _div(primitive, x, dense(y, primitive.name, (x, y)), **params) if out is NotImplemented else out
 
 
 def _at(w: BlockSparseArray, y: ArrayLike) -> Array:

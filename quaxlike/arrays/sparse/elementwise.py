@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
+from ...core.policy import dense
 from ...core.rules import register, register_on_either_side
 from ...primitives.classes import ZERO_PRESERVING
 from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, same_pattern, unstacked
@@ -42,6 +43,13 @@ def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> A
     if not is_covered(x, y):
         return NotImplemented
     return x.replace(data=primitive.bind(x.elements, _at(x, y), **params))
+
+
+@register("div")
+def _div_sparse(primitive: Primitive, x: SparseArray, y: SparseArray, **params: Any) -> Any:
+    if x.shape == y.shape and same_pattern(x, y):
+        return x.replace(data=primitive.bind(x.elements, y.elements, **params))
+    return _div(primitive, x, dense(y, primitive.name, (x, y)), **params)
 
 
 def _at(w: SparseArray, y: ArrayLike) -> Array:

@@ -11,6 +11,7 @@ from jaxtyping import ArrayLike
 
 from ..._checked import as_array
 from ...core.operators import ArrayOperators
+from ...core.policy import dense
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
@@ -73,6 +74,8 @@ def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
     """Contracts the last axis of `y` with the vector."""
+    if not x.length:
+        return jnp.zeros(y.shape[:-1], y.dtype)
     return y.at[..., x.index].get(mode="fill", fill_value=0) * _if_held(x, x.value).astype(y.dtype)
 
 
@@ -128,6 +131,11 @@ def _by_array(primitive: Primitive, x: OneHotVector, y: ArrayLike, **params: Any
         return NotImplemented
     value = _if_held(x, x.value)
     return _with_value(x, primitive.bind(value, _at_index(x, jnp.asarray(y)), **params))
+
+
+@register(["mul", "div"])
+def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params: Any) -> Any:
+    return _by_array(primitive, x, dense(y, primitive.name, (x, y)), **params)
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:

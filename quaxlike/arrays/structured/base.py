@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from ..._checked import as_array
 from ...core.jaxprs.slots import leading_axes
@@ -37,6 +38,9 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     OTHERS: ClassVar[dict[str, int] | None]
     """The numbers that fill the other parts of a matrix that is filled with a number, as is its part
     `FACTORS[0]`. None for a type that always has zeros."""
+
+    is_sum: ClassVar[bool] = False
+    """Whether elements are sums, of terms that a factor must leave finite."""
 
     @property
     @abc.abstractmethod
@@ -72,6 +76,63 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     @abc.abstractmethod
     def diagonal_elements(self) -> Any:
         """The elements on the diagonal; shape `(*batch, min(m, n))`."""
+
+    # What other types need to know of this one. Where a method declines, the other operand is asked, and then
+    # the arrays are made dense.
+
+    def places(self) -> dict[str, tuple[Any, Any]] | None:
+        """For each part, the rows and columns of its elements, as arrays of one axis; None unless the matrix
+        is zero everywhere else."""
+        return None
+
+    def diagonal_block(self: _M, rows: slice) -> _M | NotImplementedType:
+        """The block of these rows and the same columns, if it is of this type."""
+        return NotImplemented
+
+    def plus(self: _M, other: "StructuredMatrix", add: Callable[[Any, Any], Any]) -> _M | NotImplementedType:
+        """`add(self, other)`, where `add` adds or subtracts arrays, or does so with its operands swapped."""
+        alike = self.lifted(other) if self.places() is not None else NotImplemented
+        return NotImplemented if alike is NotImplemented else self.paired(alike, add)
+
+    def multiplied(
+        self: _M, other: "StructuredMatrix", by: Callable[[Any, Any], Any]
+    ) -> _M | NotImplementedType:
+        """The product with another matrix, or the quotient, element by element."""
+        same = type(other) is type(self) and self.places() is not None
+        return self.paired(other, by) if same else NotImplemented
+
+    def lifted(self: _M, other: "StructuredMatrix") -> _M | NotImplementedType:
+        """`other` as a matrix of this type, if each part of it is one of those of this type."""
+        if type(other) is type(self):
+            return other
+        mine, its = self.places(), other.places()
+        if mine is None or its is None:
+            return NotImplemented
+        parts: dict[str, Any] = {}
+        for name, place in mine.items():
+            same = [key for key, at in its.items() if all(map(np.array_equal, place, at))][:1]
+            zeros = jnp.zeros((*other.batch, len(place[0])), other.dtype)
+            parts[name] = other.parts[same[0]] if same else zeros
+            its = {key: at for key, at in its.items() if key not in same}
+        return NotImplemented if its else self.with_parts(parts)
+
+    def paired(self: _M, other: Any, fn: Callable[[Any, Any], Any]) -> _M:
+        """Applies `fn` to each part and that of another matrix of the same type and shape."""
+        x, y = self.converted(self.dtype).stacked(), other.converted(other.dtype).stacked()
+        return x.with_parts({name: quaxify(fn)(part, y.parts[name]) for name, part in x.parts.items()})
+
+    def after_diagonal(self: _M, diagonal: Any) -> _M | NotImplementedType:
+        """The product of the diagonal matrix of `diagonal` and this one."""
+        places = self.places()
+        if places is None:
+            return NotImplemented
+        x = self.stacked()
+        by = lambda part, rows: diagonal[..., rows] * part
+        return x.with_parts({name: by(part, places[name][0]) for name, part in x.parts.items()})
+
+    def matmul(self: _M, other: "StructuredMatrix", precision: Any = None) -> _M | NotImplementedType:
+        """The product with another matrix of the same batch axes, neither of them diagonal."""
+        return NotImplemented
 
     @property
     def has_solver(self) -> bool:
@@ -110,6 +171,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         """The same matrix, with all batch axes on every part."""
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
+
+    def repeated(self: _M, shape: tuple[int, ...]) -> _M | NotImplementedType:
+        """The same matrix, repeated along the batch axes in which it has size one, or none, and an array of
+        this shape has not; declines if rows or columns would be repeated."""
+        full = np.broadcast_shapes(self.shape, shape)
+        if full[-2:] != self.matrix_shape:
+            return NotImplemented
+        return self if full == self.shape else self.stacked(full[:-2])
 
     def converted(self: _M, dtype: Any) -> _M:
         """The same matrix, with all parts converted to one dtype."""

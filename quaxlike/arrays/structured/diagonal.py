@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...core.values import replace_fields
 from .base import StructuredMatrix, as_part, lead
@@ -48,6 +49,17 @@ class DiagonalMatrix(StructuredMatrix):
         eye = jnp.eye(self.diagonal.shape[-1], dtype=bool)
         diagonal = jnp.asarray(self.diagonal)
         return jnp.where(eye, diagonal[..., None], jnp.zeros((), diagonal.dtype))
+
+    def places(self) -> dict[str, tuple[Any, Any]]:
+        at = np.arange(self.diagonal.shape[-1])
+        return {"diagonal": (at, at)}
+
+    def diagonal_block(self, rows: slice) -> "DiagonalMatrix":
+        return replace_fields(self, diagonal=self.diagonal[..., rows])
+
+    def after_diagonal(self, diagonal: Any) -> "DiagonalMatrix":
+        ndim = max(diagonal.ndim, self.diagonal.ndim)
+        return replace_fields(self, diagonal=lead(diagonal, ndim) * lead(self.diagonal, ndim))
 
     def times(self, x: Any, precision: Any = None) -> Any:
         return lead(jnp.expand_dims(self.diagonal, -1), x.ndim) * x

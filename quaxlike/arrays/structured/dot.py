@@ -11,13 +11,10 @@ from jaxtyping import ArrayLike
 from ...core.policy import dense
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ...core.values import ArrayValue, replace_fields
+from ...core.values import ArrayValue
 from ..dot_axes import free_axes, in_order, seen_from
-from .base import StructuredMatrix, inside, lead
+from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
-from .kronecker import KroneckerMatrix
-from .low_rank import LowRankUpdate
-from .tridiagonal import TridiagonalMatrix
 
 
 @register("dot_general")
@@ -101,35 +98,10 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
 def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) -> Any:
     """`x @ y` as a structured matrix, or NotImplemented if it is not one."""
     if isinstance(x, DiagonalMatrix):
-        return _scale_rows(x, y)
-    if isinstance(y, DiagonalMatrix) or (isinstance(y, LowRankUpdate) and not isinstance(x, LowRankUpdate)):
-        out = multiply(y.transposed(), x.transposed(), precision)
-        return out if out is NotImplemented else out.transposed()
-    if isinstance(x, KroneckerMatrix) and isinstance(y, KroneckerMatrix):
-        if x.a.shape[-1] != y.a.shape[-2]:
-            return NotImplemented
-        by = quaxify(lambda p, q: jnp.matmul(p, q, precision=precision))
-        return replace_fields(x, a=by(x.a, y.a), b=by(x.b, y.b))
-    if isinstance(x, LowRankUpdate) and isinstance(x.base, StructuredMatrix):
-        # (base + u vᵀ) y = base y + u (yᵀ v)ᵀ
-        base = multiply(x.base, y, precision) if x.base.batch == y.batch else NotImplemented
-        if base is not NotImplemented:
-            return replace_fields(
-                x, base=base, v=inside(lambda y, v: y.transposed().times(v, precision), y, x.v)
-            )
-    return NotImplemented
-
-
-def _scale_rows(d: DiagonalMatrix, y: StructuredMatrix) -> Any:
-    by = d.diagonal
-    if isinstance(y, DiagonalMatrix):
-        ndim = max(by.ndim, y.diagonal.ndim)
-        return replace_fields(y, diagonal=lead(by, ndim) * lead(y.diagonal, ndim))
-    if isinstance(y, TridiagonalMatrix):
-        y = y.stacked()
-        return replace_fields(
-            y, lower=by[..., 1:] * y.lower, diagonal=by * y.diagonal, upper=by[..., :-1] * y.upper
-        )
-    if isinstance(y, LowRankUpdate):
-        return replace_fields(y, base=quaxify(lambda d, base: jnp.matmul(d, base))(d, y.base), u=d.times(y.u))
-    return NotImplemented
+        return y.after_diagonal(x.diagonal)
+    out = NotImplemented if isinstance(y, DiagonalMatrix) else x.matmul(y, precision)
+    if out is not NotImplemented or type(x) is type(y):
+        return out
+    x, y = y.transposed(), x.transposed()
+    out = y.after_diagonal(x.diagonal) if isinstance(x, DiagonalMatrix) else x.matmul(y, precision)
+    return out if out is NotImplemented else out.transposed()

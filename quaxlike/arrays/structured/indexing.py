@@ -11,9 +11,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..batch_axes import cut_batch
 from ..bounds import dynamic_slice_in_dim, fill_value_of, fills
-from .base import StructuredMatrix
-from .diagonal import DiagonalMatrix
-from .tridiagonal import TridiagonalMatrix
+from .base import StructuredMatrix, inside
 
 
 @register("slice")
@@ -24,20 +22,11 @@ def _slice(
     strides = tuple(strides or (1,) * x.ndim)
     cuts = [slice(*cut) for cut in zip(start_indices, limit_indices, strides, strict=True)]
     rows, columns = cuts[n:]
-    if any(cut != slice(0, size, 1) for cut, size in zip(cuts[n:], x.matrix_shape, strict=True)):
-        # A square block on the diagonal is a matrix of the same type.
-        if rows != columns or not isinstance(x, DiagonalMatrix | TridiagonalMatrix):
-            return NotImplemented
-        if isinstance(x, TridiagonalMatrix) and (rows.step != 1 or rows.stop <= rows.start):
-            return NotImplemented
-    x = x.stacked() if n else x
-    shorter = slice(rows.start, max(rows.stop - 1, rows.start), rows.step)
-
-    def cut(name: str, part: Any) -> Any:
-        core = [rows] if name == "diagonal" else [shorter] if x.CORE[name] == 1 else []
-        return quaxify(lambda part: part[(*cuts[:n], *core)])(part)
-
-    return x.with_parts({name: cut(name, part) for name, part in x.parts.items()})
+    if n:
+        x = x.stacked().each(lambda part, core: part[tuple(cuts[:n])])
+    if all(cut == slice(0, size, 1) for cut, size in zip(cuts[n:], x.matrix_shape, strict=True)):
+        return x
+    return NotImplemented if rows != columns else inside(lambda x: x.diagonal_block(rows), x)
 
 
 @register("dynamic_slice")

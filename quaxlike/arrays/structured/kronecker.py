@@ -1,12 +1,14 @@
 """`KroneckerMatrix`: the Kronecker product of two matrices."""
 
+from types import NotImplementedType
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ...core.values import materialise
+from ...core.quaxify import quaxify
+from ...core.values import materialise, replace_fields
 from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, solve_part
 
 
@@ -73,6 +75,18 @@ class KroneckerMatrix(StructuredMatrix):
     def times(self, x: Any, precision: Any = None) -> Any:
         by = lambda part: lambda x: jnp.matmul(part, x, precision=precision)
         return self._map(by(self.a), by(self.b), x)
+
+    def multiplied(self, other: StructuredMatrix, by: Any) -> "KroneckerMatrix | NotImplementedType":
+        same = isinstance(other, KroneckerMatrix) and self.a.shape[-2:] == other.a.shape[-2:]
+        return self.paired(other, by) if same else NotImplemented
+
+    def matmul(
+        self, other: StructuredMatrix, precision: Any = None
+    ) -> "KroneckerMatrix | NotImplementedType":
+        if not isinstance(other, KroneckerMatrix) or self.a.shape[-1] != other.a.shape[-2]:
+            return NotImplemented
+        by = quaxify(lambda p, q: jnp.matmul(p, q, precision=precision))
+        return replace_fields(self, a=by(self.a, other.a), b=by(self.b, other.b))
 
     def transposed(self) -> "KroneckerMatrix":
         return self.each(lambda part, _: jnp.matrix_transpose(part))

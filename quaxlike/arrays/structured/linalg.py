@@ -8,6 +8,7 @@ The other functions read elements of their intermediate results. They are recogn
 of their call, which is identical to the object that tracing the function returns.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -188,10 +189,42 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
         return NotImplemented
     if not any(_is_call_of(fun, kwargs, jaxpr, x) for kwargs in keywords):
         return NotImplemented
-    if solves:  # integers are converted to floating point
-        x = x.converted(jaxpr.out_avals[0].dtype)
-    out = inside(of_matrix, x)
-    return [*out] if isinstance(out, tuple) else [out]
+    if not solves:
+        return [inside(of_matrix, x)]
+    # Integers are converted to floating point. No linear system can be solved in half precision.
+    dtype = jaxpr.out_avals[0].dtype
+    out = inside(of_matrix, x.converted(dtype if dtype.itemsize > 2 else jnp.float32))
+    outs = out if isinstance(out, tuple) else (out,)
+    cast = lambda x, aval: x if x.dtype == aval.dtype else quaxify(lambda x: x.astype(aval.dtype))(x)
+    return [cast(x, aval) for x, aval in zip(outs, jaxpr.out_avals, strict=True)]
+
+
+# Functions whose derivative reads elements of LU factors, which have none here; how many results they have.
+_OF_FACTORS: dict[str, tuple[Any, int]] = {
+    "det": (jnp.linalg.det, 1),
+    "lu_factor": (jax.scipy.linalg.lu_factor, 2),
+}
+
+
+@register("jit")
+def _call_of_derivative(
+    primitive: Primitive, x: StructuredMatrix, *rest: ArrayLike | ArrayValue, **params: Any
+):
+    """Makes the matrix dense in the derivative of such a function, which JAX stages as a function of the same
+    source that has tangents among its operands, or more results."""
+    fun, n = _OF_FACTORS.get(params["name"], (None, 0))
+    jaxpr = params["jaxpr"]
+    if fun is None or not (rest or len(jaxpr.out_avals) > n):
+        return NotImplemented
+    if _source(jaxpr) != _source(fun.trace(x.aval()).jaxpr):
+        return NotImplemented
+    x = dense(x, params["name"], hint="Its derivative reads elements of the LU factors of a dense matrix.")
+    return quaxify(functools.partial(primitive.bind, **params))(x, *rest)
+
+
+def _source(jaxpr: Any) -> Any:
+    """What transforms leave of a jitted function when they rewrite its jaxpr."""
+    return compat.debug_info_of(jaxpr).func_src_info
 
 
 @register("jit")
@@ -203,8 +236,7 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     """
     diagonal: Any = jnp.diagonal
     like = diagonal.trace(x.aval(), axis1=-2, axis2=-1).jaxpr
-    source = lambda jaxpr: compat.debug_info_of(jaxpr).func_src_info
-    if name != "diagonal" or source(jaxpr) != source(like) or jaxpr.out_avals[0].shape != x.shape[:-1]:
+    if name != "diagonal" or _source(jaxpr) != _source(like) or jaxpr.out_avals[0].shape != x.shape[:-1]:
         return NotImplemented
     n = x.shape[-1]
     if n == 0:

@@ -1,5 +1,6 @@
 """`LowRankUpdate`: a matrix plus a product of two thin ones."""
 
+from collections.abc import Callable
 from types import NotImplementedType
 from typing import Any, ClassVar
 
@@ -12,7 +13,9 @@ from ...core.quaxify import quaxify, value_of
 from ...core.rules import active_layers, resolver
 from ...core.values import Value, is_value, materialise, replace_fields
 from ..annotated import AnnotatedArray
-from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, solve_part
+from .base import StructuredMatrix, as_part, check_batches, diagonal_of, inside, lead, solve_part
+from .diagonal import DiagonalMatrix
+from .dot import multiply
 
 
 class LowRankUpdate(StructuredMatrix):
@@ -52,6 +55,7 @@ class LowRankUpdate(StructuredMatrix):
 
     CORE: ClassVar[dict[str, int]] = {"base": 2, "u": 2, "v": 2}
     FACTORS = ("base", "u")
+    is_sum = True
     OTHERS: ClassVar[dict[str, int] | None] = {"u": 0, "v": 0}
 
     @checked
@@ -95,7 +99,12 @@ class LowRankUpdate(StructuredMatrix):
         """Raises the rank to that of `like` by adding columns of zeros to `u` and `v`."""
         if not isinstance(like, LowRankUpdate):
             return NotImplemented
-        more = max(0, like.u.shape[-1] - self.u.shape[-1])
+        rank = self.u.shape[-1]
+        more = max(0, like.u.shape[-1] - rank)
+        if like.u.shape[-1] < rank:  # its rank is raised in turn
+            wide = lambda part: jax.ShapeDtypeStruct((*part.shape[:-1], rank), part.dtype)
+            parts = {name: part for name in ("u", "v") if not is_value(part := getattr(like, name))}
+            like = replace_fields(like, **{name: wide(part) for name, part in parts.items()})
         pad = lambda part: jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, more)])
         padded = self.with_parts({"u": quaxify(pad)(self.u), "v": quaxify(pad)(self.v)})
         return StructuredMatrix.widen(padded, like)
@@ -119,6 +128,53 @@ class LowRankUpdate(StructuredMatrix):
         y = jnp.matmul(self.base, x, precision=precision)
         ndim = max(update.ndim, y.ndim)
         return lead(y, ndim) + lead(update, ndim)
+
+    def plus(
+        self, other: StructuredMatrix, add: Callable[[Any, Any], Any]
+    ) -> "LowRankUpdate | NotImplementedType":
+        x, y = self.repeated(other.shape), other.repeated(self.shape)
+        if x is NotImplemented or y is NotImplemented:
+            return NotImplemented
+        if not isinstance(y, LowRankUpdate):
+            return x.with_added(y, add)
+        out = x.with_added(y.full_base(), add)
+        y = y.converted(y.dtype)
+        return out.with_columns(quaxify(lambda u: add(jnp.zeros_like(u), u))(y.u), y.v)
+
+    def with_columns(self, u: Any, v: Any) -> "LowRankUpdate":
+        """This matrix plus `u @ v.T`."""
+
+        def joined(part: Any, more: Any) -> Any:
+            return jnp.concatenate([self._wide(part), self._wide(more)], -1)
+
+        return replace_fields(self, u=quaxify(joined)(self.u, u), v=quaxify(joined)(self.v, v))
+
+    def with_added(self, array: Any, add: Callable[[Any, Any], Any]) -> "LowRankUpdate":
+        """`add(self, array)` for anything of this shape, which is added to the base."""
+        x = self.converted(self.dtype)
+        base = quaxify(add)(self.full_base(), array)
+        return replace_fields(x, base=base, u=quaxify(lambda u: add(u, jnp.zeros_like(u)))(x.u))
+
+    def full_base(self) -> Any:
+        """The base, with all batch axes, in the dtype of the matrix."""
+        base = self.converted(self.dtype).base
+        return base if base.shape == self.shape else quaxify(jnp.broadcast_to)(base, self.shape)
+
+    def after_diagonal(self, diagonal: Any) -> "LowRankUpdate":
+        d = DiagonalMatrix(diagonal)
+        return replace_fields(self, base=quaxify(jnp.matmul)(d, self.base), u=d.times(self.u))
+
+    def matmul(self, other: StructuredMatrix, precision: Any = None) -> "LowRankUpdate | NotImplementedType":
+        # (base + u vᵀ) y = base y + u (yᵀ v)ᵀ
+        if not isinstance(self.base, StructuredMatrix) or self.base.batch != other.batch:
+            return NotImplemented
+        base = multiply(self.base, other, precision)
+        if base is NotImplemented:
+            return NotImplemented
+        v = inside(lambda y, v: y.transposed().times(v, precision), other, self.v)
+        if isinstance(base, LowRankUpdate):  # one update, lest those of powers are nested ever deeper
+            return base.with_columns(self.u, v)
+        return replace_fields(self, base=base, v=v)
 
     def transposed(self) -> "LowRankUpdate":
         return replace_fields(self, base=quaxify(jnp.matrix_transpose)(self.base), u=self.v, v=self.u)

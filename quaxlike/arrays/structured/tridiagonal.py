@@ -1,10 +1,12 @@
 """`TridiagonalMatrix`: a matrix that is zero except on its diagonal and the two beside it."""
 
+from types import NotImplementedType
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ...core.values import replace_fields
@@ -60,17 +62,21 @@ class TridiagonalMatrix(StructuredMatrix):
         return (n, n)
 
     def materialise(self) -> jax.Array:
-        full = self.stacked()
-        n = self.diagonal.shape[-1]
-        at = jnp.arange(n)
-        out = jnp.zeros(self.shape, self.dtype)
-        for values, rows, columns in (
-            (full.lower, at[1:], at[:-1]),
-            (full.diagonal, at, at),
-            (full.upper, at[:-1], at[1:]),
-        ):
-            out = out.at[..., rows, columns].set(values.astype(self.dtype), unique_indices=True)
+        parts, out = self.stacked().parts, jnp.zeros(self.shape, self.dtype)
+        for name, place in self.places().items():
+            out = out.at[..., *place].set(parts[name].astype(self.dtype), unique_indices=True)
         return out
+
+    def places(self) -> dict[str, tuple[Any, Any]]:
+        at = np.arange(self.diagonal.shape[-1])
+        return {"lower": (at[1:], at[:-1]), "diagonal": (at, at), "upper": (at[:-1], at[1:])}
+
+    def diagonal_block(self, rows: slice) -> "TridiagonalMatrix | NotImplementedType":
+        if rows.step != 1 or rows.stop <= rows.start:
+            return NotImplemented
+        beside = slice(rows.start, rows.stop - 1)
+        lower, diagonal, upper = self.lower[..., beside], self.diagonal[..., rows], self.upper[..., beside]
+        return replace_fields(self, lower=lower, diagonal=diagonal, upper=upper)
 
     def times(self, x: Any, precision: Any = None) -> Any:
         lower, diagonal, upper = (lead(jnp.expand_dims(part, -1), x.ndim) for part in self.parts.values())

@@ -1,5 +1,6 @@
 """Rules for units, as tables."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,7 +18,7 @@ from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
 from .. import precedence
-from ..annotated import STRUCTURAL
+from ..annotated import STRUCTURAL, of_elements
 from .array import ANY, UNKNOWN, DimensionError, Unit, Unitful, unit_of, with_unit
 
 _Any = ArrayLike | ArrayValue
@@ -228,7 +229,50 @@ def _ragged_dot(primitive: Primitive, x: Any, y: Any, group_sizes: Any, **params
 @Unitful.rule_for_several(tuple(_STORED))
 def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     unit = _common(primitive, xs[_STORED[primitive.name]])
+    if primitive.name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`
+        _check_function(primitive, params["update_jaxpr"], params["update_consts"], [(xs[0], unit)] * 2, unit)
     return with_unit(_bind(primitive, xs, params), unit)
+
+
+@Unitful.rule_for_several(("reduce", "reduce_window"))
+def _folded(primitive: Primitive, *xs: Any, **params: Any) -> Any:
+    n = len(xs) // 2  # arrays, then the numbers that they start from
+    units = [_common_if_any(primitive, pair) for pair in zip(xs[:n], xs[n:], strict=True)]
+    elements = [*zip(xs[:n], units, strict=True)] * 2
+    _check_function(primitive, params["jaxpr"], params.get("consts", ()), elements, *units)
+    return [with_unit(o, u) for o, u in zip(_bind(primitive, xs, params), units, strict=True)]
+
+
+@Unitful.rule_for_several("select_and_scatter")
+def _select_and_scatter(primitive: Primitive, x: Any, source: Any, init: Any, **params: Any) -> Any:
+    unit = _common_if_any(primitive, (source, init))
+    for what, element, gives in (("select", (x, unit_of(x)), Unit()), ("scatter", (source, unit), unit)):
+        _check_function(primitive, params[f"{what}_jaxpr"], params[f"{what}_consts"], [element] * 2, gives)
+    return with_unit(_bind(primitive, (x, source, init), params), unit)
+
+
+def _common_if_any(primitive: Primitive, operands: Sequence[Any]) -> Unit:
+    return _common(primitive, operands) if any(isinstance(x, Unitful) for x in operands) else Unit()
+
+
+def _check_function(
+    primitive: Primitive, jaxpr: Any, consts: Sequence[Any], elements: Sequence[tuple[Any, Unit]], *to: Unit
+) -> None:
+    """Raises an error unless a function of elements of arrays, in their units, has results in the units `to`:
+    those of the arrays that the results become elements of."""
+    found = of_elements(jaxpr, consts, itertools.starmap(_element, elements))
+    fits = lambda x, unit: may_be_placeholder(x) or unit_of(x) == unit or {unit_of(x), unit} & {ANY, UNKNOWN}
+    if not all(map(fits, found, to)):
+        raise DimensionError(
+            f"`{primitive}` applies a function that gives ({_units(found)}) to elements of arrays whose "
+            f"results are in ({', '.join(map(str, to))}). Apply it to the whole array, or divide by a "
+            "reference of the same unit first."
+        )
+
+
+def _element(x: Any, unit: Unit) -> Any:
+    element = jax.ShapeDtypeStruct((), jnp.result_type(x))
+    return element if unit.dimensionless else Unitful(0.0, unit).with_array(element)
 
 
 @register("select_n", precedence=precedence.UNITFUL)

@@ -219,11 +219,12 @@ def _elementwise_unary(primitive: Primitive, x: Constant, **params: Any) -> Any:
 def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
-    if isinstance(x, Constant) and isinstance(y, Constant):
-        return apply(functools.partial(primitive.bind, **params), x, y, shape=out.shape)
     match primitive.name, known(x), known(y):
         case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
             return Zero(out.shape, out.dtype)
+    if isinstance(x, Constant) and isinstance(y, Constant):
+        return apply(functools.partial(primitive.bind, **params), x, y, shape=out.shape)
+    match primitive.name, known(x), known(y):
         case "pow", _, 0:
             return Full(1, out.shape, out.dtype)
         case ("add", 0, _) | ("mul", 1, _):

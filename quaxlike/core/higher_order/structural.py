@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import jax.tree_util as jtu
+import numpy as np
 
 from .. import compat
 from ..jaxprs.linearity import has_tangent, is_linear, same_pattern
@@ -70,7 +71,7 @@ def _sharding_constraint(
     layouts = leaf_layouts([params["layout"]], slots)
     out = []
     for leaf, sharding, layout in zip(leaves, shardings, layouts, strict=True):
-        free = frozenset(d for d in params["unconstrained_dims"] if d < leaf.ndim)
+        free = frozenset(d for d in params["unconstrained_dims"] if d < np.ndim(leaf))
         own = {"sharding": sharding, "layout": layout, "unconstrained_dims": free}
         out.append(primitive.bind(leaf, **params | own))
     return unflatten(slots, out)[0]
@@ -82,7 +83,7 @@ def select(
 ) -> Any:
     """Selects between whole Values if the predicate is a scalar; otherwise it would look at elements."""
     which, *cases = operands
-    if is_value(which) or which.shape != ():
+    if is_value(which) or np.shape(which) != ():
         return by_default(primitive, operands, params)
     _, slots = flatten(cases)
     try:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..jaxprs.slots import Slot, flatten, loosened, split, unflatten
+from ..jaxprs.slots import Slot, flatten, has_in_leaves, loosened, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..jaxprs.unify import OperandMismatch, conform, dense_where_it_changes, placeholder, settled, unify
 from ..trace import QuaxTrace, builtin
@@ -23,8 +23,8 @@ def _while(
         slots = (*body_slots, *carry)
         return subjaxpr(trace, params["body_jaxpr"], slots, targets=targets, what="while_loop")
 
-    init_leaves, carry, body = carry_fixed_point(init, body_for, body_slots, "while_loop")
     (predicate,) = params["cond_jaxpr"].out_avals
+    init_leaves, carry, body = carry_fixed_point(init, body_for, body_slots, "while_loop", predicate.ndim)
     cond = subjaxpr(
         trace,
         params["cond_jaxpr"],
@@ -51,6 +51,7 @@ def carry_fixed_point(
     body_for: Callable[[Sequence[Slot], Sequence[Slot | None] | None], Flat],
     beside: Sequence[Slot],
     what: str,
+    stacked: int = 0,
 ) -> tuple[list[Any], tuple[Slot, ...], Flat]:
     """Finds the form that a loop's carry keeps from one iteration to the next.
 
@@ -62,21 +63,25 @@ def carry_fixed_point(
 
     - `body_for`: makes the body for a carry in the given slots, and converts its results to the targets.
     - `beside`: the slots of the body's other operands.
+    - `stacked`: how many loops run at once, each until its own end, as axes: their carries are selected leaf
+        by leaf, so that a Value without these axes in all its leaves is materialised.
 
     **Returns:**
 
     The leaves of `init` in that form, the slots of the carry, and the body.
     """
     leaves, slots = flatten(init)
-    carry = slots = tuple(slot.carried() for slot in loosened(slots, init, beside))
+    allowed = lambda slot: slot if has_in_leaves(slot, stacked) else slot.dense()
+    slots = tuple(slot.carried() for slot in loosened(slots, init, beside))
+    carry = tuple(map(allowed, slots))
     changes = [0] * len(init)  # how often a Value has had to change its form
 
     def joined(i: int, a: Slot, b: Slot) -> Slot:
         if changes[i] > _MOST_CHANGES:
             return a
-        out = unify(a, b, f"Carry {i} of {what}, before and after an iteration,")
+        out = allowed(unify(a, b, f"Carry {i} of {what}, before and after an iteration,"))
         changes[i] += a.treedef is not None and not out.has_form_of(a)
-        return out if changes[i] <= _MOST_CHANGES else dense_where_it_changes(a, b)
+        return out if changes[i] <= _MOST_CHANGES else allowed(dense_where_it_changes(a, b))
 
     while True:
         try:
@@ -96,7 +101,7 @@ def carry_fixed_point(
             body = body_for(carry, (*carry, *rest))
             break
         carry = unified
-    if carry is not slots:
+    if carry != slots:
         leaves, _ = flatten([conform(x, slot, what) for x, slot in zip(init, carry, strict=True)])
     return leaves, carry, body
 

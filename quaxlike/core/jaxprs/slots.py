@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.core
+import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -196,6 +197,29 @@ def has_rows_in_leaves(slot: Slot) -> bool:
         and not any(_is_per_axis(static, ndim) for static in _statics(slot.like))
         and _is_cut_with_leaves(slot, 0, rows=True)
     )
+
+
+def axes_of_rows(slot: Slot) -> Sequence[int | None] | NotImplementedType:
+    """The axis along which each leaf of a Value is cut into rows: from its type, or else its leaves."""
+    axes = slot.like.leading_axis()
+    if axes is NotImplemented and has_rows_in_leaves(slot):
+        return [0] * len(slot)
+    return axes
+
+
+def row_aval(aval: Any) -> Any:
+    """The aval of one row of an array of this aval."""
+    return jexc.mapped_aval(aval.shape[0], 0, aval)
+
+
+def has_in_leaves(slot: Slot, ndim: int) -> bool:
+    """Whether the first `ndim` axes of the array are the first axes of each leaf."""
+    for _ in range(0 if slot.treedef is None else ndim):
+        axes = axes_of_rows(slot)
+        if axes is NotImplemented or any(axis != 0 for axis in axes):
+            return False
+        slot = slot.with_avals(map(row_aval, slot.avals))
+    return True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .. import compat
 from ..known_constants import has_placeholders
-from ..policy import dense
+from ..policy import dense, policy_key
+from ..rules import active_layers, resolver
 from ..values import Value, is_value, materialise, replace_fields
 from .linearity import map_parts
 from .slots import Slot, flatten
@@ -162,7 +164,13 @@ def can_be_unified(x: Any, like: Any) -> bool:
 
 
 def _widened(slot: Slot, like: Slot) -> Slot:
-    """As `widened`, for slots."""
+    """As `widened`, for slots. Memoised: each level of a nest of Values asks for those below it."""
+    context = resolver(active_layers.get()), policy_key(), compat.trace_context()
+    return _widened_in(context, slot, like)
+
+
+@functools.lru_cache(maxsize=4096)
+def _widened_in(context: Hashable, slot: Slot, like: Slot) -> Slot:
     return _slot_of(lambda x: widened(x, like.like), slot)
 
 

@@ -124,3 +124,15 @@ def test_an_outer_gradient_through_a_custom_derivative():
         ql.materialise(ql.quaxify(jax.nn.relu)(OneHotVector(value, SINGLE.index, 4))) ** 2
     )
     assert jax.grad(loss)(5.0) == 10.0
+
+
+def test_a_vector_without_elements_in_products():
+    x = OneHotVector(1.0, 0, 0)
+    stack = OneHotVector(jnp.ones(2), jnp.zeros(2, int), 0)
+    for product in (
+        lambda x: jnp.ones((3, 0)) @ x,
+        lambda x: x @ jnp.ones((0, 3)),
+        lambda x: x @ jnp.ones(0),
+    ):
+        assert jnp.array_equal(ql.quaxify(product)(x), product(x.materialise()))
+        assert jnp.array_equal(ql.quaxify(jax.vmap(product))(stack), jax.vmap(product)(stack.materialise()))

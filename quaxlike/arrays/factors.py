@@ -1,0 +1,26 @@
+"""Factors that are known while tracing, for arrays whose elements are sums of several products."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import compat
+
+
+def is_infinite(y: Any) -> bool:
+    """Whether a factor is known not to be finite. Applied to each term of a sum, it could make them opposite
+    infinities, and the sum NaN."""
+    y = compat.literal_of(y)
+    return not isinstance(y, jax.core.Tracer) and not np.isfinite(np.asarray(y)).all()
+
+
+def reciprocal(y: Any) -> Any:
+    """`1 / y`, known while tracing if `y` is."""
+    y = compat.literal_of(y)
+    if isinstance(y, jax.core.Tracer):
+        return 1 / y
+    with jax.core.eval_context():
+        return 1 / jnp.asarray(y)

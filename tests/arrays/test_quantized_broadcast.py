@@ -1,0 +1,89 @@
+"""Quantised arrays broadcast along axes of size one, and along new axes, without a look at their codes."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from quaxlike.arrays.quantized import BlockArray
+from tests.samples import normal
+
+
+def _ordered(x):
+    """With columns out of order, as GPTQ leaves them."""
+    w = BlockArray.quantize(x, codec="uint4_block", block_size=4)
+    columns = x.shape[-1]
+    codes = (np.arange(x.size).reshape(x.shape) * 7) % 16
+    order = np.random.default_rng(0).permutation(columns).astype(np.int32)
+    order = np.broadcast_to(order, (*x.shape[:-2], columns))
+    return BlockArray.from_codes(
+        codes.astype(np.uint8), w.scale, codec=w.codec, block_size=4, order=order, dtype=w.dtype
+    )
+
+
+MAKE = {
+    "NF4": ql.NF4Array.quantize,
+    "NF4, double": lambda x: ql.NF4Array.quantize(x, double_quant=True),
+    "int4": ql.Int4Array.quantize,
+    "int8": ql.Int8Array.quantize,
+    "int8, blocks": lambda x: ql.Int8Array.quantize(x, block_size=2),
+    "codec": lambda x: BlockArray.quantize(x, codec="q2_k"),
+    "columns out of order": _ordered,
+}
+SHAPES = [(1, 8), (8, 1), (1, 1), (3, 1, 4), (1, 3, 1)]
+_QUICK = {("NF4", (8, 1)), ("NF4, double", (1, 3, 1)), ("int8", (3, 1, 4)), ("columns out of order", (1, 8))}
+
+
+def _targets(shape):
+    """Shapes that `shape` is broadcast to, each with the places of its axes."""
+    for sizes in itertools.product(*[(1, 3) if size == 1 else (size,) for size in shape]):
+        axes = tuple(range(len(sizes)))
+        yield sizes, axes
+        yield (2, *sizes), tuple(axis + 1 for axis in axes)
+        yield (*sizes, 5), axes
+        yield (sizes[0], 2, *sizes[1:], 1), (0, *(axis + 1 for axis in axes[1:]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        pytest.param(kind, shape, marks=[] if (kind, shape) in _QUICK else pytest.mark.slow)
+        for kind in MAKE
+        for shape in SHAPES
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_every_shape(kind, shape, turned):
+    w = MAKE[kind](jnp.asarray(normal(*shape)))
+    w = ql.quaxify(lambda w: w.T)(w) if turned else w
+    dense = np.asarray(w.materialise())
+    for sizes, axes in _targets(w.shape):
+        rows = kind == "columns out of order" and sizes[axes[-1 if turned else -2]] != shape[-2]
+        with ql.on_materialise("allow" if rows else "error"):  # rows share their order, and stay together
+            out = ql.quaxify(lambda w, sizes=sizes, axes=axes: lax.broadcast_in_dim(w, sizes, axes))(w)
+        assert isinstance(out, jax.Array if rows else type(w)), (sizes, axes)
+        places = [n if i in axes else 1 for i, n in enumerate(sizes)]
+        expected = dense.reshape([dense.shape[axes.index(i)] if i in axes else 1 for i in range(len(places))])
+        np.testing.assert_array_equal(ql.materialise(out), np.broadcast_to(expected, sizes))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda w: jnp.ones((2, 3)) @ jnp.broadcast_to(w, (3, 64)),
+        lambda w: jnp.broadcast_to(w, (3, 64)) @ jnp.ones((64, 2)),
+        lambda w: jnp.broadcast_to(w.T, (64, 3)).T @ jnp.ones((64, 2)),
+        lambda w: jnp.broadcast_to(w.T, (64, 3))[:, 1:],
+        lambda w: jax.vmap(lambda w: w @ jnp.ones(64))(jnp.broadcast_to(w, (3, 64))),
+        lambda w: jnp.squeeze(jnp.broadcast_to(w.T, (2, 64, 1)), -1) * 2.0,
+    ],
+)
+def test_what_is_done_with_it_afterwards(program):
+    w = ql.NF4Array.quantize(jnp.asarray(normal(1, 64)))
+    with ql.on_materialise("error"):
+        out = ql.materialise(ql.quaxify(program)(w))
+    np.testing.assert_allclose(out, program(w.materialise()), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,76 @@
+"""Python scalars beside Values, and loops that run at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
+from quaxlike.arrays.sparse import OneHotVector, SparseArray
+from quaxlike.arrays.structured import DiagonalMatrix, KroneckerMatrix, LowRankUpdate
+from quaxlike.arrays.unitful import Unitful
+from quaxlike.arrays.zero import Full, Zero
+
+X = jnp.array([[0.0, 3.0], [1.0, 2.0]])
+TYPES = {
+    "sparse": SparseArray.from_dense(X),
+    "one-hot": OneHotVector(2.0, 1, 3),
+    "diagonal": DiagonalMatrix(jnp.array([1.0, 2.0])),
+    "lora": ql.LoraArray(X, jnp.ones((1, 2)), jnp.ones((2, 1))),
+    "int8": ql.Int8Array.quantize(X),
+    "full": Full(jnp.array(2.0), (2,)),
+    "zero": Zero((2,)),
+    "unit": Unitful(X, "m"),
+    "names of a sparse array": NamedArray(SparseArray.from_dense(X), ("a", "b")),
+}
+SELECTIONS = {
+    "select": lambda x: lax.select(True, x, -x),
+    "select, False": lambda x: lax.select(False, x, -x),
+    "select_n": lambda x: lax.select_n(True, x, -x),
+    "NumPy": lambda x: lax.select(np.bool_(True), x, -x),
+    "jit": jax.jit(lambda x: lax.select(True, x, -x)),
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_a_python_bool_selects(selection, kind):
+    fn, x = SELECTIONS[selection], TYPES[kind]
+    with ql.on_materialise("allow"):
+        out = ql.quaxify(fn)(x)
+    np.testing.assert_array_equal(ql.materialise(out), fn(ql.materialise(x)))
+
+
+CARRIES = {
+    "zero": Zero((2, 2)),
+    "number": Full(1.0, (2, 2)),
+    "full": Full(jnp.array(2.0), (2, 2)),
+    "sparse": SparseArray.from_dense(X),
+    "diagonal": DiagonalMatrix(jnp.array([1.0, 2.0])),
+    "kronecker": KroneckerMatrix(X, jnp.ones((1, 1))),
+    "low rank": LowRankUpdate(DiagonalMatrix(jnp.array([1.0, 2.0])), jnp.ones((2, 2))),
+    "lora": ql.LoraArray(X, jnp.ones((2, 2)), jnp.ones((2, 2))),
+    "int8": ql.Int8Array.quantize(X),
+}
+BODIES = {"same": lambda x: x * 1.0, "doubles": lambda x: x * 2.0, "adds": lambda x: x + 1.0}
+
+
+@pytest.mark.parametrize("kind", CARRIES)
+@pytest.mark.parametrize("body", BODIES)
+def test_loops_that_end_at_different_times(body, kind):
+    step, x, ends = BODIES[body], CARRIES[kind], jnp.array([1, 3])
+
+    def run(end, x):
+        return lax.fori_loop(0, end, lambda i, x: step(x), x)
+
+    programs = (
+        lambda x: jax.vmap(run, in_axes=(0, None))(ends, x),
+        lambda x: jax.vmap(lambda end: jax.vmap(lambda more: run(end + more, x))(jnp.arange(2)))(ends),
+        lambda x: jax.vmap(run)(ends, jnp.broadcast_to(x, (2, 2, 2))),
+    )
+    for program in programs:
+        with ql.on_materialise("allow"):
+            out = ql.quaxify(program)(x)
+        np.testing.assert_allclose(ql.materialise(out), program(x.materialise()), rtol=1e-5)
