@@ -339,17 +339,16 @@ def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
     return None if found else (*place[:axis], None, *place[axis:])
 
 
-def _dynamic(eqn: Any, places: list[Place | None]) -> Place | None:
-    """A part of an array, or an update of a part: whole along all axes that the argument has."""
-    whole = zip(eqn.invars[0].aval.shape, _part_of(eqn), strict=True)
+def _dynamic_slice(eqn: Any, places: list[Place | None]) -> Place | None:
+    """Whole along all axes that the argument has."""
+    whole = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
     cut = [i for i, (size, part) in enumerate(whole) if size != part]
-    found = {p for p in places if p is not None}
-    place = found.pop()
-    return None if found or any(place[i] is not None for i in cut) else place
+    return None if places[0] is None or any(places[0][i] is not None for i in cut) else places[0]
 
 
-def _part_of(eqn: Any) -> Sequence[int]:
-    return eqn.params["slice_sizes"] if "slice_sizes" in eqn.params else eqn.invars[1].aval.shape
+def _update(eqn: Any, places: list[Place | None]) -> Place | None:
+    """Other elements in place of some."""
+    return places[0] if all(place is None for place in places[1:]) else None
 
 
 def _one(rule: Any) -> Any:
@@ -360,12 +359,14 @@ _MOVES: dict[str, Any] = {
     "broadcast_in_dim": _one(_broadcast_in_dim),
     "concatenate": _one(_concatenate),
     "dot_general": _one(_dot_general),
-    "dynamic_slice": _one(_dynamic),
-    "dynamic_update_slice": _one(_dynamic),
+    "dynamic_slice": _one(_dynamic_slice),
+    "dynamic_update_slice": _one(_update),
     "expand_dims": _one(_expand_dims),
     "pad": _one(_pad),
     "reduce_sum": _one(_reduce),
     "reshape": _one(_reshape),
+    "scatter": _one(_update),
+    "scatter-add": _one(_update),
     "slice": _one(_slice),
     "split": _split,
     "squeeze": _one(_squeeze),

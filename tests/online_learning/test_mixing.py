@@ -127,6 +127,8 @@ KEPT = {
     "stacked": lambda h: jnp.stack([h, 2 * h, jnp.sin(h)]).sum(0),
     "synapses": lambda h: (h[:, :, None] * jnp.ones(4)).mean(-1),
     "padded": lambda h: jnp.pad(h, ((0, 0), (1, 2)))[:, 1:-2],
+    "some set": lambda h: h.at[:, 0].set(0.0).at[1].add(K[0]),
+    "one set": lambda h: lax.dynamic_update_slice(h, jnp.zeros((1, 2)), (0, 1)),
     "maximum": lambda h: jnp.maximum(h, 0.2 * h),
     "integers": lambda h: h * jnp.argmax(h, -1, keepdims=True),
     "complex": lambda h: jnp.abs(h + 1j * jnp.sin(h)),
