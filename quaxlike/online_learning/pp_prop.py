@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._checked import checked
@@ -83,7 +84,7 @@ class PPProp(Learner):
         f = []
         for relation, trace in zip(step.relations, traces["f"], strict=True):
             carried = jnp.einsum("...ij,...j->...i", by_state[relation.group].astype(trace.dtype), trace)
-            f.append(decay * carried + (1 - decay) * here.by_output(relation))
+            f.append(decay * carried + (1 - decay) * here.by_output(relation).astype(trace.dtype))
         return {"x": x, "f": f, "steps": traces["steps"] + 1}
 
     def _solve(
@@ -94,7 +95,7 @@ class PPProp(Learner):
         # The traces start from zero; this corrects the bias of their decaying means.
         steps = jnp.maximum(traces["steps"], 1).astype(signal.dtype)
         f = traces["f"][number]
-        dtype = jnp.promote_types(f.dtype, signal.dtype)
+        dtype = np.promote_types(signal.dtype, np.complex64) if jnp.iscomplexobj(f) else signal.dtype
         g = jnp.sum(f.astype(dtype) * signal.astype(dtype), axis=-1) / (1 - self.decay**steps).astype(dtype)
         g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)
         return op.run("xy_to_dw", traces["x"].get(relation.op), g, weights, like=weights)
