@@ -93,11 +93,6 @@ def is_eval_trace(trace: jax.core.Trace | None) -> bool:
     return type(trace) is core.EvalTrace
 
 
-def is_batch_trace(trace: jax.core.Trace | None) -> bool:
-    """Whether `trace` is one of `vmap`."""
-    return isinstance(trace, batching.BatchTrace)
-
-
 def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
@@ -124,11 +119,6 @@ def trace_context() -> Hashable:
 def x64_enabled() -> bool:
     """Whether 64-bit types are enabled; quicker than the lookup by name."""
     return config.enable_x64.value
-
-
-def checks_results() -> bool:
-    """Whether JAX raises if a result is NaN, or infinite."""
-    return config.debug_nans.value or config.debug_infs.value
 
 
 def set_user_context(context: Any, value: Any) -> None:
@@ -204,27 +194,16 @@ def jvp_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
     return ad.primitive_jvps[primitive]
 
 
-def vprim_implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """The implementation that Equinox maps to batch a primitive of its own. (`primitive.impl` may refuse to
-    be mapped, to catch tracers that were closed over.)"""
-    from equinox.internal import _primitive  # the registry has no public name
-
-    return _primitive._vprim_impl_registry[primitive]
-
-
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
     """The rule of a primitive that returns cotangents, also where its own adds them to accumulators."""
-    if primitive in ad.primitive_transposes:
-        return ad.primitive_transposes[primitive]
-    rule = ad.fancy_transposes[primitive]
+    fancy = ad.fancy_transposes.get(primitive)
+    return ad.primitive_transposes[primitive] if fancy is None else functools.partial(_returning, fancy)
 
-    def returning(cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-        is_linear = ad.is_undefined_primal
-        linear = [ad.ValAccum(x.aval.to_ct_aval()) if is_linear(x) else x for x in operands]
-        rule(cts, *linear, **params)
-        return [x.freeze() if isinstance(x, ad.ValAccum) else None for x in linear]
 
-    return returning
+def _returning(rule: Callable[..., Any], cts: Any, *operands: Any, **params: Any) -> list[Any]:
+    linear = [ad.ValAccum(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else x for x in operands]
+    rule(cts, *linear, **params)
+    return [x.freeze() if isinstance(x, ad.ValAccum) else None for x in linear]
 
 
 def weakly_cached(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -446,11 +425,6 @@ def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
 def lowers_with_devices(jaxpr: Any) -> bool:
     """Whether any equation of a closed jaxpr asks for the devices when it is lowered."""
     return dispatch.jaxpr_has_prim_requiring_devices(opened(jaxpr))
-
-
-def is_exporting(context: mlir.LoweringRuleContext) -> bool:
-    """Whether a program is lowered by `jax.export`."""
-    return context.module_context.lowering_parameters.for_export
 
 
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:

@@ -291,7 +291,7 @@ def _reset(fun: lu.WrappedFun) -> None:
 def _may_be_differentiated(trace: Any) -> bool:
     """Whether a function that is called under `trace` may be differentiated: always, but for `vmap` and
     `quaxify` alone."""
-    while isinstance(trace, QuaxTrace) or compat.is_batch_trace(trace):
+    while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # that of a `vmap`
         trace = trace.parent_trace
     return not compat.is_eval_trace(trace)
 

@@ -20,7 +20,7 @@ def _jit(
     jaxpr = params["jaxpr"]
     eager = compat.is_eval_trace(trace.parent_trace)
     # JAX looks for NaN and infinity in the results of a jitted function, not in what it computes on the way.
-    checked_as_one = eager and compat.checks_results()
+    checked_as_one = eager and (jax.config.jax_debug_nans or jax.config.jax_debug_infs)
     if compat.is_inlined_jit(params, eager=eager) and not checked_as_one:
         return evaluate(trace, jaxpr, operands, inlined=True)
     leaves, slots = flatten(operands)

@@ -3,7 +3,7 @@
 These are lineax's `linear_solve`, and, by the name "vprim", what any of them becomes under `vmap`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.extend.core as jexc
@@ -20,7 +20,7 @@ def _vprim(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
     def implementation(*flat: Any) -> list[Any]:
-        return list(compat.vprim_implementation(primitive)(*flat, **params))
+        return list(_implementation(primitive)(*flat, **params))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         if _unbatched(primitive, params).name == "linear_solve":
@@ -37,3 +37,11 @@ def _vprim(
 def _unbatched(primitive: jexc.Primitive, params: dict[str, Any]) -> jexc.Primitive:
     """The primitive that `vmap`, perhaps several times, made a "vprim"."""
     return _unbatched(params["prim"], dict(params["params"])) if primitive.name == "vprim" else primitive
+
+
+def _implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
+    """The implementation that Equinox maps to batch a primitive of its own. (`primitive.impl` may refuse to
+    be mapped, to catch tracers that were closed over.)"""
+    from equinox.internal import _primitive  # the registry has no public name
+
+    return _primitive._vprim_impl_registry[primitive]

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from ..._checked import checked
-from ...core import compat
 from ...primitives import define_primitive
 from ..backends import requested
 from ..multilinear import map_rows, sum_tangents
@@ -148,7 +147,8 @@ csr_matmul_p = define_primitive(
 
 def _lower_on_cpu(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     # JAX exports no calls of Eigen: XLA does not promise to keep them compatible.
-    plain = compat.is_exporting(context) or requested() == "reference"
+    exported = context.module_context.lowering_parameters.for_export
+    plain = exported or requested() == "reference"
     run = matmul_reference if plain else cpu.matmul
     return mlir.lower_fun(run, multiple_results=False)(context, *operands, **params)
 
