@@ -42,6 +42,6 @@ def _unbatched(primitive: jexc.Primitive, params: dict[str, Any]) -> jexc.Primit
 def _implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
     """The implementation that Equinox maps to batch a primitive of its own. (`primitive.impl` may refuse to
     be mapped, to catch tracers that were closed over.)"""
-    from equinox.internal import _primitive  # the registry has no public name
+    from equinox.internal import _primitive  # pyright: ignore[reportPrivateUsage]
 
-    return _primitive._vprim_impl_registry[primitive]
+    return _primitive._vprim_impl_registry[primitive]  # pyright: ignore[reportPrivateUsage]
