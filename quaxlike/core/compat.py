@@ -350,11 +350,44 @@ def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
                 yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
 
 
+def functions_of_jax_numpy() -> list[str]:
+    """The names of the functions of jax.numpy that are being executed, innermost first.
+
+    A jaxpr that is being interpreted counts as the function that it was traced from.
+    """
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        calls = [(frame.f_code.co_filename, frame.f_code.co_name)]
+        if (jaxpr := frame.f_locals.get("jaxpr")) is not None and _is_internal(frame.f_code.co_filename):
+            eqn = frame.f_locals.get("eqn") or getattr(frame.f_locals.get("step"), "eqn", None)
+            recorded = getattr(getattr(eqn, "source_info", None), "traceback", None)
+            calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
+            own = _function_of(jaxpr)
+            # Beyond its own function are the callers that came first: JAX caches what it traces.
+            calls = [*calls[: calls.index(own) if own in calls else None], own]
+        found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
+        frame = frame.f_back
+    return found
+
+
+def is_from_jax_numpy(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr was traced from the function of jax.numpy with this name."""
+    file, function = _function_of(jaxpr)
+    return function == name and bool(file) and file.startswith(_JAX_NUMPY)
+
+
+def _function_of(jaxpr: Any) -> tuple[str | None, str]:
+    info = debug_info_of(jaxpr)
+    return info.func_filename, info.func_name
+
+
 # JAX, and libraries that wrap functions only to check the types of their arguments.
 _MACHINERY = tuple(
     f"{pathlib.Path(str(importlib.util.find_spec(name).origin)).parent}{os.sep}"  # pyright: ignore
     for name in ("jax", "jaxlib", "jaxtyping", "beartype")
 )
+_JAX_NUMPY = str(pathlib.Path(_MACHINERY[0]) / "_src" / "numpy") + os.sep
 _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 
