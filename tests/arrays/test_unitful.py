@@ -19,6 +19,7 @@ from quaxlike.arrays.unitful import (
     DimensionError,
     Unit,
     Unitful,
+    any_unit,
     from_astropy,
     from_pint,
     joule,
@@ -73,6 +74,14 @@ def test_numbers_and_arrays_times_units(number):
     same(number * newton, number, "N")
     same(number / second, number, "1/s")
     same(number * metre * newton, number, "J")
+
+
+def test_a_number_in_any_unit_takes_that_of_the_other():
+    tolerance = 0.5 * any_unit
+    same(X + tolerance, X.array + 0.5, "m")
+    same(ql.quaxify(jnp.isclose)(X, Y, atol=tolerance), jnp.isclose(X.array, Y.array, atol=0.5))
+    same(ql.quaxify(lambda x: x > tolerance)(T), T.array > 0.5)
+    assert (tolerance + tolerance).unit == any_unit
 
 
 # Against pint

@@ -161,9 +161,11 @@ def _fraction(power: Any) -> Fraction:
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# A wildcard, for numbers of libraries, and while inferring the units of a loop's placeholders: matches any unit,
-# and becomes it.
+# A wildcard, for tolerances of libraries, and while inferring the units of a loop's placeholders: matches any
+# unit, and becomes it.
 UNKNOWN = any_unit = _unit("any unit")
+"""The unit of a number that takes the unit of whatever it is added to or compared with, such as a tolerance
+for states in several units: `1e-6 * any_unit`."""
 # The unit of derivatives by the bare numbers inside a Unitful: matches any unit, and stays as it is.
 ANY = _unit("any")
 dimensionless = Unit()
