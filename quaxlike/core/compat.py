@@ -526,6 +526,11 @@ def named_axes() -> dict[Hashable, int]:
     return dict(core.get_axis_env().axis_sizes)
 
 
+def mapped_mesh_axes() -> frozenset[Any]:
+    """The explicit mesh axes over which the arrays of a `vmap` that is being traced are divided."""
+    return core.get_axis_env().explicit_mesh_axis_names
+
+
 def bind_axes(axes: dict[Hashable, int]) -> contextlib.AbstractContextManager[None]:
     """A context in which collectives can name `axes`."""
     return core.extend_axis_env_nd(axes.items())
