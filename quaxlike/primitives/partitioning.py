@@ -143,7 +143,9 @@ class Partitioning:
             # Results take precedence; a dimension that is summed over gets the axes of its operands that are
             # left.
             arrays = [*zip(self.results, results, strict=True), *operands]
-            spread = self.spread([(names, x.shape, getattr(x.sharding, "spec", ())) for names, x in arrays], mesh)
+            spread = self.spread(
+                [(names, x.shape, getattr(x.sharding, "spec", ())) for names, x in arrays], mesh
+            )
             sharding = lambda names: NamedSharding(mesh, PartitionSpec(*map(spread.get, names)))
             arg_shardings = tuple(sharding(names) for names in self.operands)
             part = self.part(fn, spread, mesh)
@@ -171,7 +173,9 @@ class Partitioning:
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
             mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
-            mapped = compat.mapped_mesh_axes()  # a `vmap` has them, and gathers what else is divided over them
+            mapped = (
+                compat.mapped_mesh_axes()
+            )  # a `vmap` has them, and gathers what else is divided over them
             specs = [[_without(mapped, axes) for axes in s.spec] for s in shardings]
             arrays = zip(self.operands, (x.shape for x in operands), specs, strict=True)
             spread = self.spread(list(arrays), mesh)

@@ -175,6 +175,14 @@ def test_linear_algebra():
     same(f(jnp.linalg.qr)(A)[1], jnp.linalg.qr(a)[1], "kg")
 
 
+@pytest.mark.parametrize("largest", [jax.lax.top_k, jax.lax.approx_max_k, jax.lax.approx_min_k])
+def test_the_largest_have_the_unit_and_their_places_none(largest):
+    for f in (ql.quaxify(lambda x: largest(x, 2)), jax.jit(ql.quaxify(lambda x: largest(x, 2)))):
+        values, places = f(Y)
+        same(values, largest(Y.array, 2)[0], "m")
+        same(places, largest(Y.array, 2)[1])
+
+
 # What is refused, while tracing
 
 

@@ -76,6 +76,7 @@ _POWERS: dict[str, Any] = {
     "cholesky": Fraction(1, 2),
     # values, indices
     "top_k": (1, 0),
+    "approx_top_k": (1, 0),
     # the packed factors, pivots, permutation; packed, tau; vectors, values; ...
     "lu": (1, 0, 0),
     "geqrf": (1, 0),
