@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 from ..core import compat
 from .forms import Flat
 
-
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 

@@ -96,7 +96,7 @@ MAPPED = {
 )
 @pytest.mark.parametrize("name", EACH)
 def test_mapped_outside_of_quaxify(name: str, over: str | None):
-    """The mesh axis of the batch is that of `vmap`; JAX refuses to pass it weights that are spread over it."""
+    """The mesh axis of the batch is that of `vmap`; JAX passes it no weights that are spread over it."""
     w = MODELS[name]().layers[0].weight
     run = lambda w, x: x @ w.T
     for kind in ("Explicit", "Auto"):

@@ -3,7 +3,6 @@
 import functools
 import math
 import operator
-import operator
 from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal
@@ -143,9 +142,9 @@ class SparseArray(ArrayOperators, SparseStack):
             )
         data, indices = jnp.asarray(data), np.asarray(indices)
         try:
-            shape = tuple(map(operator.index, given := tuple(shape)))
+            shape = tuple(map(operator.index, shape))
         except TypeError:
-            raise ValueError(f"SparseArray takes a shape of integers; found {given}.") from None
+            raise ValueError(f"SparseArray takes a shape of integers; found {shape}.") from None
         if any(size < 0 for size in shape):
             raise ValueError(f"SparseArray takes a shape of sizes that are not negative; found {shape}.")
         batch = data.shape[:-1]
