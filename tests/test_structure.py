@@ -32,8 +32,8 @@ def _arrows() -> set[tuple[str, str]]:
 
 def test_the_core_is_few_rooms_that_know_few_others():
     rooms = {_room(file.relative_to(_CORE).parts) for file in _CORE.rglob("*.py")} - {"__init__"}
-    assert len(rooms) <= 13
-    assert len(_arrows()) <= 45
+    assert len(rooms) <= 14
+    assert len(_arrows()) <= 47
 
 
 def _lines_of_code(file: Path) -> int:

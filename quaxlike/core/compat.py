@@ -78,7 +78,7 @@ def shorten_traceback(error: Exception) -> None:
     kept = None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
-        if kept is not None or not (_is_internal(file) or is_library(file)):
+        if kept is not None or not (is_internal(file) or is_library(file)):
             kept = types.TracebackType(kept, frame, frame.f_lasti, line)
     error.__traceback__ = kept
 
@@ -334,7 +334,7 @@ def source_lines() -> Iterator[SourceLine]:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_internal(file):
+        if not is_internal(file):
             yield SourceLine(file, frame.f_lineno, frame.f_code.co_qualname)
         elif not {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
             step = frame.f_locals.get("step")
@@ -346,40 +346,8 @@ def source_lines() -> Iterator[SourceLine]:
 def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
     if recorded is not None:
         for frame in recorded.frames:
-            if not _is_internal(frame.file_name):
+            if not is_internal(frame.file_name):
                 yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
-
-
-def functions_of_jax_numpy() -> list[str]:
-    """The names of the functions of jax.numpy that are being executed, innermost first.
-
-    A jaxpr that is being interpreted counts as the function that it was traced from.
-    """
-    found: list[str] = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        calls = [(frame.f_code.co_filename, frame.f_code.co_name)]
-        if (jaxpr := frame.f_locals.get("jaxpr")) is not None and _is_internal(frame.f_code.co_filename):
-            eqn = frame.f_locals.get("eqn") or getattr(frame.f_locals.get("step"), "eqn", None)
-            recorded = getattr(getattr(eqn, "source_info", None), "traceback", None)
-            calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
-            own = _function_of(jaxpr)
-            # Beyond its own function are the callers that came first: JAX caches what it traces.
-            calls = [*calls[: calls.index(own) if own in calls else None], own]
-        found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
-        frame = frame.f_back
-    return found
-
-
-def is_from_jax_numpy(jaxpr: Any, name: str) -> bool:
-    """Whether a jaxpr was traced from the function of jax.numpy with this name."""
-    file, function = _function_of(jaxpr)
-    return function == name and bool(file) and file.startswith(_JAX_NUMPY)
-
-
-def _function_of(jaxpr: Any) -> tuple[str | None, str]:
-    info = debug_info_of(jaxpr)
-    return info.func_filename, info.func_name
 
 
 # JAX, and libraries that wrap functions only to check the types of their arguments.
@@ -387,12 +355,11 @@ _MACHINERY = tuple(
     f"{pathlib.Path(str(importlib.util.find_spec(name).origin)).parent}{os.sep}"  # pyright: ignore
     for name in ("jax", "jaxlib", "jaxtyping", "beartype")
 )
-_JAX_NUMPY = str(pathlib.Path(_MACHINERY[0]) / "_src" / "numpy") + os.sep
 _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 
 @functools.cache
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
     if file.startswith((*_MACHINERY, *_OURS, "<frozen ", "<@beartype")):
         return True
     # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.

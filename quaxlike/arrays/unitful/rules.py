@@ -11,9 +11,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ...core.compat import functions_of_jax_numpy, is_from_jax_numpy
 from ...core.known_constants import OPEN, constant_of, is_open, may_be_placeholder, note_constant
 from ...core.quaxify import quaxify
+from ...core.recording import functions_of_jax_numpy, is_from_jax_numpy
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
