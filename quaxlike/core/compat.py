@@ -1,7 +1,6 @@
 """Everything that depends on JAX's private modules or on its version.
 
-Nothing else in the package touches `jax._src` or branches on a version. What is public on every
-supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where it is used.
+Nothing else in the package touches `jax._src` or branches on a version.
 """
 
 # pyright: reportPrivateUsage=false
@@ -88,8 +87,7 @@ def shorten_traceback(error: Exception) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def is_eval_trace(trace: jax.core.Trace | None) -> bool:
-    """Whether `trace` computes concrete values, that is, whether no transform is below it."""
+def is_eval_trace(trace: jax.core.Trace | None) -> bool:  # whether no transform is below it
     return type(trace) is core.EvalTrace
 
 
@@ -97,7 +95,7 @@ def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-# Makes a trace current. The context manager of `jax.extend.core` would cost a microsecond.
+# Makes a trace current. JAX's context manager would cost a microsecond.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
@@ -493,8 +491,7 @@ def named_axes() -> dict[Hashable, int]:
     return dict(core.get_axis_env().axis_sizes)
 
 
-def mapped_mesh_axes() -> frozenset[Any]:
-    """The explicit mesh axes over which the arrays of a `vmap` that is being traced are divided."""
+def mapped_mesh_axes() -> frozenset[Any]:  # the explicit mesh axes that a `vmap` has taken
     return core.get_axis_env().explicit_mesh_axis_names
 
 

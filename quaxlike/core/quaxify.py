@@ -79,18 +79,17 @@ class _Quaxified(Generic[_P, _T]):
         mark_in_use()
         parent = compat.current_trace()
         trace = QuaxTrace(parent, Level(), resolver(layers))
-        copies = written.Copies() if written.possible() else None
+        copies = written.Copies() if written.possible() else written.NONE
         try:
             compat.set_trace(
                 trace
             )  # copies of modules are made in it, so that the function may write to them
-            fn, args, kwargs = _select(trace, copies, self._filter_spec, self._fn, args, kwargs)
+            fn, args, kwargs = _select(trace, copies.shared, self._filter_spec, self._fn, args, kwargs)
             out = fn(*args, **kwargs)
         finally:
             compat.set_trace(parent)
             trace.ended = True
-        if copies is not None:
-            copies.write_back(trace.unwrap_tree)
+        copies.write_back(trace.unwrap_tree)
         return trace.unwrap_tree(out)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -163,7 +162,7 @@ def _is_outermost() -> bool:
 
 def _select(
     trace: QuaxTrace,
-    copies: written.Copies | None,
+    shared: Callable[[Any, Any], Any],
     filter_spec: PyTree,
     fn: Any,
     args: tuple[Any, ...],
@@ -179,10 +178,7 @@ def _select(
         if kind == "value":
             return box(tree)
         plain = kind == "array" or isinstance(tree, types.FunctionType)
-        if plain:
-            return tree
-        boxed = jtu.tree_map(box, tree, is_leaf=_is_instance)
-        return boxed if copies is None else copies.shared(tree, boxed)
+        return tree if plain else shared(tree, jtu.tree_map(box, tree, is_leaf=_is_instance))
 
     if filter_spec is True:
         return box_tree(fn), map(box_tree, args), {k: box_tree(v) for k, v in kwargs.items()}
@@ -199,8 +195,7 @@ def _select(
     passed_by = [x for x in jtu.tree_leaves(static, is_leaf=_is_instance) if is_value(x)]
     trace.tag.takes = functools.partial(_takes, filter_spec, passed_by)
     boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
-    whole = eqx.combine(boxed, static, is_leaf=_is_instance)
-    return whole if copies is None else copies.shared(tree, whole)
+    return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))
 
 
 def _is_instance(x: Any) -> bool:

@@ -58,6 +58,19 @@ class Copies:
         return kind_of(x) == "value" or isinstance(x, self._variable)
 
 
+class _NoCopies:
+    """Where there can be no Variables."""
+
+    def shared(self, tree: Any, copy: Any) -> Any:
+        return copy
+
+    def write_back(self, unwrap: Callable[[Any], Any]) -> None:
+        pass
+
+
+NONE = _NoCopies()
+
+
 def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:
     """Adds a Variable that was made during the call, as `nnx.Module.sow` does."""
     *above, last = path
