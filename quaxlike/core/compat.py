@@ -1,7 +1,6 @@
 """Everything that depends on JAX's private modules or on its version.
 
-Nothing else in the package touches `jax._src` or branches on a version. What is public on every
-supported release (`jax.core.Trace`, `jax.extend.core`, ...) is imported where it is used.
+Nothing else in the package touches `jax._src` or branches on a version.
 """
 
 # pyright: reportPrivateUsage=false
@@ -78,7 +77,7 @@ def shorten_traceback(error: Exception) -> None:
     kept = None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
-        if kept is not None or not (_is_internal(file) or is_library(file)):
+        if kept is not None or not (is_internal(file) or is_library(file)):
             kept = types.TracebackType(kept, frame, frame.f_lasti, line)
     error.__traceback__ = kept
 
@@ -88,8 +87,7 @@ def shorten_traceback(error: Exception) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def is_eval_trace(trace: jax.core.Trace | None) -> bool:
-    """Whether `trace` computes concrete values, that is, whether no transform is below it."""
+def is_eval_trace(trace: jax.core.Trace | None) -> bool:  # whether no transform is below it
     return type(trace) is core.EvalTrace
 
 
@@ -97,7 +95,7 @@ def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-# Makes a trace current. The context manager of `jax.extend.core` would cost a microsecond.
+# Makes a trace current. JAX's context manager would cost a microsecond.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
@@ -350,7 +348,7 @@ def source_lines() -> Iterator[SourceLine]:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_internal(file):
+        if not is_internal(file):
             yield SourceLine(file, frame.f_lineno, frame.f_code.co_qualname)
         elif not {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
             step = frame.f_locals.get("step")
@@ -367,7 +365,7 @@ def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:
 def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
     if recorded is not None:
         for frame in recorded.frames:
-            if not _is_internal(frame.file_name):
+            if not is_internal(frame.file_name):
                 yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
 
 
@@ -380,7 +378,7 @@ _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 
 @functools.cache
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
     if file.startswith((*_MACHINERY, *_OURS, "<frozen ", "<@beartype")):
         return True
     # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.
@@ -512,6 +510,10 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 def named_axes() -> dict[Hashable, int]:
     """The axes of `vmap` and `shard_map` that collectives can name here, and their sizes."""
     return dict(core.get_axis_env().axis_sizes)
+
+
+def mapped_mesh_axes() -> frozenset[Any]:  # the explicit mesh axes that a `vmap` has taken
+    return core.get_axis_env().explicit_mesh_axis_names
 
 
 def bind_axes(axes: dict[Hashable, int]) -> contextlib.AbstractContextManager[None]:

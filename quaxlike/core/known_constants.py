@@ -53,6 +53,15 @@ _CODE = {
 _UNSET = frozenset(["empty", "empty2"])
 # The module of the callback of `eqx.error_if`: it raises instead of returning, but has a result all the same.
 _RAISING = "equinox._errors"
+# Numbers that stay known beyond one equation, besides 0, infinity and NaN: 1, which guards divisions, and
+# the largest and the least of a dtype, which stand for infinity and 0. Any others are dropped: what is
+# memoised by them has no limit.
+_EXTREMES = [
+    float(limit)
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+    for limit in (jnp.finfo(dtype).max, jnp.finfo(dtype).tiny)
+]
+_LASTING = frozenset([1.0, *_EXTREMES, *(-limit for limit in _EXTREMES)])
 _FOLLOWED = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _CODE.keys()
 
 
@@ -115,8 +124,7 @@ def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Itera
         function = getattr(params["callback"], "callback_func", None)
         return itertools.repeat(OPEN) if getattr(function, "__module__", None) == _RAISING else ()
     if name in _CODE:
-        # Other numbers are dropped: results are memoised by them, without limit.
-        return _results_of_code(name, [n if n is None else _as_placeholder(n) for n in numbers], params)
+        return _results_of_code(name, list(map(_lasting, numbers)), params)
     if name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`, of any function
         return ()
     among, matter = (all, numbers[_ALL[name]]) if name in _ALL else (any, numbers[_ANY[name]])
@@ -129,8 +137,14 @@ def _is_placeholder(number: Any) -> bool:
     return number is not None and bool(number == 0 or not np.isfinite(number))
 
 
-def _as_placeholder(number: Any) -> Any:
-    return (0 if number == 0 else OPEN) if _is_placeholder(number) else None
+def _lasting(number: Any) -> Any:
+    """What stays known of a number beyond one equation."""
+    if number is None:
+        return None
+    if _is_placeholder(number):
+        return 0 if number == 0 else OPEN
+    number = complex(number)  # compared with a larger number as it is, a half-precision one would warn
+    return number.real if number in _LASTING else None
 
 
 def _results_of_code(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
@@ -208,6 +222,11 @@ def constant_of(x: Any) -> Any:
 
 def _is_extended(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def lasting_constant_of(x: Any) -> Any:
+    """As `constant_of`, if it stays known beyond one equation: 0, `OPEN`, 1, or an extreme of a dtype."""
+    return _lasting(constant_of(x))
 
 
 def may_be_placeholder(x: Any) -> bool:

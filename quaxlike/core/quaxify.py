@@ -11,7 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from . import compat, recording
+from . import compat, recording, written
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
@@ -79,13 +79,17 @@ class _Quaxified(Generic[_P, _T]):
         mark_in_use()
         parent = compat.current_trace()
         trace = QuaxTrace(parent, Level(), resolver(layers))
-        fn, args, kwargs = _select(trace, self._filter_spec, self._fn, args, kwargs)
+        copies = written.Copies() if written.possible() else written.NONE
         try:
-            compat.set_trace(trace)
+            compat.set_trace(
+                trace
+            )  # copies of modules are made in it, so that the function may write to them
+            fn, args, kwargs = _select(trace, copies.shared, self._filter_spec, self._fn, args, kwargs)
             out = fn(*args, **kwargs)
         finally:
             compat.set_trace(parent)
             trace.ended = True
+        copies.write_back(trace.unwrap_tree)
         return trace.unwrap_tree(out)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -178,7 +182,12 @@ def _is_outermost() -> bool:
 
 
 def _select(
-    trace: QuaxTrace, filter_spec: PyTree, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    trace: QuaxTrace,
+    shared: Callable[[Any, Any], Any],
+    filter_spec: PyTree,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """`(fn, args, kwargs)` with a tracer in place of each selected Value."""
 
@@ -190,7 +199,7 @@ def _select(
         if kind == "value":
             return box(tree)
         plain = kind == "array" or isinstance(tree, types.FunctionType)
-        return tree if plain else jtu.tree_map(box, tree, is_leaf=_is_instance)
+        return tree if plain else shared(tree, jtu.tree_map(box, tree, is_leaf=_is_instance))
 
     if filter_spec is True:
         return box_tree(fn), map(box_tree, args), {k: box_tree(v) for k, v in kwargs.items()}
@@ -206,7 +215,8 @@ def _select(
         ) from None
     passed_by = [x for x in jtu.tree_leaves(static, is_leaf=_is_instance) if is_value(x)]
     trace.tag.takes = functools.partial(_takes, filter_spec, passed_by)
-    return eqx.combine(jtu.tree_map(box, dynamic, is_leaf=_is_instance), static, is_leaf=_is_instance)
+    boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
+    return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))
 
 
 def _is_instance(x: Any) -> bool:

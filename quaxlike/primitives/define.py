@@ -240,6 +240,8 @@ class DefinedPrimitive(Primitive):
         fn = functools.partial(self._evaluate_flat, (platform, _sorted_items(params)))
         avals = [jax.typeof(x) for x in operands]
         partitioning = self._partitioning_of(avals, params)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            partitioning = None  # JAX cannot partition by hand within a `shard_map` over some of the axes
         out = (fn if partitioning is None else partitioning.apply(fn))(*operands)
         if platform is not None:
             expected: Any = self.jaxpr(avals, params).out_avals

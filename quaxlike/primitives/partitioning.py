@@ -16,7 +16,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from ..core import compat
 from .forms import Flat
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +142,18 @@ class Partitioning:
             # Results take precedence; a dimension that is summed over gets the axes of its operands that are
             # left.
             arrays = [*zip(self.results, results, strict=True), *operands]
-            spread = self.spread([(names, x.shape, x.sharding.spec) for names, x in arrays], mesh)
+            spread = self.spread(
+                [(names, x.shape, getattr(x.sharding, "spec", ())) for names, x in arrays], mesh
+            )
             sharding = lambda names: NamedSharding(mesh, PartitionSpec(*map(spread.get, names)))
             arg_shardings = tuple(sharding(names) for names in self.operands)
-            shard_fn = self.part(fn, spread, mesh)
+            part = self.part(fn, spread, mesh)
+
+            def shard_fn(*operands: Any) -> list[Any]:
+                # A device's part has no sharding, even if the program runs on a mesh with explicit axes.
+                with jax.sharding.use_abstract_mesh(_NO_MESH):
+                    return part(*operands)
+
             return mesh, shard_fn, [sharding(names) for names in self.results], arg_shardings
 
         in_order = dict.fromkeys(name for names in (*self.operands, *self.results) for name in names)
@@ -161,7 +172,11 @@ class Partitioning:
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
             mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
-            arrays = zip(self.operands, (x.shape for x in operands), (s.spec for s in shardings), strict=True)
+            mapped = (
+                compat.mapped_mesh_axes()
+            )  # a `vmap` has them, and gathers what else is divided over them
+            specs = [[_without(mapped, axes) for axes in s.spec] for s in shardings]
+            arrays = zip(self.operands, (x.shape for x in operands), specs, strict=True)
             spread = self.spread(list(arrays), mesh)
             spec = lambda names: PartitionSpec(*map(spread.get, names))
             parts = [
@@ -170,12 +185,14 @@ class Partitioning:
                 else jax.sharding.reshard(x, spec(names))
                 for names, x, sharding in zip(self.operands, operands, shardings, strict=True)
             ]
+            if not (free := set(mesh.explicit_axes) - mapped):
+                return fn(*parts)
             return jax.shard_map(
                 self.part(fn, spread, mesh),
                 mesh=mesh,
                 in_specs=tuple(map(spec, self.operands)),
                 out_specs=[spec(names) for names in self.results],
-                axis_names=set(mesh.explicit_axes),
+                axis_names=free,
             )(*parts)
 
         return partitioned
@@ -197,6 +214,11 @@ def _names(side: list[list[str]]) -> set[str]:
 
 def _axes(axes: Any) -> tuple[Any, ...]:
     return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _without(taken: frozenset[Any], axes: Any) -> Any:
+    free = tuple(axis for axis in _axes(axes) if axis not in taken)
+    return free[0] if len(free) == 1 else free or None
 
 
 def _used(spread: dict[str, Any]) -> set[Any]:

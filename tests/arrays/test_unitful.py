@@ -18,6 +18,7 @@ from quaxlike.arrays.unitful import (
     DimensionError,
     Unit,
     Unitful,
+    any_unit,
     from_astropy,
     from_pint,
     joule,
@@ -72,6 +73,14 @@ def test_numbers_and_arrays_times_units(number):
     same(number * newton, number, "N")
     same(number / second, number, "1/s")
     same(number * metre * newton, number, "J")
+
+
+def test_a_number_in_any_unit_takes_that_of_the_other():
+    tolerance = 0.5 * any_unit
+    same(X + tolerance, X.array + 0.5, "m")
+    same(ql.quaxify(jnp.isclose)(X, Y, atol=tolerance), jnp.isclose(X.array, Y.array, atol=0.5))
+    same(ql.quaxify(lambda x: x > tolerance)(T), T.array > 0.5)
+    assert (tolerance + tolerance).unit == any_unit
 
 
 # Against pint
@@ -163,6 +172,14 @@ def test_linear_algebra():
     same(f(jnp.linalg.svd)(A)[1], jnp.linalg.svd(a)[1], "kg")
     same(f(jnp.linalg.qr)(A)[0], jnp.linalg.qr(a)[0])
     same(f(jnp.linalg.qr)(A)[1], jnp.linalg.qr(a)[1], "kg")
+
+
+@pytest.mark.parametrize("largest", [jax.lax.top_k, jax.lax.approx_max_k, jax.lax.approx_min_k])
+def test_the_largest_have_the_unit_and_their_places_none(largest):
+    for f in (ql.quaxify(lambda x: largest(x, 2)), jax.jit(ql.quaxify(lambda x: largest(x, 2)))):
+        values, places = f(Y)
+        same(values, largest(Y.array, 2)[0], "m")
+        same(places, largest(Y.array, 2)[1])
 
 
 # What is refused, while tracing
@@ -401,9 +418,8 @@ def test_only_the_smallest_numbers_stand_for_zero_in_comparisons():
 
 
 def test_a_choice_by_an_array_of_one_number():
-    """A plain case takes the unit of the other, as it does where the condition is an array."""
     x = Unitful(Full(0.25, (4,)), "m")
     with ql.on_materialise("allow"):
-        found = ql.quaxify(lambda x: jnp.where(x != x, jnp.ones(4), x))(x)
+        found = ql.quaxify(lambda x: jnp.where(x != x, jnp.zeros(4), x))(x)
     assert found.unit == metre
     np.testing.assert_array_equal(ql.materialise(found.array), np.full(4, 0.25))

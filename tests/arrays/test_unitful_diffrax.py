@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.arrays.unitful import DimensionError, Unit, Unitful
+from quaxlike.arrays.unitful import DimensionError, Unit, Unitful, any_unit
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -77,6 +77,23 @@ def test_adaptive_steps():
     start = (VALUES[1][0], Unitful(0.0, "m"))
     out = ql.quaxify(f)(VALUES[0], start, *VALUES[2:], Unitful(1e-6, "m"))
     same(out, exact(3.0, *NUMBERS[:2]), "m", rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True])
+def test_adaptive_steps_of_a_state_in_several_units(jit):
+    def f(args, start, t1, dt, atol):
+        controller = diffrax.PIDController(rtol=1e-6, atol=atol, dtmin=1e-6 * t1, dtmax=t1)
+        return last_place(args, start, t1, dt, stepsize_controller=controller)
+
+    run = jax.jit(ql.quaxify(f)) if jit else ql.quaxify(f)
+    same(run(*VALUES, 1e-6 * any_unit), exact(3.0, *NUMBERS[:2]), "m", rtol=1e-4)
+    inside = lambda *inputs: f(*inputs, 1e-6 * any_unit)
+    same(ql.quaxify(inside)(*VALUES), exact(3.0, *NUMBERS[:2]), "m", rtol=1e-4)
+    grads = ql.quaxify(jax.grad(inside))(*VALUES)
+    gradients_agree(grads, jax.grad(lambda *inputs: f(*inputs, 1e-6))(*NUMBERS))
+    with pytest.raises(DimensionError, match=r"found \(dimensionless, m\)"):
+        run(*VALUES, 1e-6)
 
 
 def gradients_agree(grads, expected):

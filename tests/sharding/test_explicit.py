@@ -78,6 +78,38 @@ def test_tensor_parallel(name: str):
     _agree(gradients, _gradients(model, X))
 
 
+MAPPED = {
+    "vmap": lambda run, w, x: jax.vmap(lambda x: run(w, x))(x),
+    "vmap, the weight passed": lambda run, w, x: jax.vmap(run, (None, 0))(w, x),
+    "jit of vmap": lambda run, w, x: jax.jit(jax.vmap(run, (None, 0)))(w, x),
+    "vmap of jit": lambda run, w, x: jax.vmap(jax.jit(run), (None, 0))(w, x),
+    "vmap of grad": lambda run, w, x: jax.vmap(jax.grad(lambda x: run(w, x).sum()))(x),
+    "grad of vmap": lambda run, w, x: jax.grad(lambda x: jax.vmap(run, (None, 0))(w, x).sum())(x),
+    "jit of grad of vmap": lambda run, w, x: jax.jit(
+        jax.grad(lambda x, w: jax.vmap(run, (None, 0))(w, x).sum())
+    )(x, w),
+}
+
+
+@pytest.mark.parametrize(
+    "over", [*(pytest.param(o, marks=pytest.mark.slow) for o in (None, "model")), "data"]
+)
+@pytest.mark.parametrize("name", EACH)
+def test_mapped_outside_of_quaxify(name: str, over: str | None):
+    """The mesh axis of the batch is that of `vmap`; JAX passes it no weights that are spread over it."""
+    w = MODELS[name]().layers[0].weight
+    run = lambda w, x: x @ w.T
+    for kind in ("Explicit", "Auto"):
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType[kind],) * 2)
+        with jax.set_mesh(mesh), ql.on_materialise("error"):
+            placed = shard({"w": w}, mesh, {"w": jax.P(over, None)})["w"]
+            x = jax.device_put(X, jax.P("data"))
+            for how, mapped in MAPPED.items():
+                if over == "data" and (kind == "Auto" or how not in ("vmap", "vmap of grad")):
+                    continue
+                _agree(mapped(ql.quaxify(run), placed, x), mapped(run, ql.materialise(w), X))
+
+
 # A dense weight that is spread over the devices of the batch has to be gathered first: JAX refuses it.
 @pytest.mark.parametrize("name", [p for p in EACH if p.values != ("LoRA",)])
 def test_fully_sharded(name: str):

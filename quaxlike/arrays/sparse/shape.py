@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from ...core.policy import dense
 from ...core.rules import register
 from ..batch_axes import reshape_batch, squeeze_batch, transpose_batch
 from .coordinates import fits_int32, flattened, unflattened, unstacked
@@ -39,7 +40,8 @@ def _reshape(x: SparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
     if not new_sizes:
         return jnp.sum(x.elements, dtype=x.dtype)
     if not fits_int32(x.shape):
-        return NotImplemented
+        hint = f"Its elements are moved by their flat indices, and those into {x.shape} do not fit int32."
+        return lax.reshape(dense(x, "reshape", hint=hint), new_sizes)
     x = unstacked(x)
     inside = x.is_stored
     indices = unflattened(flattened(x.indices, x.sizes, inside), new_sizes, inside)

@@ -140,8 +140,12 @@ class SparseArray(ArrayOperators, SparseStack):
                 "SparseArray sorts elements by their indices, which are not known under jit, vmap or grad; "
                 "found indices that are traced. Make the array outside them."
             )
-        data, indices, shape = jnp.asarray(data), np.asarray(indices), tuple(shape)
-        if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+        data, indices = jnp.asarray(data), np.asarray(indices)
+        try:
+            shape = tuple(map(operator.index, shape))
+        except TypeError:
+            raise ValueError(f"SparseArray takes a shape of integers; found {shape}.") from None
+        if any(size < 0 for size in shape):
             raise ValueError(f"SparseArray takes a shape of sizes that are not negative; found {shape}.")
         batch = data.shape[:-1]
         sizes = shape[len(batch) :]
@@ -195,6 +199,12 @@ class SparseArray(ArrayOperators, SparseStack):
 
         if not isinstance(matrix, sparse.BCOO):
             raise TypeError(f"`matrix` must be a BCOO; found {matrix!r}.")
+        if matrix.n_batch == matrix.ndim - matrix.n_dense:
+            raise ValueError(
+                f"SparseArray.from_bcoo takes a BCOO with at least one sparse axis; found one of shape "
+                f"{matrix.shape} with n_batch={matrix.n_batch} and n_dense={matrix.n_dense}. Lower `n_batch` "
+                "with `jax.experimental.sparse.bcoo_update_layout`."
+            )
         if matrix.n_dense:
             matrix = sparse.bcoo_update_layout(matrix, n_dense=0, on_inefficient=None)
         batch = matrix.shape[: matrix.n_batch]

@@ -13,7 +13,7 @@ from jaxtyping import ArrayLike
 
 from ..._checked import as_array, checked
 from ...core.jaxprs.unify import OperandMismatch, widened, widened_part
-from ...core.known_constants import may_be_placeholder
+from ...core.known_constants import may_be_placeholder, note_constant
 from ...core.recording import user_source
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
 from .. import precedence
@@ -53,16 +53,18 @@ class Unit:
         ```
     """
 
-    __slots__ = ("_exponents",)
+    __slots__ = ("_exponents", "_guard")
     _exponents: tuple[Fraction, ...] | str  # a text for the two units that are none
+    _guard: int  # see `guarded`
 
     # Makes NumPy arrays leave `array * unit` to us.
     __array_ufunc__ = None
 
     @checked
     def __init__(self, exponents: Union["Unit", str, Mapping[str, Any]] = {}) -> None:  # noqa: B006
+        guard = 0
         if isinstance(exponents, Unit):
-            total = exponents._exponents
+            total, guard = exponents._exponents, exponents._guard
         else:
             factors = parse(exponents) if isinstance(exponents, str) else exponents.items()
             total = (Fraction(0),) * len(BASE)
@@ -70,12 +72,13 @@ class Unit:
                 power = _fraction(power)
                 total = tuple(a + b * power for a, b in zip(total, of_symbol(name), strict=True))
         object.__setattr__(self, "_exponents", total)
+        object.__setattr__(self, "_guard", guard)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"A Unit is immutable; cannot set {name}.")
 
     def __reduce__(self) -> Any:
-        return _unit, (self._exponents,)
+        return _unit, (self._exponents, self._guard)
 
     @property
     def exponents(self) -> dict[str, Fraction]:
@@ -86,7 +89,7 @@ class Unit:
 
     @property
     def dimensionless(self) -> bool:
-        return not any(self._exponents)
+        return not any(self._exponents) and not self._guard
 
     def __mul__(self, other: Any) -> Any:
         return self._times(other, 1) if isinstance(other, Unit) else quantity(other, self)
@@ -107,10 +110,16 @@ class Unit:
         if isinstance(self._exponents, str) or isinstance(other._exponents, str):
             return ANY if ANY in (self, other) else UNKNOWN
         power = _fraction(power)
-        return _unit(tuple(a + b * power for a, b in zip(self._exponents, other._exponents, strict=True)))
+        # A division, or a negative power, is what a guard is for.
+        used = USED if other._guard and power != 1 else other._guard
+        guards = {self._guard, used if power > 0 else 0} - {0}
+        exponents = (a + b * power for a, b in zip(self._exponents, other._exponents, strict=True))
+        return _unit(tuple(exponents), min(guards, default=0))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unit) and self._exponents == other._exponents
+        if not isinstance(other, Unit):
+            return False
+        return (self._exponents, self._guard) == (other._exponents, other._guard)
 
     def __hash__(self) -> int:
         return hash(self._exponents)
@@ -121,21 +130,42 @@ class Unit:
     def __str__(self) -> str:
         if isinstance(self._exponents, str):
             return self._exponents
-        return "·".join(name + superscript(e) for name, e in self.exponents.items()) or "dimensionless"
+        name = "·".join(name + superscript(e) for name, e in self.exponents.items()) or "dimensionless"
+        return f"{name} or a bare number" if self._guard else name
 
 
-def _unit(exponents: tuple[Fraction, ...] | str) -> Unit:
+def _unit(exponents: tuple[Fraction, ...] | str, guard: int = 0) -> Unit:
     unit = Unit()
     object.__setattr__(unit, "_exponents", exponents)
+    object.__setattr__(unit, "_guard", guard)
     return unit
+
+
+# The states of a guard: as `jnp.where` made it, or with a power or a root taken of it.
+FRESH, USED = 1, 2
+
+
+def guard_of(unit: Unit) -> int:
+    """`FRESH` or `USED` for a unit of `guarded`, otherwise 0."""
+    return unit._guard  # pyright: ignore[reportPrivateUsage]
+
+
+def guarded(unit: Unit, guard: int) -> Unit:
+    """The unit of an array that has the bare number 1 in place of some elements, as in
+    `jnp.where(x > 0, x, 1)`: only for divisions, which give it the unit of the others. With 0, the unit of
+    those."""
+    return _unit(unit._exponents, guard)  # pyright: ignore[reportPrivateUsage]
 
 
 def _fraction(power: Any) -> Fraction:
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# A wildcard, used while inferring the units of a loop's placeholders: matches any unit, and becomes it.
-UNKNOWN = _unit("unknown")
+# A wildcard, for tolerances of libraries, and while inferring the units of a loop's placeholders: matches any
+# unit, and becomes it.
+UNKNOWN = any_unit = _unit("any unit")
+"""The unit of a number that takes the unit of whatever it is added to or compared with, such as a tolerance
+for states in several units: `1e-6 * any_unit`."""
 # The unit of derivatives by the bare numbers inside a Unitful: matches any unit, and stays as it is.
 ANY = _unit("any")
 dimensionless = Unit()
@@ -171,8 +201,7 @@ class Unitful(AnnotatedArray):
     dimensionless result is a plain array.
 
     A plain array counts as dimensionless. Only 0, infinity and NaN, if they are known while tracing, match
-    any unit; and in `jnp.where` a plain array takes the unit of the other, as in
-    `jnp.where(x > 0, x, 1)`.
+    any unit; and so does 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
 
     **Arguments:**
 
@@ -258,7 +287,11 @@ def with_unit(array: Any, unit: Unit) -> Any:
     """Attaches a unit to an array; returns it unchanged if the unit is dimensionless."""
     if isinstance(array, Unitful):  # the array is made of parts that have a unit
         array, unit = array.array, array.unit * unit
-    return array if unit.dimensionless else Unitful(array, unit)
+    if not unit.dimensionless:
+        return Unitful(array, unit)
+    if isinstance(array, jax.Array) and not array.ndim:
+        note_constant(array, None)  # it was computed: what it happens to be may not decide about units
+    return array
 
 
 def quantity(array: Any, unit: Unit) -> Any:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.values import materialise
-from .array import Unit, Unitful
+from .array import DimensionError, Unit, Unitful
 
 _PINT = {
     "meter": "m",
@@ -46,7 +46,7 @@ def to_pint(x: Unitful, registry: Any = None) -> Any:
     registry = pint.get_application_registry() if registry is None else registry
     names = {symbol: name for name, symbol in _PINT.items()}
     unit = registry.dimensionless
-    for symbol, power in x.unit.exponents.items():
+    for symbol, power in _exponents(x).items():
         unit = unit * registry.Unit(names[symbol]) ** (power.numerator / power.denominator)
     return np.asarray(materialise(x.array)) * unit
 
@@ -66,6 +66,12 @@ def to_astropy(x: Unitful) -> Any:
     from astropy import units
 
     unit = units.dimensionless_unscaled
-    for symbol, power in x.unit.exponents.items():
+    for symbol, power in _exponents(x).items():
         unit = unit * units.Unit(symbol) ** power
     return np.asarray(materialise(x.array)) * unit
+
+
+def _exponents(x: Unitful) -> dict[str, Any]:
+    if Unit(x.unit.exponents) != x.unit:
+        raise DimensionError(f"A quantity of another library has one unit; found one in {x.unit}.")
+    return x.unit.exponents

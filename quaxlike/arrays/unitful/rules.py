@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -14,17 +14,41 @@ from jaxtyping import ArrayLike
 
 from ...core.known_constants import OPEN, constant_of, is_open, may_be_placeholder, note_constant
 from ...core.quaxify import quaxify
+from ...core.recording import functions_of_jax_numpy, is_from_jax_numpy
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
 from .. import precedence
 from ..annotated import STRUCTURAL, of_elements
-from .array import ANY, UNKNOWN, DimensionError, Unit, Unitful, unit_of, with_unit
+from .array import (
+    ANY,
+    FRESH,
+    UNKNOWN,
+    USED,
+    DimensionError,
+    Unit,
+    Unitful,
+    guard_of,
+    guarded,
+    unit_of,
+    with_unit,
+)
 
 _Any = ArrayLike | ArrayValue
 
 
-_bind = Unitful.bind
+# What a guard may go through on its way to a division (see `guarded`), besides what moves elements.
+_TAKES_GUARDS = frozenset(
+    installed("abs cbrt conj div imag integer_pow is_finite mul neg pow real rsqrt select_n sign sqrt square")
+    + COMPARISONS
+    + ("jit",)
+)
+
+
+def _bind(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    if primitive.name not in _TAKES_GUARDS and any(guard_of(unit_of(x)) for x in operands):
+        raise _mismatch(primitive, operands, [unit_of(x) for x in operands])
+    return Unitful.bind(primitive, operands, params)
 
 
 def _units(operands: Sequence[Any]) -> str:
@@ -53,6 +77,7 @@ _POWERS: dict[str, Any] = {
     "cholesky": Fraction(1, 2),
     # values, indices
     "top_k": (1, 0),
+    "approx_top_k": (1, 0),
     # the packed factors, pivots, permutation; packed, tau; vectors, values; ...
     "lu": (1, 0, 0),
     "geqrf": (1, 0),
@@ -157,12 +182,30 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
         return ANY
     # 0, infinity and NaN are the same in any unit.
     units = {unit_of(x) for x in operands if not may_be_placeholder(x)} - {UNKNOWN}
+    numbers = [x for x in operands if not isinstance(x, Unitful)]
+    if len(units) > 1 and None not in map(constant_of, numbers) and _are_of_jax_numpy():
+        units.discard(Unit())
     if len(units) > 1:
-        hint = " Give a number its unit by multiplying with it." if Unit() in units else ""
-        raise DimensionError(
-            f"`{primitive}` takes arrays in the same unit; found ({_units(operands)}).{hint}"
-        )
-    return units.pop() if units else next(x.unit for x in operands if isinstance(x, Unitful))
+        raise _mismatch(primitive, operands, units)
+    return units.pop() if units else next((x.unit for x in operands if isinstance(x, Unitful)), Unit())
+
+
+def _are_of_jax_numpy() -> bool:
+    """Whether numbers are those that a function of jax.numpy compares with, or adds, where any unit is right:
+    `hypot` scales what would overflow, and `histogram` widens a range that is empty."""
+    return not {"hypot", "histogram_bin_edges"}.isdisjoint(functions_of_jax_numpy())
+
+
+def _mismatch(primitive: Primitive, operands: Sequence[Any], units: Collection[Unit]) -> DimensionError:
+    within = [name for name in functions_of_jax_numpy() if hasattr(jnp, name)]
+    is_ufunc = within and isinstance(getattr(jnp, within[-1]), jnp.ufunc)
+    where = f" in `{within[-1]}` of jax.numpy" if within and not is_ufunc else ""
+    hint = "."
+    if any(map(guard_of, units)):
+        hint = f"{where}. A plain 1 beside a quantity in `jnp.where` is only for a division."
+    elif Unit() in units:
+        hint = f"{where}. Give a number its unit by multiplying with it."
+    return DimensionError(f"`{primitive}` takes arrays in the same unit; found ({_units(operands)}){hint}")
 
 
 @register_on_either_side(_SAME, Unitful, precedence=precedence.UNITFUL)
@@ -228,7 +271,10 @@ def _ragged_dot(primitive: Primitive, x: Any, y: Any, group_sizes: Any, **params
 
 @Unitful.rule_for_several(tuple(_STORED))
 def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    unit = _common(primitive, xs[_STORED[primitive.name]])
+    stored = _STORED[primitive.name]
+    places = [x for x in xs if not any(x is y for y in xs[stored])]
+    unit = _common(primitive, xs[stored])
+    _dimensionless(primitive, places)
     if primitive.name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`
         _check_function(primitive, params["update_jaxpr"], params["update_consts"], [(xs[0], unit)] * 2, unit)
     return with_unit(_bind(primitive, xs, params), unit)
@@ -292,9 +338,64 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 
 @Unitful.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
-    """Gives a plain case the unit of the others, as in `jnp.where(x > 0, x, 1)` before a division."""
-    unit = _common(primitive, [x for x in cases if isinstance(x, Unitful)])
-    return with_unit(_bind(primitive, (which, *cases), {}), unit)
+    """Takes a plain 1 beside quantities as a guard: see `guarded`."""
+    out = _bind(primitive, (*_dimensionless(primitive, [which]), *cases), {})
+    quantities = [x for x in cases if isinstance(x, Unitful)]
+    if not quantities:
+        return out
+    units = {guarded(x.unit, 0) for x in quantities} - {UNKNOWN}
+    if ANY in units:
+        return with_unit(out, ANY)
+    numbers = [x for x in cases if not isinstance(x, Unitful) and not _has_any_unit(x)]
+    if units != {Unit()} and units and not all(map(_is_one, numbers)):
+        units.add(Unit())
+    if len(units) > 1:
+        raise _mismatch(primitive, cases, units)
+    if not units:
+        return with_unit(out, UNKNOWN)
+    unit = units.pop()
+    guards = {guard_of(x.unit) for x in quantities}
+    if unit.dimensionless and guards == {0}:
+        return out
+    if FRESH in guards or numbers:
+        return with_unit(out, guarded(unit, FRESH))
+    # What a guard was made for has happened: `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`.
+    return with_unit(out, guarded(unit, USED if len(quantities) == len(cases) and guards == {USED} else 0))
+
+
+def _has_any_unit(x: Any) -> bool:
+    """Whether a plain array is known to hold 0, infinity or NaN, or the least or largest number in place of
+    them, as `jnp.nan_to_num` puts it."""
+    number, dtype = constant_of(x), jnp.result_type(x)
+    if number is None or not jnp.issubdtype(dtype, jnp.floating):
+        return may_be_placeholder(x)
+    size, limits = abs(number), jnp.finfo(dtype)
+    return may_be_placeholder(x) or bool(size == limits.max or size <= limits.tiny)
+
+
+def _is_one(x: Any) -> bool:
+    number = constant_of(x)
+    return number is not None and bool(number == 1)
+
+
+@register_on_either_side("jit", Unitful, precedence=precedence.UNITFUL)
+def _heaviside(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
+    """`jnp.heaviside`: the step has no unit, though the function takes `x` itself where it is NaN."""
+    if not is_from_jax_numpy(params["jaxpr"], "heaviside"):
+        return NotImplemented
+    _dimensionless(primitive, [y])
+    return _bind(primitive, (x, y), params)
+
+
+@register("gather", precedence=precedence.UNITFUL)
+def _gather(primitive: Primitive, x: Unitful, indices: ArrayLike, **params: Any) -> Any:
+    fill = params["fill_value"]
+    if x.unit.exponents and fill is not None and not _has_any_unit(np.asarray(fill, x.dtype)):
+        raise DimensionError(
+            f"`{primitive}` fills with the number {fill} where an array in {x.unit} ends. JAX takes no "
+            'quantity for it: take with `mode="clip"`, and put the quantity in with `jnp.where`.'
+        )
+    return x.with_array(Unitful.bind(primitive, (x, indices), params))
 
 
 @register("scatter-mul", precedence=precedence.UNITFUL)

@@ -20,7 +20,14 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import compat
-from ..known_constants import OPEN, has_placeholders, is_zero, may_be_placeholder, note_constant
+from ..known_constants import (
+    OPEN,
+    has_placeholders,
+    is_zero,
+    lasting_constant_of,
+    may_be_placeholder,
+    note_constant,
+)
 from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
 from .linearity import has_pattern, has_tangent, held, is_linear
 
@@ -32,9 +39,13 @@ class Slot:
     # What is known of a plain array, if a type that has placeholders is around: 2 if it is zero, 1 if it is
     # zero, infinity or NaN, which libraries use as placeholders.
     loose: int = 0
+    # The number that it is known to be filled with, if that is no placeholder.
+    number: float | None = None
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Slot) or self.avals != other.avals or self.loose != other.loose:
+        if not isinstance(other, Slot) or self.avals != other.avals:
+            return False
+        if self.loose != other.loose or self.number != other.number:
             return False
         if self.treedef is None or other.treedef is None:  # a treedef cannot be compared with None
             return self.treedef is other.treedef
@@ -88,13 +99,16 @@ class Slot:
 
     def admits(self, other: "Slot") -> bool:
         """Whether something in the other slot fits into this one unchanged."""
-        return self.loose <= other.loose and self == Slot(other.treedef, other.avals, self.loose)
+        knows_no_more = self.loose <= other.loose and self.number in (None, other.number)
+        return knows_no_more and self == Slot(other.treedef, other.avals, self.loose, self.number)
 
     def loosened(self, x: Any) -> "Slot":
         """The slot of `x`, with what is known of `x` if it is a plain array."""
         if self.treedef is not None or not _has_dtype(self.avals[0], jnp.number):
             return self
-        return Slot(None, self.avals, may_be_placeholder(x) + is_zero(x))
+        number = lasting_constant_of(x)
+        loose = may_be_placeholder(x) + is_zero(x)
+        return Slot(None, self.avals, loose, None if loose else number)
 
     def carried(self) -> "Slot":
         """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
@@ -103,7 +117,7 @@ class Slot:
         return Slot(self.treedef, self.avals, min(self.loose, int(inexact)))
 
     def with_avals(self, avals: Iterable[Any]) -> "Slot":
-        return Slot(self.treedef, tuple(avals), self.loose)
+        return Slot(self.treedef, tuple(avals), self.loose, self.number)
 
     def strong(self) -> "Slot":
         """The same slot without weak types."""
@@ -118,6 +132,8 @@ class Slot:
             return jtu.tree_unflatten(self.treedef, leaves)
         if self.loose:
             note_constant(leaves[0], 0 if self.loose == 2 else OPEN)
+        elif self.number is not None:
+            note_constant(leaves[0], self.number)
         return leaves[0]
 
     def __str__(self) -> str:

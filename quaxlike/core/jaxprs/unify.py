@@ -63,9 +63,9 @@ def without_placeholder(x: Any) -> Any:
 
 def unify(a: Slot, b: Slot, where: str) -> Slot:
     """The slot that both sides can be converted to with `conform`."""
-    if a.treedef is None and b.treedef is None and a.loose != b.loose:
-        known = min(a.loose, b.loose)
-        a, b = Slot(None, a.avals, known), Slot(None, b.avals, known)
+    if a.treedef is None and b.treedef is None:
+        known = min(a.loose, b.loose), a.number if a.number == b.number else None
+        a, b = Slot(None, a.avals, *known), Slot(None, b.avals, *known)
     if a == b:
         return a
     if a.strong() == b.strong():

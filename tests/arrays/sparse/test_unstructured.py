@@ -457,3 +457,31 @@ def test_shard_map():
     agrees(on_devices(lambda w, y: y @ w, whole, cut), W, normal(4, 8))
     agrees(on_devices(lambda w, x: jnp.einsum("lnk,mk->lnm", w, x), cut, whole), STACK, normal(4, 12))
     agrees(on_devices(lambda t, x: jnp.einsum("abc,mc->mab", t, x), whole, cut), TENSOR, normal(4, 5))
+
+
+def test_a_shape_of_integers_of_any_kind():
+    for shape in ((2, 3), (jnp.int32(2), np.int64(3)), [np.array(2), 3], jnp.array([2, 3])):
+        made = ql.SparseArray.from_coo(jnp.array([4.0]), np.array([[1, 2]]), shape)
+        assert made.shape == (2, 3)
+        np.testing.assert_array_equal(made.materialise(), [[0, 0, 0], [0, 0, 4]])
+    for shape in ((2.0, 3), ("2", 3), (2, None)):
+        with pytest.raises(ValueError, match="takes a shape of integers; found"):
+            ql.SparseArray.from_coo(jnp.array([4.0]), np.array([[1, 2]]), shape)
+    with pytest.raises(ValueError, match=r"not negative; found \(2, -3\)"):
+        ql.SparseArray.from_coo(jnp.array([4.0]), np.array([[1, 2]]), (2, jnp.int32(-3)))
+
+
+def test_a_bcoo_without_a_sparse_axis():
+    for n_batch, n_dense in ((2, 0), (1, 1)):
+        matrix = jsparse.BCOO.fromdense(jnp.ones((2, 3)), n_batch=n_batch, n_dense=n_dense)
+        match = (
+            f"at least one sparse axis; found one of shape .* with n_batch={n_batch} and n_dense={n_dense}"
+        )
+        with pytest.raises(ValueError, match=match):
+            ql.SparseArray.from_bcoo(matrix)
+
+
+def test_why_a_large_matrix_is_not_reshaped():
+    x = ql.SparseArray.from_coo(jnp.array([4.0]), np.array([[1, 2]]), (100_000, 100_000))
+    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="do not fit int32"):
+        x.reshape(-1)
