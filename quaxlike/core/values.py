@@ -251,7 +251,7 @@ def _asking_function(frame: Any) -> str:
     return "jax.numpy"
 
 
-def replace_fields(value: _V, **fields: Any) -> _V:
+def replace_fields(value: _V, /, **fields: Any) -> _V:
     """`value` with some fields replaced, without running its constructor and checks: for rules, whose parts
     fit by construction."""
     new = object.__new__(type(value))

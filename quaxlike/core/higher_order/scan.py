@@ -2,7 +2,6 @@
 their type can cut them."""
 
 from collections.abc import Sequence
-from types import NotImplementedType
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..jaxprs.linearity import map_parts
-from ..jaxprs.slots import Slot, flatten, has_rows_in_leaves, split, unflatten
+from ..jaxprs.slots import Slot, flatten, row_axes, split, unflatten
 from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..jaxprs.unify import with_dense_parts
 from ..policy import dense
@@ -75,15 +74,7 @@ def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
 
 
 def _is_cut(slot: Slot) -> bool:
-    return leading_axes(slot) is not NotImplemented
-
-
-def leading_axes(slot: Slot) -> Sequence[int | None] | NotImplementedType:
-    """The axis along which each leaf of a Value is cut into rows: from its type, or else its leaves."""
-    axes = slot.like.leading_axis()
-    if axes is NotImplemented and has_rows_in_leaves(slot):
-        return [0] * len(slot)
-    return axes
+    return row_axes(slot) is not NotImplemented
 
 
 def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
@@ -93,7 +84,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[Slot], list[bool]]:
     shared: list[bool] = []
     for x in xs:
         parts, (slot,) = flatten([x])
-        axes = [0] if slot.treedef is None else list(leading_axes(slot))
+        axes = [0] if slot.treedef is None else list(row_axes(slot))
         if len(axes) != len(parts):
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() must name one axis (or None) for each of its "
@@ -151,7 +142,7 @@ def stacks(slot: Slot, length: int) -> bool:
         return True
     stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
     try:
-        axes = leading_axes(stacked)
+        axes = row_axes(stacked)
         shape, dtype = stacked.aval.shape, stacked.aval.dtype
     except Exception:  # a type whose shapes do not fit cannot be stacked
         return False

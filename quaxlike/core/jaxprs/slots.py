@@ -148,7 +148,15 @@ def _gives_leaves_back(slot: Slot) -> bool:
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
 
-def has_rows_in_leaves(slot: Slot) -> bool:
+def row_axes(slot: Slot) -> Sequence[int | None] | NotImplementedType:
+    """The axis along which each leaf of a Value is cut into rows: from its type, or else its leaves."""
+    axes = slot.like.leading_axis()
+    if axes is NotImplemented and _has_rows_in_leaves(slot):
+        return [0] * len(slot)
+    return axes
+
+
+def _has_rows_in_leaves(slot: Slot) -> bool:
     """Whether the rows of a Value without `leading_axis` consist of the rows of its leaves. Never if a static
     field has an entry for each axis: it would be wrong for a row."""
     ndim = len(slot.aval.shape)
@@ -272,7 +280,7 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
         if not has_rows:
             axes += [None] * len(jtu.tree_leaves(part))
         elif is_value(part):
-            inner = part.leading_axis()
+            inner = row_axes(flatten([part])[1][0])
             if inner is NotImplemented:
                 return NotImplemented
             axes += inner
