@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
@@ -13,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 import jax.core
 
-from . import compat, values
+from . import compat, modes, values
 from .rules import Checked, Rule, active_layers
 from .values import aval_of, is_value
 
@@ -141,11 +140,7 @@ def _walk(where: tuple[str, ...], event: Event) -> Iterator[tuple[tuple[str, ...
             yield from _walk(inner, e)
 
 
-_active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("quaxlike_recorder", default=None)
-active = _active.get
-
-# A setting that is part of the keys of JAX's caches, so that what they hold is traced again, and recorded.
-_jit_recording = jax.make_user_context(None)
+active: Callable[[], Recorder | None] = modes.recorder.get
 _recordings = itertools.count(1)
 
 
@@ -153,12 +148,12 @@ _recordings = itertools.count(1)
 def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
     """Records what is dispatched in the block, in this thread and context."""
     recorder = Recorder() if recorder is None else recorder
-    token = _active.set(recorder)
+    token = modes.recorder.set(recorder)
     try:
-        with _jit_recording(next(_recordings)):
+        with modes.jit_recording(next(_recordings)):
             yield recorder
     finally:
-        _active.reset(token)
+        modes.recorder.reset(token)
 
 
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from .._checked import checked
 from ..core.jaxprs.slots import leading_axes
+from ..core.modes import probing
 from ..core.operators import ArrayOperators
 from ..core.policy import dense, dense_operands
 from ..core.quaxify import quaxify
@@ -323,14 +324,14 @@ def _aval_of_materialize(x: ImplicitArray, what: str) -> Any:
             f"{type(x).__name__}.materialize() reads `self.{what}`, which nothing else determines. Pass "
             f"`{what}=` when the array is built, or define `compute_{what}()` or `default_{what}`."
         )
-    return _trace_materialize(treedef, avals)
+    return _trace_materialize(treedef, avals, jax.config.jax_enable_x64)
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace_materialize(treedef: Any, avals: tuple[Any, ...]) -> Any:
+def _trace_materialize(treedef: Any, avals: tuple[Any, ...], x64: bool) -> Any:
     token = _traced.set(_traced.get() | {(treedef, avals)})
     try:
-        with jax.core.eval_context():
+        with probing():
             return jax.eval_shape(
                 lambda leaves: materialize_nested(treedef.unflatten(leaves), full=True), list(avals)
             )

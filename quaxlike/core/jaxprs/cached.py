@@ -11,7 +11,8 @@ import jax.core
 import jax.extend.core as jexc
 
 from .. import compat, recording
-from ..policy import MaterialisationError, on_materialise
+from ..modes import on_materialise
+from ..policy import MaterialisationError
 from .evaluate import evaluate
 from .slots import Slot, flatten, unflatten
 

@@ -19,6 +19,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..known_constants import OPEN, has_placeholders, is_zero, may_be_placeholder, note_constant
+from ..modes import probing
 from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
 from .linearity import has_tangent, held, is_linear
 
@@ -139,7 +140,7 @@ def _gives_leaves_back(slot: Slot) -> bool:
     if not all(map(has_tangent, slot.avals)):
         return True
     numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]  # exact in any dtype
-    with jax.core.eval_context():
+    with probing():
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
         try:
             dense, transpose = jax.vjp(lambda leaves: materialise(slot.unflatten(leaves)), leaves)
@@ -198,7 +199,7 @@ def _is_cut_with_leaves(slot: Slot, axis: int, *, rows: bool = False) -> bool:
         parts = jnp.split(x, sizes[axis] if rows else 2, axis)
         return [jnp.squeeze(part, axis) for part in parts] if rows else parts
 
-    with jax.core.eval_context():
+    with probing():
         try:
             leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
             dense = materialise(whole.unflatten(leaves))
