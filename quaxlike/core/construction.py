@@ -23,6 +23,8 @@ class ValueMeta(type(eqx.Module)):
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
+        if "__new__" in namespace:
+            named["__new__"] = _handing_over(namespace["__new__"])
         return super().__new__(mcs, name, bases, namespace | named, **kwargs)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -30,6 +32,8 @@ class ValueMeta(type(eqx.Module)):
         if names is None or len(args) != len(names) or kwargs:
             try:
                 instance = super().__call__(*args, **kwargs)
+            except _NotToInitialise as found:
+                return found.instance
             except ValueError as error:
                 # Equinox flattens all arguments as pytrees, and JAX refuses dictionaries whose keys cannot
                 # be sorted, even in static fields.
@@ -46,6 +50,39 @@ class ValueMeta(type(eqx.Module)):
         if _static_fields(type(instance)):
             _check_statics(instance)
         return instance
+
+
+class _NotToInitialise(Exception):
+    """Carries what the `__new__` of a class returned past Equinox, which would initialise it."""
+
+    def __init__(self, instance: Any) -> None:
+        super().__init__("This `__new__` returns no new instance. Call the class instead.")
+        self.instance = instance
+
+
+def _handing_over(method: Any) -> Any:
+    """Wraps a `__new__` that may return an object of another class, or an instance that it made earlier."""
+    make = method.__func__ if isinstance(method, staticmethod) else method
+
+    @functools.wraps(make)
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        instance = make(cls, *args, **kwargs)
+        if cls.__new__ is new and (not isinstance(instance, cls) or _is_frozen(instance)):
+            raise _NotToInitialise(instance)
+        return instance  # to be initialised, or to the `__new__` of a subclass
+
+    return new
+
+
+def _is_frozen(instance: Any) -> bool:
+    name = next((f.name for f in dataclasses.fields(instance) if hasattr(instance, f.name)), None)
+    if name is None:
+        return False
+    try:
+        setattr(instance, name, getattr(instance, name))
+    except dataclasses.FrozenInstanceError:
+        return True
+    return False
 
 
 # The hooks of a type, and what each is called for.
