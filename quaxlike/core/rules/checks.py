@@ -124,7 +124,9 @@ def check_results(
             if found.shape != want.shape:
                 raise RuleError(message)
             names = sorted({type(x).__name__ for x in operands if is_value(x)})
-            message += f" If it is meant to have another dtype, set `own_dtypes = True` on {' or '.join(names)}."
+            message += (
+                f" If it is meant to have another dtype, set `own_dtypes = True` on {' or '.join(names)}."
+            )
             if jax.config.jax_enable_checks:
                 raise RuleError(message)
             _warn_once(rule, message)
