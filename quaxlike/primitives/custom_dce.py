@@ -123,9 +123,7 @@ class custom_dce(Generic[_P, _T]):
 
     def __getattr__(self, name: str) -> Any:
         # Methods of a `jax.custom_jvp`, `custom_vjp` or `custom_vmap`, and other attributes of the function.
-        if name == "fun" or (
-            name.startswith("__") and name.endswith("__")
-        ):
+        if name == "fun" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.fun, name)
 

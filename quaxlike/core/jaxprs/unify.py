@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..known_constants import has_placeholders
+from ..known_constants import has_placeholders, promoted_alone
 from ..policy import dense
 from ..values import Value, is_value, materialise, replace_fields
 from .linearity import map_parts
@@ -41,7 +41,7 @@ def placeholder(slot: Slot, cls: type[Value]) -> Slot:
     if not slot.loose:
         return slot
     (aval,) = slot.avals
-    value = cls.promote(jax.ShapeDtypeStruct(aval.shape, aval.dtype), None)
+    value = promoted_alone(cls, aval)
     return slot if value is NotImplemented else Slot(jtu.tree_structure(value), slot.avals)
 
 
