@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -110,7 +111,8 @@ def _naming(hook: str, method: Any) -> Any:
     @functools.wraps(call)
     def named(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            out = call(*args, **kwargs)
+            return out if hook != "materialise" else as_dense(out, f"{type(args[0]).__qualname__}.{hook}")
         except Exception as error:
             of = args[0] if args and hook != "default" else None
             cls = of if isinstance(of, type) else type(of)
@@ -121,6 +123,15 @@ def _naming(hook: str, method: Any) -> Any:
             raise
 
     return named
+
+
+def as_dense(out: Any, hook: str) -> Any:
+    """What a hook made of a Value: an array, or another Value. Numbers and NumPy arrays become JAX arrays."""
+    if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
+        return jnp.asarray(out)
+    if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
+        raise TypeError(f"{hook}() must return an array; found {out!r}.")
+    return out
 
 
 # For each class that was instantiated: the names of its fields if constructing it only sets them, else None.

@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._checked import checked
+from ..core.construction import as_dense
 from ..core.jaxprs.slots import leading_axes
 from ..core.modes import probing
 from ..core.operators import ArrayOperators
@@ -25,6 +26,7 @@ from ..core.recording import note
 from ..core.rules import active_layers, resolver
 from ..core.values import ArrayValue, is_value
 from .declared import Declared, bind_fields, canonical_dtype, take_fields
+from .eformer import AvalHook, Flattening, PostInit
 from .trees import fields
 
 
@@ -58,7 +60,13 @@ class _ImplicitMeta(type(ArrayValue)):
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         namespace["_order"] = take_fields(bases, namespace)
-        return super().__new__(mcs, name, bases, namespace, **kwargs)
+        if "__post_init__" in namespace and not any(issubclass(base, PostInit) for base in bases):
+            bases = (*bases, PostInit)
+        cls: Any = super().__new__(mcs, name, bases, namespace, **kwargs)
+        if "aval" in vars(cls):  # a method or a property
+            hook = vars(cls)["aval"]
+            cls.aval = AvalHook(getattr(hook, "fget", hook))
+        return cls
 
     def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
         rest, shape, dtype = bind_fields(cls._order, args, shape, dtype)
@@ -78,7 +86,7 @@ def _is_inherited(cls: type, name: str) -> bool:
     return getattr(cls, name) is getattr(ImplicitArray, name)
 
 
-class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
+class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     """A new kind of array, in the ImplicitArray style: write its fields and `materialize()`.
 
     Subclasses are Equinox modules, so they need no `@dataclass`. Shape and dtype are those passed as `shape=`
@@ -258,7 +266,7 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
         parts, structure = fields(self)
         stacking = _stacking(self)
         if not any(stacking):
-            return materialize(self)
+            return as_dense(materialize(self), f"{type(self).__name__}.materialize")
         if any(map(is_value, parts)):
             return quaxify(lambda parts: of_each(structure.unflatten(parts)))(parts)
         axes = [0 if n == max(stacking) else None for n in stacking]

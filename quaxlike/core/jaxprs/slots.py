@@ -31,6 +31,7 @@ class Slot:
     # What is known of a plain array, if a type that has placeholders is around: 2 if it is zero, 1 if it is
     # zero, infinity or NaN, which libraries use as placeholders.
     loose: int = 0
+    reason: str = ""  # why the array is plain, for messages
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Slot) or self.avals != other.avals or self.loose != other.loose:
@@ -108,9 +109,9 @@ class Slot:
         """The same slot without weak types."""
         return self.with_avals([strong(a) for a in self.avals])
 
-    def dense(self) -> "Slot":
+    def dense(self, reason: str = "") -> "Slot":
         """The slot of the materialised array."""
-        return self if self.treedef is None else Slot(None, (self.aval,))
+        return self if self.treedef is None else Slot(None, (self.aval,), reason=reason)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         if self.treedef is not None:

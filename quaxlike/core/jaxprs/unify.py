@@ -186,8 +186,8 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
     x = without_placeholder(x)
     (found,) = flatten([x])[1]
     if slot.treedef is None:
-        other = "the other side is a plain array. Define `promote(array, like)` to lift it."
-        x = dense(x, what, hint=f"{type(x).__name__}: {other}")
+        reason = slot.reason or "the other side is a plain array. Define `promote(array, like)` to lift it."
+        x = dense(x, what, hint=f"{type(x).__name__}: {reason}")
     elif not found.has_form_of(slot):
         x = dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])

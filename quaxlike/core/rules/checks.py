@@ -21,10 +21,10 @@ class RuleError(TypeError):
 
 
 class RuleWarning(UserWarning):
-    """A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes`.
+    """A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes`; or a
+    handler of an ImplicitArray can never match.
 
-    It is given once for each rule. Under `jax_enable_checks`, and for a wrong shape, it is a
-    [`quaxlike.RuleError`][].
+    It is given once for each rule. Under `jax_enable_checks`, a dtype is a [`quaxlike.RuleError`][] instead.
     """
 
     __module__ = "quaxlike"
@@ -129,18 +129,18 @@ def check_results(
             )
             if jax.config.jax_enable_checks:
                 raise RuleError(message)
-            _warn_once(rule, message)
+            warn_once(rule, RuleWarning(message))
 
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # rules
 
 
-def _warn_once(rule: Any, message: str) -> None:
+def warn_once(rule: Any, warning: Warning) -> None:
     """Warns at the place where the rule was written."""
     if rule not in _warned:
         _warned.add(rule)
         file, _, line = rule.source.rpartition(":")
-        warnings.warn_explicit(RuleWarning(message), None, file, int(line))
+        warnings.warn_explicit(warning, None, file, int(line))
 
 
 def _expected(
