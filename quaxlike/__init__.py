@@ -13,9 +13,8 @@ from .core.inspect.coverage import RulesDiff, check_ambiguities, compare_rules, 
 from .core.inspect.exchange import Exchange
 from .core.inspect.explain import Report, Row, explain
 from .core.jaxprs.unify import OperandMismatch, StructureError
-from .core.modes import on_materialise
 from .core.operators import ArrayOperators
-from .core.policy import MaterialisationError, MaterialisationWarning
+from .core.policy import MaterialisationError, MaterialisationWarning, on_materialise
 from .core.quaxify import quaxify, value_of
 from .core.recording import note
 from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, register, register_on_either_side

@@ -1,13 +1,15 @@
 """Construction of Values (quick, and without arrays in static fields) and of their classes (whose hooks are
 named in the errors that they raise)."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -84,6 +86,26 @@ def _is_frozen(instance: Any) -> bool:
     except dataclasses.FrozenInstanceError:
         return True
     return False
+
+
+class _Probing:
+    """A context for asking the hooks of a type, outside of every trace. What has been registered to set
+    itself aside, such as the policy on losses, does not see what the hooks do: the answers are remembered, so
+    that it would see it the first time and not again."""
+
+    def __init__(self) -> None:
+        self.asides: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for aside in self.asides:
+                stack.enter_context(aside())
+            stack.enter_context(jax.core.eval_context())
+            yield
+
+
+probing = _Probing()
 
 
 # The hooks of a type, and what each is called for.

@@ -21,8 +21,7 @@ import numpy as np
 from jax.core import Tracer
 
 from . import compat
-from .modes import probing
-from .values import KINDS, Value, as_shapes, is_value
+from .values import KINDS, Value, as_shapes, is_value, probing
 
 # Stands for the number if it is 0, infinity or NaN, but it is not known which.
 OPEN = np.float64("nan")

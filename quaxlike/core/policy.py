@@ -1,12 +1,14 @@
 """The fallback where no rule matches: a `default`, or materialisation under the policy; always recorded."""
 
+import contextlib
+import contextvars
 import math
 import operator
 import threading
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jexc
@@ -14,10 +16,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import compat, recording
-from .modes import MODES, Mode, innermost, policy_key
 from .recording import describe, in_bytes, user_source
 from .rules import Rule, active_layers, need_stack, signature_of
-from .values import ArrayValue, Value, aval_of, is_value, materialise
+from .values import ArrayValue, Value, aval_of, is_value, materialise, probing
+
+Mode = Literal["allow", "warn", "error"]
+_MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from the laxest
 
 
 class MaterialisationError(RuntimeError):
@@ -30,6 +34,100 @@ class MaterialisationWarning(UserWarning):
     """A Value was materialised because no rule covers the operation applied to it."""
 
     __module__ = "quaxlike"
+
+
+class on_materialise(contextlib.ContextDecorator):
+    """Sets what happens inside when no rule matches and a Value has to be materialised.
+
+    A context manager and a decorator. The innermost one wins, and any of them overrides the class
+    attribute `on_materialise` of a type. It is local to the thread and the context, so that each asyncio
+    task has its own. (A thread that runs in a copy of a context, as with `asyncio.to_thread`, has to enter
+    its own.)
+
+    A jitted function is traced once under each mode, and materialises, warns or raises while it is traced.
+
+    **Arguments:**
+
+    - `mode`: `"allow"`, `"warn"` (a [`quaxlike.MaterialisationWarning`][], once per call site) or
+        `"error"` (a [`quaxlike.MaterialisationError`][]).
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        with ql.on_materialise("error"):
+            ql.quaxify(jnp.sum)(jnp.ones(3))  # nothing to materialise
+        ```
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        if mode not in _MODES:
+            raise ValueError(f"on_materialise takes one of {_MODES}; found {mode!r}.")
+        self.mode: Mode = mode
+        self.warned: set[Any] = set()  # the call sites that have been warned about
+
+    def __enter__(self) -> None:
+        _enter((*_entered.get(), self), 1)
+
+    def __exit__(self, *_: object) -> None:
+        # Not always the innermost: an abandoned generator exits when it is garbage collected.
+        stack = _entered.get()
+        at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
+        _enter(stack[:at] + stack[at + 1 :], -1)
+
+
+probing.asides.append(lambda: on_materialise("allow"))
+
+_entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.ContextVar(
+    "on_materialise", default=()
+)
+
+
+def policy_key() -> Mode | None:
+    """The mode in force, which is part of the keys of cached jaxprs."""
+    stack = _entered.get()
+    return stack[-1].mode if stack else None
+
+
+# The mode, as a setting that is part of the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again
+# under another mode, so that its losses are reported.
+_jit_mode = jax.make_user_context(None)
+_n_entered = 0  # in all contexts
+_enter_lock = threading.Lock()
+
+
+def _enter(stack: tuple[on_materialise, ...], entered: int) -> None:
+    global _n_entered
+    _entered.set(stack)
+    with _enter_lock:
+        _n_entered += entered
+        compat.set_user_context(_jit_mode, _ModeOfContext() if _n_entered else None)
+
+
+class _ModeOfContext:
+    """The mode of the context in which one of JAX's caches first looks at it, as part of a cache key.
+
+    JAX's settings belong to a thread, which tasks share, so the mode itself cannot be set. This is set
+    instead; when it is first looked at, it decides, and sets a new, undecided one. It equals the mode.
+    """
+
+    __slots__ = ("_decided",)
+
+    @property
+    def mode(self) -> Mode | None:
+        try:
+            return self._decided
+        except AttributeError:
+            self._decided: Mode | None = policy_key()
+            compat.set_user_context(_jit_mode, _ModeOfContext())
+            return self._decided
+
+    def __eq__(self, other: object) -> bool:
+        return self.mode == (other.mode if isinstance(other, _ModeOfContext) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.mode)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -129,7 +227,7 @@ def _strictest(values: Sequence[Value]) -> Mode:
 
     for value in values:
         look(value)
-    return max(found, key=MODES.index)
+    return max(found, key=_MODES.index)
 
 
 def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any:
@@ -224,8 +322,8 @@ class _Loss:
         """Warns once for each call site, primitive and types of operands, at the user's own line."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
-        entered = innermost()
-        warned = entered.warned if entered else _warned_for_types
+        stack = _entered.get()
+        warned = stack[-1].warned if stack else _warned_for_types
         with _warned_lock:
             if site in warned:
                 return

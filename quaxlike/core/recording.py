@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -12,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 import jax.core
 
-from . import compat, modes, values
+from . import compat, values
 from .rules import Checked, Rule, active_layers
 from .values import aval_of, is_value
 
@@ -140,7 +141,11 @@ def _walk(where: tuple[str, ...], event: Event) -> Iterator[tuple[tuple[str, ...
             yield from _walk(inner, e)
 
 
-active: Callable[[], Recorder | None] = modes.recorder.get
+_active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("quaxlike_recorder", default=None)
+active = _active.get
+
+# A setting that is part of the keys of JAX's caches, so that what they hold is traced again, and recorded.
+_jit_recording = jax.make_user_context(None)
 _recordings = itertools.count(1)
 
 
@@ -148,12 +153,25 @@ _recordings = itertools.count(1)
 def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
     """Records what is dispatched in the block, in this thread and context."""
     recorder = Recorder() if recorder is None else recorder
-    token = modes.recorder.set(recorder)
+    token = _active.set(recorder)
     try:
-        with modes.jit_recording(next(_recordings)):
+        with _jit_recording(next(_recordings)):
             yield recorder
     finally:
-        modes.recorder.reset(token)
+        _active.reset(token)
+
+
+@contextlib.contextmanager
+def _not_recording() -> Iterator[None]:
+    token = _active.set(None)
+    try:
+        with _jit_recording(None):
+            yield
+    finally:
+        _active.reset(token)
+
+
+values.probing.asides.append(_not_recording)
 
 
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:

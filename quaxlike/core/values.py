@@ -17,8 +17,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from . import compat
-from .construction import ValueMeta
-from .modes import probing
+from .construction import ValueMeta, probing
 
 _V = TypeVar("_V", bound="Value")
 

@@ -16,9 +16,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._checked import checked
-from ..core.construction import as_dense
+from ..core.construction import as_dense, probing
 from ..core.jaxprs.slots import leading_axes
-from ..core.modes import probing
 from ..core.operators import ArrayOperators
 from ..core.policy import dense, dense_operands
 from ..core.quaxify import quaxify

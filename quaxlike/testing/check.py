@@ -12,7 +12,7 @@ from ..core.inspect.coverage import rules_for
 from ..core.inspect.explain import explain
 from ..core.jaxprs.linearity import is_linear
 from ..core.jaxprs.unify import OperandMismatch, StructureError
-from ..core.modes import on_materialise, policy_key
+from ..core.policy import on_materialise, policy_key
 from ..core.values import Value, is_value
 from .compare import disagreement, size_of
 from .hooks import Subject, Wrong, check_hooks

@@ -11,8 +11,7 @@ import jax.core
 import jax.extend.core as jexc
 
 from .. import compat, recording
-from ..modes import on_materialise
-from ..policy import MaterialisationError
+from ..policy import MaterialisationError, on_materialise
 from .evaluate import evaluate
 from .slots import Slot, flatten, unflatten
 

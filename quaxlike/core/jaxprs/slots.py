@@ -7,6 +7,8 @@ or no treedef and one aval for a plain array. Slots are hashable, and contain no
 import dataclasses
 import functools
 import math
+import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from types import NotImplementedType
 from typing import Any
@@ -19,9 +21,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..known_constants import OPEN, has_placeholders, is_zero, may_be_placeholder, note_constant
-from ..modes import probing
-from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
-from .linearity import has_tangent, held, is_linear
+from ..rules import RuleWarning
+from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array, probing
+from .linearity import has_tangent, held, is_linear, refuses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,6 +131,27 @@ class Slot:
 def has_cotangents(x: Any) -> bool:
     """Whether `x` is a Value whose cotangents are of its type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
+
+
+def is_read_by_its_leaf(slot: Slot, what: str) -> bool:
+    """Whether a Value that decides about control flow refuses to materialise, and has one leaf of its shape
+    and dtype. If the type was written for quax, that is what decides."""
+    form = [(a.shape, a.dtype) for a in slot.avals]
+    if slot.treedef is None or form != [(slot.aval.shape, slot.aval.dtype)] or not refuses(slot.like):
+        return False
+    if slot.cls not in _warned:
+        _warned.add(slot.cls)
+        name = slot.cls.__name__
+        warnings.warn(
+            f"A {name} decides about {what} and refuses to materialise, so its only leaf is taken for it. "
+            f"Let the comparisons of a {name} return arrays.",
+            RuleWarning,
+            stacklevel=2,
+        )
+    return True
+
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ import jax.core
 import jax.extend.core as jexc
 
 from .. import compat, recording
-from ..modes import policy_key
+from ..policy import policy_key
 from ..trace import QuaxTrace
 from .evaluate import evaluate
 from .slots import Slot, flatten, loosened, split, unflatten

@@ -381,14 +381,19 @@ def need_stack(calls: int = 200) -> None:
 
 
 def _plain_hint(hint: Any) -> Any:
-    """Reduces a hint to its class, by which rules are dispatched: `Float[Array, "m n"]` counts as `Array`."""
+    """Reduces a hint to its class, by which rules are dispatched: `Float[Array, "m n"]` counts as `Array`,
+    and `float` as `float | Array`."""
     import plum
 
     while isinstance(hint, type) and issubclass(hint, AbstractArray):
         hint = hint.array_type
-    return plum.resolve_type_hint(hint)
+    hint = plum.resolve_type_hint(hint)
+    members = {*(typing.get_args(hint) or (hint,))}
+    # Python numbers are plain operands, and may be arrays by the time that a primitive gets them.
+    return hint if members.isdisjoint(_NUMBERS) or jax.Array in members else hint | jax.Array
 
 
+_NUMBERS = (bool, int, float, complex)
 _ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
 
 
