@@ -34,7 +34,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     A function of the same arguments. If `fn` returns a Value, the result is that Value; under a
     transformation, it behaves like that Value and follows its handlers, but derivatives are those of the
-    first argument.
+    first argument, which is a leaf of it. The Value itself is then its attribute `value`.
 
     !!! example
 

@@ -182,6 +182,26 @@ class TestValues:
         out, _ = jax.lax.scan(lambda c, _: (ql.NF4Array.quantize(ql.materialise(c)), None), q, None, length=2)
         assert jax.tree.structure(out) == jax.tree.structure(plain)
 
+    def test_carries_and_branches_are_of_one_structure(self):
+        start = jax.jit(quantize)(W)
+        assert jax.tree.structure(start.value) == jax.tree.structure(quantize(W))
+
+        def f(w, quantize):
+            half = lambda q: quantize(ql.materialise(q) / 2)
+            out, _ = jax.lax.scan(lambda q, _: (half(q), None), quantize(w), length=2)
+            return jax.lax.cond(w.sum() > 0, lambda: quantize(w), lambda: out)
+
+        run = lambda w: (X @ ql.materialise(f(w, quantize))).sum()
+        for w in (W, -W):
+            expected = jax.grad(lambda w: (X @ f(w, lambda w: w)).sum())(w)
+            np.testing.assert_allclose(jax.grad(run)(w), expected, rtol=1e-5)
+            np.testing.assert_allclose(jax.grad(jax.jit(run))(w), expected, rtol=1e-5)
+        # JAX compares trees before anything is dispatched, and a Codes has no leaf for this derivative.
+        with pytest.raises(TypeError, match="same pytree structure"):
+            jax.lax.scan(lambda q, _: (quantize(ql.materialise(q)), None), quantize(W), length=2)
+        with pytest.raises(TypeError, match="StraightThrough"):
+            jax.lax.cond(True, quantize, Codes.quantize, W)
+
     def test_copies(self):
         for q in (quantize(W), jax.jit(quantize)(W)):
             copy = pickle.loads(pickle.dumps(q))
