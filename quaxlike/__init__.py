@@ -17,7 +17,7 @@ from .core.operators import ArrayOperators
 from .core.policy import MaterialisationError, MaterialisationWarning, on_materialise
 from .core.quaxify import quaxify, value_of
 from .core.recording import note
-from .core.rules import AmbiguousRuleError, RuleError, RuleSet, register, register_on_either_side
+from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, register, register_on_either_side
 from .core.values import ArrayValue, Value, is_value, materialise
 from .primitives import custom_dce
 from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters
@@ -80,6 +80,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "register_on_either_side",
     "RuleSet",
     "RuleError",
+    "RuleWarning",
     "AmbiguousRuleError",
     "rules_for",
     "compare_rules",

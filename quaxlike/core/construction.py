@@ -1,13 +1,16 @@
 """Construction of Values (quick, and without arrays in static fields) and of their classes (whose hooks are
 named in the errors that they raise)."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -23,6 +26,8 @@ class ValueMeta(type(eqx.Module)):
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
+        if "__new__" in namespace:
+            named["__new__"] = _handing_over(namespace["__new__"])
         return super().__new__(mcs, name, bases, namespace | named, **kwargs)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -30,6 +35,8 @@ class ValueMeta(type(eqx.Module)):
         if names is None or len(args) != len(names) or kwargs:
             try:
                 instance = super().__call__(*args, **kwargs)
+            except _NotToInitialise as found:
+                return found.instance
             except ValueError as error:
                 # Equinox flattens all arguments as pytrees, and JAX refuses dictionaries whose keys cannot
                 # be sorted, even in static fields.
@@ -46,6 +53,59 @@ class ValueMeta(type(eqx.Module)):
         if _static_fields(type(instance)):
             _check_statics(instance)
         return instance
+
+
+class _NotToInitialise(Exception):
+    """Carries what the `__new__` of a class returned past Equinox, which would initialise it."""
+
+    def __init__(self, instance: Any) -> None:
+        super().__init__("This `__new__` returns no new instance. Call the class instead.")
+        self.instance = instance
+
+
+def _handing_over(method: Any) -> Any:
+    """Wraps a `__new__` that may return an object of another class, or an instance that it made earlier."""
+    make = method.__func__ if isinstance(method, staticmethod) else method
+
+    @functools.wraps(make)
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        instance = make(cls, *args, **kwargs)
+        if cls.__new__ is new and (not isinstance(instance, cls) or _is_frozen(instance)):
+            raise _NotToInitialise(instance)
+        return instance  # to be initialised, or to the `__new__` of a subclass
+
+    return new
+
+
+def _is_frozen(instance: Any) -> bool:
+    name = next((f.name for f in dataclasses.fields(instance) if hasattr(instance, f.name)), None)
+    if name is None:
+        return False
+    try:
+        setattr(instance, name, getattr(instance, name))
+    except dataclasses.FrozenInstanceError:
+        return True
+    return False
+
+
+class _Probing:
+    """A context for asking the hooks of a type, outside of every trace. What has been registered to set
+    itself aside, such as the policy on losses, does not see what the hooks do: the answers are remembered, so
+    that it would see it the first time and not again."""
+
+    def __init__(self) -> None:
+        self.asides: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for aside in self.asides:
+                stack.enter_context(aside())
+            stack.enter_context(jax.core.eval_context())
+            yield
+
+
+probing = _Probing()
 
 
 # The hooks of a type, and what each is called for.
@@ -73,7 +133,8 @@ def _naming(hook: str, method: Any) -> Any:
     @functools.wraps(call)
     def named(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            out = call(*args, **kwargs)
+            return out if hook != "materialise" else as_dense(out, f"{type(args[0]).__qualname__}.{hook}")
         except Exception as error:
             of = args[0] if args and hook != "default" else None
             cls = of if isinstance(of, type) else type(of)
@@ -101,6 +162,15 @@ def derivative_alone(cls: type) -> ValueError:
         "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
         "the derivative."
     )
+
+
+def as_dense(out: Any, hook: str) -> Any:
+    """What a hook made of a Value: an array, or another Value. Numbers and NumPy arrays become JAX arrays."""
+    if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
+        return jnp.asarray(out)
+    if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
+        raise TypeError(f"{hook}() must return an array; found {out!r}.")
+    return out
 
 
 # For each class that was instantiated: the names of its fields if constructing it only sets them, else None.

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import NotImplementedType
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 
 from . import compat
-from .values import KINDS, Value, is_value
+from .values import KINDS, Value, as_shapes, is_value, probing
 
 # Stands for the number if it is 0, infinity or NaN, but it is not known which.
 OPEN = np.float64("nan")
@@ -71,7 +72,22 @@ def has_placeholders(cls: type[Value]) -> bool:
     like = inspect.signature(cls.promote).parameters.get("like")
     if like is None or like.default is like.empty:
         return False
-    return cls.promote(jax.ShapeDtypeStruct((), jnp.float32), None) is not NotImplemented
+    return promoted_alone(cls, jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
+
+
+def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
+    """What `promote` of the class makes of an array without a `like`, with shapes in place of leaves."""
+    value: Any = NotImplemented
+
+    def promote(array: jax.Array) -> None:
+        nonlocal value
+        value = cls.promote(array, None)
+        if value is not NotImplemented:
+            value = as_shapes(value)
+
+    with probing():
+        jax.eval_shape(promote, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return value
 
 
 def asks_for_constants(value: Value) -> bool:

@@ -165,6 +165,19 @@ def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
         _active.reset(token)
 
 
+@contextlib.contextmanager
+def _not_recording() -> Iterator[None]:
+    token = _active.set(None)
+    try:
+        with _jit_recording(None):
+            yield
+    finally:
+        _active.reset(token)
+
+
+values.probing.asides.append(_not_recording)
+
+
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:
     """Decorates functions that dispatch on their own: their events are shown as inside `what`."""
 

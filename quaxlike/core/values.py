@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from . import compat
-from .construction import ValueMeta, derivative_alone, is_derivative_alone
+from .construction import ValueMeta, derivative_alone, is_derivative_alone, probing
 
 _V = TypeVar("_V", bound="Value")
 
@@ -174,7 +174,7 @@ class ArrayValue(Value):
 
     def aval(self) -> jax.core.ShapedArray:
         """The shape and dtype of the dense array; inferred from `materialise` unless overridden."""
-        with jax.core.eval_context():
+        with probing():
             # A new function each time: JAX caches by statics that compare equal, as 1 and 1.0 do.
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(self))
         return jax.core.ShapedArray(out.shape, out.dtype, weak_type=getattr(out, "weak_type", False))
@@ -251,7 +251,7 @@ def _asking_function(frame: Any) -> str:
     return "jax.numpy"
 
 
-def replace_fields(value: _V, **fields: Any) -> _V:
+def replace_fields(value: _V, /, **fields: Any) -> _V:
     """`value` with some fields replaced, without running its constructor and checks: for rules, whose parts
     fit by construction."""
     new = object.__new__(type(value))
@@ -327,7 +327,7 @@ def _materialises(value: Value) -> bool:
         return False
     if found is None:
         try:
-            with jax.core.eval_context():
+            with probing():
                 out = jax.eval_shape(type(value).materialise, as_shapes(value))
             found = bool(jtu.tree_leaves(out))
         except Exception:  # a type may fail in any way without its parts
@@ -466,7 +466,7 @@ def _make_aval_of_shapes(value: Value, leaf_avals: Sequence[Any]) -> Any:
         nonlocal aval
         aval = _make_aval(value, leaf_avals)
 
-    with jax.core.eval_context():
+    with probing():
         jax.eval_shape(look, value)
     return aval
 
@@ -493,7 +493,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
 def _check_aval(value: Value, aval: Any) -> None:
     """Raises an error if `aval` contradicts `materialise`, unless the latter refuses."""
     try:
-        with jax.core.eval_context():
+        with probing():
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
     except Exception:  # a type may refuse in any way
         return

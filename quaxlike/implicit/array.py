@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._checked import checked
+from ..core.construction import as_dense, probing
 from ..core.jaxprs.slots import leading_axes
 from ..core.operators import ArrayOperators
 from ..core.policy import dense, dense_operands
@@ -24,6 +25,7 @@ from ..core.recording import note
 from ..core.rules import active_layers, resolver
 from ..core.values import ArrayValue, is_value
 from .declared import Declared, bind_fields, canonical_dtype, take_fields
+from .eformer import AvalHook, Flattening, PostInit
 from .trees import fields
 
 
@@ -57,7 +59,13 @@ class _ImplicitMeta(type(ArrayValue)):
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         namespace["_order"] = take_fields(bases, namespace)
-        return super().__new__(mcs, name, bases, namespace, **kwargs)
+        if "__post_init__" in namespace and not any(issubclass(base, PostInit) for base in bases):
+            bases = (*bases, PostInit)
+        cls: Any = super().__new__(mcs, name, bases, namespace, **kwargs)
+        if "aval" in vars(cls):  # a method or a property
+            hook = vars(cls)["aval"]
+            cls.aval = AvalHook(getattr(hook, "fget", hook))
+        return cls
 
     def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
         rest, shape, dtype = bind_fields(cls._order, args, shape, dtype)
@@ -77,7 +85,7 @@ def _is_inherited(cls: type, name: str) -> bool:
     return getattr(cls, name) is getattr(ImplicitArray, name)
 
 
-class ImplicitArray(ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
+class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     """A new kind of array, in the ImplicitArray style: write its fields and `materialize()`.
 
     Subclasses are Equinox modules, so they need no `@dataclass`. Shape and dtype are those passed as `shape=`
@@ -257,7 +265,7 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
         parts, structure = fields(self)
         stacking = _stacking(self)
         if not any(stacking):
-            return materialize(self)
+            return as_dense(materialize(self), f"{type(self).__name__}.materialize")
         if any(map(is_value, parts)):
             return quaxify(lambda parts: of_each(structure.unflatten(parts)))(parts)
         axes = [0 if n == max(stacking) else None for n in stacking]
@@ -323,14 +331,14 @@ def _aval_of_materialize(x: ImplicitArray, what: str) -> Any:
             f"{type(x).__name__}.materialize() reads `self.{what}`, which nothing else determines. Pass "
             f"`{what}=` when the array is built, or define `compute_{what}()` or `default_{what}`."
         )
-    return _trace_materialize(treedef, avals)
+    return _trace_materialize(treedef, avals, jax.config.jax_enable_x64)
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace_materialize(treedef: Any, avals: tuple[Any, ...]) -> Any:
+def _trace_materialize(treedef: Any, avals: tuple[Any, ...], x64: bool) -> Any:
     token = _traced.set(_traced.get() | {(treedef, avals)})
     try:
-        with jax.core.eval_context():
+        with probing():
             return jax.eval_shape(
                 lambda leaves: materialize_nested(treedef.unflatten(leaves), full=True), list(avals)
             )

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -12,7 +13,7 @@ from .._checked import checked, type_hints
 from ..core import rules as core_rules
 from ..core.policy import map_values
 from ..core.quaxify import quaxify
-from ..core.values import Value, materialise
+from ..core.values import Value, is_value, materialise
 from .array import bind
 
 _P = ParamSpec("_P")
@@ -74,10 +75,13 @@ def register(
 ) -> Callable[[_Fn], _Fn]:
     """Registers a handler of a primitive for operands of the annotated types.
 
-    Like [`quaxlike.register`][], with two differences. A handler that names no type is refused, since it
-    would be called for all types. And the primitive is passed to a handler without an annotation that asks
-    for it: if its first parameter is called `primitive` or `prim`, and its annotation is `Any` or absent; or
-    if a first parameter of another name has no annotation, and each of the others gets an operand.
+    Like [`quaxlike.register`][], with these differences. A handler that names no type is refused, since it
+    would be called for all types. One that can never match, since it takes a parameter of the primitive by
+    position, is a [`quaxlike.RuleWarning`][]. The primitive is passed to a handler without an annotation that
+    asks for it: if its first parameter is called `primitive` or `prim`, and its annotation is `Any` or
+    absent; or if a first parameter of another name has no annotation, and each of the others gets an operand.
+    And a parameter that is annotated with a sequence of types (`Sequence[T | jax.Array]`) gets all operands
+    from its position on, in a list.
 
     **Raises:**
 
@@ -100,31 +104,58 @@ def register(
         # The number of operands tells an operand from the primitive, unless the handler takes any number.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         if is_primitive or (first and first not in hints and not variadic):
-            registering(_annotated(handler, {first: jexc.Primitive}))
+            registering(_annotated(handler, hints | {first: jexc.Primitive}))
         if not is_primitive:
-            registering(_annotated(handler, {}))
+            registering(_annotated(handler, hints))
         return handler
 
     return decorator
 
 
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
-    """`handler` with these annotations, and `Any` for parameters without one."""
+    """`handler` with these annotations, and `Any` for parameters without one. A parameter for a sequence of
+    operands takes them by position; what follows it comes by keyword."""
+    signature = inspect.signature(handler)
+    parameters = list(signature.parameters.values())
+    at = next((i for i, p in enumerate(parameters) if _element(hints.get(p.name)) is not None), None)
 
-    @functools.wraps(handler)
     def annotated(*args: Any, **kwargs: Any) -> Any:
-        return handler(*args, **kwargs)
+        return handler(*(args if at is None else (*args[:at], list(args[at:]))), **kwargs)
 
-    anything = dict.fromkeys(inspect.signature(handler).parameters, Any)
-    annotated.__annotations__ = {**anything, **handler.__annotations__, **hints}
+    functools.update_wrapper(annotated, handler)
+    annotated.__annotations__ = {p.name: hints.get(p.name, Any) for p in parameters}
+    annotated.may_never_match = True  # pyright: ignore[reportFunctionMemberAccess]
+    if at is not None:
+        name, last = parameters[at].name, inspect.Parameter.VAR_KEYWORD
+        annotated.__annotations__[name] = _element(hints[name])
+        after = [p for p in parameters[at + 1 :] if p.kind is not p.VAR_POSITIONAL]
+        several = [
+            *parameters[:at],
+            parameters[at].replace(kind=inspect.Parameter.VAR_POSITIONAL),
+            *(p if p.kind is last else p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in after),
+        ]
+        annotated.__signature__ = signature.replace(parameters=several)
     return annotated
 
 
 def _names_a_type(hint: Any) -> bool:
+    element = _element(hint)
     members = typing.get_args(hint) or (hint,)
     if Any in members:
         return False
-    return any(isinstance(h, type) and issubclass(h, Value) for h in members)
+    return element is not None or any(isinstance(h, type) and issubclass(h, Value) for h in members)
+
+
+def _element(hint: Any) -> Any:
+    """The type of the elements if a hint describes a sequence of arrays that names a type, such as
+    `Sequence[T | jax.Array]`; else None."""
+    origin = typing.get_origin(hint)
+    elements = [x for x in typing.get_args(hint) if x is not ...]
+    if not (isinstance(origin, type) and issubclass(origin, Sequence)) or not any(
+        map(_names_a_type, elements)
+    ):
+        return None
+    return functools.reduce(operator.or_, elements)
 
 
 @checked
@@ -135,5 +166,7 @@ def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any
 
 @checked
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
-    """Applies the primitive after materialising every ImplicitArray among its operands."""
-    return bind(primitive, map_values(materialise, vals), params or {})
+    """Applies the primitive after materialising every ImplicitArray, and any other object with a method
+    `materialize`, among its operands."""
+    arrays = [x if is_value(x) or not hasattr(x, "materialize") else x.materialize() for x in vals]
+    return bind(primitive, map_values(materialise, arrays), params or {})

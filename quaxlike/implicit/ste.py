@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._checked import checked
+from ..core.jaxprs.slots import leading_axes
 from ..core.quaxify import quaxify, value_of
-from ..core.values import aval_of, is_value, materialise
+from ..core.values import is_value, materialise
 from .array import ImplicitArray, bind
 
 
@@ -33,7 +34,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     A function of the same arguments. If `fn` returns a Value, the result is that Value; under a
     transformation, it behaves like that Value and follows its handlers, but derivatives are those of the
-    first argument.
+    first argument, which is a leaf of it. The Value itself is then its attribute `value`.
 
     !!! example
 
@@ -112,13 +113,18 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "value"), name)
 
-    __class__ = property(lambda self: type(self.value))  # pyright: ignore[reportIncompatibleMethodOverride]
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.value) if is_value(self.value) else StraightThrough  # a loop may make it dense
 
     def compute_shape(self) -> tuple[int, ...]:
-        return aval_of(self.value).shape
+        return jax.typeof(self.value).shape
 
     def compute_dtype(self) -> Any:
-        return aval_of(self.value).dtype
+        return jax.typeof(self.value).dtype
+
+    def leading_axis(self) -> Any:
+        return leading_axes([(self.value, True), (self.array, True)])
 
     def __reduce__(self) -> Any:  # which would ask `__class__`
         return StraightThrough, (self.value, self.array)

@@ -76,8 +76,10 @@ class custom_dce(Generic[_P, _T]):
 
     @checked
     def __init__(self, fun: Callable[_P, _T], *, static_argnums: int | Sequence[int] = ()) -> None:
-        functools.update_wrapper(self, fun)
+        if not callable(fun):
+            raise TypeError(f"custom_dce takes a function; found {fun!r}.")
         self.fun = fun
+        functools.update_wrapper(self, fun, updated=())
         self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._rule: Callable[..., Any] | None = None
         self.identity = object()  # shared by copies over other tracers
@@ -90,11 +92,14 @@ class custom_dce(Generic[_P, _T]):
         - `rule`: called as `rule(*statics, used_outs, *args)`: first the arguments at `static_argnums`, then
             a tree of bools in the structure of the result, which says what is used, then the other arguments.
             It returns the function's result, in which None may stand for an unused array or tree, and one
-            array for all arrays of a tree. Unused results that it does return are ignored.
+            array for all arrays of a tree, also of the whole result. Unused results that it does return are
+            ignored.
 
         **Returns:** the rule.
         """
         global _num_redefinitions
+        if not callable(rule):
+            raise TypeError(f"def_dce of custom_dce function {self.name} takes a function; found {rule!r}.")
         with _lock:
             if self._rule is not None:
                 _num_redefinitions += 1
@@ -115,6 +120,17 @@ class custom_dce(Generic[_P, _T]):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else jtu.Partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        # Methods of a `jax.custom_jvp`, `custom_vjp` or `custom_vmap`, and other attributes of the function.
+        if name == "fun" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.fun, name)
+
+    @property
+    def dce_rule(self) -> Callable[..., Any] | None:
+        """The rule; None before it is defined."""
+        return self._rule
 
     @property
     def name(self) -> str:

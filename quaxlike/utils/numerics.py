@@ -162,7 +162,7 @@ def _compensated_sum(summands: list[jax.Array], error: jax.Array) -> _Sum:
         error, _ = _two_sum(error, lost)  # as a plain sum, it could be merged with the next one
     # The error may have grown as large as the total: return a total that is rounded once.
     total, rest = _two_sum(total, error)
-    return _Sum(total, -rest)
+    return _Sum(total, jnp.zeros_like(rest) - rest)  # 0.0 for an exact sum; `-rest` would be -0.0
 
 
 def _two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,8 +1,8 @@
 """Contexts that switch the `__post_init__` of dataclasses off and on."""
 
 import contextlib
+import contextvars
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -12,28 +12,25 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class _Switch(threading.local):
-    enabled: bool = True
-
-
-_switch = _Switch()
+_enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("post_init", default=True)
 
 
 @contextlib.contextmanager
 def _post_init_set_to(enabled: bool) -> Iterator[None]:
-    before = _switch.enabled
-    _switch.enabled = enabled
+    before = _enabled.get()
+    _enabled.set(enabled)
     try:
         yield
     finally:
-        _switch.enabled = before
+        _enabled.set(before)
 
 
 def no_post_init() -> contextlib.AbstractContextManager[None]:
     """A context in which `__post_init__` methods are skipped if they allow it.
 
     They do if decorated with [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled].
-    Contexts nest, affect only the current thread, and restore the previous setting, also after an error.
+    Contexts nest, affect only the current thread and asyncio task, and restore the previous setting, also
+    after an error.
 
     **Returns:**
 
@@ -114,7 +111,7 @@ def skip_post_init_if_disabled(
 
     @functools.wraps(f)
     def post_init(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if _switch.enabled:
+        if _enabled.get():
             f(self, *args, **kwargs)
 
     return post_init

@@ -285,15 +285,15 @@ def tree_zeros_like(tree: _T) -> _T:
 
 
 @checked
-def tree_where_broadcast_last(accept: ArrayLike, t1: _T, t2: _T) -> _T:
+def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
     """Selects between the leaves of two trees by a condition on their leading axes.
 
     **Arguments:**
 
     - `accept`: booleans of shape `(*batch)`. For each leaf, axes of size 1 are added at its end
         until it has the leaf's rank.
-    - `t1`: the tree taken where `accept` is true; leaves of shape `(*batch, ...)`.
-    - `t2`: the tree taken elsewhere, of the same structure.
+    - `tree1`: the tree taken where `accept` is true; leaves of shape `(*batch, ...)`.
+    - `tree2`: the tree taken elsewhere, of the same structure.
 
     **Returns:**
 
@@ -325,7 +325,7 @@ def tree_where_broadcast_last(accept: ArrayLike, t1: _T, t2: _T) -> _T:
         padded = accept.reshape(accept.shape + (1,) * (x.ndim - accept.ndim))
         return jnp.where(padded, x, y)
 
-    return _leafwise("tree_where_broadcast_last", where, t1, t2)
+    return _leafwise("tree_where_broadcast_last", where, tree1, tree2)
 
 
 def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:

@@ -207,7 +207,10 @@ def test_the_largest_have_the_unit_and_their_places_none(largest):
         (lambda x, t: jax.lax.cond(True, lambda: x, lambda: NUMBERS), "An array without a unit"),
         (lambda x, t: NUMBERS.at[0].set(x[0]), "An array without a unit takes the place of one in m"),
         (lambda x, t: x.at[0].set(NUMBERS[0]), r"found \(m, dimensionless\)"),
-        (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c * t, x), "cannot be unified"),
+        (
+            lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c * t, x),
+            "The carry changed structure: carry .* cannot be unified",
+        ),
         (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c + t, x), "`add` takes arrays in the same unit"),
         # Loop counters start from zero, but do not stay so.
         (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c + i * 1.0, x), r"found \(m, dimensionless\)"),

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
+from quaxlike.implicit import ImplicitArray
 
 
 class Stopped(ql.ArrayValue):
@@ -175,3 +176,65 @@ def test_the_derivative_of_what_is_materialised():
     w = ql.SparseArray.from_dense(jnp.array([[0.0, 2.0], [3.0, 0.0]]))
     found = jax.jacfwd(lambda s: ql.materialise(ql.quaxify(lambda s: w * s)(s)))(2.0)
     np.testing.assert_array_equal(found, [[0.0, 2.0], [3.0, 0.0]])
+
+
+class NoRule(ql.ArrayValue):
+    """Without rules."""
+
+    array: jax.Array
+    on_materialise = "warn"
+
+    def materialise(self):
+        return self.array
+
+
+class Times(ql.ArrayValue):
+    """Computes with a Value that it holds."""
+
+    array: jax.Array
+    by: ql.ArrayValue
+
+    def materialise(self):
+        return ql.quaxify(jnp.multiply)(self.array, self.by)
+
+
+class ImplicitNoRule(ImplicitArray):
+    array: jax.Array
+
+    def materialize(self):
+        return self.array
+
+
+class ImplicitTimes(ImplicitArray):
+    array: jax.Array
+    by: ImplicitArray
+
+    def materialize(self):
+        return self.array * self.by
+
+
+@pytest.mark.parametrize("types", [(Times, NoRule), (ImplicitTimes, ImplicitNoRule)])
+def test_asking_for_a_shape_loses_nothing(types):
+    outer, held = types
+
+    def use(n):
+        x = outer(jnp.ones((4, n)), held(jnp.ones((4, 1))))
+        assert (x.shape, x.dtype) == ((4, n), jnp.float32)
+        stack = jax.vmap(lambda w: outer(w, held(jnp.ones((4, 1)))))(jnp.ones((2, 4, n)))
+        assert stack.shape == (2, 4, n)
+        return x
+
+    with ql.on_materialise("error"):
+        use(2)
+    use(3)  # warnings are errors
+    assert ql.explain(lambda: use(4))().rows == ()
+    x = use(5)
+    for mode in ("allow", "error", "allow", "error"):  # whatever was traced before
+        with ql.on_materialise(mode):
+            if mode == "error":
+                with pytest.raises(ql.MaterialisationError, match=rf"no rule for .*{held.__name__}"):
+                    ql.quaxify(lambda y: y + 1.0)(x.by)
+                with pytest.raises(ql.MaterialisationError, match=rf"no rule for .*{held.__name__}"):
+                    x.materialise()
+            else:
+                np.testing.assert_array_equal(x.materialise(), np.ones((4, 5)))

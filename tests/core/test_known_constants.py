@@ -111,7 +111,7 @@ def _(x: Tagged, y: Tagged, **params):
     tags = {x.tag, y.tag} - {"?"}
     if len(tags) > 1:
         raise ql.OperandMismatch(f"{x.tag} and {y.tag}", Tagged)
-    return Tagged(x.array + y.array, tags.pop() if tags else "?")
+    return type(x)(x.array + y.array, tags.pop() if tags else "?")
 
 
 @ql.register("add")
@@ -122,11 +122,26 @@ def _(x: Tagged, y: jax.Array, **params):
 X = Tagged(jnp.array(2.0), "a")
 
 
-def test_a_loop_finds_out_what_its_placeholders_are():
+class Computing(Tagged):
+    """Its `promote` computes with the array."""
+
+    @classmethod
+    def promote(cls, array, like=None):
+        found = super().promote(array, like)
+        return found if found is NotImplemented else cls(1.0 * jnp.sum(array[None], 0), found.tag)
+
+
+@pytest.mark.parametrize(
+    "wrap", [ql.quaxify, lambda f: jax.jit(ql.quaxify(f)), lambda f: ql.quaxify(jax.jit(f))]
+)
+@pytest.mark.parametrize("cls", [Tagged, Computing])
+def test_a_loop_finds_out_what_its_placeholders_are(cls, wrap):
     """Here `y` has to be a Tagged before an iteration can be traced at all."""
+    x = cls(jnp.array(2.0), "a")
+    assert wrap(lambda x: x + x)(x).tag == "a"
     f = lambda x: jax.lax.fori_loop(0, 3, lambda i, s: (s[0], s[0] + s[1]), (x, jnp.zeros(())))[1]
-    out = ql.quaxify(f)(X)
-    assert out.tag == "a"
+    out = wrap(f)(x)
+    assert (type(out), out.tag) == (cls, "a")
     np.testing.assert_allclose(out.array, 6.0)
 
 

@@ -124,3 +124,61 @@ def test_square_leaves_that_are_cut_along_another_axis_are_not_sharded_along_thi
     np.testing.assert_array_equal(ql.materialise(ql.quaxify(f)(Twice(X))), -2 * X)
     with pytest.raises(ValueError, match=r"Define `Transposed.shard_spec\(spec\)`"):
         ql.quaxify(f)(Transposed(X))
+
+
+class Holder(ql.ArrayValue):
+    """Its fields are called as the parameters of a function that replaces fields might be."""
+
+    value: ql.ArrayValue
+    x: ql.ArrayValue
+
+    def materialise(self):
+        return ql.materialise(self.value) - ql.materialise(self.x)
+
+
+@pytest.mark.parametrize("part", [Twice, Transposed, NoRows])
+def test_fields_of_any_name_that_hold_values(part):
+    held = Holder(part(X), part(X**2))
+    dense = ql.materialise(held)
+    rows = ql.quaxify(lambda v: jax.lax.map(lambda row: row.sum(), v))(held)
+    np.testing.assert_array_equal(rows, dense.sum(1))
+    either = ql.quaxify(lambda v, p: jax.lax.cond(p, lambda: v, lambda: jnp.zeros_like(X)))
+    for p in (True, False):
+        np.testing.assert_array_equal(ql.materialise(either(held, p)), dense if p else 0 * X)
+
+
+class Strict(ql.ArrayValue):
+    array: jax.Array
+    scale: jax.Array
+    on_materialise = "error"
+
+    def materialise(self):
+        return self.array * self.scale
+
+
+class StrictNoRows(Strict):
+    def leading_axis(self):
+        return NotImplemented
+
+
+@ql.register("neg")
+def _(x: Strict, **params):
+    return type(x)(-x.array, x.scale)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Strict, r"Strict: the scan stacks its leaves\. Define `Strict\.leading_axis\(\)`"),
+        (StrictNoRows, "a stack of them along a new leading axis is not of its type"),
+    ],
+)
+def test_stacked_results_that_cannot_be_stacked(cls, message):
+    x = cls(jnp.ones(3), jnp.float32(2))
+    f = lambda x: jax.lax.scan(lambda c, _: (c, -x), 0.0, length=2)[1]
+    with pytest.raises(ql.MaterialisationError, match=message) as caught:
+        ql.quaxify(f)(x)
+    assert "promote" not in str(caught.value)
+    assert "the other side" not in str(caught.value)
+    with ql.on_materialise("allow"):
+        np.testing.assert_array_equal(ql.quaxify(f)(x), -2 * np.ones((2, 3)))

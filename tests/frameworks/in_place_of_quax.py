@@ -7,6 +7,12 @@ from pathlib import Path
 
 import quaxlike
 
+
+def pytest_configure(config):
+    """Some suites treat warnings as errors."""
+    config.addinivalue_line("filterwarnings", "ignore::quaxlike.RuleWarning")
+
+
 _spec = importlib.util.find_spec("quax")
 assert _spec is not None
 assert _spec.origin is not None

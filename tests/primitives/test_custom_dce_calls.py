@@ -1,5 +1,6 @@
 """custom_dce: how functions and rules are called, what they may return, and what is refused."""
 
+import copy
 from functools import partial
 
 import equinox as eqx
@@ -202,6 +203,60 @@ def test_weak_types_do_not_matter():
     assert not jax.eval_shape(g, jnp.float32(3)).weak_type
 
 
+def _with_jvp(f):
+    f = custom_dce(jax.custom_jvp(f))
+    f.defjvp(lambda primals, tangents: (f.fun(*primals), (7 * tangents[0], 7 * tangents[0])))
+    return f
+
+
+def _with_jvps(f):
+    f = custom_dce(jax.custom_jvp(f))
+    f.defjvps(lambda tangent, out, x: (7 * tangent, 7 * tangent))
+    return f
+
+
+def _with_vjp(f):
+    f = custom_dce(jax.custom_vjp(f))
+    f.defvjp(lambda x: (f.fun(x), None), lambda _, cts: (7 * (cts[0] + cts[1]),))
+    return f
+
+
+@pytest.mark.parametrize("define", [_with_jvp, _with_jvps, _with_vjp])
+def test_a_function_with_a_derivative_of_its_own(define):
+    f = define(lambda x: (jnp.sin(x), jnp.cos(x)))
+    f.def_dce(lambda used, x: f.fun(x))  # all of it, with its derivative
+    first = lambda x: f(x)[0].sum()
+    np.testing.assert_allclose(jax.jit(first)(X), jnp.sin(X).sum(), rtol=1e-6)
+    for grad in (jax.grad(first), jax.jit(jax.grad(first)), jax.grad(jax.jit(first))):
+        np.testing.assert_array_equal(grad(X), jnp.full_like(X, 7))
+
+
+def test_a_function_with_a_batching_rule_of_its_own():
+    f = custom_dce(jax.custom_batching.custom_vmap(lambda x: (jnp.sin(x), jnp.cos(x))))
+    f.def_vmap(lambda n, batched, x: ((7 * x, x), (True, True)))
+    f.def_dce(lambda used, x: f.fun(x))
+    np.testing.assert_array_equal(jax.vmap(lambda x: f(x)[0])(X), 7 * X)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: f(x)[0]))(X), 7 * X)
+
+
+def test_attributes_of_the_function():
+    def function(x):
+        """Doubles."""
+        return x, 2 * x
+
+    function.tag = "a"
+    f = custom_dce(function)
+    assert (f.tag, f.__doc__, f.__name__, f.dce_rule) == ("a", "Doubles.", "function", None)
+    function.tag = "b"
+    assert copy.copy(f).tag == "b"
+    rule = f.def_dce(lambda used, x: (x, x))
+    assert f.dce_rule is rule
+    with pytest.raises(AttributeError, match="defjvp"):
+        f.defjvp(rule)
+    with pytest.raises(AttributeError, match="__array__"):
+        f.__array__()
+
+
 # -------------------------------------------------------------------------------------------------
 # What is refused
 # -------------------------------------------------------------------------------------------------
@@ -215,6 +270,15 @@ def test_no_rule():
     for call in (nothing, jax.jit(nothing), jax.grad(nothing)):
         with pytest.raises(AttributeError, match=r"custom_dce function nothing has no rule; .*def_dce"):
             call(1.0)
+
+
+def test_what_cannot_be_called():
+    f = custom_dce(lambda x: (x, x))
+    with pytest.raises(TypeError, match=r"def_dce of custom_dce function <lambda> takes a function; found 3"):
+        f.def_dce(3)
+    assert f.dce_rule is None
+    with pytest.raises(TypeError, match="custom_dce takes a function; found 3"):
+        custom_dce(3)
 
 
 def test_arguments_without_positions():

@@ -115,6 +115,16 @@ def test_the_table_is_static():
 # kahan_summation
 
 
+@pytest.mark.parametrize("xs", [(1.5,), (1.5, 2.5), (1.0, -1.0), (1.5 + 0.5j, 2.5j)])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_the_compensation_of_an_exact_sum_has_no_sign(xs, wrap):
+    total, lost = wrap(kahan_summation)(*map(jnp.asarray, xs))
+    _, again = wrap(lambda x, lost: kahan_summation(x, total, compensate=lost))(total, lost)
+    for zero in (lost, again):
+        assert not np.signbit([zero.real, zero.imag]).any()
+        assert zero == 0
+
+
 @dataclass
 class Point:
     x: Any

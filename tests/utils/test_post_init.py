@@ -1,3 +1,4 @@
+import asyncio
 import threading
 
 import pytest
@@ -120,3 +121,36 @@ def test_init_variables_are_handed_on():
     with no_post_init():
         post_init(found, 3, second=4)
     assert found == [1, 2]
+
+
+def test_other_tasks_are_not_affected():
+    async def check():
+        inside, checked = asyncio.Event(), asyncio.Event()
+
+        async def skipping():
+            with no_post_init():
+                inside.set()
+                await checked.wait()
+                Positive(-1.0)
+
+        async def checking():
+            await inside.wait()
+            with pytest.raises(ValueError, match="x must be positive"):
+                Positive(-1.0)
+            checked.set()
+
+        await asyncio.gather(skipping(), checking())
+
+    asyncio.run(check())
+
+
+def test_a_task_inherits_the_setting():
+    async def build():
+        return Positive(-1.0).x
+
+    async def start():
+        with no_post_init():
+            task = asyncio.create_task(build())
+        return await task
+
+    assert asyncio.run(start()) == -1.0

@@ -338,6 +338,7 @@ def test_where_of_a_scalar_condition_and_the_same_tree():
     tree = [jnp.ones(2), jnp.float32(3)]
     assert_trees_equal(tree_where_broadcast_last(True, tree, tree_zeros_like(tree)), tree)
     assert_trees_equal(tree_where_broadcast_last(np.array(False), tree, tree), tree)
+    assert_trees_equal(tree_where_broadcast_last(accept=False, tree1=tree_zeros_like(tree), tree2=tree), tree)
 
 
 def test_where_with_less_axes_than_the_condition():

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..jaxprs.slots import Slot, flatten, unflatten
+from ..jaxprs.slots import Slot, flatten, is_read_by_its_leaf, unflatten
 from ..jaxprs.subjaxpr import subjaxpr, with_leading_inputs
 from ..jaxprs.unify import unify
 from ..policy import dense
@@ -17,7 +17,8 @@ from ..trace import QuaxTrace, builtin
 def _cond(
     trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
-    index = dense(operands[0], "cond", operands)
+    found, (slot,) = flatten(operands[:1])
+    index = found[0] if is_read_by_its_leaf(slot, "cond") else dense(operands[0], "cond", operands)
     leaves, slots = flatten(operands[1:])
     branches = params["branches"]
     flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]

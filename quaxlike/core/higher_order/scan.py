@@ -128,7 +128,12 @@ def _stacking(slot: Slot, length: int) -> Slot:
     if stacks(slot, length):
         return slot
     in_parts = with_dense_parts(slot)
-    return in_parts if stacks(in_parts, length) else slot.dense()
+    if stacks(in_parts, length):
+        return in_parts
+    if slot.cls.leading_axis is not Value.leading_axis:
+        return slot.dense("a stack of them along a new leading axis is not of its type.")
+    name = f"{slot.cls.__name__}.leading_axis()"
+    return slot.dense(f"the scan stacks its leaves. Define `{name}`, to say along which axes of them.")
 
 
 def stacks(slot: Slot, length: int) -> bool:

@@ -5,7 +5,15 @@ from typing import Any
 
 import jax.extend.core as jexc
 
-from ..jaxprs.slots import Slot, flatten, has_in_leaves, loosened, split, unflatten
+from ..jaxprs.slots import (
+    Slot,
+    flatten,
+    has_in_leaves,
+    is_read_by_its_leaf,
+    loosened,
+    split,
+    unflatten,
+)
 from ..jaxprs.subjaxpr import Flat, subjaxpr
 from ..jaxprs.unify import OperandMismatch, conform, dense_where_it_changes, placeholder, settled, unify
 from ..trace import QuaxTrace, builtin
@@ -25,13 +33,11 @@ def _while(
 
     (predicate,) = params["cond_jaxpr"].out_avals
     init_leaves, carry, body = carry_fixed_point(init, body_for, body_slots, "while_loop", predicate.ndim)
-    cond = subjaxpr(
-        trace,
-        params["cond_jaxpr"],
-        (*cond_slots, *carry),
-        targets=[Slot(None, (predicate,))],
-        what="the condition of while_loop",
-    )
+    slots, what = (*cond_slots, *carry), "the condition of while_loop"
+    cond = subjaxpr(trace, params["cond_jaxpr"], slots, what=what)
+    if not is_read_by_its_leaf(cond.out[0], what):
+        targets = [Slot(None, (predicate,))]
+        cond = subjaxpr(trace, params["cond_jaxpr"], slots, targets=targets, what=what)
     params = params | {
         "cond_jaxpr": cond.jaxpr,
         "body_jaxpr": body.jaxpr,
@@ -79,7 +85,8 @@ def carry_fixed_point(
     def joined(i: int, a: Slot, b: Slot) -> Slot:
         if changes[i] > _MOST_CHANGES:
             return a
-        out = allowed(unify(a, b, f"Carry {i} of {what}, before and after an iteration,"))
+        message = f"The carry changed structure: carry {i} of {what}, before and after an iteration,"
+        out = allowed(unify(a, b, message))
         changes[i] += a.treedef is not None and not out.has_form_of(a)
         return out if changes[i] <= _MOST_CHANGES else allowed(dense_where_it_changes(a, b))
 

@@ -6,6 +6,9 @@ that are derivatives of each other, only if their patterns are the same.
 """
 
 import dataclasses
+import functools
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +18,56 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..values import Value, is_value, replace_fields
+from ..rules import RuleWarning
+from ..values import Value, as_shapes, is_value, probing, replace_fields
 
 
 def is_linear(value: Any) -> bool:
-    """Whether a Value is linear in its leaves: both its type and the Values that it holds declare so."""
-    return all(x.linear for x in (value, *held(value)))
+    """Whether a Value is linear in its leaves: both its type and the Values that it holds declare so, or
+    refuse to materialise."""
+    return all(x.linear or _is_its_leaves(x) for x in (value, *held(value)))
+
+
+def _is_its_leaves(value: Value) -> bool:
+    """Whether only the leaves of a Value can be differentiated: it refuses to materialise, and its type does
+    not say whether it is linear. Types that were written for quax do not."""
+    cls = type(value)
+    says = any("linear" in vars(base) for base in cls.__mro__ if base is not Value)
+    if says or not refuses(value):
+        return False
+    if cls not in _warned:
+        _warned.add(cls)
+        warnings.warn(
+            f"A {cls.__name__} refuses to materialise, so it is differentiated by its leaves, as if it were "
+            f"linear in them. Set `linear = True` on {cls.__name__} if it is, or else `linear = False`, "
+            "which makes that an error.",
+            RuleWarning,
+            stacklevel=2,
+        )
+    return True
+
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def refuses(value: Value) -> bool:
+    """Whether a Value refuses to materialise."""
+    leaves, treedef = jtu.tree_flatten(value)
+    avals = tuple(map(jax.typeof, leaves))
+    try:
+        return _refuses(treedef, avals)
+    except TypeError:  # unhashable statics
+        return _refuses.__wrapped__(treedef, avals)
+
+
+@functools.lru_cache(maxsize=4096)
+def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
+    with probing():
+        try:
+            jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(jtu.tree_unflatten(treedef, avals)))
+        except Exception:  # in any way
+            return True
+    return False
 
 
 def held(value: Value) -> list[Value]:

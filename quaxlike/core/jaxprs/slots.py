@@ -7,6 +7,8 @@ or no treedef and one aval for a plain array. Slots are hashable, and contain no
 import dataclasses
 import functools
 import math
+import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from types import NotImplementedType
 from typing import Any
@@ -28,8 +30,9 @@ from ..known_constants import (
     may_be_placeholder,
     note_constant,
 )
-from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array
-from .linearity import has_pattern, has_tangent, held, is_linear
+from ..rules import RuleWarning
+from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array, probing
+from .linearity import has_pattern, has_tangent, held, is_linear, refuses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +44,7 @@ class Slot:
     loose: int = 0
     # The number that it is known to be filled with, if that is no placeholder.
     number: float | None = None
+    reason: str = ""  # why the array is plain, for messages
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Slot) or self.avals != other.avals:
@@ -123,9 +127,9 @@ class Slot:
         """The same slot without weak types."""
         return self.with_avals([strong(a) for a in self.avals])
 
-    def dense(self) -> "Slot":
+    def dense(self, reason: str = "") -> "Slot":
         """The slot of the materialised array."""
-        return self if self.treedef is None else Slot(None, (self.aval,))
+        return self if self.treedef is None else Slot(None, (self.aval,), reason=reason)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         if self.treedef is not None:
@@ -156,6 +160,27 @@ def is_a_space(x: Any) -> bool:
     return has_cotangents(x) and not has_pattern(x)
 
 
+def is_read_by_its_leaf(slot: Slot, what: str) -> bool:
+    """Whether a Value that decides about control flow refuses to materialise, and has one leaf of its shape
+    and dtype. If the type was written for quax, that is what decides."""
+    form = [(a.shape, a.dtype) for a in slot.avals]
+    if slot.treedef is None or form != [(slot.aval.shape, slot.aval.dtype)] or not refuses(slot.like):
+        return False
+    if slot.cls not in _warned:
+        _warned.add(slot.cls)
+        name = slot.cls.__name__
+        warnings.warn(
+            f"A {name} decides about {what} and refuses to materialise, so its only leaf is taken for it. "
+            f"Let the comparisons of a {name} return arrays.",
+            RuleWarning,
+            stacklevel=2,
+        )
+    return True
+
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 @functools.lru_cache(maxsize=4096)
 def _gives_leaves_back(slot: Slot) -> bool:
     """Whether `materialise` followed by its transpose returns the leaves. Otherwise the cotangents of the
@@ -166,7 +191,7 @@ def _gives_leaves_back(slot: Slot) -> bool:
     if not all(map(has_tangent, slot.avals)):
         return True
     numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]  # exact in any dtype
-    with jax.core.eval_context():
+    with probing():
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
         try:
             dense, transpose = jax.vjp(lambda leaves: materialise(slot.unflatten(leaves)), leaves)
@@ -268,7 +293,7 @@ def _is_cut_with_leaves(slot: Slot, axis: int, *, rows: bool = False) -> bool:
         parts = jnp.split(x, sizes[axis] if rows else 2, axis)
         return [jnp.squeeze(part, axis) for part in parts] if rows else parts
 
-    with jax.core.eval_context():
+    with probing():
         try:
             leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
             dense = materialise(whole.unflatten(leaves))
@@ -350,7 +375,7 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
         if not has_rows:
             axes += [None] * len(jtu.tree_leaves(part))
         elif is_value(part):
-            inner = part.leading_axis()
+            inner = axes_of_rows(flatten([part])[1][0])
             if inner is NotImplemented:
                 return NotImplemented
             axes += inner

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .. import compat
-from ..known_constants import has_placeholders
+from ..known_constants import has_placeholders, promoted_alone
 from ..policy import dense, policy_key
 from ..rules import active_layers, resolver
 from ..values import Value, is_value, materialise, replace_fields
@@ -43,7 +43,7 @@ def placeholder(slot: Slot, cls: type[Value]) -> Slot:
     if not slot.loose:
         return slot
     (aval,) = slot.avals
-    value = cls.promote(jax.ShapeDtypeStruct(aval.shape, aval.dtype), None)
+    value = promoted_alone(cls, aval)
     return slot if value is NotImplemented else Slot(jtu.tree_structure(value), slot.avals)
 
 
@@ -194,8 +194,8 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
     x = without_placeholder(x)
     (found,) = flatten([x])[1]
     if slot.treedef is None:
-        other = "the other side is a plain array. Define `promote(array, like)` to lift it."
-        x = dense(x, what, hint=f"{type(x).__name__}: {other}")
+        reason = slot.reason or "the other side is a plain array. Define `promote(array, like)` to lift it."
+        x = dense(x, what, hint=f"{type(x).__name__}: {reason}")
     elif not found.has_form_of(slot):
         x = dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])

@@ -1,6 +1,6 @@
 """Rules: their registration, the choice of one for a primitive, and the checks of its results."""
 
-from .checks import Checked, RuleError
+from .checks import Checked, RuleError, RuleWarning
 from .registry import (
     GLOBAL,
     Rule,
@@ -32,6 +32,7 @@ __all__ = [
     "Rule",
     "RuleError",
     "RuleSet",
+    "RuleWarning",
     "active_layers",
     "asking",
     "epoch",

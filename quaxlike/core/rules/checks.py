@@ -1,5 +1,6 @@
 """Checks of what rules return: number of results, shapes, dtypes."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,18 @@ from ..values import KINDS, aval_of, is_value
 
 class RuleError(TypeError):
     """A rule cannot be used: what it takes or returns does not fit its primitive."""
+
+    __module__ = "quaxlike"
+
+
+class RuleWarning(UserWarning):
+    """A rule or a type that was written for another library works, but less is certain about it than here.
+
+    A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes` (under
+    `jax_enable_checks`, this is a [`quaxlike.RuleError`][]). A handler of an ImplicitArray can never match. A
+    type that refuses to materialise is differentiated by its leaves, or its only leaf decides about control
+    flow. Each rule and each type is warned about once.
+    """
 
     __module__ = "quaxlike"
 
@@ -89,7 +102,7 @@ def _aval(x: Any) -> Any:
 def check_results(
     rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> None:
-    """Raises a `RuleError` if `out` cannot be the result of `primitive`."""
+    """Raises a `RuleError` if `out` cannot be the result of `primitive`; only warns if its dtype differs."""
     expected = _expected(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
     if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
@@ -106,16 +119,30 @@ def check_results(
             continue
         own_dtypes = any(is_value(x) and x.own_dtypes for x in operands)
         if found.shape != want.shape or (found.dtype != want.dtype and not own_dtypes):
-            hint = ""
-            if found.shape == want.shape:
-                names = sorted({type(x).__name__ for x in operands if is_value(x)})
-                hint = (
-                    f" If it is meant to have another dtype, set `own_dtypes = True` on {' or '.join(names)}."
-                )
-            raise RuleError(
+            message = (
                 f"The rule {rule} must return {want.str_short()}{which}, as `{primitive}` does for operands "
-                f"of these types; found {_found(x)}.{hint}"
+                f"of these types; found {_found(x)}."
             )
+            if found.shape != want.shape:
+                raise RuleError(message)
+            names = sorted({type(x).__name__ for x in operands if is_value(x)})
+            message += (
+                f" If it is meant to have another dtype, set `own_dtypes = True` on {' or '.join(names)}."
+            )
+            if jax.config.jax_enable_checks:
+                raise RuleError(message)
+            warn_once(rule, RuleWarning(message))
+
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # rules
+
+
+def warn_once(rule: Any, warning: Warning) -> None:
+    """Warns at the place where the rule was written."""
+    if rule not in _warned:
+        _warned.add(rule)
+        file, _, line = rule.source.rpartition(":")
+        warnings.warn_explicit(warning, None, file, int(line))
 
 
 def _expected(

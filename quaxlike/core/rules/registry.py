@@ -17,7 +17,7 @@ from jaxtyping import AbstractArray, ArrayLike
 from ..._checked import type_hints
 from .. import compat
 from ..values import ArrayValue, Value
-from .checks import RuleError
+from .checks import RuleError, RuleWarning, warn_once
 
 if TYPE_CHECKING:
     import plum
@@ -201,6 +201,8 @@ def register(
         ql.quaxify(jnp.negative)(Negated(jnp.arange(3)))
         ```
     """
+    if not isinstance(precedence, int):
+        raise TypeError(f"register takes an integer as `precedence`; found {precedence!r}.")
     several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
     primitives = [
         _as_primitive(p) for p in (cast(list[Any], primitive) if several else [cast(Any, primitive)])
@@ -352,12 +354,16 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def check_operands(rule: Rule, params: Collection[str]) -> None:
-    """Raises a `TypeError` if a rule takes a parameter of its primitive by position, and so never matches."""
+    """Raises a `TypeError` if a rule takes a parameter of its primitive by position, and so never matches;
+    only warns if its function has an attribute `may_never_match`."""
     for name in rule.operands.intersection(params):
-        raise TypeError(
+        message = (
             f"The rule {rule} can never match: `{name}` is a parameter of `{rule.primitive}`, and "
             f"comes by keyword. Put a `*` before it: `def _(x: ..., *, {name}, **params)`."
         )
+        if not getattr(rule.function, "may_never_match", False):
+            raise TypeError(message)
+        warn_once(rule, RuleWarning(message))
 
 
 def signature_of(types: Iterable[Any]) -> "plum.Signature":
@@ -375,14 +381,19 @@ def need_stack(calls: int = 200) -> None:
 
 
 def _plain_hint(hint: Any) -> Any:
-    """Reduces a hint to its class, by which rules are dispatched: `Float[Array, "m n"]` counts as `Array`."""
+    """Reduces a hint to its class, by which rules are dispatched: `Float[Array, "m n"]` counts as `Array`,
+    and `float` as `float | Array`."""
     import plum
 
     while isinstance(hint, type) and issubclass(hint, AbstractArray):
         hint = hint.array_type
-    return plum.resolve_type_hint(hint)
+    hint = plum.resolve_type_hint(hint)
+    members = {*(typing.get_args(hint) or (hint,))}
+    # Python numbers are plain operands, and may be arrays by the time that a primitive gets them.
+    return hint if members.isdisjoint(_NUMBERS) or jax.Array in members else hint | jax.Array
 
 
+_NUMBERS = (bool, int, float, complex)
 _ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
 
 
