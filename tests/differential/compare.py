@@ -111,7 +111,7 @@ def check(*programs: Program) -> Outcome:
             except Finding:
                 raise
             except Exception as error:  # wherever it comes from, it is of one of these programs
-                raise Finding(programs, f"raises {type(error).__name__}", str(error)[:600]) from error
+                raise Finding(programs, f"raises {type(error).__name__}", _told(error)) from error
 
 
 def outcomes(programs: Sequence[Program]) -> list[tuple[Program, Outcome | Finding]]:
@@ -215,7 +215,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
             return Outcome("declined", "JAX takes the value apart, as a tree")
         if any(text in str(error) for text in REJECTED):
             return Outcome("rejected", str(error))
-        raise Finding(programs, f"raises {type(error).__name__}", str(error)[:600]) from error
+        raise Finding(programs, f"raises {type(error).__name__}", _told(error)) from error
     plain = not program.outer and not any(map(ql.is_value, returned))
     _compare_avals(programs, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)
     again = lambda change: compiled(leaves, varied, moves(change))
@@ -263,6 +263,12 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     if Full in classes and is_transformed and not _is_finite(results):
         return Outcome("declined", "a derivative at equal elements, or by infinity")
     raise Finding(programs, "wrong numbers", problem)
+
+
+def _told(error: Exception) -> str:
+    """The beginning of what an error says, and its end: errors of callbacks begin with a traceback."""
+    text = str(error)
+    return text if len(text) <= 600 else f"{text[:300]} … {text[-300:]}"
 
 
 def _metres(x: Any) -> Any:
