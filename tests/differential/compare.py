@@ -58,8 +58,9 @@ STRUCTURED = (
 # XLA fails to compile the transform of an array that it lays out for a solver: `solve(ifft(full(...)), y)`.
 REJECTED = ("fft_thunk.cc",)
 
-# Functions of trees, which take a value apart that no transform has seen: to JAX it is a tree.
-OF_TREES = ("lax.associative_scan",)
+# To JAX, a value that no transform has seen is a tree: functions of trees take it apart, and say what does
+# not go with it.
+OF_TREES = ("tree structure", "lax.associative_scan")
 
 
 class Finding(AssertionError):
@@ -211,7 +212,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
             reference(leaves, varied, still)
         except Exception as same:  # that comes late in plain JAX, too
             return Outcome("rejected", f"{type(same).__name__}: {same}")
-        if program.origin != "argument" and any(name in str(program) for name in OF_TREES):
+        if program.origin != "argument" and any(x in f"{error} {program}" for x in OF_TREES):
             return Outcome("declined", "JAX takes the value apart, as a tree")
         if any(text in str(error) for text in REJECTED):
             return Outcome("rejected", str(error))
