@@ -32,14 +32,9 @@ DECLINES: dict[type, tuple[type[Exception], ...]] = {
     named.NamedArray: (named.array.AxisError, StructureError),
 }
 
-# What a custom derivative returns is staged as the Value that it is: that this is differentiated shows later.
-# JAX lets a tangent through `custom_vjp` that it knows to be zero, and refuses others. The LU factors of a
-# structured matrix, which derivatives of a determinant inside of `quaxify` look at, are not computed.
-DECLINED = (
-    "staged, and is differentiated now",
-    "forward-mode autodiff (jvp) to a custom_vjp",
-    "are kept as the matrix itself, and have no elements",
-)
+# The LU factors of a structured matrix, which derivatives of a determinant inside of `quaxify` look at, are
+# not computed.
+DECLINED = ("are kept as the matrix itself, and have no elements",)
 
 # The types of which some elements are zero whatever is stored. By the one convention of all types, what is
 # stored follows IEEE, and what is outside of the structure stays zero, where the array has `0 * inf`.
@@ -60,7 +55,7 @@ REJECTED = ("fft_thunk.cc",)
 
 # To JAX, a value that no transform has seen is a tree: functions of trees take it apart, and say what does
 # not go with it.
-OF_TREES = ("tree structure", "lax.associative_scan")
+OF_TREES = ("tree structure", "lax.associative_scan", "outside `quaxlike.quaxify`")
 
 
 class Finding(AssertionError):

@@ -26,8 +26,6 @@ AS_OPERAND = {
     "jit",
     "checkpoint",
     "closed_over",
-    "custom_jvp",
-    "custom_vjp",
     "vmap_over_factor",
     "scan_constant",
     "scan_carry_from_array",
