@@ -57,6 +57,9 @@ REJECTED = ("fft_thunk.cc",)
 # not go with it.
 OF_TREES = ("tree structure", "lax.associative_scan", "outside `quaxlike.quaxify`")
 
+# What a value says that no transform has seen, and whose type has no operators.
+NO_OPERATORS = ("has no attribute 'T'", "bad operand type", "unsupported operand", "not subscriptable")
+
 
 class Finding(AssertionError):
     """A program whose result differs, or several that only differ together."""
@@ -207,8 +210,8 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
             reference(leaves, varied, still)
         except Exception as same:  # that comes late in plain JAX, too
             return Outcome("rejected", f"{type(same).__name__}: {same}")
-        if program.origin != "argument" and any(x in f"{error} {program}" for x in OF_TREES):
-            return Outcome("declined", "JAX takes the value apart, as a tree")
+        if program.origin != "argument" and any(x in f"{error} {program}" for x in OF_TREES + NO_OPERATORS):
+            return Outcome("declined", "JAX takes the value apart, or its type has no operators")
         if any(text in str(error) for text in REJECTED):
             return Outcome("rejected", str(error))
         raise Finding(programs, f"raises {type(error).__name__}", _told(error)) from error
@@ -321,7 +324,8 @@ def _disturbed(seed: int, noise: float, x: jax.Array) -> jax.Array:
 def _below_one(x: jax.Array) -> jax.Array:
     if not _is_inexact(x):
         return jnp.ones_like(x)
-    return jnp.asarray(np.random.default_rng(0).uniform(0.3, 0.9, x.shape), x.dtype)
+    numbers = np.random.default_rng(0).uniform(0.3, 0.9, x.shape)
+    return jnp.asarray(numbers * (1 + 0.5j) if jnp.iscomplexobj(x) else numbers, x.dtype)
 
 
 def _above_one(x: jax.Array) -> jax.Array:
