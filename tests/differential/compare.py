@@ -32,14 +32,9 @@ DECLINES: dict[type, tuple[type[Exception], ...]] = {
     named.NamedArray: (named.array.AxisError, StructureError),
 }
 
-# What a custom derivative returns is staged as the Value that it is: that this is differentiated shows later.
-# JAX lets a tangent through `custom_vjp` that it knows to be zero, and refuses others. The LU factors of a
-# structured matrix, which derivatives of a determinant inside of `quaxify` look at, are not computed.
-DECLINED = (
-    "staged, and is differentiated now",
-    "forward-mode autodiff (jvp) to a custom_vjp",
-    "are kept as the matrix itself, and have no elements",
-)
+# The LU factors of a structured matrix, which derivatives of a determinant inside of `quaxify` look at, are
+# not computed.
+DECLINED = ("are kept as the matrix itself, and have no elements",)
 
 # The types of which some elements are zero whatever is stored. By the one convention of all types, what is
 # stored follows IEEE, and what is outside of the structure stays zero, where the array has `0 * inf`.
@@ -58,8 +53,12 @@ STRUCTURED = (
 # XLA fails to compile the transform of an array that it lays out for a solver: `solve(ifft(full(...)), y)`.
 REJECTED = ("fft_thunk.cc",)
 
-# Functions of trees, which take a value apart that no transform has seen: to JAX it is a tree.
-OF_TREES = ("lax.associative_scan",)
+# To JAX, a value that no transform has seen is a tree: functions of trees take it apart, and say what does
+# not go with it.
+OF_TREES = ("tree structure", "lax.associative_scan", "outside `quaxlike.quaxify`")
+
+# What a value says that no transform has seen, and whose type has no operators.
+NO_OPERATORS = ("has no attribute 'T'", "bad operand type", "unsupported operand", "not subscriptable")
 
 
 class Finding(AssertionError):
@@ -111,7 +110,7 @@ def check(*programs: Program) -> Outcome:
             except Finding:
                 raise
             except Exception as error:  # wherever it comes from, it is of one of these programs
-                raise Finding(programs, f"raises {type(error).__name__}", str(error)[:600]) from error
+                raise Finding(programs, f"raises {type(error).__name__}", _told(error)) from error
 
 
 def outcomes(programs: Sequence[Program]) -> list[tuple[Program, Outcome | Finding]]:
@@ -211,11 +210,11 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
             reference(leaves, varied, still)
         except Exception as same:  # that comes late in plain JAX, too
             return Outcome("rejected", f"{type(same).__name__}: {same}")
-        if program.origin != "argument" and any(name in str(program) for name in OF_TREES):
-            return Outcome("declined", "JAX takes the value apart, as a tree")
+        if program.origin != "argument" and any(x in f"{error} {program}" for x in OF_TREES + NO_OPERATORS):
+            return Outcome("declined", "JAX takes the value apart, or its type has no operators")
         if any(text in str(error) for text in REJECTED):
             return Outcome("rejected", str(error))
-        raise Finding(programs, f"raises {type(error).__name__}", str(error)[:600]) from error
+        raise Finding(programs, f"raises {type(error).__name__}", _told(error)) from error
     plain = not program.outer and not any(map(ql.is_value, returned))
     _compare_avals(programs, traced_too.out_info if traced_too else results, traced.out_info, weak=plain)
     again = lambda change: compiled(leaves, varied, moves(change))
@@ -263,6 +262,12 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     if Full in classes and is_transformed and not _is_finite(results):
         return Outcome("declined", "a derivative at equal elements, or by infinity")
     raise Finding(programs, "wrong numbers", problem)
+
+
+def _told(error: Exception) -> str:
+    """The beginning of what an error says, and its end: errors of callbacks begin with a traceback."""
+    text = str(error)
+    return text if len(text) <= 600 else f"{text[:300]} … {text[-300:]}"
 
 
 def _metres(x: Any) -> Any:
@@ -319,7 +324,8 @@ def _disturbed(seed: int, noise: float, x: jax.Array) -> jax.Array:
 def _below_one(x: jax.Array) -> jax.Array:
     if not _is_inexact(x):
         return jnp.ones_like(x)
-    return jnp.asarray(np.random.default_rng(0).uniform(0.3, 0.9, x.shape), x.dtype)
+    numbers = np.random.default_rng(0).uniform(0.3, 0.9, x.shape)
+    return jnp.asarray(numbers * (1 + 0.5j) if jnp.iscomplexobj(x) else numbers, x.dtype)
 
 
 def _above_one(x: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ jnp.linalg.slogdet(x)[0]
 jnp.linalg.cholesky(x @ x.T + 3 * jnp.eye(x.shape[0]))
 jnp.linalg.cholesky(abs(x) + 3 * jnp.eye(x.shape[-1]), upper=True, symmetrize_input=True)
 jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(x @ x.T + 3 * jnp.eye(x.shape[0])), y)
-lax.linalg.lu(x)[{n}]
 jax.scipy.linalg.lu(x + 3 * jnp.eye(x.shape[-1]))[{n}]
 jax.scipy.linalg.lu_solve(jax.scipy.linalg.lu_factor(x), y)
 jnp.linalg.qr(x)[0] @ y
@@ -83,9 +82,6 @@ x.at[{n}].multiply({bad})
 y.at[0].set({bad}) * x
 x / y.at[0].set(ZERO)
 x + y.at[..., 0].set({bad})
-jnp.nan_to_num(x / {bad})
-jnp.nansum(x * {bad}, {a})
-jnp.isnan({bad} * x)
 x / x
 x / abs(x)
 jnp.log(x)

@@ -271,10 +271,13 @@ _SKIPPED = {
 
 @functools.cache
 def function_of(text: str, nan: float = math.nan) -> Callable[..., Any]:
-    """`f(x, y=..., s=...)` for the text of an operation whose holes are filled; `NAN` is another number there
-    if that is given."""
+    """`f(x, y=..., s=...)` for the text of an operation whose holes are filled; if another number is given
+    for `NAN`, `INF` is finite, too."""
     letters = ", ".join(f"{letter}=None" for letter in (*OPERANDS, VALUE))
-    return eval(f"lambda x, {letters}: {text}", NAMESPACE | {"NAN": nan})
+    return eval(
+        f"lambda x, {letters}: {text}",
+        NAMESPACE | {"NAN": nan} | ({"INF": 1.0} if math.isfinite(nan) else {}),
+    )
 
 
 def lines(table: str) -> list[str]:

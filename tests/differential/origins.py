@@ -35,9 +35,19 @@ def _origin(of: Origin) -> Origin:
     return of
 
 
+TRACED = {"argument", "closed_over_inside"}
+"""Those where the steps see the tracer of a value."""
+
+
 def allowed(origin: str, inner: tuple[str, ...]) -> bool:
     """Whether a value of this origin goes through these inner transforms."""
     return origin not in OF_TREES or OF_TREES[origin].issuperset(inner)
+
+
+def takes(origin: str, text: str) -> bool:
+    """Whether an operation takes a value of this origin: to JAX the arguments of a function with a custom
+    derivative are trees, of which the user's rules see the leaves, unless they are tracers."""
+    return origin in TRACED or not any(name in text for name in ("custom.", "jax.nn."))
 
 
 @_origin
@@ -80,5 +90,5 @@ def made_inside_of_array(make: Any, quaxify: Any, inside: Any, chain: Function, 
 
 
 def _of_array(chain: Function, x: Callable[[], Any]) -> Function:
-    """The steps on a value, as a function of an array: the operands are multiplied by its mean."""
-    return lambda z, ops: chain(x(), scaled(ops, jnp.mean(jnp.real(z))))
+    """The steps on a value, as a function of an array: the operands are multiplied by its sum."""
+    return lambda z, ops: chain(x(), scaled(ops, jnp.sum(jnp.real(z))))

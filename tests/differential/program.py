@@ -33,7 +33,7 @@ from .operations import (
     operands_of,
     operations,
 )
-from .origins import ORIGINS, WHOLE, allowed
+from .origins import ORIGINS, WHOLE, allowed, takes
 from .transforms import INNER, OUTER, ROWS, Function
 
 Shape = tuple[int, ...]
@@ -333,7 +333,7 @@ def programs(
         aval = jax.ShapeDtypeStruct(_seen(inner, shape, origin), dtype)
         chain: list[Step] = []
         for _ in range(draw(st.integers(0 if inner else 1, max_steps))):
-            valid = lambda step, aval=aval: result(step, aval) is not None
+            valid = lambda step, aval=aval: takes(origin, step.text) and result(step, aval) is not None
             step = draw(steps(name, aval, x64).filter(valid))
             chain.append(step)
             aval = result(step, aval)
@@ -376,6 +376,8 @@ def of_each_rule(
                 continue
             for _ in range(3):  # some operations are not for this shape or dtype
                 text = draw(st.sampled_from(texts))
+                if not takes(origin, text):
+                    continue
                 aval = jax.ShapeDtypeStruct(_seen(inner, shape, origin), dtype)
                 step = draw(calls(text, name, aval, x64))
                 if result(step, aval) is not None and _has_gradient(

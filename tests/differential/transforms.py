@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
+import quaxlike as ql
+
 Function = Callable[[Any, dict[str, Any]], Any]
 
 INNER: dict[str, Callable[[Function], Function]] = {}
@@ -24,8 +26,6 @@ AS_OPERAND = {
     "jit",
     "checkpoint",
     "closed_over",
-    "custom_jvp",
-    "custom_vjp",
     "vmap_over_factor",
     "scan_constant",
     "scan_carry_from_array",
@@ -403,7 +403,7 @@ def _stack(tree: Any) -> Any:
 def scaled(ops: dict[str, Any], s: Any) -> dict[str, Any]:
     """The operands, those that are inexact times the number `s`."""
     scale = lambda x: x * jnp.asarray(s, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-    return jtu.tree_map(scale, ops)
+    return jtu.tree_map(scale, ops, is_leaf=ql.is_value)
 
 
 def _with_z(f: Function) -> Callable[[Any, Any, Any], Any]:

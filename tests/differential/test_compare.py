@@ -1,0 +1,73 @@
+"""What the comparison of a program with its array tells apart."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import quaxlike as ql
+
+from . import compare
+from .compare import Finding, check, outcomes
+from .operations import GROUPS, lines, operations
+from .origins import ORIGINS, allowed
+from .program import Program, Step, under
+
+TIMES_NAN = Program("SparseArray", (Step("x * NAN"),), jit=True)
+
+
+def _quaxify(monkeypatch, change):
+    """Every quaxified function is that of the arrays, with its results changed."""
+    call = lambda f: lambda *args: jax.tree.map(change, f(*ql.materialise(args)))
+    monkeypatch.setattr(ql, "quaxify", call)
+
+
+def test_nan_may_stay_zero_outside_of_a_structure():
+    assert check(TIMES_NAN).status == "equal"
+
+
+@pytest.mark.parametrize(
+    "program", [TIMES_NAN, Program("SparseArray", numbers="NaN", steps=(Step("2 * x"),))]
+)
+def test_nan_may_not_be_lost_where_something_is_stored(program, monkeypatch):
+    _quaxify(monkeypatch, lambda x: jnp.where(jnp.isnan(x), 0, x))
+    with pytest.raises(Finding, match="no NaN"):
+        check(program)
+
+
+def test_an_error_while_a_program_runs_is_a_finding(monkeypatch):
+    def fail(x):
+        raise RuntimeError("while it runs")
+
+    _quaxify(monkeypatch, lambda x: jax.pure_callback(fail, x, x))
+    with pytest.raises(Finding, match=r"(?s)raises .*while it runs"):
+        check(Program("SparseArray", (Step("2 * x"),), jit=True))
+
+
+def test_the_program_that_fails_is_named(monkeypatch):
+    def fails(programs, operands):
+        if any(program.steps[0].text == "3 * x" for program in programs):
+            raise ValueError("nobody foresaw it")
+        return compare.Outcome("equal")
+
+    monkeypatch.setattr(compare, "_check", fails)
+    found = outcomes([Program("Zero", (Step(f"{k} * x"),), first=k) for k in range(6)])
+    assert [p.first for p, outcome in found if isinstance(outcome, Finding)] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_a_value_of_each_origin_is_compared(origin, monkeypatch):
+    program = Program(
+        "TridiagonalMatrix", (Step("x @ r", (("r", (4,)),)),), ("jit",), jit=True, origin=origin
+    )
+    assert allowed(origin, program.inner)
+    assert check(program).status == "equal"
+    _quaxify(monkeypatch, lambda x: 2 * x)
+    with pytest.raises(Finding, match="wrong numbers"):
+        check(program)
+
+
+@pytest.mark.slow
+def test_every_operation_of_a_group_is_one():
+    with under(True):
+        assert {text for group in GROUPS.values() for text in lines(group)} <= operations().keys()
