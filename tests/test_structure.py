@@ -1,4 +1,4 @@
-"""How the core is built: how many rooms it has, and how many of them know each other."""
+"""How the package is built: what is read in a sitting, and that no module comes back to itself."""
 
 import ast
 import graphlib
@@ -10,24 +10,6 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CORE = _ROOT / "quaxlike" / "core"
-
-
-def _room(path: tuple[str, ...]) -> str:
-    """A file or folder in the root of the core."""
-    return path[0].removesuffix(".py")
-
-
-def _arrows() -> set[tuple[str, str]]:
-    arrows: set[tuple[str, str]] = set()
-    for file in _CORE.rglob("*.py"):
-        at = file.relative_to(_CORE).parts
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not 0 < node.level <= len(at):
-                continue
-            base = at[: len(at) - node.level]
-            modules = [node.module.split(".")] if node.module else [[alias.name] for alias in node.names]
-            arrows |= {(_room(at), _room((*base, *module))) for module in modules}
-    return {(a, b) for a, b in arrows if a != b and a != "__init__"}
 
 
 def _lines_of_code(file: Path) -> int:
