@@ -239,7 +239,7 @@ def functions_of_jax_numpy() -> list[str]:
     A jaxpr that is being interpreted counts as the function that it was traced from.
     """
     found: list[str] = []
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         calls = [(frame.f_code.co_filename, frame.f_code.co_name)]
         if (jaxpr := frame.f_locals.get("jaxpr")) is not None and compat.is_internal(

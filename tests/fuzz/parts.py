@@ -151,7 +151,7 @@ def _of_helpers() -> Calls:
         "tree_zeros_like": (utils.tree_zeros_like, {"tree": tree}),
         "tree_where_broadcast_last": (
             utils.tree_where_broadcast_last,
-            {"accept": jnp.ones(2, bool), "t1": tree, "t2": tree},
+            {"accept": jnp.ones(2, bool), "tree1": tree, "tree2": tree},
         ),
         "tree_scatter_set": (
             utils.tree_scatter_set,
