@@ -51,7 +51,7 @@ def test_own_errors_are_kept():
 
 def test_sizes_that_are_none():
     for shape in [(-4,), (2.5,), ("4",)]:
-        with pytest.raises(ValueError, match="a shape of (sizes that are not negative|integers)"):
+        with pytest.raises(ValueError, match=r"a shape of (sizes that are not negative|integers)"):
             ql.SparseArray.from_coo(jnp.ones(1), jnp.zeros((1, 1), int), shape)
 
 
