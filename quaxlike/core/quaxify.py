@@ -15,7 +15,7 @@ from . import compat, recording, written
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
-from .values import Value, is_value, kind_of
+from .values import Value, is_value, kind_of, running_levels
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -80,14 +80,16 @@ class _Quaxified(Generic[_P, _T]):
         parent = compat.current_trace()
         trace = QuaxTrace(parent, Level(), resolver(layers))
         copies = written.Copies() if written.possible() else written.NONE
+        levels = running_levels()
+        levels.append(trace)
         try:
-            compat.set_trace(
-                trace
-            )  # copies of modules are made in it, so that the function may write to them
+            # Copies of modules are made in it, so that the function may write to them.
+            compat.set_trace(trace)
             fn, args, kwargs = _select(trace, copies.shared, self._filter_spec, self._fn, args, kwargs)
             out = fn(*args, **kwargs)
         finally:
             compat.set_trace(parent)
+            levels.pop()
             trace.ended = True
         copies.write_back(trace.unwrap_tree)
         return trace.unwrap_tree(out)

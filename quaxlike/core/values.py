@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import sys
+import threading
 import typing
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -222,13 +223,28 @@ class ArrayValue(Value):
 def level_of(value: Value | None = None) -> Any:
     """The trace of the innermost running `quaxify`, or of the innermost that dispatches on `value`; None if
     there is none."""
-    trace = compat.current_trace()
+    takes = lambda trace: hasattr(trace, "takes") and (value is None or trace.takes(value))
+    trace = last = compat.current_trace()
     while trace is not None:
-        takes = getattr(trace, "takes", None)
-        if takes is not None and (value is None or takes(value)):
+        if takes(trace):
             return trace
-        trace = getattr(trace, "parent_trace", None)
-    return None
+        trace, last = getattr(trace, "parent_trace", None), trace
+    # JAX traces the functions of custom derivatives under a trace without a parent; the levels that are
+    # running get its program.
+    cut = last is not None and not compat.is_eval_trace(last)
+    return next(filter(takes, reversed(running_levels())), None) if cut else None
+
+
+def running_levels() -> list[Any]:
+    """The traces of the calls of `quaxify` that this thread is in, outermost first."""
+    try:
+        return _running.levels
+    except AttributeError:
+        _running.levels = levels = []
+        return levels
+
+
+_running = threading.local()
 
 
 def not_dispatched(value: Value, what: str) -> str:

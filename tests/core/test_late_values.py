@@ -10,6 +10,7 @@ import pytest
 from jax import Array, lax
 
 import quaxlike as ql
+from quaxlike.arrays.named import NamedArray
 from tests.strict import Linear, Strict, product, strict
 
 
@@ -197,6 +198,36 @@ def test_what_was_traced_inside_is_refused_outside():
     with pytest.raises(RuntimeError, match="A Strict was passed to a JAX function outside"):
         fn(x, y)
     assert type(ql.quaxify(lambda y: fn(x, y))(y)) is Strict
+
+
+def _custom():
+    """Functions with a derivative of their own, of which each one uses jax.numpy."""
+    by_jvp = jax.custom_jvp(lambda x: jnp.multiply(x, 3.0))
+    by_jvp.defjvp(lambda primals, tangents: (by_jvp(*primals), jnp.multiply(tangents[0], 5.0)))
+    by_vjp = jax.custom_vjp(lambda x: jnp.multiply(x, 3.0))
+    by_vjp.defvjp(lambda x: (jnp.multiply(x, 3.0), None), lambda _, ct: (jnp.multiply(ct, 5.0),))
+    return {"relu6": jax.nn.relu6, "custom_jvp": by_jvp, "custom_vjp": by_vjp}
+
+
+@pytest.mark.parametrize("name", _custom())
+@pytest.mark.parametrize("origin", ["closed over", "made"])
+def test_functions_with_a_derivative_of_their_own_inside_of_jit(name, origin):
+    """JAX traces them under a trace that does not know where it is."""
+    y, fn = jnp.array([1.0, -2.0, 3.0]), jax.jit(_custom()[name])
+
+    def total(make, y):
+        if origin == "made":
+            return ql.quaxify(lambda y: jnp.sum(ql.materialise(fn(make(y)))))(y)
+        return jnp.sum(ql.materialise(ql.quaxify(lambda: fn(make(y)))()))
+
+    expected = jax.value_and_grad(lambda y: total(lambda y: y, y))(y)
+    named = lambda y: NamedArray(y, ("i",))
+    for grad in (jax.value_and_grad, lambda f: jax.jit(jax.value_and_grad(jax.jit(f)))):
+        found = grad(lambda y: total(named, y))(y)
+        np.testing.assert_allclose(found[0], expected[0])
+        np.testing.assert_allclose(found[1], expected[1])
+    with pytest.raises((TypeError, RuntimeError), match=r"outside `quaxlike\.quaxify`"):
+        jax.jit(lambda y: fn(named(y)))(y)
 
 
 def test_outside_of_quaxify():

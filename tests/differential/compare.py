@@ -435,19 +435,19 @@ def _compare_avals(programs: Sequence[Program], results: Any, expected: Any, wea
 
 
 def _loses_nans(found: Any, *expected: Any) -> bool:
-    """Whether a place is not NaN that is NaN in all that is expected.
+    """Whether a place is finite that is NaN in all that is expected.
 
     A type may well take a zero that it does not store times infinity for zero. What is NaN for any numbers,
     as what is read out of bounds, has to be so.
     """
-    lost = lambda x, *ys: ~np.isnan(x) & functools.reduce(np.logical_and, map(np.isnan, ys))
+    lost = lambda x, *ys: np.isfinite(x) & functools.reduce(np.logical_and, map(np.isnan, ys))
     return _anywhere(lost, found, *expected)
 
 
 def _loses_nans_that_count(found: Any, expected: Any, below: Any, above: Any) -> bool:
-    """Whether a place is not NaN that is to be, and that other numbers in the place of the NaN change: what
+    """Whether a place is finite that is to be NaN, and that other numbers in the place of the NaN change: what
     they do not change is outside of a structure."""
-    lost = lambda x, y, a, b: ~np.isnan(x) & np.isnan(y) & (abs(a - b) > 1e-3 * (abs(a) + abs(b)))
+    lost = lambda x, y, a, b: np.isfinite(x) & np.isnan(y) & (abs(a - b) > 1e-3 * (abs(a) + abs(b)))
     with np.errstate(invalid="ignore"):
         return _anywhere(lost, found, expected, below, above)
 
