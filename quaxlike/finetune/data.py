@@ -61,7 +61,7 @@ class Tokens:
     def chat(self) -> Any:
         """The chat template of the checkpoint."""
         try:
-            from .chat import ChatTemplate
+            from ..interop.chat import ChatTemplate
         except ModuleNotFoundError as error:
             raise FinetuneError(f"Rows of messages need {error.name}: pip install 'quaxlike[demo]'") from None
         return ChatTemplate(self._directory)

@@ -10,8 +10,8 @@ from .._arguments import importing_extra, number
 from .._interrupts import interrupts_deferred
 
 _ABOUT = """\
-Continues texts with a transformers checkpoint directory or a GGUF file. A single text is streamed; several,
-which --prompt takes at once, are written when they are complete.
+Continues texts, or talks, with a transformers checkpoint directory or a GGUF file. A single text is streamed;
+several, which --prompt takes at once, are written when they are complete.
 """
 
 
@@ -28,7 +28,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--adapter", type=Path, metavar="DIR", help="an adapter that PEFT or quaxlike.finetune wrote")
     add("--quantize", choices=["nf4", "fp4", "int8", "int4"], help="how to quantise weights")
     add("--mesh", metavar="model=4", help="split layers across all devices, along an axis model")
-    add("--prompt", nargs="+", required=True, metavar="TEXT", help="texts to continue")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
+    what.add_argument("--chat", action="store_true", help="talk to the model, by its chat template")
+    what.add_argument("--message", metavar="TEXT", help="a single message to answer, by the chat template")
+    add("--system", metavar="TEXT", help="what the system tells the model before a chat or a message")
     add("--max-new-tokens", type=number(int, 1), default=128, help="default: 128")
     add("--temperature", type=number(float, 0), default=0.0, help="0, the default, takes the likeliest token")
     add("--top-k", type=number(int, 1), help="sample from only this many of the likeliest tokens")
@@ -42,6 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     # Arguments first: importing JAX takes seconds.
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.prompt is not None and arguments.system is not None:
+        parser.error("--system goes with --chat or --message")
+    if arguments.chat:  # which takes interrupts of answers itself
+        return _run(parser, arguments)
     with interrupts_deferred("", patience=0):
         return _run(parser, arguments)
 
@@ -50,10 +58,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with importing_extra(parser):
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
-        from .run import GenerateError, run
+        from .errors import GenerateError
+        from .run import run
     start = time.perf_counter()
     try:
-        count = run(arguments, sys.stdout)
+        count = run(arguments, sys.stdout, _say)
     except (OSError, CheckpointError, GenerateError, UnsupportedConfigError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -64,11 +73,15 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _tell(count: Any, seconds: float) -> None:
     told = f"{count.tokens} tokens in {seconds:.1f} s"
-    if count.after_first and count.seconds_after_first:
-        told += f"; {count.after_first / count.seconds_after_first:.1f} tokens per second after the first"
-    print(told, file=sys.stderr)
+    if count.timed and count.seconds:
+        told += f"; {count.timed / count.seconds:.1f} tokens per second, compilation apart"
+    _say(told)
 
 
 if __name__ == "__main__":

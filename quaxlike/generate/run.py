@@ -1,38 +1,28 @@
 """Texts from prompts."""
 
 import argparse
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
 from ..interop import CheckpointError, peft
-from ..interop.errors import ErrorAboutFiles
+from ..interop.chat import ChatTemplate
 from ..interop.json_text import read_json_file
 from ..interop.text import TextTokenizer
 from ..models import Decoder, UnsupportedConfigError, generate, load
 from ..sharding.meshes import mesh_from_text
 from ..sharding.reading import usual_rule
+from .chat import chat
+from .errors import GenerateError
+from .stream import Clock, Count, Stream
 
 
-class GenerateError(ErrorAboutFiles):
-    """Texts cannot be generated, for the reason in the message."""
-
-
-class Count(NamedTuple):
-    """The number of tokens, and the time that they took."""
-
-    tokens: int
-    after_first: int
-    seconds_after_first: float
-
-
-def run(arguments: argparse.Namespace, out: Any) -> Count:
-    """Continues the prompts, and writes the texts to `out`.
+def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) -> Count:
+    """Continues prompts or answers messages, writes the texts to `out`, and tells the user what happens.
 
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` for a
     model that is not a decoder, a damaged tokeniser or an empty prompt.
@@ -50,29 +40,47 @@ def run(arguments: argparse.Namespace, out: Any) -> Count:
         raise GenerateError(f"{arguments.model} holds a {type(model).__name__}, which is not a decoder.")
     if arguments.adapter is not None:
         model = peft.load_adapter(arguments.adapter, model)
+    ends = ends_of(arguments.model, config)
+    if arguments.prompt is None:
+        return chat(model, tokenizer, ChatTemplate(arguments.model), ends, arguments, out, tell)
+    return _continue(model, tokenizer, ends, arguments, out, tell)
+
+
+def _continue(
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    ends: list[int],
+    arguments: argparse.Namespace,
+    out: Any,
+    tell: Callable[[str], None],
+) -> Count:
     try:
         prompts = [tokenizer.encode(text).ids for text in arguments.prompt]
     except UnicodeEncodeError as error:
         raise GenerateError(f"A prompt is not Unicode: {error}") from None
     if not all(prompts):
         raise GenerateError(f"A prompt has no tokens: {arguments.prompt[prompts.index([])]!r}.")
-
-    ends = ends_of(arguments.model, config)
+    width, most = max(map(len, prompts)), model.config.max_position_embeddings
+    if width >= most:
+        raise GenerateError(f"A prompt has {width} tokens; the model takes {most}, new ones included.")
+    new = min(arguments.max_new_tokens, most - width)
     writer = _Writer(tokenizer, ends, len(prompts), out)
-    width = max(map(len, prompts))
     ids = np.zeros((len(prompts), width), np.int32)
     mask = np.zeros((len(prompts), width), bool)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, True
     try:
         generate(
-            model, ids, mask=mask, max_new_tokens=arguments.max_new_tokens, eos=ends or None,
+            model, ids, mask=mask, max_new_tokens=new, eos=ends or None,
             temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p,
             key=jax.random.key(arguments.seed), on_token=writer,
         )  # fmt: skip
     except ValueError as error:
         raise GenerateError(str(error)) from error
-    return writer.finish(arguments.prompt)
+    count = writer.finish(arguments.prompt)
+    if new < arguments.max_new_tokens and not writer.ended:
+        tell(f"Stopped where the context of the model ends, at {most} tokens.")
+    return count
 
 
 def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
@@ -91,37 +99,35 @@ def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
 
 
 class _Writer:
-    """Turns tokens into text, and streams the text of a single prompt."""
+    """Turns tokens into texts: a single one as it comes, several when they are complete."""
 
     def __init__(self, tokenizer: TextTokenizer, ends: list[int], rows: int, out: Any) -> None:
         self._tokenizer, self._ends, self._out = tokenizer, ends, out
+        self._stream, self._clock = Stream(tokenizer, out) if rows == 1 else None, Clock()
         self._rows: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows
-        self._written = ""
-        self._times: list[float] = []
-        self._counts: list[int] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether all texts have ended."""
+        return all(self._ended)
 
     def __call__(self, tokens: Int[np.ndarray, " batch"]) -> None:
-        self._times.append(time.perf_counter())
-        self._counts.append(self._ended.count(False))
+        self._clock.tick(self._ended.count(False))
         for row, token in enumerate(tokens.tolist()):
             self._ended[row] = self._ended[row] or token in self._ends
-            if not self._ended[row]:
-                self._rows[row].append(token)
-        if len(self._rows) == 1:
-            text = self._tokenizer.decode(self._rows[0])
-            # A character may need several tokens, and decodes to U+FFFD until it is complete.
-            if not text.endswith("\ufffd") and text.startswith(self._written):
-                self._out.write(text[len(self._written) :])
-                self._out.flush()
-                self._written = text
+            if self._ended[row]:
+                continue
+            self._rows[row].append(token)
+            if self._stream is not None:
+                self._stream.add(token)
 
     def finish(self, prompts: list[str]) -> Count:
         """Writes the remaining text."""
-        texts = [self._tokenizer.decode(row) for row in self._rows]
-        if len(texts) == 1:
-            self._out.write(texts[0].removeprefix(self._written) + "\n")
+        if self._stream is not None:
+            self._stream.finish()
         else:
+            texts = map(self._tokenizer.decode, self._rows)
             self._out.writelines(f"{prompt!r}: {text}\n" for prompt, text in zip(prompts, texts, strict=True))
-        self._out.flush()
-        return Count(sum(self._counts), sum(self._counts[1:]), self._times[-1] - self._times[0])
+            self._out.flush()
+        return self._clock.count()

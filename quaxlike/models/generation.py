@@ -233,6 +233,11 @@ class Conversation:
         self._memory: Any = None
         self._room = 0
 
+    @property
+    def context(self) -> int:
+        """How many tokens the model takes, new ones included."""
+        return self._model.config.max_position_embeddings
+
     def answer(
         self,
         ids: Sequence[int],

@@ -445,8 +445,8 @@ def _loses_nans(found: Any, *expected: Any) -> bool:
 
 
 def _loses_nans_that_count(found: Any, expected: Any, below: Any, above: Any) -> bool:
-    """Whether a place is finite that is to be NaN, and that other numbers in the place of the NaN change: what
-    they do not change is outside of a structure."""
+    """Whether a place is finite that is to be NaN, and that other numbers in the place of the NaN change:
+    what they do not change is outside of a structure."""
     lost = lambda x, y, a, b: np.isfinite(x) & np.isnan(y) & (abs(a - b) > 1e-3 * (abs(a) + abs(b)))
     with np.errstate(invalid="ignore"):
         return _anywhere(lost, found, expected, below, above)

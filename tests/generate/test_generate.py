@@ -1,6 +1,9 @@
 """`python -m quaxlike.generate` on a tiny checkpoint, with a tokeniser of a few words."""
 
+import json
+import os
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -9,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import quaxlike as ql
 from quaxlike.generate.__main__ import main
+from quaxlike.generate.stream import Stream
 from quaxlike.interop import peft
 from quaxlike.models import generate, load
 from tests.fixtures import fixture
@@ -37,7 +41,7 @@ def test_writes_what_the_model_goes_on_with(checkpoint, capsys):
     tokens = np.asarray(generate(model, np.array([[5, 6, 7]]), max_new_tokens=6, eos=2))[0]
     assert out.split() == [f"w{i}" for i in tokens.tolist()]
     assert "6 tokens in" in told
-    assert "tokens per second after the first" in told
+    assert "tokens per second, compilation apart" in told
 
 
 @pytest.mark.slow
@@ -66,3 +70,99 @@ def test_what_it_cannot_start_with(checkpoint, tmp_path, capsys):
     status, _, told = run(capsys, "--model", tmp_path / "bert", "--prompt", "w1")
     assert status == 2
     assert "which is not a decoder" in told
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} end {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+@pytest.fixture
+def talker(checkpoint):
+    """A checkpoint whose tokeniser knows the words of a template, of which `end` is special."""
+    words = {f"w{i}": i for i in range(90)} | {"user": 90, "assistant": 91, "system": 92, "end": 93}
+    tokenizer = Tokenizer(models.WordLevel(words, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["end"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    return checkpoint
+
+
+def typing(lines):
+    """What `input` returns, one after the other, until the input ends."""
+    lines = iter(lines)
+
+    def read(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    return read
+
+
+def answer(talker, ids, new):
+    """The text that the model itself goes on with, up to the end of the turn."""
+    model, _ = load(talker)
+    tokens = np.asarray(generate(model, np.array([ids]), max_new_tokens=new, eos=[2, 93]))[0].tolist()
+    ends = [i for i, token in enumerate(tokens) if token in (2, 93)]
+    return tokens[: ends[0]] if ends else tokens
+
+
+def test_a_message_is_answered_by_the_template(talker, capsys):
+    status, out, _ = run(
+        capsys, "--model", talker, "--message", "w5 w6", "--system", "w7", "--max-new-tokens", 4
+    )
+    assert status == 0
+    expected = answer(talker, [92, 7, 93, 90, 5, 6, 93, 91], 4)
+    assert Tokenizer.from_file(str(talker / "tokenizer.json")).decode(expected) == out.strip()
+
+
+def test_a_chat_of_two_turns_and_a_new_one(talker, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", typing(["w5", "", "w6 w7", "/new", "w5"]))
+    status, out, told = run(capsys, "--model", talker, "--chat", "--max-new-tokens", 3)
+    assert status == 0
+    assert "Ctrl-C stops an answer" in told
+    first = answer(talker, [90, 5, 93, 91], 3)
+    decode = Tokenizer.from_file(str(talker / "tokenizer.json")).decode
+    # A chat keeps the text of an answer, and the template writes it again.
+    again = [i for i in first if i < 94]
+    second = answer(talker, [90, 5, 93, 91, *again, 93, 90, 6, 7, 93, 91], 3)
+    assert out.splitlines()[:3] == [decode(first), decode(second), decode(first)]
+
+
+def test_an_answer_stops_where_the_context_ends(talker, capsys, monkeypatch):
+    config = json.loads((talker / "config.json").read_text())
+    (talker / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 7}))
+    monkeypatch.setattr("builtins.input", typing(["w5", "w5 w5 w5 w5 w5"]))
+    assert main(["--model", str(talker), "--chat", "--max-new-tokens", "9"]) == 0
+    captured = capsys.readouterr()
+    assert "[The context of 7 tokens is full.]" in captured.out
+    assert "tokens; the model takes 7. Begin anew with /new." in captured.err
+    status, _, told = run(capsys, "--model", talker, "--prompt", "w5 w6", "--max-new-tokens", 9)
+    assert (status, "context of the model ends, at 7 tokens" in told) == (0, True)
+    status, _, told = run(capsys, "--model", talker, "--prompt", "w5 " * 8)
+    assert (status, "A prompt has 8 tokens; the model takes 7" in told) == (2, True)
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(talker, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", typing(["w5", "w6"]))
+    add, calls = Stream.add, []
+
+    def interrupted(self, token):
+        calls.append(token)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        add(self, token)
+
+    monkeypatch.setattr(Stream, "add", interrupted)
+    assert main(["--model", str(talker), "--chat", "--max-new-tokens", "5"]) == 0
+    assert 3 < len(calls) < 10
+    assert list(map(len, map(str.split, capsys.readouterr().out.splitlines()))) == [2, 5, 0]
+
+
+def test_a_checkpoint_without_a_template(checkpoint, capsys):
+    status, _, told = run(capsys, "--model", checkpoint, "--message", "w5")
+    assert (status, "has no chat template" in told) == (2, True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quaxlike.finetune.chat import ChatTemplate
+from quaxlike.interop.chat import ChatTemplate
 
 # As Qwen3's: the last answer alone has a block of thoughts, which may be empty.
 THOUGHTS_IN_THE_LAST = """\

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from quaxlike.finetune.chat import ChatTemplate
-from quaxlike.finetune.settings import FinetuneError
+from quaxlike.interop import CheckpointError
+from quaxlike.interop.chat import ChatTemplate
 
 resource = pytest.importorskip("resource")
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -36,7 +36,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged(name, render):
-    with pytest.raises(FinetuneError, match=r"The chat template in .* is damaged: ") as error:
+    with pytest.raises(CheckpointError, match=r"The chat template in .* is damaged: ") as error:
         render(DAMAGED[name])
     assert len(str(error.value)) < 1_000
 

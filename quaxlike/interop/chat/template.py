@@ -15,11 +15,11 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 
-from ..interop.errors import quoted, shortened
-from ..interop.json_text import read_json_file
+from ..errors import CheckpointError, quoted, shortened
+from ..gguf import holds_gguf, open_gguf
+from ..json_text import read_json_file
 from .answers import find_answers
 from .sandbox import Sandbox
-from .settings import FinetuneError
 
 _MOST_CHARACTERS = 1 << 23  # of a conversation
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,11 +38,11 @@ class ChatTemplate:
 
     **Arguments:**
 
-    - `directory`: the folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`. It
-        may hold other named templates (in `additional_chat_templates/`, or a list in
+    - `directory`: the folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; or a
+        GGUF file. It may hold other named templates (in `additional_chat_templates/`, or a list in
         `tokenizer_config.json`): `tool_use` is for conversations with tools.
 
-    **Raises:** `FinetuneError` if there is no template, or if it is damaged.
+    **Raises:** `CheckpointError` if there is no template, or if it is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,7 +52,7 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
         except Exception as error:  # jinja2 writes Python, which may be nested too deeply, or not be Python
             problem = f"{type(error).__name__}: {shortened(str(error))}"
-            raise FinetuneError(f"The chat template in {directory} is damaged: {problem}") from None
+            raise CheckpointError(f"The chat template in {directory} is damaged: {problem}") from None
 
     def render(
         self,
@@ -118,13 +118,15 @@ def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     path, settings = directory / "tokenizer_config.json", {}
     if path.is_file():
         settings = read_json_file(path, "the settings of the tokeniser")
+    elif holds_gguf(directory):
+        settings = _of_gguf(open_gguf(directory).metadata)
     found = settings.get("chat_template") or []
     try:
         sources = {"default": found} if isinstance(found, str) else {x["name"]: x["template"] for x in found}
         if not all(isinstance(text, str) for pair in sources.items() for text in pair):
             raise TypeError
     except (KeyError, TypeError):
-        raise FinetuneError(
+        raise CheckpointError(
             f"{path} has chat_template={repr(found)[:60]}; it must be a text, or a list of objects with the "
             "texts name and template."
         ) from None
@@ -132,27 +134,37 @@ def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     sources |= {name: _text(file) for name, file in files.items() if file.is_file()}
     if "default" not in sources:
-        raise FinetuneError(
-            f"Rows of messages need a chat template; {directory} has none, neither "
-            "chat_template.jinja nor chat_template in tokenizer_config.json. "
-            "Use rows of prompt and completion."
+        raise CheckpointError(
+            f"{directory} has no chat template, which turns messages into text, neither chat_template.jinja "
+            "nor chat_template in tokenizer_config.json. Use texts in place of messages."
         )
     special = {}
     for name in _TOKENS:
         token = settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if not isinstance(token, str | None):
-            raise FinetuneError(f"{path} has {name}={quoted(settings[name])}; it must be a text.")
+            raise CheckpointError(f"{path} has {name}={quoted(settings[name])}; it must be a text.")
         if token:
             special[name] = token
     return sources, special
+
+
+def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a GGUF file holds of the tokeniser, under the names of `tokenizer_config.json`."""
+    settings: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    for name in _TOKENS:
+        number = metadata.get(f"tokenizer.ggml.{name}_id")
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            settings[name] = tokens[number]
+    return settings
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise FinetuneError(f"{path} is not UTF-8 text: {error}") from None
+        raise CheckpointError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _environment() -> Sandbox:
