@@ -14,7 +14,7 @@ class Count(NamedTuple):
     seconds: float
 
     def __add__(self, other: "Count") -> "Count":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Count(*map(sum, zip(self, other, strict=True)))
+        return Count(self.tokens + other.tokens, self.timed + other.timed, self.seconds + other.seconds)
 
 
 class Clock:
