@@ -55,7 +55,12 @@ REJECTED = ("fft_thunk.cc",)
 
 # To JAX, a value that no transform has seen is a tree: functions of trees take it apart, and say what does
 # not go with it.
-OF_TREES = ("tree structure", "lax.associative_scan", "outside `quaxlike.quaxify`")
+OF_TREES = (
+    "tree structure",
+    "lax.associative_scan",
+    "lax.custom_linear_solve",
+    "outside `quaxlike.quaxify`",
+)
 
 # What a value says that no transform has seen, and whose type has no operators.
 NO_OPERATORS = ("has no attribute 'T'", "bad operand type", "unsupported operand", "not subscriptable")
@@ -131,6 +136,8 @@ def outcomes(programs: Sequence[Program]) -> list[tuple[Program, Outcome | Findi
 
 def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     program = programs[0]  # where they are all alike
+    if program.origin != "argument" and not all(p.steps for p in programs):
+        return Outcome("declined", "to JAX, what no step has seen is a tree")
     leaves, treedef = jtu.tree_flatten(operands)
     varied = [leaf for leaf in leaves if _is_inexact(leaf)]
     others = {"z": [(0.5 * x).astype(x.dtype) for x in varied]}
