@@ -166,3 +166,14 @@ def test_a_backward_function_that_returns_another_dtype(make, dtype):
     expected = jax.grad(lambda a: jnp.sum(2.0 * ql.materialise(make(a))))(ONE)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected)
+
+
+def test_an_identity_that_a_branch_widens_keeps_the_type():
+    """`eqx.error_if` joins its operand with the result of a callback, which opens the base of an adapter."""
+    w = ql.LoraArray(jnp.ones((3, 3)), jnp.ones((1, 3)), jnp.ones((3, 1)))
+    check = lambda w: eqx.error_if(w, jnp.sum(jnp.ones(3)) < 0, "no")
+    total = lambda f, a: ql.materialise(ql.quaxify(f)(w.replace(a=a))).sum()
+    with ql.on_materialise("error"):
+        for f in (check, jax.jit(check)):
+            assert type(ql.quaxify(f)(w)) is ql.LoraArray
+            np.testing.assert_allclose(jax.grad(lambda a, f=f: total(f, a))(w.a), 3 * jnp.ones((1, 3)))

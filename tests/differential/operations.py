@@ -95,6 +95,7 @@ lax.cummax(x, {a}, reverse=True)
 lax.cumlogsumexp(x, {a})
 jnp.sort(x, axis={a})
 lax.top_k(x, 1)[0]
+lax.approx_max_k(x, 1)[0]
 jnp.flip(x, {a})
 jnp.flip(x)
 jnp.roll(x, {i}, {a})

@@ -32,7 +32,7 @@ from ..jaxprs.linearity import (
     map_parts,
 )
 from ..jaxprs.slots import Slot, flatten, has_cotangents, live_leaves, per_slot, split, spread, unflatten
-from ..jaxprs.unify import StructureError, conform, dense_as, map_parts_as
+from ..jaxprs.unify import StructureError, conform, dense_as, map_parts_as, unify
 from ..policy import dense, on_materialise
 from ..recording import Recorder, active, recording, shown_as
 from ..trace import QuaxTrace, builtin
@@ -68,11 +68,15 @@ def _custom_jvp(
         tangents_in = _tangents_in(slots, primals, tangents)
         outs = _call(trace, jvp, [*unflatten(slots, primals), *tangents_in])
         primals_out, tangents_out = split(outs, len(outs) // 2)
-        primals_out = results.linear(primals_out, tangents_out)
         forwarded = {
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, tangents_in, per_slot(slots, tangents), strict=True)
         }
+        kept = [
+            _is_zero(t) or _is_forwarded(flatten([x])[1][0], t, forwarded)
+            for x, t in zip(primals_out, tangents_out, strict=True)
+        ]
+        primals_out = results.linear(primals_out, tangents_out, kept)
         has_tangents = [
             _is_forwarded(flatten([x])[1][0], t, forwarded) or _has_tangent_of_its_form(x, t)
             for x, t in zip(primals_out, tangents_out, strict=True)
@@ -223,14 +227,18 @@ class _Results:
             return outs
         return [conform(x, slot, _WHAT) for x, slot in zip(outs, self.slots, strict=True)]
 
-    def linear(self, outs: Sequence[Any], tangents: Sequence[Any] | None = None) -> Sequence[Any]:
+    def linear(
+        self, outs: Sequence[Any], tangents: Sequence[Any] | None = None, kept: Sequence[bool] = ()
+    ) -> Sequence[Any]:
         """The results of a differentiated function, dense where they are not linear or their tangents are
-        dense."""
+        dense, but for those whose tangents are kept as they are."""
         if self.decided:
             return self._conform(outs)
         return [
-            x if _is_zero(t) else dense_as(_linear(x, _WHAT, _HINT), t, _WHAT)
-            for x, t in zip(outs, tangents or [None] * len(outs), strict=True)
+            x if keep else dense_as(_linear(x, _WHAT, _HINT), t, _WHAT)
+            for x, t, keep in zip(
+                outs, tangents or [None] * len(outs), kept or [False] * len(outs), strict=True
+            )
         ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
@@ -369,8 +377,15 @@ def _of_inexact(
 
 
 def _is_forwarded(slot: Slot, tangent: Any, forwarded: dict[int, tuple[Slot, Sequence[Any]]]) -> bool:
-    """Whether the tangent of a Value is that of an operand, forwarded, as in an identity function."""
-    return slot.treedef is not None and id(tangent) in forwarded and forwarded[id(tangent)][0] == slot
+    """Whether the tangent of a Value is that of an operand, forwarded, as in an identity function. A branch
+    may have widened the operand to the form of the Value."""
+    if slot.treedef is None or id(tangent) not in forwarded:
+        return False
+    operand = forwarded[id(tangent)][0]
+    try:
+        return operand == slot or (operand.avals == slot.avals and unify(operand, slot, _WHAT) == slot)
+    except StructureError:
+        return False
 
 
 def _has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
