@@ -9,7 +9,7 @@ tensors it finds.
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from .errors import CheckpointError, complain
 from .tensors import write_to
 
 
+@runtime_checkable
 class _Opened(Protocol):
     def is_current(self) -> bool: ...
 
