@@ -14,7 +14,7 @@ from .tensors import TensorInfo, Tensors
 BY_ROWS = frozenset({"fp8", "fbgemm_fp8", "mxfp8", "modelopt", "mxfp4", "mlx", "int8"})
 
 
-def dense_rows(tensors: Tensors, name: str) -> Rows:
+def dense_rows(tensors: Any, name: str) -> Rows:
     """The rows of a plain tensor."""
     shape = tensors.info[name].shape
 

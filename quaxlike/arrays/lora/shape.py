@@ -74,7 +74,7 @@ def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
 
 @register("broadcast_in_dim")
 def _broadcast_in_dim(
-    x: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    x: LoraArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ):
     """Adds new leading axes, as batch axes of `a` alone, or axes of size one anywhere."""
     n, n_new = x.ndim, len(shape) - x.ndim

@@ -50,7 +50,7 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: 
 
 @register("broadcast_in_dim")
 def _broadcast_in_dim(
-    w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
     """Adds axes, or stretches those of size one: they become leading axes, whose leaves are repeated."""
     if params.get("sharding") is not None:

@@ -32,7 +32,7 @@ def _transpose(x: BlockSparseArray, *, permutation: Sequence[int], **params: Any
 
 @register("broadcast_in_dim")
 def _broadcast_in_dim(
-    x: BlockSparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    x: BlockSparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
     if params.get("sharding") is not None or not leaves_are_stacked(x):
         return NotImplemented

@@ -62,7 +62,7 @@ def _squeeze(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> Any
 
 @register("broadcast_in_dim")
 def _broadcast_in_dim(
-    x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
     """Adds leading axes as batch axes; along other new axes, repeats every element."""
     if params.get("sharding") is not None:

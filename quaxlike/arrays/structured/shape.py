@@ -24,7 +24,7 @@ def _transpose(x: StructuredMatrix, *, permutation: Sequence[int]):
 
 @register("broadcast_in_dim")
 def _broadcast_in_dim(
-    x: StructuredMatrix, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    x: StructuredMatrix, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ):
     n, new = x.num_batch, len(shape) - 2
     *stack, i, j = broadcast_dimensions
