@@ -54,14 +54,14 @@ def _transpose(x: LoraArray, *, permutation: Sequence[int]):
 
 
 @register("rev")
-def _rev(x: LoraArray, *, dimensions: Sequence[int]):
+def _rev(x: LoraArray, *, dimensions: Sequence[Any]):
     """Reverses each part along those of these axes that it has."""
     own_axes = lambda own: [axis for axis, label in enumerate(own) if label in dimensions]
     return each(x, lambda part, own: jax.lax.rev(part, own_axes(own)))
 
 
 @register("squeeze")
-def _squeeze(x: LoraArray, *, dimensions: Sequence[int]):
+def _squeeze(x: LoraArray, *, dimensions: Sequence[Any]):
     left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
     if not left & {*x.out_axes} or not left & {*x.in_axes}:  # a single row or column is not a weight
         return jax.lax.squeeze(x.materialise(), dimensions)

@@ -26,7 +26,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 
 @register("rev")
-def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     """Reverses the window of a kernel, as the gradient of a convolution does."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)

@@ -37,7 +37,7 @@ def _reshape(w: AbstractQuantizedArray, *, new_sizes: Sequence[int], **params: A
 
 
 @register("squeeze")
-def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     gone = {w.permutation[axis] for axis in dimensions}
     if any(axis >= w.num_lead for axis in gone):
         shape = tuple(size for axis, size in enumerate(w.shape) if axis not in dimensions)
@@ -80,7 +80,7 @@ def _broadcast_in_dim(
     )
 
 
-def _broadcast_lead(w: _Q, lead: Sequence[int], dimensions: Sequence[int]) -> _Q:
+def _broadcast_lead(w: _Q, lead: Sequence[int], dimensions: Sequence[Any]) -> _Q:
     def broadcast(leaf: Array) -> Array:
         rest = leaf.shape[w.num_lead :]
         shape = (*lead, *rest)

@@ -47,7 +47,7 @@ def _reshape(x: BlockSparseArray, *, new_sizes: Sequence[int], **params: Any) ->
 
 
 @register("squeeze")
-def _squeeze(x: BlockSparseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def _squeeze(x: BlockSparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     if any(axis >= x.num_batch for axis in dimensions) or not leaves_are_stacked(x):
         return NotImplemented
     return squeeze_batch(x, dimensions)

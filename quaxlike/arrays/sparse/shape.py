@@ -49,7 +49,7 @@ def _reshape(x: SparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
 
 
 @register("squeeze")
-def _squeeze(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> Any:
+def _squeeze(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     n = x.num_batch
     x = squeeze_batch(x, [axis for axis in dimensions if axis < n])
     kept = [axis for axis in range(len(x.sizes)) if axis + n not in dimensions]
@@ -88,7 +88,7 @@ def _broadcast_in_dim(
 
 
 @register("rev")
-def _rev(x: SparseArray, *, dimensions: Sequence[int], **params: Any) -> SparseArray:
+def _rev(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> SparseArray:
     n = x.num_batch
     x = x.each(lambda leaf, _: lax.rev(leaf, [axis for axis in dimensions if axis < n]))
     if all(axis < n for axis in dimensions):

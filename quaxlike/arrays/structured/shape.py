@@ -53,7 +53,7 @@ def _reshape(x: StructuredMatrix, *, new_sizes: Sequence[int], dimensions: Any =
 
 
 @register("squeeze")
-def _squeeze(x: StructuredMatrix, *, dimensions: Sequence[int]):
+def _squeeze(x: StructuredMatrix, *, dimensions: Sequence[Any]):
     return NotImplemented if any(axis >= x.num_batch for axis in dimensions) else squeeze_batch(x, dimensions)
 
 
