@@ -258,7 +258,7 @@ def _merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
     return tuple(out)
 
 
-def _cut(digits: Any, low: int, high: int, size: int) -> Any:
+def _cut(digits: Any, low: Any, high: Any, size: int) -> Any:
     """The digits of an axis from `low` to `high`, which may lie outside of it; `...` if there are none."""
     if digits is None or (low, high) == (0, size):
         return digits
