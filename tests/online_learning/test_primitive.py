@@ -28,6 +28,7 @@ from quaxlike.online_learning import (
     register_primitive,
 )
 from quaxlike.primitives import DefinedPrimitive, MissingRuleError
+from tests.samples import wrong_types
 
 from ..primitives.jaxprs import primitives
 
@@ -226,6 +227,7 @@ REFUSED = {
 }
 
 
+@wrong_types
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_of_the_wrong_type_are_refused(name):
     options, message = REFUSED[name]
@@ -233,6 +235,7 @@ def test_arguments_of_the_wrong_type_are_refused(name):
         register_primitive("test_etp_refused", _scaled, **options)
 
 
+@wrong_types
 @pytest.mark.parametrize("slot", ["yw_to_w", "xy_to_dw", "init_drtrl", "init_pp"])
 def test_a_rule_is_a_function(slot):
     p = register_primitive("test_etp_slots", _scaled, replace=True)

@@ -11,6 +11,7 @@ import pytest
 from jax.errors import UnexpectedTracerError
 
 from quaxlike.primitives import custom_dce
+from tests.samples import wrong_types
 
 from .test_custom_dce import live
 
@@ -272,6 +273,7 @@ def test_no_rule():
             call(1.0)
 
 
+@wrong_types
 def test_what_cannot_be_called():
     f = custom_dce(lambda x: (x, x))
     with pytest.raises(TypeError, match=r"def_dce of custom_dce function <lambda> takes a function; found 3"):
