@@ -58,8 +58,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with importing_extra(parser):
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
-        from .errors import GenerateError
-        from .run import run
+        from .run import GenerateError, run
     start = time.perf_counter()
     try:
         count = run(arguments, sys.stdout, _say)

@@ -9,12 +9,16 @@ import jax
 
 from .._interrupts import interrupts_deferred, take_interrupt
 from ..interop.chat import ChatTemplate
+from ..interop.errors import ErrorAboutFiles
 from ..interop.text import TextTokenizer
 from ..models import Conversation, Decoder
-from .errors import GenerateError
 from .stream import Count, Stream
 
 _HELP = "Type a message. Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
+
+
+class GenerateError(ErrorAboutFiles):
+    """Texts cannot be generated, for the reason in the message."""
 
 
 def chat(

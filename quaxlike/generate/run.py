@@ -16,8 +16,7 @@ from ..interop.text import TextTokenizer
 from ..models import Decoder, UnsupportedConfigError, generate, load
 from ..sharding.meshes import mesh_from_text
 from ..sharding.reading import usual_rule
-from .chat import chat
-from .errors import GenerateError
+from .chat import GenerateError, chat
 from .stream import Clock, Count, Stream
 
 
