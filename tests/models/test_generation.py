@@ -201,5 +201,9 @@ def test_conversations_that_do_not_fit():
     model, _ = load(folder("qwen2"))
     with pytest.raises(ValueError, match="`ids` must be from 0 to"):
         Conversation(model).answer([10**6], max_new_tokens=1)
+
+
+@wrong_types
+def test_conversations_with_what_is_no_decoder():
     with pytest.raises(ValueError, match=r"Conversation takes a Decoder .*; found dict"):
         Conversation({})

@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Sequence
 from types import NotImplementedType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, SupportsIndex
 
 import equinox as eqx
 import jax
@@ -123,7 +123,9 @@ class SparseArray(ArrayOperators, SparseStack):
 
     @classmethod
     @checked
-    def from_coo(cls, data: ArrayLike, indices: Any, shape: Sequence[int]) -> "SparseArray":
+    def from_coo(
+        cls, data: ArrayLike, indices: Any, shape: Sequence[SupportsIndex] | Array
+    ) -> "SparseArray":
         """Makes an array from elements and their indices, in any order; duplicates are summed.
 
         **Arguments:**
