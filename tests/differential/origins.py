@@ -12,6 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+import quaxlike as ql
+
 from .transforms import AS_OPERAND, INNER, OUTER, Function, scaled
 
 Origin = Callable[..., Any]
@@ -83,7 +85,9 @@ def made(make: Any, quaxify: Any, inside: Any, chain: Function, leaves: Any, ops
 @_origin
 def made_inside(make: Any, quaxify: Any, inside: Any, chain: Function, leaves: Any, ops: Any) -> Any:
     like_leaves = jtu.tree_map(lambda x: 0.5 * x, leaves)
-    return quaxify(inside(lambda leaves, ops: chain(make(leaves), ops)))(leaves, ops | {"z": like_leaves})
+    # To a transform what its function returns is a tree, of whose leaves it takes squares and cotangents.
+    dense = lambda leaves, ops: ql.materialise(chain(make(leaves), ops))
+    return quaxify(inside(dense))(leaves, ops | {"z": like_leaves})
 
 
 @_origin
