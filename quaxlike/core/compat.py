@@ -369,17 +369,30 @@ def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
                 yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
 
 
-# JAX, and libraries that wrap functions only to check the types of their arguments.
-_MACHINERY = tuple(
-    f"{pathlib.Path(str(importlib.util.find_spec(name).origin)).parent}{os.sep}"  # pyright: ignore
-    for name in ("jax", "jaxlib", "jaxtyping", "beartype")
-)
+def _folders(*packages: str) -> tuple[str, ...]:
+    specs: Any = map(importlib.util.find_spec, packages)
+    return tuple(f"{pathlib.Path(spec.origin).parent}{os.sep}" for spec in specs)
+
+
+# Libraries that wrap functions only to check the types of their arguments.
+_CHECKERS = (*_folders("jaxtyping", "beartype"), "<@beartype")
+_MACHINERY = (*_folders("jax", "jaxlib"), *_CHECKERS)
+
+
+def calling_frame() -> types.FrameType:
+    """The frame that called the function that asks, past those that check annotations."""
+    frame: Any = sys._getframe(0)
+    for _ in range(2):
+        frame = frame.f_back
+        while frame.f_code.co_filename.startswith(_CHECKERS):
+            frame = frame.f_back
+    return frame
 _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 
 @functools.cache
 def is_internal(file: str) -> bool:
-    if file.startswith((*_MACHINERY, *_OURS, "<frozen ", "<@beartype")):
+    if file.startswith((*_MACHINERY, *_OURS, "<frozen ")):
         return True
     # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.
     return file.startswith(_STDLIB) and "-packages" not in file

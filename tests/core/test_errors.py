@@ -130,6 +130,22 @@ class TestResultsOfRules:
             with pytest.raises(ql.RuleError):
                 f(Box(X))
 
+    def test_a_materialise_that_asks_for_its_own_dtype(self):
+        """It is checked against `aval` once, not again for what it asks."""
+        asked = []
+
+        class Cautious(Box):
+            def aval(self):
+                return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+            def materialise(self):
+                asked.append(self.dtype)
+                return self.array
+
+        with jax.enable_checks(True):
+            assert Cautious(X).shape == (2, 3)
+        assert asked == [X.dtype]
+
     def test_a_type_may_have_dtypes_of_its_own(self):
         class Own(Box):
             own_dtypes = True

@@ -40,10 +40,10 @@ class Refused:
         self.raises = pytest.raises(self.error, match=f"(?s){self.message}")
         self.info = self.raises.__enter__()
         self.most = _most_memory()
-        self.start = time.perf_counter()
+        self.start = time.process_time()
 
     def __exit__(self, *error):
-        seconds = time.perf_counter() - self.start
+        seconds = time.process_time() - self.start
         self.raises.__exit__(*error)
         assert seconds < _SECONDS
         assert _most_memory() - self.most < _BYTES
@@ -163,10 +163,10 @@ def test_expressions_of_adapters(pattern, tmp_path):
 
 
 def _within_limits(read):
-    start = time.perf_counter()
+    start = time.process_time()
     with contextlib.suppress(CheckpointError):
         read()
-    assert time.perf_counter() - start < _SECONDS
+    assert time.process_time() - start < _SECONDS
 
 
 def sentencepiece(tokens):
@@ -187,9 +187,9 @@ def test_long_tokens_of_gguf(tmp_path):
     # Cuts are tried at the lengths that tokens have.
     many = [*usual, *(f"{i:01000}" for i in range(1_000))]
     interop.save(tmp_path / "x.gguf", {"a": jnp.ones(32)}, "gguf", metadata=sentencepiece(many))
-    start = time.perf_counter()
+    start = time.process_time()
     described = json.loads(interop.read_tokenizer(tmp_path / "x.gguf"))
-    assert time.perf_counter() - start < _SECONDS
+    assert time.process_time() - start < _SECONDS
     assert described["model"]["merges"] == [["a", "b"], ["a", "ab"]]
 
 
