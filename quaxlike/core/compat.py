@@ -387,6 +387,8 @@ def calling_frame() -> types.FrameType:
         while frame.f_code.co_filename.startswith(_CHECKERS):
             frame = frame.f_back
     return frame
+
+
 _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 

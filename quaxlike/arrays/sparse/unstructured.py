@@ -123,9 +123,7 @@ class SparseArray(ArrayOperators, SparseStack):
 
     @classmethod
     @checked
-    def from_coo(
-        cls, data: ArrayLike, indices: Any, shape: Sequence[SupportsIndex] | Array
-    ) -> "SparseArray":
+    def from_coo(cls, data: ArrayLike, indices: Any, shape: Sequence[SupportsIndex] | Array) -> "SparseArray":
         """Makes an array from elements and their indices, in any order; duplicates are summed.
 
         **Arguments:**
