@@ -25,6 +25,7 @@ from .blocks import settings as subsettings
 from .errors import complain, quoted
 from .file_pair import Pair, consistent
 from .gguf import Gguf, holds_gguf, open_gguf
+from .gguf_metadata import plain
 from .gguf_tokenizer import tokenizer_of
 from .json_text import read_json, read_json_file
 from .rows import BY_ROWS, dense_rows, rows_of_weight
@@ -265,7 +266,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     if not holds_gguf(path):
         raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")
     gguf = open_gguf(path)
-    return json.dumps(tokenizer_of(gguf.path, gguf.metadata))
+    return json.dumps(tokenizer_of(gguf.path, plain(gguf.metadata)))
 
 
 # Suffixes of no use on their own: a file that has one without its weight is damaged, or of another format.

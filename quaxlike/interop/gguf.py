@@ -16,7 +16,7 @@ import numpy as np
 from ..core.quaxify import quaxify
 from .errors import complain
 from .gguf_blocks import BLOCK_TYPES, read_blocks
-from .gguf_metadata import MAGIC, Cursor, read_value
+from .gguf_metadata import MAGIC, Cursor, plain, read_value
 from .gguf_models import architecture_of, config_of, joined, name_of, row_order
 from .open_file import OpenFile
 from .tensors import are_sizes, as_jax
@@ -54,7 +54,8 @@ class Gguf(Mapping[str, Any]):
 
     **Attributes:**
 
-    - `metadata`: the keys and values of the file, including the tokeniser.
+    - `metadata`: the keys and values of the file, including the tokeniser; NumPy's where `save` would write
+        a number of Python with another type.
     - `config`: the equivalent of transformers' `config.json`, if the architecture is in the table.
     """
 
@@ -75,7 +76,8 @@ class Gguf(Mapping[str, Any]):
         if total != len(found):
             raise complain(path, "split.tensors.count", f"is {total}; the parts hold {len(found)} tensors")
         self._tensors = found
-        self._architecture = architecture_of(self.metadata)
+        self._plain = plain(self.metadata)
+        self._architecture = architecture_of(self._plain)
         stacks = joined(found) if self._architecture else {}
         parts = {part for stack in stacks.values() for part in stack}
         self._sources = {
@@ -84,7 +86,7 @@ class Gguf(Mapping[str, Any]):
         if len(self._sources) < len(found) - len(parts) + len(stacks):
             raise complain(path, None, "two tensors have the same name")
         shapes = {name: tensor.shape for name, tensor in found.items()}
-        self.config = config_of(path, self.metadata, shapes, lambda name: np.asarray(self._read(name)))
+        self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
 
     def is_current(self) -> bool:
         """Whether no file has been replaced since it was opened."""
@@ -114,7 +116,7 @@ class Gguf(Mapping[str, Any]):
     def _read(self, name: str) -> Any:
         tensor = self._tensors[name]
         data = np.frombuffer(tensor.file.read(tensor.start, tensor.nbytes, name), np.uint8)
-        rows = row_order(tensor.file.path, name, tensor.shape, self.metadata)
+        rows = row_order(tensor.file.path, name, tensor.shape, self._plain)
         if tensor.kind not in _PLAIN:
             return read_blocks(BLOCK_TYPES[tensor.kind][1], data, tensor.shape, rows)
         plain = data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)

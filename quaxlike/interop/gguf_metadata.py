@@ -1,16 +1,46 @@
 """The keys and values of a GGUF file, read with bounds checked before anything is allocated, and written."""
 
+import re
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
 import numpy as np
 
 from .errors import complain
 
 MAGIC = b"GGUF"
 _NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
+_DTYPES = tuple(None if name is None else np.dtype(name) for name in _NUMBERS)
+_NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES) if dtype is not None}
 _STRING, _ARRAY = 8, 9
+# The dtypes that numbers of Python are written with, alone and in lists.
+_OF_NUMBERS, _OF_LISTS = (tuple(map(np.dtype, names)) for names in (("<u4", "<f4", "?"), ("<i4", "<f4", "?")))
+
+# The types of known keys, which llama.cpp insists on: gguf-py/gguf/gguf_writer.py.
+_FLOATS = (
+    *(r"\w+_epsilon", "freq_base", "freq_base_swa", r"scaling\.factor", r"scaling\.(yarn_)?attn_factor"),
+    *(r"scaling\.yarn_\w+", r"\w+_softcapping", r"(\w+_)?scale", "clamp_kqv", "max_alibi_bias"),
+)
+_WHOLE = (
+    *("alignment", "quantization_version", "file_type", "vocab_size", "context_length", "embedding_length"),
+    *("block_count", "feed_forward_length", "expert_count", "expert_used_count", "head_count"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length", "leading_dense_block_count"),
+    *("head_count_kv", "key_length", "value_length", "sliding_window", "dimension_count"),
+    *("original_context_length", "token_type_count", r"\w+_token_id"),
+)
+_TRUTHS = (
+    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces"),
+    *("causal", "finetuned", "use_parallel_residual", "expert_weights_norm"),
+)
+_SCALARS = tuple(
+    (dtype, re.compile(rf".+\.({'|'.join(names)})"))
+    for dtype, names in (("<f4", _FLOATS), ("<u4", _WHOLE), ("?", _TRUTHS))
+)
+_ARRAYS = {f"tokenizer.ggml.{key}": dtype for key, dtype in
+           (("token_type", "<i4"), ("scores", "<f4"), ("suppress_tokens", "<i4"))}  # fmt: skip
 
 
 class Cursor:
@@ -48,7 +78,8 @@ class Cursor:
 
 
 def read_value(cursor: Cursor, depth: int = 0) -> Any:
-    """Reads a type, and a value of it."""
+    """Reads a type, and a value of it: a number, a text or a list; of NumPy if `encode_value` would give the
+    same number in Python another type."""
     return _value(cursor, cursor.number("<u4"), depth)
 
 
@@ -63,19 +94,26 @@ def _value(cursor: Cursor, kind: int, depth: int) -> Any:
         dtype = _dtype(cursor, inner)
         if dtype is None:
             cursor.expect(count, 8, "elements of an array")
-            return [_value(cursor, inner, depth + 1) for _ in range(count)]
+            texts = [_value(cursor, inner, depth + 1) for _ in range(count)]
+            return texts or np.array([], str)
         cursor.expect(count, dtype.itemsize, "elements of an array")
-        return np.frombuffer(cursor.take(count * dtype.itemsize), dtype).tolist()
+        found = np.frombuffer(cursor.take(count * dtype.itemsize), dtype)
+        return found.tolist() if count and dtype in _OF_LISTS else found.copy()
     dtype = _dtype(cursor, kind)
     assert dtype is not None
-    return cursor.number(dtype.str)
+    found = np.frombuffer(cursor.take(dtype.itemsize), dtype)[0]
+    return found.item() if dtype in _OF_NUMBERS else found
 
 
 def _dtype(cursor: Cursor, kind: int) -> np.dtype | None:
-    if kind >= len(_NUMBERS):
+    if kind >= len(_DTYPES):
         raise complain(cursor.path, None, f"unknown value type {kind} at byte {cursor.at:,}")
-    name = _NUMBERS[kind]
-    return None if name is None else np.dtype(name)
+    return _DTYPES[kind]
+
+
+def plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata with numbers and lists of Python in place of NumPy's."""
+    return {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in metadata.items()}
 
 
 def encode_text(text: str) -> bytes:
@@ -83,29 +121,86 @@ def encode_text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def encode_value(value: Any) -> bytes:
+def encode_value(value: Any, key: str = "") -> bytes:
     """A value, preceded by its type.
 
-    **Raises:** `TypeError` for a value that the format has no type for.
+    The type of a known key is the format's. Otherwise numbers and arrays of NumPy keep their dtype; whole
+    numbers of Python are uint32 where they fit, and int32 in a list; others are float32, as in the files of
+    llama.cpp.
+
+    **Raises:** `TypeError` or `OverflowError` for a value that the format, or the key, has no type for.
     """
+    is_list = isinstance(value, list | tuple) or np.ndim(value) > 0
+    known = _ARRAYS.get(key) if is_list else next((t for t, keys in _SCALARS if keys.fullmatch(key)), None)
+    if known is not None and np.asarray(value).dtype.kind in ("biu" if known == "?" else "iuf"):
+        value = _as_dtype(value, np.dtype(known))
     kind, raw = _encode(value)
     return struct.pack("<I", kind) + raw
 
 
 def _encode(value: Any) -> tuple[int, bytes]:
-    if isinstance(value, bool):
-        return 7, struct.pack("<?", value)
     if isinstance(value, str):
         return _STRING, encode_text(value)
-    if isinstance(value, int):
-        kind, code = (4, "<I") if 0 <= value < 2**32 else (11, "<q")
-        return kind, struct.pack(code, value)
-    if isinstance(value, float):
-        return 6, struct.pack("<f", value)
-    if isinstance(value, list | tuple) and value:
+    if isinstance(value, list | tuple):
+        value = _array(value)
+    if isinstance(value, list):  # of texts, or of arrays
         parts = [_encode(x) for x in value]
-        kinds = {kind for kind, _ in parts}
-        if len(kinds) > 1:
-            raise TypeError(f"the elements of an array must be of one type; found the types {sorted(kinds)}")
-        return _ARRAY, struct.pack("<IQ", kinds.pop(), len(parts)) + b"".join(raw for _, raw in parts)
-    raise TypeError(f"GGUF has no type for {value!r}")
+        return _ARRAY, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(raw for _, raw in parts)
+    if type(value) in (bool, int, float):
+        value = _as_dtype(value, _dtype_of_number(value))
+    if not isinstance(value, np.ndarray | np.generic | jax.Array):
+        raise TypeError(f"GGUF has no type for {value!r}")
+    found = np.asarray(value)
+    if found.ndim > 1 or (found.ndim and found.size and found.dtype.kind == "U"):
+        return _encode(found.tolist() if found.dtype.kind == "U" else list(found))
+    kind = _STRING if found.dtype.kind == "U" else _NUMBER_OF.get(found.dtype.newbyteorder("<"))
+    if kind is None:
+        raise TypeError(f"GGUF has no type for {found.dtype}")
+    raw = found.astype(found.dtype.newbyteorder("<")).tobytes()
+    return (_ARRAY, struct.pack("<IQ", kind, found.size) + raw) if found.ndim else (kind, raw)
+
+
+def _array(value: Sequence[Any]) -> Any:
+    """The numbers of a list as an array, or a list of texts or of arrays."""
+    kinds = {type(x) for x in value}
+    if kinds and (kinds <= {str} or kinds <= {list, tuple, np.ndarray}):
+        return list(value)
+    if kinds and kinds <= {int, float}:
+        whole, least, most = kinds == {int}, min(value), max(value)
+        return _as_dtype(value, np.dtype(_smallest(least, most, "<i4", "<i8", "<u8") if whole else "<f4"))
+    if kinds == {bool}:
+        return np.asarray(value)
+    if len({x.dtype for x in value if isinstance(x, np.generic)}) == 1 and len(kinds) == 1:
+        return np.asarray(value)
+    names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
+    raise TypeError(f"the elements of an array must be of one type; found {names}")
+
+
+def _dtype_of_number(value: bool | int | float) -> np.dtype:
+    if isinstance(value, bool):
+        return np.dtype("?")
+    return np.dtype(
+        "<f4" if isinstance(value, float) else _smallest(value, value, "<u4", "<i4", "<i8", "<u8")
+    )
+
+
+def _smallest(least: int, most: int, *dtypes: str) -> str:
+    """The first of these integers, or else the last, that these numbers fit."""
+    fits = lambda name: np.iinfo(name).min <= least and most <= np.iinfo(name).max
+    return next(filter(fits, dtypes), dtypes[-1])
+
+
+def _as_dtype(value: Any, dtype: np.dtype) -> np.ndarray:
+    """Raises `OverflowError` unless the numbers fit."""
+    given = np.asarray(value)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = given.astype(dtype)
+    fits = np.isfinite(given) == np.isfinite(out) if dtype.kind == "f" else given == out
+    if not np.all(fits):
+        raise OverflowError(f"{dtype.name} has no place for {_short(value)}")
+    return out
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}…"

@@ -159,6 +159,15 @@ def original_name(name: str, architecture: Architecture | None) -> str:
     return f"blk.{layer}.{inner[stem]}.{kind}" if stem in inner else name
 
 
+def halves_of(name: str, architecture: Architecture | None) -> tuple[str, str] | None:
+    """The two llama.cpp tensors that a stack of experts consists of; None for any other array."""
+    (gate, up), whole = _JOINED
+    found = re.fullmatch(rf"model\.layers\.(\d+)\.{re.escape(whole)}", name)
+    if found is None or architecture is None:
+        return None
+    return f"blk.{found[1]}.{gate}.weight", f"blk.{found[1]}.{up}.weight"
+
+
 def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """The stacks of experts that two llama.cpp tensors make up: from the stack's name to theirs."""
     (gate, up), whole = _JOINED
@@ -307,6 +316,8 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"config.json has no {entry}, which GGUF needs.")
         if value is not None:
             values[key] = float(value) if entry in ("rms_norm_eps", "rope_theta") else value
+    if "attention.key_length" in values:
+        values["attention.value_length"] = values["attention.key_length"]
     scalar = config.get("query_pre_attn_scalar")
     if architecture.large and scalar != (derived := _scalar(architecture, config)):
         raise ValueError(

@@ -10,22 +10,36 @@ from typing import Any
 
 from .errors import complain, quoted
 
-# How text is split before pairs are merged, by `tokenizer.ggml.pre`.
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _THREE_DIGITS = (rf"{_CONTRACTED}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",)
 _ONE_DIGIT = (rf"{_CONTRACTED}|{_LETTERS}|\p{{N}}|{_REST}",)
-_PATTERNS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (_GPT2,)),
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+
+
+def _cased(ending: str, digits: str) -> tuple[str, ...]:
+    word = r"[^\r\n\p{L}\p{N}]?"
+    return (f"{word}{_UPPER}*{_LOWER}+{ending}|{word}{_UPPER}+{_LOWER}*{ending}|{digits}|{_SLASHED}",)
+
+
+#: How text is split before pairs are merged, by `tokenizer.ggml.pre`; the usual name first.
+PATTERNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _THREE_DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _ONE_DIGIT),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("gpt-4o", "llama4"), _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}")),
+    "tekken": _cased("", r"\p{N}"),
 }
-_BEGINS = ("llama-bpe", "llama3", "llama-v3")  # texts begin with BOS unless the file says otherwise
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-_LONGEST = 1_024  # characters of a token that others are merged to, which is cut in two at each place
+#: A split text that is a token stays one, whatever the merges make of it; and texts begin with BOS unless the
+#: file says otherwise.
+IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+#: The most characters of a token that others are merged to, which is cut in two at each place.
+LONGEST = 1_024
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,17 +69,17 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         raise bad("tokens", "two of them have the same text")
-    special = (_UNKNOWN, _CONTROL)
+    special = (UNKNOWN, CONTROL)
     added = [
         {
             "id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
             "normalized": False, "special": kind in special,
         }
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (*special, _USER_DEFINED)
+        if kind in (*special, USER_DEFINED)
     ]  # fmt: skip
     parts = _byte_level(vocab, get, bad) if model == "gpt2" else _sentencepiece(vocab, kinds, get, bad)
-    begins = get("add_bos_token", model == "llama" or get("pre") in _BEGINS)
+    begins = get("add_bos_token", model == "llama" or get("pre") in IGNORE_MERGES)
     ends = get("add_eos_token", False)
     around = [_token(tokens, get(f"{name}_token_id"), name, bad) for name, there in
               (("bos", begins), ("eos", ends)) if there]  # fmt: skip
@@ -83,17 +97,17 @@ def _byte_level(vocab: dict[str, int], get: Any, bad: Any) -> dict[str, Any]:
     strangers = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocab.keys()]
     if strangers:
         raise bad("merges", f"{quoted(strangers[0])} are not two tokens that form a third")
-    if not isinstance(pre, str) or pre not in _PATTERNS:
-        known = ", ".join(_PATTERNS)
+    if not isinstance(pre, str) or pre not in PATTERNS:
+        known = ", ".join(PATTERNS)
         raise bad(
             "pre", f"{known} can be read; found {quoted(pre)}. Use the tokenizer.json of the model instead"
         )
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in _PATTERNS[pre]
+        for regex in PATTERNS[pre]
     ]
-    model = _bpe(vocab, pairs, ignore_merges=pre in _BEGINS)
+    model = _bpe(vocab, pairs, ignore_merges=pre in IGNORE_MERGES)
     return {
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
@@ -109,9 +123,9 @@ def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, bad: Any) 
         raise bad("scores", f"expected one for each of {len(vocab)} tokens")
     if not all(type(score) in (int, float) for score in scores):
         raise bad("scores", "expected numbers")
-    plain = {token: i for token, i in vocab.items() if kinds[i] not in (_UNKNOWN, _CONTROL, _BYTE)}
-    if long := next((token for token in plain if len(token) > _LONGEST), None):
-        problem = f"number {plain[long]} has {len(long):,} characters; at most {_LONGEST:,} can be merged"
+    plain = {token: i for token, i in vocab.items() if kinds[i] not in (UNKNOWN, CONTROL, BYTE)}
+    if long := next((token for token in plain if len(token) > LONGEST), None):
+        problem = f"number {plain[long]} has {len(long):,} characters; at most {LONGEST:,} can be merged"
         raise bad("tokens", problem)
     lengths = set(map(len, plain))
     order = sorted((token for token in plain if len(token) > 1), key=lambda token: -scores[plain[token]])
@@ -126,7 +140,7 @@ def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, bad: Any) 
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     steps = [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space]
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    unknown = next((token for token, i in vocab.items() if kinds[i] == _UNKNOWN), None)
+    unknown = next((token for token, i in vocab.items() if kinds[i] == UNKNOWN), None)
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,

@@ -15,14 +15,12 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 
-from ..errors import CheckpointError, quoted, shortened
-from ..gguf import holds_gguf, open_gguf
-from ..json_text import read_json_file
+from ..errors import CheckpointError, shortened
+from ..templates import read_templates
 from .answers import find_answers
 from .sandbox import Sandbox
 
 _MOST_CHARACTERS = 1 << 23  # of a conversation
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Rendered(NamedTuple):
@@ -46,7 +44,13 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path) -> None:
-        sources, self._special = _read(directory)
+        sources, self._special = read_templates(directory)
+        if "default" not in sources:
+            raise CheckpointError(
+                f"{directory} has no chat template, which turns messages into text, neither "
+                "chat_template.jinja nor chat_template in tokenizer_config.json. Use texts in place of "
+                "messages."
+            )
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
@@ -111,60 +115,6 @@ class ChatTemplate:
             return self.render(some, add_generation_prompt=prompt, **options).text
 
         return Rendered(whole.text, find_answers(render, messages))
-
-
-def _read(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The templates by name, and the special tokens."""
-    path, settings = directory / "tokenizer_config.json", {}
-    if path.is_file():
-        settings = read_json_file(path, "the settings of the tokeniser")
-    elif holds_gguf(directory):
-        settings = _of_gguf(open_gguf(directory).metadata)
-    found = settings.get("chat_template") or []
-    try:
-        sources = {"default": found} if isinstance(found, str) else {x["name"]: x["template"] for x in found}
-        if not all(isinstance(text, str) for pair in sources.items() for text in pair):
-            raise TypeError
-    except (KeyError, TypeError):
-        raise CheckpointError(
-            f"{path} has chat_template={repr(found)[:60]}; it must be a text, or a list of objects with the "
-            "texts name and template."
-        ) from None
-    files = {"default": directory / "chat_template.jinja"}
-    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    sources |= {name: _text(file) for name, file in files.items() if file.is_file()}
-    if "default" not in sources:
-        raise CheckpointError(
-            f"{directory} has no chat template, which turns messages into text, neither chat_template.jinja "
-            "nor chat_template in tokenizer_config.json. Use texts in place of messages."
-        )
-    special = {}
-    for name in _TOKENS:
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(token, str | None):
-            raise CheckpointError(f"{path} has {name}={quoted(settings[name])}; it must be a text.")
-        if token:
-            special[name] = token
-    return sources, special
-
-
-def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a GGUF file holds of the tokeniser, under the names of `tokenizer_config.json`."""
-    settings: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
-    for name in _TOKENS:
-        number = metadata.get(f"tokenizer.ggml.{name}_id")
-        if isinstance(number, int) and 0 <= number < len(tokens):
-            settings[name] = tokens[number]
-    return settings
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _environment() -> Sandbox:
