@@ -6,9 +6,9 @@ Source: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -86,26 +86,30 @@ class Architecture:
     """Whether the rows of q and k are in the order of llama.cpp's rotary embedding."""
     norm_offset: float | int = 0
     """The number that has been added to the weights of norms in files."""
+    output: Literal["", "own", "tied"] = ""
+    """Whether llama.cpp wants an output layer of its own in files, or only the embedding; either by default."""
     large: int = 0
     """The number of layers of the Gemma whose scores are scaled by another head size."""
 
 
 _GEMMA = Architecture(
     "Gemma2ForCausalLM", "gemma2", parts={**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
-    keys=_GEMMA_KEYS, norm_offset=1, large=46,
+    keys=_GEMMA_KEYS, norm_offset=1, output="tied", large=46,
 )  # fmt: skip
 #: By `general.architecture`.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", permuted=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", keys=_EXPERT_KEYS),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", keys=_EXPERT_KEYS, output="own"),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}
     ),
     "gemma2": _GEMMA,
-    "gemma3": dataclasses.replace(_GEMMA, model="Gemma3ForCausalLM", model_type="gemma3_text", large=62),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", parts=_AFTER),
+    "gemma3": dataclasses.replace(
+        _GEMMA, model="Gemma3ForCausalLM", model_type="gemma3_text", output="", large=62
+    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", parts=_AFTER, output="own"),
     "phi3": Architecture(
         "Phi3ForCausalLM", "phi3",
         parts={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -157,6 +161,13 @@ def original_name(name: str, architecture: Architecture | None) -> str:
     if found[2] in inner:  # a stack of experts
         return f"blk.{layer}.{inner[found[2]]}.weight"
     return f"blk.{layer}.{inner[stem]}.{kind}" if stem in inner else name
+
+
+def original_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
+    """llama.cpp's names, by those of transformers; a stack that it cuts in two has that of the first part."""
+    architecture = architecture_of(metadata)
+    halves = {name: halves_of(name, architecture) for name in names}
+    return {name: pair[0] if pair else original_name(name, architecture) for name, pair in halves.items()}
 
 
 def halves_of(name: str, architecture: Architecture | None) -> tuple[str, str] | None:
@@ -299,8 +310,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     names = {a.model_type: name for name, a in ARCHITECTURES.items()} | _SAME
     if kind not in names:
         raise ValueError(
-            f"config.json has model_type={kind!r}; GGUF can be written for {', '.join(names)}. Pass "
-            "your own `metadata` instead of `config`."
+            f"config.json has model_type={kind!r}; metadata of GGUF is known for {', '.join(names)}."
         )
     name, rope = names[kind], _rope_parameters(config)
     architecture = _MIXTRAL if kind == "mixtral" else ARCHITECTURES[name]

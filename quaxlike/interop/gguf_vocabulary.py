@@ -22,7 +22,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 def vocabulary_of(folder: Path, config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file.
+    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file.
 
     **Arguments:**
 
@@ -49,12 +49,28 @@ def vocabulary_of(folder: Path, config: Mapping[str, Any], rows: int) -> dict[st
     around = {kind: _number(path, ids, token) for kind, token in (("bos", begins), ("eos", ends)) if token}
     keys |= {"tokens": tokens, "token_type": kinds} | _special(folder, config, ids, around)
     keys |= {"add_bos_token": begins is not None, "add_eos_token": ends is not None}
+    strips = any(token.get("rstrip") for token in described.get("added_tokens") or ())
+    name = _name(folder, config, strips)
     templates, _ = read_templates(folder)
     named = {f".{name}": text for name, text in templates.items() if name != "default"}
     texts = {"": templates["default"], **named} if "default" in templates else named
     out = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     out |= {f"tokenizer.chat_template{name}": text for name, text in texts.items()}
+    out |= {} if name is None else {"general.name": name}
     return out | ({"tokenizer.chat_templates": [name[1:] for name in named]} if named else {})
+
+
+def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
+    """The name of the model. By it, llama.cpp decides whether tokens of Phi-3 take the spaces after them, and
+    does not load other models of such a name."""
+    name = folder.resolve().name
+    named = any(word in name.lower() for word in ("phi-3", "phi3"))
+    if strips and config.get("model_type") != "phi3":
+        problem = "tokens have rstrip=true; llama.cpp keeps the text around tokens, but for those of Phi-3"
+        raise complain(folder / "tokenizer.json", "added_tokens", problem)
+    if strips:
+        return name if named else f"Phi-3 {name}"
+    return None if named else name
 
 
 def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -100,9 +116,9 @@ def _tokens(
                 raise complain(
                     path, "added_tokens", f"expected tokens with id and content; found {quoted(token)}"
                 )
-        if stripped := [key for key in ("single_word", "lstrip", "rstrip") if token.get(key)]:
-            problem = f"has {stripped[0]}=true; llama.cpp keeps the text around tokens"
-            raise complain(path, "added_tokens", f"{quoted(text)} {problem}")
+        if flag := next((key for key in ("single_word", "lstrip") if token.get(key)), None):
+            problem = f"{quoted(text)} has {flag}=true; llama.cpp keeps the text around tokens"
+            raise complain(path, "added_tokens", problem)
         if i >= rows:  # the model has no embedding for it, and cannot take it
             continue
         if texts.get(i, text) != text or vocab.get(text, i) != i or added.get(text, i) != i:

@@ -69,7 +69,7 @@ def write(
 
     **Arguments:**
 
-    - `path`: the file.
+    - `path`: the file, whose folder is created if it does not exist.
     - `mapping`: arrays and quantised arrays by their names in transformers.
     - `metadata`: keys and values.
     - `quantize`: one of `TYPES` for the weights. As in llama.cpp, vectors and routers are of float32, rows
@@ -106,6 +106,7 @@ def write(
         number = _KINDS[tensor.kind].number
         head.append(struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape[::-1], number, offset))
         offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(_padded(b"".join(head)))
         for tensor in tensors.values():

@@ -30,6 +30,7 @@ from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
+from .to_gguf import save_gguf
 
 # The configuration and the model, by the architecture in `config.json`.
 ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
@@ -106,24 +107,40 @@ def load(
 
 
 @checked
-def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
-    """Writes a model to a directory that transformers loads.
+def save(
+    directory: str | os.PathLike[str],
+    model: PyTree,
+    source: str | os.PathLike[str],
+    *,
+    format: str = "safetensors",
+    quantize: str | None = None,
+) -> None:
+    """Writes a model to a directory that transformers loads, or to a GGUF file that llama.cpp runs.
 
     Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
     by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
-    transformers, and replace those of another model in the directory.
+    transformers, and replace those of another model in the directory. A GGUF file holds the configuration, the
+    tokeniser and the chat templates itself.
 
     **Arguments:**
 
-    - `directory`: the folder to write to, which is created if it does not exist.
+    - `directory`: the folder to write to, which is created if it does not exist. For GGUF, the file; or a folder,
+        for `model.gguf` in it.
     - `model`: the result of [`quaxlike.models.load`][], possibly with other weights: plain arrays; `NF4Array`
         or `FP4Array`, written in bitsandbytes' format; `BlockArray` of the codec `mxfp4`, in GPT-OSS's
         format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
-    - `source`: the directory that it was read from.
+        For GGUF: plain arrays, and `BlockArray` of the codecs `q8_0` and `q4_0`.
+    - `source`: the directory that it was read from; for GGUF, that or a GGUF file.
+    - `format`: `"safetensors"` or `"gguf"`.
+    - `quantize`: how a GGUF file stores weights: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"` or `"q4_0"`. It takes
+        quantised weights of all types then. Like llama.cpp's programs, it leaves vectors and routers in float32
+        and the output layer (or a tied embedding) of a 4-bit model in `q8_0`, and takes float16 for rows that no
+        blocks of 32 make up. Default: as the model has them.
 
-    **Raises:** `CheckpointError` for weights of other types, or of several formats, and for a file to copy
-    that is not a regular one, or is a link out of `source` (but for the blobs of a Hugging Face cache);
-    nothing is written then.
+    **Raises:** `ValueError` for another `format` or `quantize`; `CheckpointError` for weights of other types, or
+    of several formats, and for a file to copy that is not a regular one, or is a link out of `source` (but for
+    the blobs of a Hugging Face cache); for GGUF, for an architecture, an option, a tokeniser or numbers that the
+    file cannot hold. Nothing is written then.
 
     !!! example
 
@@ -134,10 +151,20 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
         def merged(base, adapter, out):
             model, _ = ql.models.load(base)
             ql.models.save(out, ql.merge(peft.load_adapter(adapter, model)), base)
+
+        def for_llama_cpp(model, base):
+            ql.models.save("model-q8_0.gguf", model, base, format="gguf", quantize="q8_0")
         ```
     """
     source = Path(source)
-    config = read_json_file(Pair(source).config_path(), "the configuration")
+    if format not in ("safetensors", "gguf"):
+        raise ValueError(f"models.save writes format='safetensors' or 'gguf'; found {format!r}.")
+    if quantize is not None and format != "gguf":
+        raise ValueError(f"quantize={quantize!r} is for format='gguf'; call `quaxlike.quantize` before.")
+    if format == "gguf" and holds_gguf(source):
+        config = dict(open_checkpoint(source).config)
+    else:
+        config = read_json_file(Pair(source).config_path(), "the configuration")
     model = model.unstacked() if hasattr(model, "unstacked") else model
     arrays, names = named_arrays(model), list(open_checkpoint(source))
     if not arrays:
@@ -146,6 +173,9 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
         names.append("lm_head.weight")
         config["tie_word_embeddings"] = False
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
+    if format == "gguf":
+        save_gguf(Path(directory), arrays, config, source, quantize)
+        return
     save_like(source, Path(directory), taken_apart(arrays, sources(model, names, source)), config)
 
 

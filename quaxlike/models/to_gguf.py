@@ -1,0 +1,120 @@
+"""A decoder as a GGUF file, which llama.cpp runs."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..interop import CheckpointError, gguf_models, open_checkpoint
+from ..interop.errors import quoted
+from ..interop.gguf_metadata import plain
+from ..interop.gguf_vocabulary import vocabulary_of
+from ..interop.gguf_writer import TYPES, write
+from .families import FAMILIES, DecoderConfig
+from .rope import Rope
+
+#: The name of the file in a folder.
+NAME = "model.gguf"
+# Fields of a configuration that no computation depends on, or that others are derived from.
+_APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "ropes")
+
+
+def save_gguf(
+    path: Path, arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, quantize: str | None
+) -> None:
+    """Writes the arrays of a decoder, with the metadata and the tokeniser that llama.cpp needs.
+
+    **Arguments:**
+
+    - `path`: the file, or a folder for `model.gguf`.
+    - `arrays`: by their names in the model.
+    - `config`: the contents of `config.json`.
+    - `source`: the checkpoint with the tokeniser.
+    - `quantize`: as for `gguf_writer.write`.
+
+    **Raises:** `ValueError` for another `quantize`; `CheckpointError` for a model or a tokeniser that llama.cpp
+    would not follow; nothing is written then.
+    """
+    if quantize is not None and quantize not in TYPES:
+        raise ValueError(f"GGUF is written with quantize={', '.join(map(repr, TYPES))}; found {quantize!r}.")
+    if path.suffix != ".gguf":
+        if any(path.glob("*.safetensors*")):
+            raise CheckpointError(f"{path} holds safetensors, which readers prefer; name a .gguf file instead.")
+        path = path / NAME
+    checkpoint = open_checkpoint(source)
+    if checkpoint.format == "gguf":
+        metadata = dict(checkpoint.metadata)
+        factors = {name: checkpoint[name] for name in checkpoint if name.startswith("rope_f")}
+    else:
+        metadata, factors = _described(arrays, config, source)
+    arrays, config = _with_output(arrays, config, source, metadata)
+    named = gguf_models.original_names([*arrays, *factors], metadata)
+    if unknown := [name for name, out in named.items() if out == name and name not in factors]:
+        raise CheckpointError(
+            f"{source}: llama.cpp has no tensor for {unknown[0]} in models of its architecture "
+            f"{metadata['general.architecture']!r}."
+        )
+    shapes = {named[name]: tuple(x.shape) for name, x in {**arrays, **factors}.items()}
+    read = lambda name: np.asarray(factors[name])
+    _check_held(config, gguf_models.config_of(path, plain(metadata), shapes, read), source, metadata)
+    write(path, {**factors, **arrays}, metadata, quantize)
+
+
+def _described(
+    arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The metadata, and the tensors that belong to it."""
+    names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
+    whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
+    try:
+        keys = gguf_models.metadata_of(whole)
+        factors = gguf_models.rope_tensors(whole)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+    rows = next(len(x) for name, x in arrays.items() if name.endswith("embed_tokens.weight"))
+    return {"general.type": "model", **keys, **vocabulary_of(source, config, rows)}, factors
+
+
+def _with_output(
+    arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays and the configuration, with a copy of a tied embedding where llama.cpp wants one."""
+    architecture, head = gguf_models.architecture_of(plain(metadata)), "lm_head.weight"
+    if architecture and architecture.output == "own" and head not in arrays:
+        return {**arrays, head: arrays["model.embed_tokens.weight"]}, {**config, "tie_word_embeddings": False}
+    if architecture and architecture.output == "tied" and head in arrays:
+        name = metadata["general.architecture"]
+        raise CheckpointError(f"{source}: {head} is not tied to the embedding; that of {name!r} must be in GGUF.")
+    return dict(arrays), dict(config)
+
+
+def _check_held(
+    config: Mapping[str, Any], found: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
+) -> None:
+    """Raises unless the model that the metadata describes computes as the one in `config.json` does."""
+    ours, theirs = DecoderConfig.from_json(config), DecoderConfig.from_json(found)
+    fields = [field.name for field in dataclasses.fields(ours) if field.name not in _APART]
+    lost = [name for name in fields if getattr(ours, name) != getattr(theirs, name)]
+    lost += [] if _same_ropes(ours.ropes, theirs.ropes) else ["ropes"]
+    if lost:
+        told = ", ".join(f"{name}={quoted(getattr(ours, name))}" for name in lost)
+        taken = ", ".join(f"{name}={quoted(getattr(theirs, name))}" for name in lost)
+        raise CheckpointError(
+            f"{source}: GGUF cannot say {told} of a model of the architecture "
+            f"{metadata['general.architecture']!r}; llama.cpp would take {taken}. If that does as well, say it in "
+            "the config.json of a copy, and pass that as `source`."
+        )
+
+
+def _same_ropes(ours: tuple[Rope, ...], theirs: tuple[Rope, ...]) -> bool:
+    def numbers(rope: Rope) -> np.ndarray:
+        long = rope.frequencies if rope.long is None else rope.long
+        switch = rope.switch if long != rope.frequencies else 0
+        return np.asarray([*rope.frequencies, *long, rope.scale, switch])
+
+    pairs = zip(map(numbers, ours), map(numbers, theirs), strict=False)
+    return len(ours) == len(theirs) and all(
+        a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=0) for a, b in pairs
+    )
