@@ -118,11 +118,23 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     add(
         "--merge",
-        "also write a merged checkpoint to --output/merged: the file's weights with the trained changes "
-        "(dense, the default without a value), or the quantised weights, rounded again (quantized)",
+        "also write a merged checkpoint to --output/merged (or merged.gguf): the file's weights with the "
+        "trained changes (dense, the default without a value), or the quantised weights, rounded again "
+        "(quantized)",
         nargs="?",
         const="dense",
         choices=["dense", "quantized"],
+    )
+    add(
+        "--format",
+        "of the merged checkpoint: a folder that transformers loads, or a file with the tokeniser in it that "
+        "llama.cpp runs",
+        choices=["safetensors", "gguf"],
+    )
+    add(
+        "--outtype",
+        "how the weights of a GGUF file are stored (default: as the merged model has them)",
+        choices=["f32", "f16", "bf16", "q8_0", "q4_0"],
     )
     add("--tensorboard", "also write metrics for TensorBoard to --output", action="store_true")
     add(
@@ -152,6 +164,10 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     several = {settings.coordinator, settings.process_id, settings.num_processes}
     if None in several and len(several) > 1:
         parser.error("--coordinator, --process-id and --num-processes must be used together")
+    if settings.format == "gguf" and settings.merge != "dense":
+        parser.error("--format gguf must be used with --merge, which makes the weights that it holds")
+    if settings.outtype is not None and settings.format != "gguf":
+        parser.error("--outtype must be used with --format gguf")
     stopped = f"Stopped. The same command resumes from the last checkpoint in {settings.output}."
     with interrupts_deferred(stopped):
         return _run(parser, settings, stopped)
@@ -164,7 +180,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
         from .devices import join, leads
-        from .run import MERGED, finetune
+        from .run import finetune, merged
     console = Console(soft_wrap=True)
     try:
         take_interrupt()
@@ -182,7 +198,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")
     console.print(f"Adapter: {settings.output}")
     if settings.merge:
-        console.print(f"Merged: {settings.output / MERGED}")
+        console.print(f"Merged: {merged(settings)}")
     return 0
 
 

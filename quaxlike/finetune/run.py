@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +17,8 @@ from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import CheckpointError, peft
 from ..models import Decoder, UnsupportedConfigError, load, save
 from ..models.loading import open_model
+from ..models.to_gguf import described
+from ..surgery.trees import named_arrays
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, leads
 from .report import Metrics, shown
@@ -26,8 +29,10 @@ from .tasks import AbstractTask, task_for
 from .train import Training, steps_of
 from .watch import Watch
 
-#: The folder of the output directory for the merged checkpoint.
-MERGED = "merged"
+
+def merged(settings: Settings) -> Path:
+    """The merged checkpoint in the output directory: a folder, or a file of GGUF."""
+    return settings.output / ("merged.gguf" if settings.format == "gguf" else "merged")
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
@@ -57,6 +62,8 @@ def _finetune(
     settings: Settings, console: Console, held: contextlib.ExitStack, devices: Devices
 ) -> dict[str, dict[str, float]]:
     base, config = _base(settings, devices)
+    if settings.format == "gguf":
+        described(named_arrays(base), config, settings.model)  # raises now, and not after the training
     take_interrupt()
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = settings.max_length or min(256, limit)
@@ -224,4 +231,5 @@ def _merge(model: PyTree, settings: Settings) -> None:
     if settings.merge == "dense":
         base, _ = load(settings.model)
         model = peft.load_adapter(settings.output, ql.materialise(base))
-    save(settings.output / MERGED, ql.merge(model), settings.model)
+    options = {"format": settings.format, "quantize": settings.outtype}
+    save(merged(settings), ql.merge(model), settings.model, **options)

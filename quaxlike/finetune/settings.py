@@ -55,11 +55,22 @@ class Settings:
     train_tokens: tuple[int, ...] = ()
     scan_layers: bool = False
     merge: str | None = None
+    format: str = "safetensors"
+    outtype: str | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the result depends on, as JSON: runs with equal fingerprints are the same run."""
         devices = ("mesh", "fsdp", "coordinator", "process_id", "num_processes")
-        free = ("output", "checkpoint_every", "eval_every", "tensorboard", "merge", *devices)
+        free = (
+            "output",
+            "checkpoint_every",
+            "eval_every",
+            "tensorboard",
+            "merge",
+            "format",
+            "outtype",
+            *devices,
+        )
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}

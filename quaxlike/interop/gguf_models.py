@@ -87,7 +87,7 @@ class Architecture:
     norm_offset: float | int = 0
     """The number that has been added to the weights of norms in files."""
     output: Literal["", "own", "tied"] = ""
-    """Whether llama.cpp wants an output layer of its own in files, or only the embedding; either by default."""
+    """Whether files must have an output layer of their own, or must not; either by default."""
     large: int = 0
     """The number of layers of the Gemma whose scores are scaled by another head size."""
 

@@ -159,7 +159,7 @@ def _split_by(path: Path, described: Mapping[str, Any]) -> str:
                 raise complain(path, "pre_tokenizer", f"llama.cpp has nothing like {quoted(step)}")
     names = [name for name, patterns in PATTERNS.items() if patterns == tuple(regexes)]
     if not names:
-        known = ", ".join(dict(map(reversed, PATTERNS.items())).values())
+        known = ", ".join({patterns: name for name, patterns in reversed(PATTERNS.items())}.values())
         raise complain(
             path,
             "pre_tokenizer",

@@ -119,13 +119,13 @@ def save(
 
     Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
     by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
-    transformers, and replace those of another model in the directory. A GGUF file holds the configuration, the
-    tokeniser and the chat templates itself.
+    transformers, and replace those of another model in the directory. A GGUF file holds the configuration,
+    the tokeniser and the chat templates itself.
 
     **Arguments:**
 
-    - `directory`: the folder to write to, which is created if it does not exist. For GGUF, the file; or a folder,
-        for `model.gguf` in it.
+    - `directory`: the folder to write to, which is created if it does not exist. For GGUF, the file; or a
+        folder, for `model.gguf` in it.
     - `model`: the result of [`quaxlike.models.load`][], possibly with other weights: plain arrays; `NF4Array`
         or `FP4Array`, written in bitsandbytes' format; `BlockArray` of the codec `mxfp4`, in GPT-OSS's
         format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
@@ -133,14 +133,14 @@ def save(
     - `source`: the directory that it was read from; for GGUF, that or a GGUF file.
     - `format`: `"safetensors"` or `"gguf"`.
     - `quantize`: how a GGUF file stores weights: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"` or `"q4_0"`. It takes
-        quantised weights of all types then. Like llama.cpp's programs, it leaves vectors and routers in float32
-        and the output layer (or a tied embedding) of a 4-bit model in `q8_0`, and takes float16 for rows that no
-        blocks of 32 make up. Default: as the model has them.
+        quantised weights of all types then. Like llama.cpp's programs, it leaves vectors and routers in
+        float32 and the output layer (or a tied embedding) of a 4-bit model in `q8_0`, and takes float16 for
+        rows that no blocks of 32 make up. Default: as the model has them.
 
-    **Raises:** `ValueError` for another `format` or `quantize`; `CheckpointError` for weights of other types, or
-    of several formats, and for a file to copy that is not a regular one, or is a link out of `source` (but for
-    the blobs of a Hugging Face cache); for GGUF, for an architecture, an option, a tokeniser or numbers that the
-    file cannot hold. Nothing is written then.
+    **Raises:** `ValueError` for another `format` or `quantize`; `CheckpointError` for weights of other types,
+    or of several formats, and for a file to copy that is not a regular one, or is a link out of `source` (but
+    for the blobs of a Hugging Face cache); for GGUF, for an architecture, an option, a tokeniser or numbers
+    that the file cannot hold. Nothing is written then.
 
     !!! example
 

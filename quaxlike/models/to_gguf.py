@@ -34,21 +34,35 @@ def save_gguf(
     - `source`: the checkpoint with the tokeniser.
     - `quantize`: as for `gguf_writer.write`.
 
-    **Raises:** `ValueError` for another `quantize`; `CheckpointError` for a model or a tokeniser that llama.cpp
-    would not follow; nothing is written then.
+    **Raises:** `ValueError` for another `quantize`; `CheckpointError` for a model or a tokeniser that
+    llama.cpp would not follow; nothing is written then.
     """
     if quantize is not None and quantize not in TYPES:
         raise ValueError(f"GGUF is written with quantize={', '.join(map(repr, TYPES))}; found {quantize!r}.")
     if path.suffix != ".gguf":
         if any(path.glob("*.safetensors*")):
-            raise CheckpointError(f"{path} holds safetensors, which readers prefer; name a .gguf file instead.")
+            raise CheckpointError(
+                f"{path} holds safetensors, which readers prefer; name a .gguf file instead."
+            )
         path = path / NAME
+    tensors, metadata = described(arrays, config, source)
+    write(path, tensors, metadata, quantize)
+
+
+def described(
+    arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a GGUF file and its metadata, for the arrays of a model, or shapes for them.
+
+    **Raises:** `CheckpointError` for what llama.cpp would not follow; `FileNotFoundError` without a
+    tokeniser.
+    """
     checkpoint = open_checkpoint(source)
     if checkpoint.format == "gguf":
         metadata = dict(checkpoint.metadata)
         factors = {name: checkpoint[name] for name in checkpoint if name.startswith("rope_f")}
     else:
-        metadata, factors = _described(arrays, config, source)
+        metadata, factors = _of_folder(arrays, config, source)
     arrays, config = _with_output(arrays, config, source, metadata)
     named = gguf_models.original_names([*arrays, *factors], metadata)
     if unknown := [name for name, out in named.items() if out == name and name not in factors]:
@@ -58,11 +72,12 @@ def save_gguf(
         )
     shapes = {named[name]: tuple(x.shape) for name, x in {**arrays, **factors}.items()}
     read = lambda name: np.asarray(factors[name])
-    _check_held(config, gguf_models.config_of(path, plain(metadata), shapes, read), source, metadata)
-    write(path, {**factors, **arrays}, metadata, quantize)
+    found = gguf_models.config_of(source, plain(metadata), shapes, read)
+    _check_held(config, found, source, metadata)
+    return {**factors, **arrays}, metadata
 
 
-def _described(
+def _of_folder(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The metadata, and the tensors that belong to it."""
@@ -73,7 +88,7 @@ def _described(
         factors = gguf_models.rope_tensors(whole)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
-    rows = next(len(x) for name, x in arrays.items() if name.endswith("embed_tokens.weight"))
+    rows = next(x.shape[0] for name, x in arrays.items() if name.endswith("embed_tokens.weight"))
     return {"general.type": "model", **keys, **vocabulary_of(source, config, rows)}, factors
 
 
@@ -86,7 +101,9 @@ def _with_output(
         return {**arrays, head: arrays["model.embed_tokens.weight"]}, {**config, "tie_word_embeddings": False}
     if architecture and architecture.output == "tied" and head in arrays:
         name = metadata["general.architecture"]
-        raise CheckpointError(f"{source}: {head} is not tied to the embedding; that of {name!r} must be in GGUF.")
+        raise CheckpointError(
+            f"{source}: {head} is not tied to the embedding; that of {name!r} must be in GGUF."
+        )
     return dict(arrays), dict(config)
 
 
@@ -103,8 +120,8 @@ def _check_held(
         taken = ", ".join(f"{name}={quoted(getattr(theirs, name))}" for name in lost)
         raise CheckpointError(
             f"{source}: GGUF cannot say {told} of a model of the architecture "
-            f"{metadata['general.architecture']!r}; llama.cpp would take {taken}. If that does as well, say it in "
-            "the config.json of a copy, and pass that as `source`."
+            f"{metadata['general.architecture']!r}; llama.cpp would take {taken}. If that does as well, say "
+            "it in the config.json of a copy, and pass that as `source`."
         )
 
 

@@ -23,6 +23,7 @@ from quaxlike.models import load as load_model
 from quaxlike.models.bert import BertConfig
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
+from tests.models.made import checkpoint as checkpoint_with_tokeniser
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -180,6 +181,46 @@ def test_what_saves_time_and_memory_together(run, tmp_path):
         assert run("llama", "text", *options, *more, "--merge=quantized")[0] == 0
     settings = json.loads((tmp_path / "out" / "merged" / "config.json").read_text())["quantization_config"]
     assert settings["bnb_4bit_quant_type"] == "nf4"
+
+
+def test_a_merged_file_of_gguf(tmp_path, capsys):
+    """The trained model with its tokeniser; the same run may write another type."""
+    checkpoint_with_tokeniser(tmp_path / "base", "llama_llama3", hidden_size=64, num_attention_heads=4)
+    data = write(tmp_path / "data.jsonl", LINES["text"][:8])
+    command = [f"--model={tmp_path / 'base'}", f"--data={data}", f"--output={tmp_path / 'out'}", "--steps=1"]
+    command += ["--batch-size=2", "--merge", "--format=gguf", "--quantize=none"]
+    assert main(command) == 0
+    file = tmp_path / "out" / "merged.gguf"
+    assert f"Merged: {file}" in capsys.readouterr().out.replace("\n", "")
+    base, _ = load_model(tmp_path / "base")
+    wanted = ql.merge(peft.load_adapter(tmp_path / "out", base))
+    for key, leaf in named_arrays(load_model(file)[0]).items():
+        np.testing.assert_allclose(leaf, named_arrays(wanted)[key], atol=1e-6, err_msg=key)
+    assert main([*command, "--outtype=q8_0"]) == 0
+    found = load_model(file)[0].model.layers[0].mlp.gate_proj.weight
+    assert isinstance(found, ql.BlockArray)
+    np.testing.assert_allclose(ql.materialise(found), wanted.model.layers[0].mlp.gate_proj.weight, atol=0.01)
+
+
+def test_what_gguf_cannot_hold_is_refused_before_the_training(run, tmp_path):
+    status, told = run("llama", "text", "--merge", "--format=gguf")
+    assert status == 2
+    assert "'model': GGUF is written for 'BPE'; found 'WordLevel'" in told
+    assert not (tmp_path / "out" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--format=gguf"], "--format gguf must be used with --merge"),
+        (["--format=gguf", "--merge=quantized"], "--format gguf must be used with --merge"),
+        (["--merge", "--outtype=q8_0"], "--outtype must be used with --format gguf"),
+    ],
+)
+def test_options_of_gguf_that_contradict_each_other(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["--model=m", "--data=d", "--output=o", *options])
+    assert message in capsys.readouterr().err
 
 
 def adapter(folder):

@@ -1,0 +1,91 @@
+"""Checkpoints with tokenisers, made from the configurations of fixtures."""
+
+import json
+
+import jax
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import quaxlike as ql
+from quaxlike import interop
+from quaxlike.interop.gguf_tokenizer import PATTERNS
+from quaxlike.surgery.trees import named_arrays
+from tests.models.fixtures import folder
+
+# What the fixtures have that GGUF cannot say.
+HELD = {
+    "qwen3": {"use_sliding_window": False},
+    "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
+    "qwen3_moe": {
+        "use_sliding_window": False,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    },
+}
+
+
+TEXTS = ["the cat sat on the mat, 12345 times", "  Don't   stop\n\n now", "<|im_start|>user\nHé<|im_end|>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def byte_level(size, pre="qwen2"):
+    """A tokeniser like those of Qwen and Llama 3, of this many tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    (pattern,) = PATTERNS[pre]
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def sentencepiece(size):
+    """A tokeniser like Gemma's: spaces are marks, characters beyond the vocabulary bytes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    described = json.loads(tokenizer.to_str())
+    described["added_tokens"] = described["added_tokens"][:4]
+    # Every pair of tokens that make a third is merged, as in conversions from SentencePiece's scores.
+    vocab, made = described["model"]["vocab"], [a + b for a, b in described["model"]["merges"]]
+    described["model"]["merges"] = [
+        [text[:cut], text[cut:]]
+        for text in made
+        for cut in range(1, len(text))
+        if text[:cut] in vocab and text[cut:] in vocab
+    ]
+    described["post_processor"] = json.loads(
+        processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)]).__getstate__()
+    )
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def checkpoint(out, name, tokenizer=None, **changes):
+    """Writes a random model of a fixture's architecture, which GGUF can hold, with a tokeniser, and with
+    changes to its configuration; returns the model."""
+    out.mkdir(parents=True)
+    tokenizer = tokenizer or byte_level(290)
+    size = tokenizer.get_vocab_size() + 3  # rows without a token
+    config = json.loads((folder(name) / "config.json").read_text()) | HELD.get(name, {})
+    config |= {"vocab_size": size, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0} | changes
+    model = ql.models.Decoder(ql.models.DecoderConfig.from_json(config), key=jax.random.key(0))
+    (out / "config.json").write_text(json.dumps(config))
+    tokenizer.save(str(out / "tokenizer.json"))
+    is_chat = "<|im_end|>" in tokenizer.get_vocab()
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE} if is_chat else {}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    interop.save(out / "model.safetensors", named_arrays(model), format="safetensors")
+    return model
