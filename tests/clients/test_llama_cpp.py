@@ -1,0 +1,270 @@
+"""llama.cpp runs the GGUF files that quaxlike writes: the same tokens of texts, the same logits, and the same
+texts."""
+
+import json
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import quaxlike as ql
+from quaxlike import interop
+from quaxlike.finetune.__main__ import main
+from quaxlike.interop.chat import ChatTemplate
+from quaxlike.interop.text import TextTokenizer
+from quaxlike.models import Decoder, DecoderConfig, generate, load, save
+from quaxlike.surgery.trees import named_arrays
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("default_promotion"),
+]
+
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+#: The tokeniser of an architecture, and its configuration; small ones have the published vocabulary.
+FAMILIES = {
+    "qwen2": ("qwen2_5", {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936}),
+    "qwen3": ("qwen3", {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "head_dim": 32}),
+    "llama": (
+        "llama3_1",
+        {
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 5e5, "rope_scaling": _LLAMA3,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3",
+        {
+            "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262144, "head_dim": 32, "rope_theta": 1e6,
+            "query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 7,
+        },
+    ),
+}  # fmt: skip
+#: Of llama.cpp's other architectures: their logits.
+OTHERS = {
+    "mistral": ("llama2", {"architectures": ["MistralForCausalLM"], "vocab_size": 32000, "sliding_window": None}),
+    "phi3": ("llama2", {"architectures": ["Phi3ForCausalLM"], "vocab_size": 32064, "sliding_window": None}),
+    "olmo2": ("llama3_1", {"architectures": ["Olmo2ForCausalLM"], "vocab_size": 128256}),
+    "gemma2": (
+        "gemma3",
+        {
+            "architectures": ["Gemma2ForCausalLM"], "vocab_size": 262144, "head_dim": 32,
+            "query_pre_attn_scalar": 32, "sliding_window": 16,
+        },
+    ),
+    "mixtral": (
+        "llama2",
+        {
+            "architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "sliding_window": None,
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_5",
+        {
+            "architectures": ["Qwen2MoeForCausalLM"], "vocab_size": 151936, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3",
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "num_experts": 4, "head_dim": 32,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+        },
+    ),
+}  # fmt: skip
+_SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+TEXTS = [
+    "Hello world", "  two spaces", "a\n\n\nb\tc", "   x = 3\n        y = 12345\n", "I've been, we'LL see",
+    "naïve café — 你好 🦙🙏 Ελληνικά", "<|im_start|>user\nHi<|im_end|>\n<|eot_id|>",
+    "<start_of_turn>user\nHi<end_of_turn>\n", "<table><tr>x</tr></table>", "▁▁literal", " ", " " * 40 + "z",
+    "\n" * 35 + "x", "Don't 1234567 stop!!!",
+]  # fmt: skip
+LEARNED = "The quick brown fox jumps over the lazy dog, and the dog, 12 years old, does not care at all."
+
+
+def _random(config):
+    """A model whose layers matter as much as the embedding."""
+    key = jax.random.key(0)
+    model = Decoder(DecoderConfig.from_json(config), key=key)
+    rng = np.random.default_rng(0)
+    offset = model.config.family.norm_offset
+
+    def drawn(name, x):
+        noise = rng.normal(size=x.shape)
+        if x.ndim == 1:
+            return 0.1 * noise + (1 - offset if "norm" in name else 0)
+        scaled = model.config.family.scaled_embedding
+        return noise * ((0.3 if scaled else 1) if "embed" in name else 1.5 * x.shape[-1] ** -0.5)
+
+    paths = jax.tree_util.tree_map_with_path(lambda path, x: (ql.path_of(path), x), model)
+    is_pair = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str)
+    return jax.tree.map(lambda pair: jnp.asarray(drawn(*pair), jnp.float32), paths, is_leaf=is_pair)
+
+
+def _written(folder, tokenizer, config, model):
+    folder.mkdir(parents=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    interop.save(folder / "model.safetensors", named_arrays(model), format="safetensors")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, published_tokenizer):
+    """Makes a folder with a random model and a published tokeniser."""
+
+    def make(name):
+        tokenizer, config = (FAMILIES | OTHERS)[name]
+        config = {**_SIZES, **config, "model_type": name}
+        model = _random(config)
+        _written(tmp_path / "base", published_tokenizer(tokenizer), config, model)
+        return tmp_path / "base", model
+
+    return make
+
+
+@pytest.fixture
+def llama_cpp():
+    """Opens a file in llama.cpp, which remembers in float32 as we do."""
+    package = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    opened = []
+
+    def open_file(path):
+        model = package.Llama(
+            str(path),
+            n_ctx=256,
+            n_threads=2,
+            verbose=False,
+            logits_all=True,
+            type_k=0,
+            type_v=0,
+            flash_attn=False,
+        )
+        opened.append(model)
+        return model
+
+    yield open_file
+    for model in opened:
+        model.close()
+
+
+def _continued(theirs, ids, count):
+    """The most likely tokens after these, by llama.cpp."""
+    theirs.reset()
+    theirs.eval(ids)
+    new = []
+    for _ in range(count):
+        new.append(int(np.argmax(theirs.scores[theirs.n_tokens - 1])))
+        theirs.eval(new[-1:])
+    return new
+
+
+def _logits(model, ids):
+    return np.asarray(eqx.filter_jit(ql.quaxify(model))(jnp.asarray(ids), jnp.ones(len(ids), bool)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_and_logits(name, checkpoint, llama_cpp, tmp_path):
+    """In float32 the two programs compute the same; what is rounded for products differs in other types."""
+    source, model = checkpoint(name)
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    theirs, tokenizer = llama_cpp(tmp_path / "m.gguf"), TextTokenizer(source)
+    for text in TEXTS:
+        assert theirs.tokenize(text.encode(), add_bos=True, special=True) == tokenizer.encode(text).ids, text
+    ids = tokenizer.encode(TEXTS[5]).ids
+    ours = _logits(model, ids)
+    theirs.eval(ids)
+    # ggml looks the GELU of Gemma up in a table of float16.
+    atol = 1e-2 if name.startswith("gemma") else 5e-4
+    np.testing.assert_allclose(theirs.scores[: len(ids)], ours, atol=atol)
+    new = generate(model, jnp.asarray([ids]), max_new_tokens=16)[0].tolist()
+    assert _continued(theirs, ids, 16) == new
+    assert theirs.detokenize(ids, special=True).decode() == tokenizer.decode(ids) or name != "qwen2"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures(name, checkpoint, llama_cpp, tmp_path):
+    source, model = checkpoint(name)
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    theirs, tokenizer = llama_cpp(tmp_path / "m.gguf"), TextTokenizer(source)
+    ids = tokenizer.encode(TEXTS[0]).ids
+    assert theirs.tokenize(TEXTS[0].encode(), add_bos=True, special=True) == ids
+    theirs.eval(ids)
+    atol = 1e-2 if name.startswith("gemma") else 5e-4
+    np.testing.assert_allclose(theirs.scores[: len(ids)], _logits(model, ids), atol=atol)
+
+
+def _taught(model, ids, steps=60):
+    """The model once it knows a text by heart, so that rounding changes no token."""
+    optimiser = optax.adam(3e-3)
+    tokens, seen = jnp.asarray(ids), jnp.ones(len(ids) - 1, bool)
+
+    def loss(model):
+        logits = model(tokens[:-1], seen)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[1:]).mean()
+
+    @jax.jit
+    def step(model, state):
+        value, gradient = jax.value_and_grad(loss)(model)
+        updates, state = optimiser.update(gradient, state)
+        return optax.apply_updates(model, updates), state, value
+
+    state = optimiser.init(model)
+    for _ in range(steps):
+        model, state, value = step(model, state)
+    assert value < 0.05
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_same_texts_in_every_type(name, checkpoint, llama_cpp, tmp_path):
+    """Of a model that has learned a text: what llama.cpp writes is what our model of the same file writes."""
+    source, model = checkpoint(name)
+    tokenizer = TextTokenizer(source)
+    ids = tokenizer.encode(LEARNED).ids
+    model = _taught(model, ids)
+    for quantize in ("f16", "q8_0", "q4_0"):
+        file = tmp_path / f"{quantize}.gguf"
+        save(file, model, source, format="gguf", quantize=quantize)
+        ours, _ = load(file)
+        start, count = ids[:4], len(ids) - 4
+        new = generate(ours, jnp.asarray([start]), max_new_tokens=count)[0].tolist()
+        assert _continued(llama_cpp(file), start, count) == new
+        assert tokenizer.decode(new) == tokenizer.decode(ids[4:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_from_conversations_to_an_answer(name, checkpoint, llama_cpp, tmp_path):
+    """Fine-tuned on conversations by the command, merged, and asked in llama.cpp with the template of the file."""
+    source, _ = checkpoint(name)
+    asked = [{"role": "user", "content": "Who jumps?"}]
+    answered = [*asked, {"role": "assistant", "content": "The quick brown fox, over the lazy dog."}]
+    (tmp_path / "data.jsonl").write_text(8 * (json.dumps({"messages": answered}) + "\n"))
+    command = [f"--model={source}", f"--data={tmp_path / 'data.jsonl'}", f"--output={tmp_path / 'out'}"]
+    command += ["--steps=60", "--batch-size=2", "--rank=16", "--learning-rate=0.01", "--quantize=none"]
+    assert main([*command, "--merge", "--format=gguf", "--outtype=q8_0"]) == 0
+    file = tmp_path / "out" / "merged.gguf"
+    model, config = load(file)
+    tokenizer, template = TextTokenizer(file), ChatTemplate(file)
+    prompt = tokenizer.encode(template.render(asked, add_generation_prompt=True).text, special=False).ids
+    ends = config["eos_token_id"]
+    new = generate(model, jnp.asarray([prompt]), max_new_tokens=24, eos=ends)[0].tolist()
+    answer = llama_cpp(file).create_chat_completion(asked, temperature=0, max_tokens=24)
+    text = answer["choices"][0]["message"]["content"]
+    assert text.strip().endswith("The quick brown fox, over the lazy dog.")
+    assert tokenizer.decode(new).strip() == text.strip()
+    assert answer["choices"][0]["finish_reason"] == "stop"
