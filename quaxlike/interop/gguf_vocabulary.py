@@ -119,7 +119,7 @@ def _tokens(
         if flag := next((key for key in ("single_word", "lstrip") if token.get(key)), None):
             problem = f"{quoted(text)} has {flag}=true; llama.cpp keeps the text around tokens"
             raise complain(path, "added_tokens", problem)
-        if i >= rows:  # the model has no embedding for it, and cannot take it
+        if not 0 <= i < rows:  # the model has no embedding for it, and cannot take it
             continue
         if texts.get(i, text) != text or vocab.get(text, i) != i or added.get(text, i) != i:
             raise complain(path, "added_tokens", f"{quoted(text)} is number {i}, which is another token's")
@@ -190,7 +190,7 @@ def _sentencepiece(
         elif token in added and token in rank and "▁" in token:
             kinds[i] = _NORMAL  # it stands for spaces
     unknown = described["model"].get("unk_token")
-    if unknown in vocab:
+    if isinstance(unknown, str) and unknown in vocab:
         kinds[vocab[unknown]] = UNKNOWN
     _check_merges(path, vocab, merges, {text for text in vocab if kinds[vocab[text]] == _NORMAL})
     scores = [-float(rank[token]) if token in rank else _UNREACHABLE * len(tokens) for token in tokens]

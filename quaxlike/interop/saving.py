@@ -41,6 +41,7 @@ def save(
         types that ship with quaxlike. Plain arrays are written unchanged.
     - `config`: the `config.json` of the model, written to a folder, or converted to the metadata of GGUF.
     - `metadata`: for GGUF, keys and values, such as those of a file that was read, including its tokeniser.
+        Known keys have the types of the format; numbers and arrays of NumPy keep theirs under other keys.
 
     **Raises:** `ValueError` for an unknown format; `CheckpointError` for a value that the format cannot hold;
     nothing is written then.
