@@ -62,8 +62,8 @@ class Checkpoint(Mapping[str, Any]):
 
     - `config`: the contents of `config.json`, if there is one; for a GGUF file, their equivalent in its
         metadata.
-    - `metadata`: the free-text entries of a safetensors header, or the keys and values of a GGUF file; NumPy's
-        where Python has no number of the type.
+    - `metadata`: the free-text entries of a safetensors header, or the keys and values of a GGUF file;
+        NumPy's where Python has no number of the type.
     - `format`: the detected format: "gptq", "gguf", … or "safetensors".
     - `longest_axis`: of the stored tensors. Axes of weights are at most 32 times as long, since codes may be
         packed.
