@@ -21,6 +21,7 @@ from quaxlike.surgery.trees import named_arrays
 
 pytestmark = [
     pytest.mark.clients,
+    pytest.mark.timeout(3600),  # published vocabularies are large
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("default_promotion"),
 ]
