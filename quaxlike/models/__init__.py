@@ -6,6 +6,7 @@ from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 from .generation import Conversation, generate
 from .loading import load, save
+from .vocabulary import resize_vocabulary
 
 __all__ = [
     "FAMILIES",
@@ -19,5 +20,6 @@ __all__ = [
     "generate",
     "load",
     "mean_pooled",
+    "resize_vocabulary",
     "save",
 ]

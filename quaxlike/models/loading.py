@@ -111,7 +111,8 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
 
     Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
     by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
-    transformers, and replace those of another model in the directory.
+    transformers, and replace those of another model in the directory. The new `config.json` has the sizes of
+    the vocabulary, of learned positions and of a classifier as the model has them.
 
     **Arguments:**
 
@@ -121,9 +122,9 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
         format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
     - `source`: the directory that it was read from.
 
-    **Raises:** `CheckpointError` for weights of other types, or of several formats, and for a file to copy
-    that is not a regular one, or is a link out of `source` (but for the blobs of a Hugging Face cache);
-    nothing is written then.
+    **Raises:** `CheckpointError` for weights of other types, or of several formats, or of shapes that
+    contradict each other or the configuration, and for a file to copy that is not a regular one, or is a link
+    out of `source` (but for the blobs of a Hugging Face cache); nothing is written then.
 
     !!! example
 
@@ -142,11 +143,60 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
     arrays, names = named_arrays(model), list(open_checkpoint(source))
     if not arrays:
         raise TypeError(f"models.save takes a model from models.load; found {model!r}, without arrays.")
-    if "lm_head.weight" in arrays and "lm_head.weight" not in names:
+    if "lm_head.weight" in arrays:
         names.append("lm_head.weight")
-        config["tie_word_embeddings"] = False
+    config = _described_by(arrays, config, source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
     save_like(source, Path(directory), taken_apart(arrays, sources(model, names, source)), config)
+
+
+#: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
+_ROWS = {
+    "vocab_size": ("embed_tokens.weight", "wte.weight", "word_embeddings.weight"),
+    "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
+    "type_vocab_size": ("token_type_embeddings.weight",),
+    "num_labels": ("classifier.weight",),
+}
+
+
+def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint, changed as far as the arrays of its model decide.
+
+    **Raises:** `CheckpointError` for an array that the result gives another shape, and for a special token
+    that a smaller vocabulary leaves out: nothing could load such a checkpoint.
+    """
+    config, path = dict(config), source / "config.json"
+    read, make = _architecture(path, config)
+    told = read.from_json(config)
+    renamed: Mapping[str, str] = told.family.renamed if isinstance(told, DecoderConfig) else {}
+    for entry, ends in _ROWS.items():
+        size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
+        if size is None or getattr(told, entry) == size:
+            continue
+        if entry == "num_labels":  # named as in transformers, where nobody names them
+            labels = [f"LABEL_{i}" for i in range(size)]
+            config |= {"id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+            continue
+        config[renamed.get(entry, entry)] = size
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id") if entry == "vocab_size" else ():
+            ids = config.get(token)
+            if any(type(i) is int and i >= size for i in (ids if isinstance(ids, list) else [ids])):
+                raise CheckpointError(
+                    f"The model has a vocabulary of {size} tokens, and {path} has {token}={quoted(ids)}. Set "
+                    "that to a token that is left, in a copy of the checkpoint, and pass that as `source`."
+                )
+    if isinstance(told, DecoderConfig) and told.tie_word_embeddings == ("lm_head.weight" in arrays):
+        config["tie_word_embeddings"] = not told.tie_word_embeddings
+    skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
+    for name, leaf in named_arrays(skeleton).items():
+        if name in arrays and tuple(arrays[name].shape) != tuple(leaf.shape):
+            raise CheckpointError(
+                f"{name} is of shape {tuple(arrays[name].shape)}, where a model with the configuration in "
+                f"{path} has {tuple(leaf.shape)}, so that nothing could load it. Change the entry that gives "
+                "this size in a copy of the checkpoint, and pass that as `source`; "
+                "`quaxlike.models.resize_vocabulary` changes all arrays of a vocabulary."
+            )
+    return config
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
@@ -164,19 +214,28 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     dtype = config.get("dtype") or config.get("torch_dtype")
     if weights.format != "gguf" and dtype in ("bfloat16", "float16"):
         weights = weights.standing_for(dtype)
+    if weights.format == "gguf" and not config:
+        found = quoted(weights.metadata.get("general.architecture"))
+        raise _unknown(path, found, "GGUF", gguf_models.ARCHITECTURES)
+    read, make = _architecture(path, config)
+    _check_sizes(path, config, weights)
+    return eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)), config, weights
+
+
+def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
+    """The configuration and the model of a `config.json`."""
     names = config.get("architectures")
     known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
     if not known:
-        is_gguf = weights.format == "gguf" and not config
-        found = quoted(weights.metadata.get("general.architecture") if is_gguf else names)
-        raise UnsupportedConfigError(
-            f"{path} is of the architecture {found}; of {'GGUF' if is_gguf else 'transformers'}, "
-            f"{', '.join(gguf_models.ARCHITECTURES if is_gguf else ARCHITECTURES)} are supported. "
-            "`quaxlike.interop.load` reads its weights."
-        )
-    read, make = ARCHITECTURES[known[0]]
-    _check_sizes(path, config, weights)
-    return eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)), config, weights
+        raise _unknown(path, quoted(names), "transformers", ARCHITECTURES)
+    return ARCHITECTURES[known[0]]
+
+
+def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> UnsupportedConfigError:
+    return UnsupportedConfigError(
+        f"{path} is of the architecture {found}; of {kind}, {', '.join(supported)} are supported. "
+        "`quaxlike.interop.load` reads its weights."
+    )
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:

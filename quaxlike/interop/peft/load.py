@@ -28,6 +28,7 @@ from ..tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
 from .parameters import (
+    is_router,
     is_stack,
     is_targeted,
     of_experts_apart,
@@ -314,11 +315,17 @@ def _check_layers(
         )
     if config.target_modules is None and not config.target_parameters:
         return
+    # `target_modules` names no parameters, which experts and routers are in transformers 5.
+    modules = {
+        layer: name
+        for layer, (name, _) in layers.items()
+        if layer in file.adapters or not (layer in stacks or is_router(layer, stacks))
+    }
     if config.target_modules == "all-linear":
         chosen = select(model, "all-linear")
-        targets = [layer for layer, (name, _) in layers.items() if name in chosen and not config.saves(layer)]
+        targets = [layer for layer, name in modules.items() if name in chosen and not config.saves(layer)]
     else:
-        targets = [layer for layer in layers if config.targets(layer)]
+        targets = [layer for layer in modules if config.targets(layer)]
     for layer in layers:
         parameter = layer if layer in stacks else f"{layer}.weight"
         if layer not in targets and is_targeted(parameter, config.target_parameters):
