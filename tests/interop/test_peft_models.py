@@ -166,6 +166,21 @@ def test_a_tied_head_is_in_the_file_too(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["ensure_weight_tying"] is True
 
 
+@pytest.mark.parametrize(
+    "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
+)
+def test_an_adapter_of_a_tied_output_layer(options, tmp_path):
+    """The embedding stays as it is, as in PEFT."""
+    base, _ = load(folder("qwen2"))
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0), **options)
+    peft.save_adapter(tmp_path, model)
+    assert json.loads((tmp_path / "adapter_config.json").read_text()).get("ensure_weight_tying") is None
+    again = peft.load_adapter(tmp_path, base)
+    assert again.embedding is base.embedding
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
 def test_experts_that_differ_in_shape(tmp_path):
     model, _ = load(folder("qwen3_moe"))
     where = lambda model: model.model.layers[0].mlp.experts.down_proj

@@ -2,6 +2,7 @@
 
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,6 +147,38 @@ def test_one_array_for_tied_layers():
     ids, seen = jnp.arange(5), jnp.ones(5, bool)
     run = jax.jit(lambda model: model(ids, seen))
     agree(run(apart), run(model), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
+)
+def test_an_output_layer_that_is_tied_becomes_one_of_its_own(options):
+    """If it is named and the embedding is not; the weight is stored once for both."""
+    model, _ = load(folder("qwen2"))
+    adapted = ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(0), **options)
+    own = adapted.lm_head.weight
+    assert adapted.embedding is model.embedding
+    assert (own.w if isinstance(own, ql.LoraArray) else own.array) is model.embedding
+    moved = own.replace(b=own.b + 1) if isinstance(own, ql.LoraArray) else type(own)(own.array + 1)
+    moved = eqx.tree_at(lambda model: model.lm_head.weight, adapted, moved, is_leaf=ql.is_value)
+    ids, seen = jnp.arange(5), jnp.ones(5, bool)
+    wanted = model.hidden(ids, seen) @ ql.materialise(moved.lm_head.weight).T
+    agree(ql.quaxify(moved)(ids, seen), wanted, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"where": ["embed_tokens", "lm_head"]},
+        {"where": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"where": r".*weight"},
+    ],
+)
+def test_tied_layers_have_one_adapter(options):
+    model, _ = load(folder("qwen2"))
+    adapted = ql.loraify(model, rank=2, key=jax.random.key(0), **options)
+    assert adapted.lm_head is None
+    assert ql.is_value(adapted.embedding)
 
 
 @pytest.mark.slow

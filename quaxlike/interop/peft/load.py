@@ -165,7 +165,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
 
 
 def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
-    """The model with a separate output layer if the adapter is for the embedding alone.
+    """The model with a separate output layer if the adapter is for the embedding or the output layer alone.
 
     A model supports this with a method `untied`. With `ensure_weight_tying`, the file holds the change of the
     shared array twice.
@@ -179,8 +179,8 @@ def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
                 del held[name]
         return model
     changed = [*file.adapters, *map(layer_of, file.beside)]
-    embedding = any(name.rpartition(".")[2] in ("embed_tokens", "wte") for name in changed)
-    return untied() if embedding else model
+    apart = any(name.rpartition(".")[2] in ("embed_tokens", "wte", "lm_head") for name in changed)
+    return untied() if apart else model
 
 
 def _stack_adapter(
