@@ -31,7 +31,7 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        """Encodes a line of data as an example; None if the limit on tokens leaves nothing to learn."""
+        """Encodes a line of data as an example; None if nothing in it is to be learned."""
 
     @abc.abstractmethod
     def layers(self, model: PyTree) -> Any:
@@ -72,6 +72,12 @@ class NextToken(AbstractTask):
             options = {"tools": fields.get("tools"), **template_options(fields)}
             ids, learned = tokens.spans(*tokens.chat.learned(messages_of(fields), **options))
             return learned_part(ids, learned, tokens.max_length)
+        for name in ("prompt", "completion", "text"):
+            if isinstance(fields.get(name), list):
+                raise ValueError(
+                    f"{name!r} must be a text; found a list. A conversation, with the answers in it, is one "
+                    "list under the name 'messages'"
+                )
         if "prompt" in fields:
             ids = tokens.whole(text_of(fields, "prompt"))
             learned_from = max(1, len(ids))
@@ -175,9 +181,11 @@ class Classes(AbstractTask):
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
-    """A text to learn, cut to length; None if nothing is left to learn. Its first token is never learned."""
-    kept, learned = ids[:max_length], [False, *learned[1:max_length]]
-    return Example((kept,), learned, was_cut=len(kept) < len(ids)) if any(learned) else None
+    """A text to learn, cut to length; None if none of it is to be learned. Its first token never is."""
+    if not any(learned[1:]):
+        return None
+    kept = ids[:max_length]
+    return Example((kept,), [False, *learned[1:max_length]], was_cut=len(kept) < len(ids))
 
 
 def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk: int) -> Float[Array, ""]:

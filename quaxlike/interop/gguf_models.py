@@ -5,6 +5,7 @@ Source: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .errors import complain
+from .model_config import is_finite
 
 # From llama.cpp's names to transformers'.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -277,7 +279,31 @@ def _rope(
         if type(factor := get("scaling.factor")) not in (int, float):
             raise complain(path, f"{prefix}rope.scaling.factor", f"expected a number; found {_short(factor)}")
         out["rope_scaling"]["factor"] = factor
+        if kind == "yarn":
+            out["rope_scaling"] |= _yarn(path, f"{prefix}rope.scaling.", metadata, factor)
     return out
+
+
+def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """What a file says about YaRN besides its factor. llama.cpp multiplies cosines and sines by `attn_factor`
+    and by what YaRN prescribes for the factor."""
+    keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow")
+    found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
+    for key, value in found.items():
+        if not is_finite(value):
+            raise complain(path, prefix + key, f"expected a number; found {_short(value)}")
+    if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # -1: the default
+        raise complain(path, f"{prefix}yarn_ext_factor", f"expected 1; found {_short(extrapolated)}")
+    out = {f"beta_{x}": found[f"yarn_beta_{x}"] for x in ("fast", "slow") if f"yarn_beta_{x}" in found}
+    for key in ("attn_factor", "yarn_attn_factor"):
+        if key in found:
+            out["attention_factor"] = found[key] * _grown(factor)
+    return out
+
+
+def _grown(factor: float, share: float = 1.0) -> float:
+    """The factor of cosines and sines that YaRN prescribes for texts that are longer by a factor."""
+    return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,7 +342,15 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     values["rope.dimension_count"] = int(_head_size(config) * rope.get("partial_rotary_factor", 1.0))
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
-        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(factor := rope["factor"])}
+        shares = (rope.get("mscale"), rope.get("mscale_all_dim"))
+        scale = rope.get("attention_factor") or (
+            _grown(factor, shares[0]) / _grown(factor, shares[1]) if all(shares) else _grown(factor)
+        )
+        if kind == "yarn" and scale != _grown(factor):
+            values["rope.scaling.attn_factor"] = float(scale / _grown(factor))
+        betas = {x: rope.get(f"beta_{x}") for x in ("fast", "slow")} if kind == "yarn" else {}
+        values |= {f"rope.scaling.yarn_beta_{x}": float(beta) for x, beta in betas.items() if beta}
     elif kind == "longrope" and rope.get("attention_factor"):
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
     if original := rope.get("original_max_position_embeddings"):

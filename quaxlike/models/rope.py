@@ -70,6 +70,11 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         inverse = 1 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
         most, given = config.max_position_embeddings, rope.get("original_max_position_embeddings")
         original = given or config.original_max_position_embeddings or most
+        if rope.get("attn_factor") not in (None, 1):
+            raise refused(
+                "attn_factor", rope["attn_factor"], label,
+                "`attention_factor` instead, the whole factor of cosines and sines, as transformers does",
+            )  # fmt: skip
         scale = rope.get("attention_factor")
         if kind == "longrope":
             factor = rope.get("factor") or most / original

@@ -114,6 +114,26 @@ def test_adapters_of_peft_have_its_logits(name, options, tmp_path):
     agree(theirs(folder(name), z, adapter=tmp_path / "ours"), ours, 5e-4)
 
 
+def test_recurrent_cells_have_the_weights_of_peft(tmp_path):
+    import torch
+    from peft import PeftModel
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = torch.nn.GRUCell(5, 4)
+
+    net = Net()
+    base = {name: jnp.asarray(x.numpy()) for name, x in net.state_dict().items()}
+    model = ql.loraify(base, rank=2, where=["weight_ih", "weight_hh"], key=jax.random.key(0))
+    move = lambda x: x.replace(b=x.b + 0.5) if isinstance(x, ql.LoraArray) else x
+    model = jax.tree.map(move, model, is_leaf=ql.is_value)
+    peft.save_adapter(tmp_path, model)
+    merged = PeftModel.from_pretrained(net, tmp_path).merge_and_unload().state_dict()
+    for name, x in ql.merge(model).items():
+        agree(merged[name].numpy(), x, 1e-6)
+
+
 def test_a_merged_encoder_has_the_vectors_of_sentence_transformers(tmp_path):
     """Which takes the pooling, and the modules after it, from folders beside the weights."""
     modules = pytest.importorskip("sentence_transformers.models")

@@ -199,6 +199,10 @@ def test_bfloat16():
             "no architecture of a decoder; supported are Llama",
         ),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_type='dynamic'; LlamaConfig supports 'default' or"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 0.5}},
+            "attn_factor=0.5; LlamaConfig supports `attention_factor` instead",
+        ),
         ({"sliding_window": 5}, "sliding_window=5; LlamaConfig supports None"),
         ({"pretraining_tp": 2}, "pretraining_tp=2; LlamaConfig supports 1"),
         (
