@@ -97,5 +97,5 @@ def module_folders(folder: Path) -> list[str]:
             raise complain(
                 path, None, f"modules must name folders inside of this one; found {quoted(module)}"
             )
-        out += [found] if parts else []
+        out += [str(found)] if parts else []
     return out

@@ -276,7 +276,8 @@ def _rope(
             out["rope_scaling"]["attention_factor"] = factor
     elif (kind := get("scaling.type")) not in (None, "none"):
         out["rope_scaling"] = {"rope_type": kind, "original_max_position_embeddings": original}
-        if type(factor := get("scaling.factor")) not in (int, float):
+        factor: Any = get("scaling.factor")
+        if type(factor) not in (int, float):
             raise complain(path, f"{prefix}rope.scaling.factor", f"expected a number; found {_short(factor)}")
         out["rope_scaling"]["factor"] = factor
         if kind == "yarn":
@@ -343,10 +344,9 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(factor := rope["factor"])}
-        shares = (rope.get("mscale"), rope.get("mscale_all_dim"))
-        scale = rope.get("attention_factor") or (
-            _grown(factor, shares[0]) / _grown(factor, shares[1]) if all(shares) else _grown(factor)
-        )
+        shares: tuple[Any, Any] = (rope.get("mscale"), rope.get("mscale_all_dim"))
+        usual = _grown(factor, shares[0]) / _grown(factor, shares[1]) if all(shares) else _grown(factor)
+        scale = rope.get("attention_factor") or usual
         if kind == "yarn" and scale != _grown(factor):
             values["rope.scaling.attn_factor"] = float(scale / _grown(factor))
         betas = {x: rope.get(f"beta_{x}") for x in ("fast", "slow")} if kind == "yarn" else {}

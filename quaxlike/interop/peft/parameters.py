@@ -1,5 +1,5 @@
-"""PEFT's `target_parameters`: adapters of parameters that are no layers' weights, such as stacks of experts or
-matrices of recurrent cells.
+"""PEFT's `target_parameters`: adapters of parameters that are no weights of layers, such as stacks of experts
+and matrices of recurrent cells.
 
 The factors of a stack `(experts, …)` are stored in one matrix each: `A` as `(experts * rank, in)`, with
 experts as the slower index, `B` as `(out, rank * experts)`, with experts as the faster one. If several
@@ -21,6 +21,8 @@ from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
 
 _WRAPPED = ".base_layer"
+# The parameters that come first in their modules, whatever the order of a model's dict.
+_FIRST = ("gate_up_proj", "weight_ih")
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
@@ -51,7 +53,7 @@ def wrapped_names(names: Iterable[str]) -> dict[str, str]:
     return {
         name: module + _WRAPPED * (len(own) - 1 - i)
         for module, own in of_module.items()
-        for i, name in enumerate(own)
+        for i, name in enumerate(sorted(own, key=lambda name: name.rpartition(".")[2] not in _FIRST))
     }
 
 
