@@ -194,7 +194,13 @@ def _select(
     """`(fn, args, kwargs)` with a tracer in place of each selected Value."""
 
     def box(leaf: Any) -> Any:
-        return trace.enter(leaf) if is_value(leaf) else leaf
+        if not is_value(leaf):
+            return leaf
+        try:
+            return trace.enter(leaf)
+        except Exception as error:
+            error.add_note(f"This is {_name_in((fn, args, kwargs), leaf)}.")
+            raise
 
     def box_tree(tree: Any) -> Any:
         kind = kind_of(tree)
@@ -219,6 +225,14 @@ def _select(
     trace.tag.takes = functools.partial(_takes, filter_spec, passed_by)
     boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
     return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))
+
+
+def _name_in(call: Any, leaf: Any) -> str:
+    """The place of a Value in `(fn, args, kwargs)`."""
+    leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
+    path = next((path for path, x in leaves if x is leaf), ())
+    start = "the function" if path[:1] == (jtu.SequenceKey(0),) else "its arguments"
+    return f"{jtu.keystr(path[1:], simple=True, separator='.') or 'a Value'} of {start}"
 
 
 def _is_instance(x: Any) -> bool:

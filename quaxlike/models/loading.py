@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
-from ..interop.errors import quoted
+from ..interop.errors import on_the_hub, quoted
 from ..interop.file_pair import Pair
 from ..interop.gguf import holds_gguf
 from ..interop.json_text import read_json_file
@@ -208,6 +208,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     if not path.is_file() and not holds_gguf(Path(directory)):
         raise FileNotFoundError(
             f"There is no {path}: a checkpoint directory must hold config.json or a GGUF file."
+            f"{on_the_hub(directory)}"
         )
     weights = open_checkpoint(directory)
     path, config = path if path.is_file() else Path(directory), dict(weights.config)

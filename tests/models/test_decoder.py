@@ -220,6 +220,22 @@ def test_options_that_are_not_supported(changes, message):
         DecoderConfig.from_json({"architectures": ["LlamaForCausalLM"], **SHARED, **changes})
 
 
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "gpt2"])
+def test_names_on_the_hub_are_not_downloaded(name, tmp_path, monkeypatch):
+    """The message says so, and how to get them."""
+    monkeypatch.chdir(tmp_path)
+    folder = name.rpartition("/")[2]
+    message = rf"nothing is downloaded.* `hf download {name} --local-dir {folder}` gets it: pass that folder"
+    for read in (load, ql.interop.load, lambda path: ql.interop.peft.load_adapter(path, {})):
+        with pytest.raises(FileNotFoundError, match=message):
+            read(name)
+    (tmp_path / folder).mkdir()
+    for path in (f"./{name}", str(tmp_path / "x"), "a/b/c", "model.gguf", folder):
+        with pytest.raises(FileNotFoundError) as error:
+            load(path)
+        assert "hf download" not in str(error.value)
+
+
 def test_missing_experts_are_named(tmp_path):
     (tmp_path / "config.json").write_text((folder("mixtral") / "config.json").read_text())
     tensors = dict(open_tensors(folder("mixtral")))

@@ -22,7 +22,7 @@ from ...surgery.notation import Layout
 from ...surgery.patterns import PatternError
 from ...surgery.select import select
 from ...surgery.trees import layer_of, named_arrays, near, replace
-from ..errors import CheckpointError, complain
+from ..errors import CheckpointError, complain, on_the_hub
 from ..file_pair import consistent
 from ..tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
@@ -105,6 +105,7 @@ def load_adapter(
     if not (config_file := pair.config_path()).is_file():
         raise FileNotFoundError(
             f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
+            f"{on_the_hub(directory)}"
         )
     tensors, config = consistent(
         lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
