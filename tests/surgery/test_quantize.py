@@ -231,7 +231,7 @@ def test_codes_that_were_cast_with_all_leaves_are_told(scheme):
     for call in (run, jax.jit(lambda *leaves: run(cast))):
         with pytest.raises(ValueError, match=message) as error:
             call(cast)
-        assert "This is 0.net.layers.0.weight of its arguments." in error.value.__notes__
+        assert "It is 0.net.layers.0.weight of the arguments." in error.value.__notes__
     with pytest.raises(TypeError, match=message):
         ql.materialise(cast)
     whole = jax.tree.map(
