@@ -228,7 +228,7 @@ def test_codes_that_were_cast_with_all_leaves_are_told(scheme):
     message = (
         r"Array of shape \(64, 64\) has bytes as codes; found codes of bfloat16, .*is_leaf=quaxlike.is_value"
     )
-    for call in (run, jax.jit(lambda *leaves: run(cast))):
+    for call in (run, eqx.filter_jit(run)):
         with pytest.raises(ValueError, match=message) as error:
             call(cast)
         assert "It is 0.net.layers.0.weight of the arguments." in error.value.__notes__
