@@ -150,9 +150,9 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
             except ValueError as error:
                 raise FinetuneError(f"{path}:{number}: {error}") from None
             if example is None:
-                without_answer += 1
-            elif example.learned and not any(example.learned):
                 empty += 1
+            elif example.learned and not any(example.learned):
+                without_answer += 1
             else:
                 examples.append(example)
     cut = sum(example.was_cut for example in examples) + empty

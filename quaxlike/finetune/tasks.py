@@ -31,7 +31,7 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        """Encodes a line of data as an example; None if nothing in it is to be learned."""
+        """Encodes a line of data as an example; None if the limit on tokens leaves nothing to learn."""
 
     @abc.abstractmethod
     def layers(self, model: PyTree) -> Any:
@@ -181,11 +181,12 @@ class Classes(AbstractTask):
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
-    """A text to learn, cut to length; None if none of it is to be learned. Its first token never is."""
+    """A text to learn, cut to length; None if that leaves nothing to learn. Its first token is never learned.
+    If nothing of the whole text is, it is not cut."""
     if not any(learned[1:]):
-        return None
-    kept = ids[:max_length]
-    return Example((kept,), [False, *learned[1:max_length]], was_cut=len(kept) < len(ids))
+        return Example((ids[:max_length],), [False] * len(ids[:max_length]))
+    kept, learned = ids[:max_length], [False, *learned[1:max_length]]
+    return Example((kept,), learned, was_cut=len(kept) < len(ids)) if any(learned) else None
 
 
 def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk: int) -> Float[Array, ""]:

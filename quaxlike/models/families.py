@@ -90,7 +90,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": dataclasses.replace(
         _GEMMA, qk_norm="heads", windows=6,
-        defaults={**_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults={
+            **_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262208,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+        },
         required={**_GEMMA.required, "attn_logit_softcapping": None},
     ),
     "Phi3ForCausalLM": Family(fused=True, windows=0, qkv_bias=False, output_bias=False),
@@ -111,14 +114,14 @@ FAMILIES: dict[str, Family] = {
     "Olmo3ForCausalLM": Family(
         qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
         windows=4, plain_windows=True,
-        defaults={"sliding_window": 4096, "rope_theta": 500000.0},
+        defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     ),
     "GraniteForCausalLM": Family(defaults={"attention_multiplier": 1.0}),
     "SmolLM3ForCausalLM": Family(
         window_switch=True, unrotated=4, tied=True, defaults={"rope_theta": 2000000.0}
     ),
     "Ministral3ForCausalLM": Family(
-        windows=0, defaults={"head_dim": 128, "rope_parameters": {
+        windows=0, defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         }},
@@ -141,6 +144,38 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+
+
+#: Architectures of which a decoder is a part, and the architecture of that by its `model_type`.
+TEXT_TOWERS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
+    },
+}  # fmt: skip
+
+
+def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of the decoder in a model that reads images as well; unchanged for other models.
+
+    **Raises:** `UnsupportedConfigError` for a decoder of another architecture.
+    """
+    names, text = config.get("architectures"), config.get("text_config")
+    whole = next((x for x in TEXT_TOWERS if isinstance(names, list) and x in names), None)
+    if whole is None:
+        return dict(config)
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    known = TEXT_TOWERS[whole]
+    if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in known:
+        raise refused("text_config", text, whole, f"one with model_type {' or '.join(known)}")
+    shared = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
+    return {**text, **shared, "architectures": [known[kind]]}
+
+
+_OF_WHOLE = (
+    *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

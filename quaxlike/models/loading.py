@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
-from .families import FAMILIES, DecoderConfig
+from .families import FAMILIES, TEXT_TOWERS, DecoderConfig, text_tower
 
 # The configuration and the model, by the architecture in `config.json`.
 ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
@@ -64,7 +65,8 @@ def load(
     - `mesh`, `sharding`: as for [`quaxlike.interop.load`][]; weights are quantised while they are read. The
         default of `sharding` also uses the classes of layers, like [`quaxlike.sharding.tensor_parallel`][].
 
-    **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file.
+    **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file. Of models that
+    read images as well (Gemma 3, Mistral 3), these are of the decoder alone.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
@@ -138,9 +140,9 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
         ```
     """
     source = Path(source)
-    config = read_json_file(Pair(source).config_path(), "the configuration")
+    config = text_tower(read_json_file(Pair(source).config_path(), "the configuration"))
     model = model.unstacked() if hasattr(model, "unstacked") else model
-    arrays, names = named_arrays(model), list(open_checkpoint(source))
+    arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
     if not arrays:
         raise TypeError(f"models.save takes a model from models.load; found {model!r}, without arrays.")
     if "lm_head.weight" in arrays:
@@ -211,7 +213,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
             f"{on_the_hub(directory)}"
         )
     weights = open_checkpoint(directory)
-    path, config = path if path.is_file() else Path(directory), dict(weights.config)
+    path, config = path if path.is_file() else Path(directory), text_tower(weights.config)
     dtype = config.get("dtype") or config.get("torch_dtype")
     if weights.format != "gguf" and dtype in ("bfloat16", "float16"):
         weights = weights.standing_for(dtype)
@@ -228,7 +230,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[
     names = config.get("architectures")
     known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
     if not known:
-        raise _unknown(path, quoted(names), "transformers", ARCHITECTURES)
+        raise _unknown(path, quoted(names), "transformers", [*ARCHITECTURES, *TEXT_TOWERS])
     return ARCHITECTURES[known[0]]
 
 
@@ -258,6 +260,18 @@ _SIZES = (
 )
 
 
+def text_tensors(names: Collection[str]) -> dict[str, str]:
+    """The tensors of a decoder by their names in a file of it alone, in one that may hold more parts."""
+    if not any("language_model." in name for name in names):
+        return {name: name for name in names}
+    found = {_TOWER.sub("", name): name for name in names if not _BESIDE_TEXT.match(name)}
+    return {new if new.startswith("lm_head.") else f"model.{new}": name for new, name in found.items()}
+
+
+_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
+_BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
+
+
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
     """The tensors of a checkpoint that make up each array of a model."""
     published = getattr(model, "tensors_of", lambda name: [name])
@@ -265,7 +279,9 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
         published = lambda name: [name]  # not one by one: so many names would not fit the file
     optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
-    return sources_of(named_arrays(model), names, directory, published=published, optional=optional)
+    files = text_tensors(names)
+    found = sources_of(named_arrays(model), files, directory, published=published, optional=optional)
+    return {name: [files.get(file, file) for file in own] for name, own in found.items()}
 
 
 #: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.

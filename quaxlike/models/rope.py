@@ -20,8 +20,8 @@ _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 class Rope(NamedTuple):
     """The angle per position of each pair of features, and the factor of their cosines and sines.
 
-    `long` holds the frequencies for texts of more than `switch` tokens, if these differ. Queries grow with the
-    logarithm of their position, in steps of `step` tokens, if `growth` is not 0 (Ministral 3).
+    `long` holds the frequencies for texts of more than `switch` tokens, if these differ. Unless `growth` is
+    0, queries grow with the logarithm of their position, in steps of `step` tokens (Ministral 3).
     """
 
     frequencies: tuple[float | int, ...]

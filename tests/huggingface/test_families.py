@@ -1,4 +1,4 @@
-"""Architectures of transformers with random weights: its logits and greedy tokens, and a model written back."""
+"""Architectures of transformers, with random weights: its logits and greedy tokens; models written back."""
 
 import json
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import generate, load, save
 from tests.models.fixtures import agree
 
@@ -99,3 +100,52 @@ def test_logits_and_greedy_tokens(name, tmp_path):
     ours = np.asarray(run(merged)[seen])
     assert np.abs(ours - wanted).max() > 0.01
     agree(_theirs(again, ids, seen)[seen], ours, 5e-4)
+
+
+_TOWERS = {
+    "gemma3": ("Gemma3", "SiglipVision", {"query_pre_attn_scalar": 16, "sliding_window": 4}),
+    "mistral3": ("Mistral3", "PixtralVision", {"model_type": "mistral", "sliding_window": None}),
+    "ministral3": ("Mistral3", "PixtralVision", {"model_type": "ministral3", **_CASES["ministral3"][1]}),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", _TOWERS)
+def test_decoders_of_models_that_read_images(name, legacy, tmp_path):
+    """In the names of transformers 5, and in those of published files; written as decoders alone."""
+    import torch
+    import transformers
+
+    kind, vision, options = _TOWERS[name]
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen = getattr(transformers, f"{vision}Config")(**small, image_size=28, patch_size=14)
+    kinds = {"mistral": "Mistral", "ministral3": "Ministral3"}
+    text = "Gemma3Text" if name == "gemma3" else kinds[options["model_type"]]
+    sizes = {k: v for k, v in {**_SIZES, **options}.items() if k != "model_type"}
+    tied = {"tie_word_embeddings": name == "gemma3"}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=getattr(transformers, f"{text}Config")(**{**sizes, **tied}), vision_config=seen, **tied
+    )
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    theirs.save_pretrained(tmp_path / "base")
+    tensors = dict(open_tensors(tmp_path / "base"))
+    own, others = "model.language_model.", "language_model.model."
+    if legacy:
+        own, others = others, own
+        tensors = {f"language_model.{n}" if n == "lm_head.weight" else n: x for n, x in tensors.items()}
+    else:
+        tensors = {n.replace("language_model.lm_head", "lm_head"): x for n, x in tensors.items()}
+    tensors = {n.replace(others, own): x for n, x in tensors.items()}
+    assert any(n.startswith(own) for n in tensors)
+    write_tensors(tmp_path / "base" / "model.safetensors", tensors, {"format": "pt"})
+    ids, seen = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32), np.ones((2, 11), bool)
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids)).logits.numpy()
+    model, config = load(tmp_path / "base")
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+    agree(run(model), wanted, 2e-4)
+    save(tmp_path / "text", model, tmp_path / "base")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
+    assert type(again).__name__ == config["architectures"][0]
+    agree(_theirs(again, ids, seen), wanted, 2e-4)

@@ -13,6 +13,7 @@ import quaxlike as ql
 from quaxlike.interop import CheckpointError
 from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError, load
+from quaxlike.models.families import text_tower
 from quaxlike.models.feed_forward import route
 from quaxlike.surgery.trees import named_arrays, replace
 from tests.models.fixtures import MODELS, agree, expected, folder, in_float32, legacy
@@ -234,6 +235,51 @@ def test_names_on_the_hub_are_not_downloaded(name, tmp_path, monkeypatch):
         with pytest.raises(FileNotFoundError) as error:
             load(path)
         assert "hf download" not in str(error.value)
+
+
+def test_the_decoder_of_a_model_that_reads_images():
+    """Gemma 3's files leave most of its sizes to the defaults."""
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "vision_config": {},
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+            "num_hidden_layers": 12, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }  # fmt: skip
+    config = text_tower(whole)
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["eos_token_id"] == [1, 106]
+    out = DecoderConfig.from_json(config)
+    assert (out.num_attention_heads, out.num_key_value_heads, out.head_dim) == (8, 4, 256)
+    assert (out.vocab_size, out.windows.count(False), out.tie_word_embeddings) == (262208, 2, True)
+    full, sliding = out.ropes
+    assert full.frequencies[0] == 1 / 8
+    assert sliding.frequencies[0] == 1
+    whole["text_config"]["model_type"] = "other"
+    with pytest.raises(
+        UnsupportedConfigError, match="Gemma3ForConditionalGeneration supports one with model_t"
+    ):
+        text_tower(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "sliding"),
+    [
+        ({}, [3], 0),
+        ({"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3}, [1, 3], 3),
+        ({"no_rope_layers": [0, 1, 1, 1]}, [0], 0),
+    ],
+)
+def test_layers_without_rotation(changes, windows, sliding):
+    config = DecoderConfig.from_json(
+        {**SHARED, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4, **changes}
+    )
+    assert [i for i, kind in enumerate(config.windows) if kind] == windows
+    assert config.sliding_window == sliding
+    assert {*config.ropes[1].frequencies} == {0.0}
+    with pytest.raises(UnsupportedConfigError, match=r"no_rope_layers=.1.; SmolLM3Config supports 0 or 1 for"):
+        DecoderConfig.from_json({**SHARED, "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]})
 
 
 def test_missing_experts_are_named(tmp_path):
