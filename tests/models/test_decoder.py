@@ -278,8 +278,22 @@ def test_layers_without_rotation(changes, windows, sliding):
     assert [i for i, kind in enumerate(config.windows) if kind] == windows
     assert config.sliding_window == sliding
     assert {*config.ropes[1].frequencies} == {0.0}
-    with pytest.raises(UnsupportedConfigError, match=r"no_rope_layers=.1.; SmolLM3Config supports 0 or 1 for"):
+    with pytest.raises(UnsupportedConfigError, match=r"no_rope_layers=.1.; SmolLM3Config supports 0 or 1"):
         DecoderConfig.from_json({**SHARED, "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]})
+
+
+def test_windows_of_olmo_3_are_rotated_plainly():
+    """In the configuration of its published files, too."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    base = {**SHARED, "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4, "head_dim": 8}
+    old = DecoderConfig.from_json({**base, "rope_theta": 5e5, "rope_scaling": yarn})
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    parts = {"full_attention": {**yarn, "rope_theta": 5e5}, "sliding_attention": plain}
+    assert old == DecoderConfig.from_json({**base, "rope_parameters": parts})
+    assert old.windows == (True, True, True, False)
+    full, sliding = old.ropes
+    assert (sliding.scale, sliding.frequencies[-1]) == (1.0, 5e5**-0.75)
+    assert full.frequencies[-1] == sliding.frequencies[-1] / 8
 
 
 def test_missing_experts_are_named(tmp_path):
