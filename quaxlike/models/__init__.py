@@ -6,6 +6,7 @@ from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 from .generation import Conversation, generate
 from .loading import load, save
+from .modern_bert import ModernBert, ModernBertConfig
 from .vocabulary import resize_vocabulary
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "Conversation",
     "Decoder",
     "DecoderConfig",
+    "ModernBert",
+    "ModernBertConfig",
     "UnsupportedConfigError",
     "generate",
     "load",

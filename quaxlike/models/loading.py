@@ -31,11 +31,13 @@ from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
 from .families import FAMILIES, TEXT_TOWERS, DecoderConfig, text_tower
+from .modern_bert import ModernBert, ModernBertConfig
 
 # The configuration and the model, by the architecture in `config.json`.
 ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
+    "ModernBertModel": (ModernBertConfig, ModernBert),
     **dict.fromkeys(FAMILIES, (DecoderConfig, Decoder)),
 }
 
@@ -154,7 +156,7 @@ def save(directory: str | os.PathLike[str], model: PyTree, source: str | os.Path
 
 #: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
 _ROWS = {
-    "vocab_size": ("embed_tokens.weight", "wte.weight", "word_embeddings.weight"),
+    "vocab_size": ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight"),
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
     "num_labels": ("classifier.weight",),
@@ -173,7 +175,7 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
     renamed: Mapping[str, str] = told.family.renamed if isinstance(told, DecoderConfig) else {}
     for entry, ends in _ROWS.items():
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
-        if size is None or getattr(told, entry) == size:
+        if size is None or getattr(told, entry, size) == size:
             continue
         if entry == "num_labels":  # named as in transformers, where nobody names them
             labels = [f"LABEL_{i}" for i in range(size)]

@@ -28,9 +28,10 @@ from ..core.values import is_value, materialise, replace_fields
 from ..surgery.options import check_rank
 from ..surgery.trees import named_arrays, replace, some
 from .families import DecoderConfig
+from .modern_bert import ModernBertConfig
 
 # Embeddings and output layers, whose arrays have a row for each token.
-_OF_TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|lm_head)\.(weight|bias)")
+_OF_TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|tok_embeddings|lm_head)\.(weight|bias)")
 
 
 @checked
@@ -160,6 +161,6 @@ def _described(node: Any, n: int) -> Any:
         case eqx.nn.Linear() if out.out_features != "scalar":
             return replace_fields(out, out_features=out.weight.shape[-2])
     config = getattr(out, "config", None)
-    if isinstance(config, DecoderConfig):
+    if isinstance(config, DecoderConfig | ModernBertConfig):
         return replace_fields(out, config=dataclasses.replace(config, vocab_size=n))
     return out

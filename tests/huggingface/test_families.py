@@ -102,6 +102,47 @@ def test_logits_and_greedy_tokens(name, tmp_path):
     agree(_theirs(again, ids, seen)[seen], ours, 5e-4)
 
 
+_ENCODERS = {
+    "windows": {"local_attention": 6, "global_attn_every_n_layers": 3},
+    "biases": {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "global_attn_every_n_layers": 1},
+    "thetas": {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 3e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }, "local_attention": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ENCODERS)
+def test_modern_bert(name, tmp_path):
+    """Of texts with padding behind them, and in front; with an adapter, too."""
+    import torch
+    from transformers import ModernBertConfig, ModernBertModel
+
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in _SIZES.items() if k not in ("head_dim", "num_key_value_heads")}
+    theirs = ModernBertModel(ModernBertConfig(**{**sizes, **_ENCODERS[name]})).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    theirs.save_pretrained(tmp_path / "base")
+    ids, seen = np.random.default_rng(0).integers(3, 97, (2, 13)).astype(np.int32), np.ones((2, 13), bool)
+    seen[0, 10:] = seen[1, :4] = False
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+
+    def vectors(model):
+        with torch.no_grad():
+            mask = torch.tensor(seen).long()
+            return model(input_ids=torch.tensor(ids), attention_mask=mask).last_hidden_state.numpy()[seen]
+
+    model, _ = load(tmp_path / "base")
+    agree(run(model)[seen], vectors(theirs), 2e-4)
+    adapted = ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(0))
+    move = lambda x: x.replace(b=x.b + 0.05) if isinstance(x, ql.LoraArray) else x
+    merged = ql.merge(jax.tree.map(move, adapted, is_leaf=ql.is_value))
+    save(tmp_path / "merged", merged, tmp_path / "base")
+    agree(vectors(ModernBertModel.from_pretrained(tmp_path / "merged").eval()), run(merged)[seen], 5e-4)
+
+
 _TOWERS = {
     "gemma3": ("Gemma3", "SiglipVision", {"query_pre_attn_scalar": 16, "sliding_window": 4}),
     "mistral3": ("Mistral3", "PixtralVision", {"model_type": "mistral", "sliding_window": None}),
