@@ -5,7 +5,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,7 +14,7 @@ from .._files import naming
 from .train import Step
 
 
-def console_on(file: IO[str] | None = None) -> Console:
+def console_on(file: Any = None) -> Console:
     """A console that breaks long lines between words on a terminal, and nowhere else. Default: stdout."""
     console = Console(file=file)
     console.soft_wrap = not console.is_terminal
