@@ -227,7 +227,11 @@ def _select(
 
 def _name_culprit(error: Exception, call: Any) -> None:
     """Adds a note if a Value of `(fn, args, kwargs)` has no shape for the reason that the error gives."""
-    for path, leaf in jtu.tree_leaves_with_path(call, is_leaf=_is_instance):
+    try:
+        leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
+    except Exception:  # no pytree, which may be what the error says
+        return
+    for path, leaf in leaves:
         try:
             if is_value(leaf):
                 aval_of(leaf)

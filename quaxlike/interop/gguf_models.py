@@ -302,6 +302,17 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
     return out
 
 
+def _yarn_values(rope: Mapping[str, Any]) -> dict[str, float]:
+    """The keys that say the same about YaRN as the entries of a `config.json`."""
+    usual = _grown(rope["factor"])
+    own, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    shared = _grown(rope["factor"], own) / _grown(rope["factor"], all_dim) if own and all_dim else usual
+    scale = rope.get("attention_factor") or shared
+    out = {"rope.scaling.attn_factor": float(scale / usual)} if scale != usual else {}
+    betas = {x: rope.get(f"beta_{x}") for x in ("fast", "slow")}
+    return out | {f"rope.scaling.yarn_beta_{x}": float(beta) for x, beta in betas.items() if beta}
+
+
 def _grown(factor: float, share: float = 1.0) -> float:
     """The factor of cosines and sines that YaRN prescribes for texts that are longer by a factor."""
     return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
@@ -343,14 +354,8 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     values["rope.dimension_count"] = int(_head_size(config) * rope.get("partial_rotary_factor", 1.0))
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
-        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(factor := rope["factor"])}
-        shares: tuple[Any, Any] = (rope.get("mscale"), rope.get("mscale_all_dim"))
-        usual = _grown(factor, shares[0]) / _grown(factor, shares[1]) if all(shares) else _grown(factor)
-        scale = rope.get("attention_factor") or usual
-        if kind == "yarn" and scale != _grown(factor):
-            values["rope.scaling.attn_factor"] = float(scale / _grown(factor))
-        betas = {x: rope.get(f"beta_{x}") for x in ("fast", "slow")} if kind == "yarn" else {}
-        values |= {f"rope.scaling.yarn_beta_{x}": float(beta) for x, beta in betas.items() if beta}
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        values |= _yarn_values(rope) if kind == "yarn" else {}
     elif kind == "longrope" and rope.get("attention_factor"):
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
     if original := rope.get("original_max_position_embeddings"):
