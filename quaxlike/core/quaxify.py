@@ -15,7 +15,7 @@ from . import compat, recording, written
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
-from .values import Value, is_value, kind_of, running_levels
+from .values import Value, aval_of, is_value, kind_of, running_levels
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -82,11 +82,15 @@ class _Quaxified(Generic[_P, _T]):
         copies = written.Copies() if written.possible() else written.NONE
         levels = running_levels()
         levels.append(trace)
+        given = self._fn, args, kwargs
         try:
             # Copies of modules are made in it, so that the function may write to them.
             compat.set_trace(trace)
-            fn, args, kwargs = _select(trace, copies.shared, self._filter_spec, self._fn, args, kwargs)
+            fn, args, kwargs = _select(trace, copies.shared, self._filter_spec, *given)
             out = fn(*args, **kwargs)
+        except Exception as error:
+            _name_culprit(error, given)
+            raise
         finally:
             compat.set_trace(parent)
             levels.pop()
@@ -219,6 +223,24 @@ def _select(
     trace.tag.takes = functools.partial(_takes, filter_spec, passed_by)
     boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
     return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))
+
+
+def _name_culprit(error: Exception, call: Any) -> None:
+    """Adds a note if a Value of `(fn, args, kwargs)` has no shape for the reason that the error gives."""
+    try:
+        leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
+    except Exception:  # no pytree, which may be what the error says
+        return
+    for path, leaf in leaves:
+        try:
+            if is_value(leaf):
+                aval_of(leaf)
+        except Exception as own:
+            if str(own) == str(error):
+                whose = ("function", "arguments", "keyword arguments")[path[0].idx]
+                name = jtu.keystr(path[1:], simple=True, separator=".")
+                error.add_note(f"It is {name} of the {whose}." if name else f"It is the {whose}.")
+                return
 
 
 def _is_instance(x: Any) -> bool:

@@ -19,7 +19,7 @@ from jaxtyping import ArrayLike, PyTree
 from . import compat
 from .construction import ValueMeta, derivative_alone, is_derivative_alone, probing
 
-_V = TypeVar("_V", bound="Value")
+_M = TypeVar("_M", bound=eqx.Module)
 
 
 class Value(eqx.Module, metaclass=ValueMeta):
@@ -266,7 +266,7 @@ def _asking_function(frame: Any) -> str:
     return "jax.numpy"
 
 
-def replace_fields(value: _V, /, **fields: Any) -> _V:
+def replace_fields(value: _M, /, **fields: Any) -> _M:
     """`value` with some fields replaced, without running its constructor and checks: for rules, whose parts
     fit by construction."""
     new = object.__new__(type(value))

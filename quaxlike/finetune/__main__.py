@@ -175,13 +175,12 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
 
 def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> int:
     with importing_extra(parser):
-        from rich.console import Console
-
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
         from .devices import join, leads
+        from .report import console_on
         from .run import finetune, merged
-    console = Console(soft_wrap=True)
+    console = console_on()
     try:
         take_interrupt()
         join(settings)

@@ -107,13 +107,15 @@ class Batch(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """The examples in a file, with counts of those that were changed."""
+    """The examples in a file, with counts of those that were changed or left out."""
 
     examples: list[Example]
     cut: int
     """The number of texts that were cut because they were too long."""
     empty: int
-    """The number of lines left out because the cut left nothing to learn."""
+    """The number of those that were left out because the cut left nothing to learn."""
+    without_answer: int
+    """The number of lines left out because they hold nothing to learn."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
@@ -131,7 +133,7 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")
     examples: list[Example] = []
-    empty = 0
+    empty = without_answer = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -149,9 +151,12 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
                 raise FinetuneError(f"{path}:{number}: {error}") from None
             if example is None:
                 empty += 1
+            elif example.learned and not any(example.learned):
+                without_answer += 1
             else:
                 examples.append(example)
-    return Examples(examples, sum(example.was_cut for example in examples) + empty, empty)
+    cut = sum(example.was_cut for example in examples) + empty
+    return Examples(examples, cut, empty, without_answer)
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:

@@ -14,19 +14,25 @@ from .._files import naming
 from .train import Step
 
 
+def console_on(file: Any = None) -> Console:
+    """A console that breaks long lines between words on a terminal, and nowhere else. Default: stdout."""
+    console = Console(file=file)
+    console.soft_wrap = not console.is_terminal
+    return console
+
+
 def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iterator[Step]:
     """The steps of a run, with a progress bar."""
     progress = Progress(
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(), console=console,
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+        TimeRemainingColumn(), TextColumn("left"), console=console,
     )  # fmt: skip
     with progress:
-        bar = progress.add_task("", total=steps, completed=first, loss=float("nan"), speed=0.0)
+        bar = progress.add_task("", total=steps, completed=first)
         for step in run:
             yield step
-            speed = step.tokens / step.seconds
-            progress.update(bar, completed=step.number, loss=step.loss, speed=speed)
+            told = f"loss {step.loss:.4f}  {step.tokens / step.seconds:,.0f} tokens/s"
+            progress.update(bar, completed=step.number, description=told)
 
 
 class Metrics:

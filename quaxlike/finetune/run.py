@@ -160,12 +160,18 @@ def read_data(
     """The training set and the held-out set."""
     parts = []
     for path in [settings.data] if settings.eval_data is None else [settings.data, settings.eval_data]:
-        examples, cut, empty = read_examples(path, lambda fields: task.encode(fields, tokens))
+        examples, cut, empty, without_answer = read_examples(path, lambda fields: task.encode(fields, tokens))
+        count = len(examples) + empty + without_answer
         if cut:
             left_out = f", {empty} of them left out, since nothing was left to learn" if empty else ""
             console.print(
-                f"{path}: {cut} of {len(examples) + empty} examples are longer than {tokens.max_length} "
-                f"tokens and were cut{left_out}."
+                f"{path}: {cut} of {count} examples are longer than {tokens.max_length} tokens and were "
+                f"cut{left_out}."
+            )
+        if without_answer:
+            console.print(
+                f"{path}: {without_answer} of {count} examples have nothing to learn, such as an answer of "
+                "the assistant, and were left out."
             )
         parts.append(examples)
     training, held_out = parts if len(parts) == 2 else split(parts[0], settings.held_out, settings.seed)

@@ -72,6 +72,12 @@ class NextToken(AbstractTask):
             options = {"tools": fields.get("tools"), **template_options(fields)}
             ids, learned = tokens.spans(*tokens.chat.learned(messages_of(fields), **options))
             return learned_part(ids, learned, tokens.max_length)
+        for name in ("prompt", "completion", "text"):
+            if isinstance(fields.get(name), list):
+                raise ValueError(
+                    f"{name!r} must be a text; found a list. A conversation, with the answers in it, is one "
+                    "list under the name 'messages'"
+                )
         if "prompt" in fields:
             ids = tokens.whole(text_of(fields, "prompt"))
             learned_from = max(1, len(ids))
@@ -175,7 +181,10 @@ class Classes(AbstractTask):
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
-    """A text to learn, cut to length; None if nothing is left to learn. Its first token is never learned."""
+    """A text to learn, cut to length; None if that leaves nothing to learn. Its first token is never learned.
+    If nothing of the whole text is, it is not cut."""
+    if not any(learned[1:]):
+        return Example((ids[:max_length],), [False] * len(ids[:max_length]))
     kept, learned = ids[:max_length], [False, *learned[1:max_length]]
     return Example((kept,), learned, was_cut=len(kept) < len(ids)) if any(learned) else None
 

@@ -1,4 +1,5 @@
-"""The files beside weights that belong to the same model: tokeniser, templates and generation settings."""
+"""The files beside weights that belong to the same model: tokeniser, templates, generation settings, and the
+layers that sentence-transformers puts on an encoder."""
 
 import filecmp
 import os
@@ -7,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from .._files import replacing
-from .errors import complain
+from .errors import complain, quoted
+from .json_text import read_json_list
 
 # As transformers names them. What makes a tokeniser usable is first, and so in place last.
 _NAMES = (
@@ -16,6 +18,9 @@ _NAMES = (
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
+# Of sentence-transformers: the list of its modules, whose own files are in folders that this names.
+_MODULES = "modules.json"
+_OF_MODULES = (_MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
 # Settings of other quantisers, which readers take if config.json has none.
 _OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
 
@@ -46,7 +51,7 @@ def staged(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
         target = folder / name
         if target.exists() and target.samefile(file):
             continue
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         written = stack.enter_context(replacing(target))
         with open(file, "rb") as source:
             shutil.copyfileobj(source, written)
@@ -68,4 +73,29 @@ def remove_others(folder: Path, files: dict[str, Path]) -> None:
 def _present(folder: Path) -> list[str]:
     names = [name for name in _NAMES if os.path.lexists(folder / name)]
     templates = folder / _TEMPLATES
-    return names + [f"{_TEMPLATES}/{path.name}" for path in sorted(templates.glob("*.jinja"))]
+    names += [f"{_TEMPLATES}/{path.name}" for path in sorted(templates.glob("*.jinja"))]
+    if os.path.lexists(folder / _MODULES):
+        names += [path.name for pattern in _OF_MODULES for path in sorted(folder.glob(pattern))]
+        own = (path for module in module_folders(folder) for path in sorted((folder / module).rglob("*")))
+        names += [str(path.relative_to(folder)) for path in own if not path.is_dir() or path.is_symlink()]
+    return names
+
+
+def module_folders(folder: Path) -> list[str]:
+    """The folders of sentence-transformers' modules besides the model itself, which is the first.
+
+    **Raises:** `CheckpointError` if `modules.json` is damaged, or names something outside of the folder.
+    """
+    path = folder / _MODULES
+    if not path.is_file():
+        return []
+    out: list[str] = []
+    for module in read_json_list(path, "the list of modules"):
+        found = module.get("path") if isinstance(module, dict) else None
+        parts = Path(found).parts if isinstance(found, str) else ("..",)
+        if ".." in parts or Path(*parts).is_absolute():
+            raise complain(
+                path, None, f"modules must name folders inside of this one; found {quoted(module)}"
+            )
+        out += [str(found)] if parts else []
+    return out

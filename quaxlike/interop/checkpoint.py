@@ -22,7 +22,7 @@ from ..sharding.specs import by_name
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8, mlx, mxfp4, torchao
 from .blocks import Weight
 from .blocks import settings as subsettings
-from .errors import complain, quoted
+from .errors import complain, on_the_hub, quoted
 from .file_pair import Pair, consistent
 from .gguf import Gguf, holds_gguf, open_gguf
 from .gguf_metadata import plain
@@ -265,7 +265,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
         except UnicodeDecodeError as error:
             raise complain(file, None, f"is not UTF-8 text: {error}") from None
     if not holds_gguf(path):
-        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{on_the_hub(path)}")
     gguf = open_gguf(path)
     return json.dumps(tokenizer_of(gguf.path, plain(gguf.metadata)))
 

@@ -1,5 +1,7 @@
 """Errors about files."""
 
+import os
+import re
 import reprlib
 from collections.abc import Iterable
 from typing import Any
@@ -35,6 +37,19 @@ class ErrorAboutFiles(ValueError):
 
 class CheckpointError(ErrorAboutFiles):
     """A checkpoint is damaged, incomplete, or of a kind that cannot be read or written."""
+
+
+def on_the_hub(path: Any) -> str:
+    """For messages about a path that is not there and may be a name on the Hugging Face hub: how to get that;
+    an empty text for other paths."""
+    name = os.fspath(path)
+    files = (".safetensors", ".gguf", ".json")
+    if os.path.exists(name) or name.endswith(files) or not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
+        return ""
+    return (
+        " Paths are of files on this machine, and nothing is downloaded. If this is a name on the Hugging "
+        f"Face hub, `hf download {name} --local-dir {name.rpartition('/')[2]}` gets it: pass that folder."
+    )
 
 
 def complain(path: Any, key: str | None, problem: str) -> CheckpointError:

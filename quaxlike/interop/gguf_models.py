@@ -5,6 +5,7 @@ Source: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .errors import complain
+from .model_config import is_finite
 
 # From llama.cpp's names to transformers'.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -294,10 +296,46 @@ def _rope(
             out["rope_scaling"]["attention_factor"] = factor
     elif (kind := get("scaling.type")) not in (None, "none"):
         out["rope_scaling"] = {"rope_type": kind, "original_max_position_embeddings": original}
-        if type(factor := get("scaling.factor")) not in (int, float):
+        factor: Any = get("scaling.factor")
+        if type(factor) not in (int, float):
             raise complain(path, f"{prefix}rope.scaling.factor", f"expected a number; found {_short(factor)}")
         out["rope_scaling"]["factor"] = factor
+        if kind == "yarn":
+            out["rope_scaling"] |= _yarn(path, f"{prefix}rope.scaling.", metadata, factor)
     return out
+
+
+def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """What a file says about YaRN besides its factor. llama.cpp multiplies cosines and sines by `attn_factor`
+    and by what YaRN prescribes for the factor."""
+    keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow")
+    found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
+    for key, value in found.items():
+        if not is_finite(value):
+            raise complain(path, prefix + key, f"expected a number; found {_short(value)}")
+    if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # -1: the default
+        raise complain(path, f"{prefix}yarn_ext_factor", f"expected 1; found {_short(extrapolated)}")
+    out = {f"beta_{x}": found[f"yarn_beta_{x}"] for x in ("fast", "slow") if f"yarn_beta_{x}" in found}
+    for key in ("attn_factor", "yarn_attn_factor"):
+        if key in found:
+            out["attention_factor"] = found[key] * _grown(factor)
+    return out
+
+
+def _yarn_values(rope: Mapping[str, Any]) -> dict[str, float]:
+    """The keys that say the same about YaRN as the entries of a `config.json`."""
+    usual = _grown(rope["factor"])
+    own, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    shared = _grown(rope["factor"], own) / _grown(rope["factor"], all_dim) if own and all_dim else usual
+    scale = rope.get("attention_factor") or shared
+    out = {"rope.scaling.attn_factor": float(scale / usual)} if scale != usual else {}
+    betas = {x: rope.get(f"beta_{x}") for x in ("fast", "slow")}
+    return out | {f"rope.scaling.yarn_beta_{x}": float(beta) for x, beta in betas.items() if beta}
+
+
+def _grown(factor: float, share: float = 1.0) -> float:
+    """The factor of cosines and sines that YaRN prescribes for texts that are longer by a factor."""
+    return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,6 +376,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        values |= _yarn_values(rope) if kind == "yarn" else {}
     elif kind == "longrope" and rope.get("attention_factor"):
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
     if original := rope.get("original_max_position_embeddings"):

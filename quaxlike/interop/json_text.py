@@ -27,7 +27,13 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
     **Raises:** `CheckpointError` if it is not a JSON object, has a name twice, or would take much more memory
     than the text.
     """
+    out = _parsed(path, text, what)
+    if not isinstance(out, dict):
+        raise complain(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
+    return out
 
+
+def _parsed(path: Path, text: bytes | str, what: str) -> Any:
     try:
         text = text.decode() if isinstance(text, bytes) else text
         text.encode()  # text from inside a file may have lone surrogates
@@ -37,26 +43,34 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
             _check_levels(out)
     except (ValueError, RecursionError) as error:
         raise complain(path, None, f"{what} is not JSON: {error}") from None
-    if not isinstance(out, dict):
-        raise complain(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
     return out
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
     """Reads a file, like `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
     check_regular(path)
-    return _read_bounded(path, path.stat().st_size, path.read_bytes, what)
+    return read_json(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
+
+
+def read_json_list(path: Path, what: str) -> list[Any]:
+    """Reads a file like `read_json_file`, but for a JSON list."""
+    check_regular(path)
+    out = _parsed(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
+    if not isinstance(out, list):
+        raise complain(path, None, f"{what} must be a JSON list, found {type(out).__name__}")
+    return out
 
 
 def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
     """Reads an open file, like `read_json`."""
-    return _read_bounded(file.path, file.size, lambda: file.read(0, file.size, None), what)
+    text = _bounded(file.path, file.size, lambda: file.read(0, file.size, None), what)
+    return read_json(file.path, text, what)
 
 
-def _read_bounded(path: Path, size: int, read: Callable[[], bytes], what: str) -> dict[str, Any]:
+def _bounded(path: Path, size: int, read: Callable[[], bytes], what: str) -> bytes:
     if size > _MOST_BYTES:
         raise complain(path, None, f"{what} has {size:,} bytes; at most {_MOST_BYTES:,} can be read")
-    return read_json(path, read(), what)
+    return read()
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

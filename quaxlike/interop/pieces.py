@@ -1,5 +1,6 @@
 """Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ def sources_of(
     files = {name: name for name in names}
     sources = {name: [name] if name in files else published(name) for name in wanted}
     used = {file for own in sources.values() for file in own}
-    if not used & files.keys():  # saved inside or outside of a model with a task's head
-        files = {name.partition(".")[2]: name for name in files}
+    if not used & files.keys():  # saved inside of a model with a task's head, or outside
+        head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
+        inside = {name.partition(".")[2]: name for name in files}
+        files = inside if used & inside.keys() else {f"{head}.{name}": name for name in files}
     missing, known = sorted(used - files.keys()), {*used, *optional}
     unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
     if missing or unknown:

@@ -13,7 +13,7 @@ from .._checked import checked
 from ..arrays.quantized import CODECS, BlockArray, FP4Array, Int8Array, NF4Array
 from ..core.values import is_value
 from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
-from .beside import files_beside, remove_others, staged
+from .beside import files_beside, module_folders, remove_others, staged
 from .errors import CheckpointError, complain
 from .file_pair import Pair
 from .tensors import write_tensors
@@ -120,7 +120,8 @@ def _write_folder(
 
 def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Writes weights to a folder in the format for their types, with copies of another checkpoint's
-    tokeniser, templates and generation settings. What the folder had of these is replaced, or removed.
+    tokeniser, templates, generation settings and modules of sentence-transformers. What the folder had of
+    these is replaced, or removed.
 
     **Arguments:**
 
@@ -138,8 +139,10 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
             "in one of them. Materialise the others."
         )
     written = _FOLDERS[next(iter(formats), "bitsandbytes")](directory, mapping)
-    copies = files_beside(source)
+    copies, modules = files_beside(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
+    for module in modules:  # also those without files
+        (directory / module).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         staged(copies, directory, stack)
         _write_folder(directory, *written, config, last=lambda: remove_others(directory, copies))

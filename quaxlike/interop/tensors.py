@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from .._files import replacing
-from .errors import complain
+from .errors import complain, on_the_hub
 from .json_text import read_header, read_json, read_json_of
 from .open_file import OpenFile
 
@@ -139,7 +139,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     if path.is_dir():
         path = _in_folder(path)
     if not path.exists():
-        raise FileNotFoundError(f"No checkpoint at {path}.")
+        raise FileNotFoundError(f"No checkpoint at {path}.{on_the_hub(path)}")
     file = OpenFile(path)
     if path.suffix == ".json":
         return _open_index(file)

@@ -6,6 +6,8 @@ from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 from .generation import Conversation, generate
 from .loading import load, save
+from .modern_bert import ModernBert, ModernBertConfig
+from .vocabulary import resize_vocabulary
 
 __all__ = [
     "FAMILIES",
@@ -15,9 +17,12 @@ __all__ = [
     "Conversation",
     "Decoder",
     "DecoderConfig",
+    "ModernBert",
+    "ModernBertConfig",
     "UnsupportedConfigError",
     "generate",
     "load",
     "mean_pooled",
+    "resize_vocabulary",
     "save",
 ]

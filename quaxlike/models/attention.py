@@ -13,10 +13,12 @@ from .rope import rotate
 
 
 class Context(NamedTuple):
-    """The inputs that layers of one kind share: rotations of heads, and the mask of tokens that are seen."""
+    """The inputs that layers of one kind share: rotations of heads, the mask of tokens that are seen, and
+    factors of queries."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     mask: Bool[Array, "tokens seen"]
+    factor: Float[Array, " tokens"] | None = None
 
 
 class Memory(NamedTuple):
@@ -57,11 +59,13 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
             query = jax.vmap(lambda x: self.normed("q_norm", x))(query)
             key = jax.vmap(lambda x: self.normed("k_norm", x))(key)
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        if context.factor is not None:
+            query = query * context.factor[:, None, None]
         if memory is not None:
             put = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0, 0))
             memory = Memory(put(memory.key, key), put(memory.value, value))
             key, value = memory
-        scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
+        scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
         cap = c.attn_logit_softcapping
         out = attend(query, key, value, context.mask, scale=scale, softcap=cap, sinks=self.part("sinks"))
         return each(self.part("o_proj"), out), memory

@@ -30,9 +30,13 @@ class Layer(Part, roles=f"self_attn mlp {' '.join(_NORMS)}"):
     ) -> tuple[Hidden, Memory | None]:
         before, after, before_mlp, after_mlp = self.config.family.norms
         y, memory = self.part("self_attn")(self.normed(before, x), context, memory, start)
-        x = x + self.normed(after, y)
+        x = x + self._scaled(self.normed(after, y))
         y = self.part("mlp")(self.normed(before_mlp, x))
-        return x + self.normed(after_mlp, y), memory
+        return x + self._scaled(self.normed(after_mlp, y)), memory
+
+    def _scaled(self, y: Hidden) -> Hidden:
+        factor = self.config.residual_multiplier
+        return y if factor == 1 else y * jnp.asarray(factor, y.dtype)
 
 
 class Body(Part, roles="embed_tokens wpe layers norm"):
@@ -69,8 +73,9 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         places, last = _places(seen, segments)
         positions = lax.dynamic_slice_in_dim(jnp.maximum(places, 0), start, len(ids))
         x = each(self.part("embed_tokens"), ids)
-        if c.family.scaled_embedding:
-            x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)
+        factor = c.hidden_size**0.5 if c.family.scaled_embedding else c.embedding_multiplier
+        if factor != 1:
+            x = x * jnp.asarray(factor, x.dtype)
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
@@ -102,9 +107,11 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         mask = (other <= own) & seen[None, :]
         if segments is not None:
             mask = mask & (segments[:, None] == segments[None, :])
-        contexts = [Context(rotations[0], mask)]
+        factor = c.ropes[0].query_factor(positions, dtype) if c.ropes else None
+        contexts = [Context(rotations[0], mask, factor)]
         if any(c.windows):
-            contexts.append(Context(rotations[-1], mask & (other > own - c.sliding_window)))
+            seen_from = own - c.sliding_window if c.sliding_window else -1
+            contexts.append(Context(rotations[-1], mask & (other > seen_from), factor))
         return contexts
 
 
@@ -160,6 +167,8 @@ class Decoder(Part, roles="model lm_head"):
         """Applies the output layer."""
         head = self.part("lm_head")
         out = hidden @ self.embedding.T if head is None else each(head, hidden)
+        if (divisor := self.config.logits_scaling) != 1:
+            out = out / jnp.asarray(divisor, out.dtype)
         cap = self.config.final_logit_softcapping
         return cap * jnp.tanh(out / cap) if cap else out
 

@@ -40,6 +40,11 @@ class Family:
     ("upper"), or none. `layer_types` overrides it."""
     window_switch: bool = False
     """Whether windows are off unless `use_sliding_window` is set."""
+    plain_windows: bool = False
+    """Whether rotations in layers with a window are never scaled for longer texts."""
+    unrotated: int = 0
+    """If not 0: every n-th layer does not rotate queries and keys, and only such layers may have windows.
+    `no_rope_layers` overrides it."""
 
     experts: Literal["", "out_in", "in_out"] = ""
     """Whether there are experts, and how their matrices are stored."""
@@ -85,7 +90,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": dataclasses.replace(
         _GEMMA, qk_norm="heads", windows=6,
-        defaults={**_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        defaults={
+            **_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262208,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+        },
         required={**_GEMMA.required, "attn_logit_softcapping": None},
     ),
     "Phi3ForCausalLM": Family(fused=True, windows=0, qkv_bias=False, output_bias=False),
@@ -102,6 +110,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+    ),
+    "Olmo3ForCausalLM": Family(
+        qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        windows=4, plain_windows=True,
+        defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
+    ),
+    "GraniteForCausalLM": Family(defaults={"attention_multiplier": 1.0}),
+    "SmolLM3ForCausalLM": Family(
+        window_switch=True, unrotated=4, tied=True, defaults={"rope_theta": 2000000.0}
+    ),
+    "Ministral3ForCausalLM": Family(
+        windows=0, defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        }},
     ),
     "GPT2LMHeadModel": Family(
         activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
@@ -121,6 +144,38 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }  # fmt: skip
+
+
+#: Architectures of which a decoder is a part, and the architecture of that by its `model_type`.
+TEXT_TOWERS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
+    },
+}  # fmt: skip
+
+
+def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of the decoder in a model that reads images as well; unchanged for other models.
+
+    **Raises:** `UnsupportedConfigError` for a decoder of another architecture.
+    """
+    names, text = config.get("architectures"), config.get("text_config")
+    whole = next((x for x in TEXT_TOWERS if isinstance(names, list) and x in names), None)
+    if whole is None:
+        return dict(config)
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    known = TEXT_TOWERS[whole]
+    if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in known:
+        raise refused("text_config", text, whole, f"one with model_type {' or '.join(known)}")
+    shared = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
+    return {**text, **shared, "architectures": [known[kind]]}
+
+
+_OF_WHOLE = (
+    *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +199,12 @@ class DecoderConfig(Config):
     query_pre_attn_scalar: float | int = 0
     attn_logit_softcapping: float | int = 0
     final_logit_softcapping: float | int = 0
+    embedding_multiplier: float | int = 1
+    residual_multiplier: float | int = 1
+    attention_multiplier: float | int = 0
+    """The factor of scores; 0 for one over the square root of a head's size."""
+    logits_scaling: float | int = 1
+    """The divisor of logits."""
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -155,7 +216,8 @@ class DecoderConfig(Config):
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """For each layer, whether it sees only the last `sliding_window` tokens."""
+    """For each layer, whether it is one of those that see only the last `sliding_window` tokens (0: all), and
+    have a rotation of their own."""
     sparse: tuple[bool, ...] = ()
     """For each layer, whether it has experts."""
     ropes: tuple[Rope, ...] = ()
@@ -196,9 +258,10 @@ class DecoderConfig(Config):
             moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
         )
         windows = _windows(out, fields, label)
+        off = family.window_switch and not out.use_sliding_window
         return dataclasses.replace(
             out,
-            sliding_window=out.sliding_window if any(windows) else 0,
+            sliding_window=out.sliding_window if any(windows) and not off else 0,
             use_sliding_window=False,
             windows=windows,
             sparse=_sparse(out, fields, label),
@@ -208,6 +271,8 @@ class DecoderConfig(Config):
 
 def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
     family, layers = config.family, range(config.num_hidden_layers)
+    if family.unrotated:
+        return _unrotated(config, fields, label)
     off = family.windows is None or not config.sliding_window
     if off or (family.window_switch and not config.use_sliding_window):
         return (False,) * len(layers)
@@ -226,6 +291,22 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 
+def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+    """The layers without rotation, which alone may have windows (SmolLM3)."""
+    layers, rotated = range(config.num_hidden_layers), fields.get("no_rope_layers")
+    if rotated is None:
+        every = whole(fields, "no_rope_layer_interval", config.family.unrotated, label)
+        rotated = [(i + 1) % every != 0 for i in layers] if every else [True] * len(layers)
+    if not isinstance(rotated, list) or len(rotated) < len(layers) or any(x not in (0, 1) for x in rotated):
+        raise refused("no_rope_layers", rotated, label, f"0 or 1 for each of {len(layers)} layers")
+    found = tuple(not rotated[i] for i in layers)
+    kind = "sliding_attention" if config.sliding_window and config.use_sliding_window else "full_attention"
+    wanted = [kind if without else "full_attention" for without in found]
+    if fields.get("layer_types") not in (None, wanted):
+        raise refused("layer_types", fields["layer_types"], label, "windows in layers without rotation alone")
+    return found
+
+
 def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
     step = whole(fields, "decoder_sparse_step", 1, label) or 1
     dense = fields.get("mlp_only_layers") or []
@@ -236,7 +317,7 @@ def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tup
 
 
 def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, label: str) -> tuple[Rope, ...]:
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise refused("rope_parameters", given, label, "an object")
     nested = [given.get(f"{kind}_attention") for kind in ("full", "sliding")]
@@ -249,4 +330,9 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
         sliding = {"rope_theta": 10000.0, **nested[1]}
     elif fields.get("rope_local_base_freq") and not fields.get("rope_parameters"):
         sliding = {"rope_theta": fields["rope_local_base_freq"]}
+    elif config.family.plain_windows:
+        sliding = shared
+    if config.family.unrotated:
+        rope = rope_for(full, config, label)
+        return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
     return tuple(rope_for(rope, config, label) for rope in ([full, sliding] if windows else [full]))

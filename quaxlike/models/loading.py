@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
-from ..interop.errors import quoted
+from ..interop.errors import on_the_hub, quoted
 from ..interop.file_pair import Pair
 from ..interop.gguf import holds_gguf
 from ..interop.json_text import read_json_file
@@ -29,13 +30,15 @@ from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
-from .families import FAMILIES, DecoderConfig
+from .families import FAMILIES, TEXT_TOWERS, DecoderConfig, text_tower
+from .modern_bert import ModernBert, ModernBertConfig
 from .to_gguf import save_gguf
 
 # The configuration and the model, by the architecture in `config.json`.
 ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
+    "ModernBertModel": (ModernBertConfig, ModernBert),
     **dict.fromkeys(FAMILIES, (DecoderConfig, Decoder)),
 }
 
@@ -65,7 +68,8 @@ def load(
     - `mesh`, `sharding`: as for [`quaxlike.interop.load`][]; weights are quantised while they are read. The
         default of `sharding` also uses the classes of layers, like [`quaxlike.sharding.tensor_parallel`][].
 
-    **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file.
+    **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file. Of models that
+    read images as well (Gemma 3, Mistral 3), these are of the decoder alone.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
@@ -119,8 +123,9 @@ def save(
 
     Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
     by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
-    transformers, and replace those of another model in the directory. A GGUF file holds the configuration,
-    the tokeniser and the chat templates itself.
+    transformers, and replace those of another model in the directory. The new `config.json` has the sizes of
+    the vocabulary, of learned positions and of a classifier as the model has them. A GGUF file holds the
+    configuration, the tokeniser and the chat templates itself.
 
     **Arguments:**
 
@@ -138,9 +143,10 @@ def save(
         rows that no blocks of 32 make up. Default: as the model has them.
 
     **Raises:** `ValueError` for another `format` or `quantize`; `CheckpointError` for weights of other types,
-    or of several formats, and for a file to copy that is not a regular one, or is a link out of `source` (but
-    for the blobs of a Hugging Face cache); for GGUF, for an architecture, an option, a tokeniser or numbers
-    that the file cannot hold. Nothing is written then.
+    or of several formats, or of shapes that contradict each other or the configuration, and for a file to
+    copy that is not a regular one, or is a link out of `source` (but for the blobs of a Hugging Face cache);
+    for GGUF, for an architecture, an option, a tokeniser or numbers that the file cannot hold. Nothing is
+    written then.
 
     !!! example
 
@@ -164,19 +170,68 @@ def save(
     if format == "gguf" and holds_gguf(source):
         config = dict(open_checkpoint(source).config)
     else:
-        config = read_json_file(Pair(source).config_path(), "the configuration")
+        config = text_tower(read_json_file(Pair(source).config_path(), "the configuration"))
     model = model.unstacked() if hasattr(model, "unstacked") else model
-    arrays, names = named_arrays(model), list(open_checkpoint(source))
+    arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
     if not arrays:
         raise TypeError(f"models.save takes a model from models.load; found {model!r}, without arrays.")
-    if "lm_head.weight" in arrays and "lm_head.weight" not in names:
+    if "lm_head.weight" in arrays:
         names.append("lm_head.weight")
-        config["tie_word_embeddings"] = False
+    config = _described_by(arrays, config, source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
     if format == "gguf":
         save_gguf(Path(directory), arrays, config, source, quantize)
         return
     save_like(source, Path(directory), taken_apart(arrays, sources(model, names, source)), config)
+
+
+#: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
+_ROWS = {
+    "vocab_size": ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight"),
+    "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
+    "type_vocab_size": ("token_type_embeddings.weight",),
+    "num_labels": ("classifier.weight",),
+}
+
+
+def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint, changed as far as the arrays of its model decide.
+
+    **Raises:** `CheckpointError` for an array that the result gives another shape, and for a special token
+    that a smaller vocabulary leaves out: nothing could load such a checkpoint.
+    """
+    config, path = dict(config), source if source.is_file() else source / "config.json"
+    read, make = _architecture(path, config)
+    told = read.from_json(config)
+    renamed: Mapping[str, str] = told.family.renamed if isinstance(told, DecoderConfig) else {}
+    for entry, ends in _ROWS.items():
+        size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
+        if size is None or getattr(told, entry, size) == size:
+            continue
+        if entry == "num_labels":  # named as in transformers, where nobody names them
+            labels = [f"LABEL_{i}" for i in range(size)]
+            config |= {"id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+            continue
+        config[renamed.get(entry, entry)] = size
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id") if entry == "vocab_size" else ():
+            ids = config.get(token)
+            if any(type(i) is int and i >= size for i in (ids if isinstance(ids, list) else [ids])):
+                raise CheckpointError(
+                    f"The model has a vocabulary of {size} tokens, and {path} has {token}={quoted(ids)}. Set "
+                    "that to a token that is left, in a copy of the checkpoint, and pass that as `source`."
+                )
+    if isinstance(told, DecoderConfig) and told.tie_word_embeddings == ("lm_head.weight" in arrays):
+        config["tie_word_embeddings"] = not told.tie_word_embeddings
+    skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
+    for name, leaf in named_arrays(skeleton).items():
+        if name in arrays and tuple(arrays[name].shape) != tuple(leaf.shape):
+            raise CheckpointError(
+                f"{name} is of shape {tuple(arrays[name].shape)}, where a model with the configuration in "
+                f"{path} has {tuple(leaf.shape)}, so that nothing could load it. Change the entry that gives "
+                "this size in a copy of the checkpoint, and pass that as `source`; "
+                "`quaxlike.models.resize_vocabulary` changes all arrays of a vocabulary."
+            )
+    return config
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
@@ -188,25 +243,35 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     if not path.is_file() and not holds_gguf(Path(directory)):
         raise FileNotFoundError(
             f"There is no {path}: a checkpoint directory must hold config.json or a GGUF file."
+            f"{on_the_hub(directory)}"
         )
     weights = open_checkpoint(directory)
-    path, config = path if path.is_file() else Path(directory), dict(weights.config)
+    path, config = path if path.is_file() else Path(directory), text_tower(weights.config)
     dtype = config.get("dtype") or config.get("torch_dtype")
     if weights.format != "gguf" and dtype in ("bfloat16", "float16"):
         weights = weights.standing_for(dtype)
+    if weights.format == "gguf" and not config:
+        found = quoted(weights.metadata.get("general.architecture"))
+        raise _unknown(path, found, "GGUF", gguf_models.ARCHITECTURES)
+    read, make = _architecture(path, config)
+    _check_sizes(path, config, weights)
+    return eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)), config, weights
+
+
+def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
+    """The configuration and the model of a `config.json`."""
     names = config.get("architectures")
     known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
     if not known:
-        is_gguf = weights.format == "gguf" and not config
-        found = quoted(weights.metadata.get("general.architecture") if is_gguf else names)
-        raise UnsupportedConfigError(
-            f"{path} is of the architecture {found}; of {'GGUF' if is_gguf else 'transformers'}, "
-            f"{', '.join(gguf_models.ARCHITECTURES if is_gguf else ARCHITECTURES)} are supported. "
-            "`quaxlike.interop.load` reads its weights."
-        )
-    read, make = ARCHITECTURES[known[0]]
-    _check_sizes(path, config, weights)
-    return eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)), config, weights
+        raise _unknown(path, quoted(names), "transformers", [*ARCHITECTURES, *TEXT_TOWERS])
+    return ARCHITECTURES[known[0]]
+
+
+def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> UnsupportedConfigError:
+    return UnsupportedConfigError(
+        f"{path} is of the architecture {found}; of {kind}, {', '.join(supported)} are supported. "
+        "`quaxlike.interop.load` reads its weights."
+    )
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
@@ -228,6 +293,18 @@ _SIZES = (
 )
 
 
+def text_tensors(names: Collection[str]) -> dict[str, str]:
+    """The tensors of a decoder by their names in a file of it alone, in one that may hold more parts."""
+    if not any("language_model." in name for name in names):
+        return {name: name for name in names}
+    found = {_TOWER.sub("", name): name for name in names if not _BESIDE_TEXT.match(name)}
+    return {new if new.startswith("lm_head.") else f"model.{new}": name for new, name in found.items()}
+
+
+_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
+_BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
+
+
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
     """The tensors of a checkpoint that make up each array of a model."""
     published = getattr(model, "tensors_of", lambda name: [name])
@@ -235,7 +312,9 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
         published = lambda name: [name]  # not one by one: so many names would not fit the file
     optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
-    return sources_of(named_arrays(model), names, directory, published=published, optional=optional)
+    files = text_tensors(names)
+    found = sources_of(named_arrays(model), files, directory, published=published, optional=optional)
+    return {name: [files.get(file, file) for file in own] for name, own in found.items()}
 
 
 #: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.

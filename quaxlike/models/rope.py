@@ -20,13 +20,16 @@ _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 class Rope(NamedTuple):
     """The angle per position of each pair of features, and the factor of their cosines and sines.
 
-    `long` holds the frequencies for texts of more than `switch` tokens, if these differ.
+    `long` holds the frequencies for texts of more than `switch` tokens, if these differ. Unless `growth` is
+    0, queries grow with the logarithm of their position, in steps of `step` tokens (Ministral 3).
     """
 
     frequencies: tuple[float | int, ...]
     scale: float | int = 1.0
     long: tuple[float | int, ...] | None = None
     switch: int = 0
+    growth: float | int = 0
+    step: int = 1
 
     def rotation(self, positions: Int[Array, " tokens"], length: Any, dtype: Any) -> tuple[Array, Array]:
         """Cosines and sines of each token, `(tokens, features)`, for a text of this length."""
@@ -38,11 +41,18 @@ class Rope(NamedTuple):
         cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
         return cos.astype(dtype), sin.astype(dtype)
 
+    def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
+        """The factor of each token's queries, `(tokens,)`; None if there is none."""
+        if not self.growth:
+            return None
+        steps = jnp.floor(positions.astype(jnp.float32) / self.step)
+        return (1 + self.growth * jnp.log(1 + steps)).astype(dtype)
+
 
 _NUMBERS = (
     *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "attention_factor"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
 )
 
 
@@ -70,6 +80,11 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         inverse = 1 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
         most, given = config.max_position_embeddings, rope.get("original_max_position_embeddings")
         original = given or config.original_max_position_embeddings or most
+        if rope.get("attn_factor") not in (None, 1):
+            raise refused(
+                "attn_factor", rope["attn_factor"], label,
+                "`attention_factor` instead, the whole factor of cosines and sines, as transformers does",
+            )  # fmt: skip
         scale = rope.get("attention_factor")
         if kind == "longrope":
             factor = rope.get("factor") or most / original
@@ -90,7 +105,9 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         elif kind == "yarn":
             kept = 1 - _yarn_ramp(rope, dim, theta, original)
         inverse = kept * inverse + (1 - kept) * inverse / (1.0 if kind == "default" else rope["factor"])
-        return Rope(tuple(inverse.tolist()), (scale or _yarn_scale(rope)) if kind == "yarn" else 1.0)
+        scale = (scale or _yarn_scale(rope)) if kind == "yarn" else 1.0
+        growth = rope.get("llama_4_scaling_beta") or 0
+        return Rope(tuple(inverse.tolist()), scale, growth=growth, step=original if growth else 1)
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float | int:

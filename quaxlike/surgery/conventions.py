@@ -170,6 +170,10 @@ def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, 
     return UNKNOWN if len(shape) == 2 else OTHER
 
 
+#: Layers whose weights hold those of several others, by the usual names of these.
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
 def is_norm(layer: str) -> bool:
     """Whether the name of a layer says that it is a norm."""
     return _NORM.fullmatch(re.split(r"[./]", layer)[-1]) is not None

@@ -111,12 +111,18 @@ def loraify(
             f"loraify takes the name of an init, or the result of loftq or eva, as init; found {init!r}."
         )
     check_flags("loraify", rslora=rslora, dora=dora, lora_bias=lora_bias, train_base=train_base)
+    tied, (model, head, embedding) = model, _with_own_head(model)
     layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
     targets = select_matrices(model, where, exclude, layouts)
     saved = _inside(model, modules_to_save)
     tokens = _token_rows(model, trainable_token_indices)
     saved |= tokens
     targets = {name: w for name, w in targets.items() if name not in saved}
+    for chosen in (targets, saved):
+        if embedding in chosen:  # one array, and one adapter
+            chosen.pop(head, None)
+    if head not in targets and head not in saved:
+        model = tied
     if not targets:
         raise ValueError("`modules_to_save` leaves nothing of what `where` selects.")
     for option, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
@@ -152,6 +158,16 @@ def loraify(
             done[id(w)] = with_magnitude(lora) if dora else lora
         adapters[name] = done[id(w)]
     return with_beside(replace(model, adapters), adapters, saved, bias, lora_bias)
+
+
+def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
+    """The model with an output layer of its own, and if it had none, the names of that layer's weight and of
+    the embedding that it was tied to. A model supports this with a method `untied`."""
+    own = model.untied() if hasattr(model, "untied") else model
+    arrays, before = named_arrays(own), named_arrays(model)
+    head = next((name for name in arrays if name not in before), "")
+    embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
+    return own, head, embedding
 
 
 def _check_numbers(

@@ -1,12 +1,14 @@
 """`select`: the weights of a model by their dotted names."""
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import PyTree
 
 from .._checked import checked
+from .conventions import FUSED
 from .layouts import Layouts, hint, layouts_of
 from .notation import Layout
 from .options import check_names
@@ -39,7 +41,9 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
         - a callable of a name and an array that returns whether to select the array.
 
-        The name of a layer stands for its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`).
+        The name of a layer stands for its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). Names of
+        layers that are fused in this model, such as `gate_proj` and `up_proj` in `gate_up_proj`, stand for it
+        if all of them are named; if only some are, a warning tells.
     - `layout`: as for [`quaxlike.layouts`][], where the model does not say. Default: none.
 
     **Returns:**
@@ -72,13 +76,47 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         return _all_linear(arrays, layouts_of(model, layout))
     if not isinstance(where, str):
         check_names("select", "where", where)
-    wanted: set[str] = set()
+    return _by_name(model, arrays, where)
+
+
+def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> dict[str, Any]:
+    """The arrays that a regular expression or a sequence of names selects."""
+    hits = lambda pattern, names: {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
+    forms = [(name, parts) for name in arrays for parts in _parts(model, name, arrays)]
+    wanted, named, only_in_one = set[str](), set[str](), dict[str, set[str]]()
     for pattern in [where] if isinstance(where, str) else where:
-        found = {name for name in arrays if matches(pattern, name, regex=isinstance(where, str))}
-        if not found:
+        found, inside = hits(pattern, arrays), hits(pattern, (part for _, own in forms for part in own))
+        if not found | inside:
             raise ValueError(f"{pattern!r} matches none of the arrays of the model. {near(pattern, arrays)}")
-        wanted |= found
+        if not found:
+            only_in_one[pattern] = inside
+        wanted, named = wanted | found, named | inside
+    wanted |= {name for name, parts in forms if named.issuperset(parts)}
+    left = {name: parts for name, parts in forms if name not in wanted and named.intersection(parts)}
+    for pattern, inside in only_in_one.items():
+        told = [_in_one(name, parts) for name, parts in left.items() if inside.intersection(parts)]
+        if told:
+            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {told[0]}")
+    if left:
+        others = f", nor are {len(left) - 1} others" if len(left) > 1 else ""
+        warnings.warn(f"{_in_one(*next(iter(left.items())))} It is not selected{others}.", stacklevel=4)
     return {name: leaf for name, leaf in arrays.items() if name in wanted}
+
+
+def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
+    """The arrays that one array stands for, as other checkpoints name them: fused layers, single experts."""
+    layer = layer_of(name)
+    above, dot, last = layer.rpartition(".")
+    own = [f"{above}{dot}{part}{name.removeprefix(layer)}" for part in FUSED.get(last, ())]
+    published = getattr(model, "tensors_of", lambda name: [name])(name)
+    forms = [own, published if len(published) > 1 else []]
+    return [form for form in forms if form and not any(part in arrays for part in form)]
+
+
+def _in_one(name: str, parts: Iterable[str]) -> str:
+    short = list(dict.fromkeys(layer_of(part).rpartition(".")[2] for part in parts))
+    own = layer_of(name).rpartition(".")[2]
+    return f"{name} is {' and '.join(short)} in one array: name {own}, or all of {', '.join(short)}."
 
 
 def _all_linear(

@@ -1,5 +1,6 @@
 """`python -m quaxlike.finetune` on tiny checkpoints, whose tokenisers are made here."""
 
+import io
 import json
 import re
 import shutil
@@ -11,11 +12,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import quaxlike as ql
-from quaxlike.finetune import data
+from quaxlike.finetune import data, report
 from quaxlike.finetune.__main__ import main
+from quaxlike.finetune.run import read_data
 from quaxlike.finetune.settings import FinetuneError, Settings
 from quaxlike.finetune.state import RunDirectory
+from quaxlike.finetune.step import Memory
 from quaxlike.finetune.tasks import NextToken
+from quaxlike.finetune.train import Step
 from quaxlike.interop import CheckpointError, peft, safetensors
 from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import Bert
@@ -288,6 +292,51 @@ def test_too_long_texts_are_counted(run):
     assert f"{longer} of 40 examples are longer than 6 tokens and were cut." in told
 
 
+def test_conversations_without_an_answer_are_counted(tmp_path, capsys):
+    """And not taken for long ones."""
+    model = checkpoint(tmp_path / "llama", "llama")
+    roles = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant {% endif %}"
+    (model / "chat_template.jinja").write_text(roles + prompt)
+    asked = {"role": "user", "content": "one two"}
+    long = {"role": "assistant", "content": count(0, 60)}
+    rows = [[asked]] * 3 + [[asked, {"role": "assistant", "content": "three"}]] * 4 + [[asked, long]]
+    lines = [*({"messages": row} for row in rows), {"prompt": count(0, 40), "completion": "one"}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = {"model": model, "data": tmp_path / "data.jsonl", "output": tmp_path / "out"}
+    config = json.loads((model / "config.json").read_text())
+    console = report.console_on()
+    read_data(Settings(**found), NextToken(), data.Tokens(model, config, 32), console)
+    told = capsys.readouterr().out
+    assert "3 of 9 examples have nothing to learn, such as an answer of the assistant, and were left" in told
+    assert "2 of 9 examples are longer than 32 tokens and were cut, 1 of them left out, since nothing" in told
+
+
+def test_progress_says_what_it_is():
+    """Nothing of a loss before there is one; no number is broken at the end of a line."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def steps():
+        first.append(terminal.getvalue())
+        yield Step(1, 2.5, 0.1, 100, 0.5, None)
+
+    terminal, first = Terminal(), []
+    console = report.console_on(terminal)
+    console.width = 60
+    list(report.shown(steps(), console, 0, 1))
+    told = re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", terminal.getvalue())
+    assert "nan" not in told
+    assert "loss" not in first[0]
+    assert re.search(r"1/1 loss 2\.5000 +200 tokens/s 0:00:00 left", told)
+    memory = str(Memory(weights=10**7, adapters=10**6, optimiser=10**6, activations=5 * 10**6))
+    console.print(f"A step takes {memory}")
+    lines = re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", terminal.getvalue())
+    assert "activations 4.8 MiB" in " ".join(lines.split())
+
+
 # -------------------------------------------------------------------------------------------------
 # What it cannot start with
 # -------------------------------------------------------------------------------------------------
@@ -300,6 +349,10 @@ BAD_LINES = {
     "a number": ('{"text": 1}', "'text' must be a text; found 1"),
     "an empty text": ('{"text": " "}', "'text' must be a text; found ' '"),
     "no completion": ('{"prompt": "one"}', "'completion' must be a text; there are prompt"),
+    "messages as a prompt": (
+        '{"prompt": [{"role": "user", "content": "one"}], "completion": "two"}',
+        "'prompt' must be a text; found a list. A conversation, .* under the name 'messages'",
+    ),
 }
 
 

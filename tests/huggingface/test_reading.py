@@ -79,3 +79,84 @@ def test_adapters_have_the_logits_of_peft(case, tmp_path):
     z = expected(name)
     wanted = of_peft(case)[f"{which}/logits"][z["valid"]]
     agree(theirs(folder(name), z, adapter=tmp_path), wanted, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen2_moe", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
+        ("qwen2", {"target_modules": ["lm_head"]}),
+        ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("gemma3", {"target_modules": ["lm_head", "embed_tokens"]}),
+    ],
+)
+def test_adapters_of_peft_have_its_logits(name, options, tmp_path):
+    """Layers beside experts, which are parameters; output layers that are tied to an embedding."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "modules_to_save" in key:
+                weight += 0.1 * torch.randn(weight.shape)
+    model.save_pretrained(tmp_path)
+    z = expected(name)
+    adapted = peft.load_adapter(tmp_path, load(folder(name))[0])
+    run = jax.jit(lambda model, ids, seen: jax.vmap(ql.quaxify(model))(ids, seen))
+    ours = run(adapted, z["input_ids"], z["attention_mask"].astype(bool))[z["valid"]]
+    assert np.abs(ours - z["logits"][z["valid"]]).max() > 0.01
+    agree(theirs(folder(name), z, adapter=tmp_path), ours, 5e-4)
+    peft.save_adapter(tmp_path / "ours", adapted, task_type="CAUSAL_LM")
+    agree(theirs(folder(name), z, adapter=tmp_path / "ours"), ours, 5e-4)
+
+
+def test_recurrent_cells_have_the_weights_of_peft(tmp_path):
+    import torch
+    from peft import PeftModel
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = torch.nn.GRUCell(5, 4)
+
+    net = Net()
+    base = {name: jnp.asarray(x.numpy()) for name, x in net.state_dict().items()}
+    model = ql.loraify(base, rank=2, where=["weight_ih", "weight_hh"], key=jax.random.key(0))
+    move = lambda x: x.replace(b=x.b + 0.5) if isinstance(x, ql.LoraArray) else x
+    model = jax.tree.map(move, model, is_leaf=ql.is_value)
+    peft.save_adapter(tmp_path, model)
+    merged = PeftModel.from_pretrained(net, tmp_path).merge_and_unload().state_dict()
+    for name, x in ql.merge(model).items():
+        agree(merged[name].numpy(), x, 1e-6)
+
+
+def test_a_merged_encoder_has_the_vectors_of_sentence_transformers(tmp_path):
+    """Which takes the pooling, and the modules after it, from folders beside the weights."""
+    modules = pytest.importorskip("sentence_transformers.models")
+    from sentence_transformers import SentenceTransformer
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "small", "text", "another"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(tmp_path / "bert")
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    bert = modules.Transformer(str(tmp_path / "bert"))
+    layers = [bert, modules.Pooling(16, "cls"), modules.Dense(16, 8), modules.Normalize()]
+    SentenceTransformer(modules=layers).save(str(tmp_path / "base"))
+    base, _ = load(tmp_path / "base")
+    save(tmp_path / "same", base, tmp_path / "base")
+    changed = jax.tree.map(lambda x: 1.5 * x, base)
+    save(tmp_path / "changed", changed, tmp_path / "base")
+    texts = ["a small text", "another"]
+    vectors = [
+        SentenceTransformer(str(tmp_path / name), device="cpu").encode(texts)
+        for name in ("base", "same", "changed")
+    ]
+    assert vectors[0].shape == (2, 8)
+    agree(vectors[1], vectors[0], 1e-6)
+    assert np.abs(vectors[2] - vectors[0]).max() > 0.01

@@ -91,6 +91,33 @@ def test_architectures_are_written_and_read(name, tmp_path):
         np.testing.assert_allclose(leaf, weights[key], atol=2e-7, err_msg=key)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0},
+        {"mscale": 0.7, "mscale_all_dim": 1.2},
+        {},
+    ],
+)
+def test_factors_of_yarn_are_written_and_read(options, tmp_path):
+    """llama.cpp multiplies its `attn_factor` by what YaRN prescribes, 1 + 0.1 log(factor)."""
+    config = json.loads((folder("llama_yarn") / "config.json").read_text())
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    config["rope_parameters"] = rope | options
+    weights = dict(interop.open_checkpoint(folder("llama_yarn")))
+    interop.save(tmp_path / "m.gguf", weights, format="gguf", config=config)
+    opened = interop.open_checkpoint(tmp_path / "m.gguf")
+    ((own,), (wanted,)) = (DecoderConfig.from_json(c).ropes for c in (opened.config, config))
+    np.testing.assert_allclose(own.scale, wanted.scale, rtol=1e-6)
+    np.testing.assert_allclose(own.frequencies, wanted.frequencies, rtol=1e-6)
+    written = opened.metadata.get("llama.rope.scaling.attn_factor", 1.0)
+    np.testing.assert_allclose(written * (1 + 0.1 * np.log(4)), wanted.scale, rtol=1e-6)
+    metadata = {**opened.metadata, "llama.rope.scaling.yarn_ext_factor": 0.5}
+    interop.save(tmp_path / "other.gguf", weights, format="gguf", metadata=metadata)
+    with pytest.raises(CheckpointError, match=r"yarn_ext_factor': expected 1; found 0\.5"):
+        ql.models.load(tmp_path / "other.gguf")
+
+
 def test_stacks_of_experts(tmp_path):
     """Two tensors of the file are one of the model, and stay quantised."""
     quantised = lambda *shape: ql.BlockArray.quantize(jnp.asarray(normal(*shape)), codec="q8_0")

@@ -209,6 +209,32 @@ def test_pissa_base_is_that_of_the_initialisation(tmp_path):
     )
 
 
+def test_recurrent_cells_are_saved_as_parameters(tmp_path):
+    """Their matrices are parameters of the cell: PEFT names them so, and wraps one in the other."""
+    cell = eqx.nn.GRUCell(5, 4, key=jax.random.key(0))
+    net = {"cell": cell, "out": eqx.nn.Linear(4, 2, key=jax.random.key(1))}
+    model = ql.loraify(
+        net, rank=2, where=["weight_ih", "weight_hh", "out"], init="gaussian", key=jax.random.key(2)
+    )
+    model = jax.tree.map(
+        lambda x: x.replace(b=x.b + 1) if isinstance(x, ql.LoraArray) else x, model, is_leaf=ql.is_value
+    )
+    peft.save_adapter(tmp_path, model)
+    stored = open_tensors(tmp_path / "adapter_model.safetensors")
+    shapes = {"cell.base_layer": ((2, 5), (12, 2)), "cell": ((2, 4), (12, 2)), "out": ((2, 4), (2, 2))}
+    assert {name: x.shape for name, x in stored.items()} == {
+        f"base_model.model.{layer}.lora_{part}.weight": shape
+        for layer, own in shapes.items()
+        for part, shape in zip("AB", own, strict=True)
+    }
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["out"]
+    assert config["target_parameters"] == ["cell.weight_hh", "cell.weight_ih"]
+    again = peft.load_adapter(tmp_path, net)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
 # -------------------------------------------------------------------------------------------------
 # What cannot be saved
 # -------------------------------------------------------------------------------------------------
@@ -235,6 +261,11 @@ def test_pissa_base_is_that_of_the_initialisation(tmp_path):
         (
             lambda net: eqx.tree_at(lambda n: n.norm.weight, net, ql.TrainableArray(net.norm.weight)),
             r"whole modules; norm\.bias is not trained",
+        ),
+        (
+            lambda net: {"lin": net.lin, "gru": {"w_h": ql.LoraArray(
+                jnp.ones((4, 12)), jnp.ones((2, 4)), jnp.ones((12, 2)), out_axes=(-1,), in_axes=(-2,))}},
+            r"no place for gru\.w_h, of shape \(4, 12\): it is stored as \(in, out\)",
         ),
     ],
 )  # fmt: skip

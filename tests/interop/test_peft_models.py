@@ -112,6 +112,38 @@ def test_adapters_of_single_experts(tmp_path):
         peft.load_adapter(tmp_path, base)
 
 
+def test_modules_do_not_name_stacks_of_experts(tmp_path):
+    """PEFT's usual names for Qwen2-MoE: the layers of the shared experts alone, since experts are parameters;
+    and with adapters of single experts, as for transformers 4."""
+    base, _ = load(folder("qwen2_moe"))
+    arrays, names = named_arrays(base), ["gate_proj", "up_proj", "down_proj"]
+    draw = np.random.default_rng(0).standard_normal
+
+    def written(layers):
+        tensors = {}
+        for layer, (out, into) in layers.items():
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = draw((2, into)).astype(np.float32)
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = draw((out, 2)).astype(np.float32)
+        write_tensors(tmp_path / "adapter_model.safetensors", tensors, {})
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": names}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        model = peft.load_adapter(tmp_path, base)
+        return {name for name, leaf in named_arrays(model).items() if isinstance(leaf, ql.LoraArray)}
+
+    layer, experts = "model.layers.{}.mlp.shared_expert.{}.weight", "model.layers.{}.mlp.experts.{}"
+    shared = {layer.format(i, name) for i in range(len(base.layers)) for name in names}
+    shapes = {name.removesuffix(".weight"): arrays[name].shape for name in shared}
+    assert written(shapes) == shared
+    for i in range(len(base.layers)):
+        count, out, into = arrays[experts.format(i, "down_proj")].shape
+        for j in range(count):
+            one = experts.format(i, j)
+            shapes |= {f"{one}.gate_proj": (into, out), f"{one}.up_proj": (into, out)}
+            shapes |= {f"{one}.down_proj": (out, into)}
+    stacks = {experts.format(i, x) for i in range(len(base.layers)) for x in ("gate_up_proj", "down_proj")}
+    assert written(shapes) == shared | stacks
+
+
 def test_all_linear_layers_and_experts(tmp_path):
     base, _ = load(folder("gpt_oss"), quantize="nf4")
     model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0))
@@ -132,6 +164,21 @@ def test_a_tied_head_is_in_the_file_too(tmp_path):
         stored[f"{prefix}lm_head.lora_B.weight"], stored[f"{prefix}model.embed_tokens.lora_embedding_A"].T
     )
     assert json.loads((tmp_path / "adapter_config.json").read_text())["ensure_weight_tying"] is True
+
+
+@pytest.mark.parametrize(
+    "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
+)
+def test_an_adapter_of_a_tied_output_layer(options, tmp_path):
+    """The embedding stays as it is, as in PEFT."""
+    base, _ = load(folder("qwen2"))
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0), **options)
+    peft.save_adapter(tmp_path, model)
+    assert json.loads((tmp_path / "adapter_config.json").read_text()).get("ensure_weight_tying") is None
+    again = peft.load_adapter(tmp_path, base)
+    assert again.embedding is base.embedding
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
 
 
 def test_experts_that_differ_in_shape(tmp_path):

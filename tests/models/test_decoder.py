@@ -2,6 +2,7 @@
 
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import quaxlike as ql
 from quaxlike.interop import CheckpointError
 from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError, load
+from quaxlike.models.families import text_tower
 from quaxlike.models.feed_forward import route
 from quaxlike.surgery.trees import named_arrays, replace
 from tests.models.fixtures import MODELS, agree, expected, folder, in_float32, legacy
@@ -148,6 +150,38 @@ def test_one_array_for_tied_layers():
     agree(run(apart), run(model), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
+)
+def test_an_output_layer_that_is_tied_becomes_one_of_its_own(options):
+    """If it is named and the embedding is not; the weight is stored once for both."""
+    model, _ = load(folder("qwen2"))
+    adapted = ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(0), **options)
+    own = adapted.lm_head.weight
+    assert adapted.embedding is model.embedding
+    assert (own.w if isinstance(own, ql.LoraArray) else own.array) is model.embedding
+    moved = own.replace(b=own.b + 1) if isinstance(own, ql.LoraArray) else type(own)(own.array + 1)
+    moved = eqx.tree_at(lambda model: model.lm_head.weight, adapted, moved, is_leaf=ql.is_value)
+    ids, seen = jnp.arange(5), jnp.ones(5, bool)
+    wanted = model.hidden(ids, seen) @ ql.materialise(moved.lm_head.weight).T
+    agree(ql.quaxify(moved)(ids, seen), wanted, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"where": ["embed_tokens", "lm_head"]},
+        {"where": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"where": r".*weight"},
+    ],
+)
+def test_tied_layers_have_one_adapter(options):
+    model, _ = load(folder("qwen2"))
+    adapted = ql.loraify(model, rank=2, key=jax.random.key(0), **options)
+    assert adapted.lm_head is None
+    assert ql.is_value(adapted.embedding)
+
+
 @pytest.mark.slow
 def test_bfloat16():
     model, _ = load(folder("qwen3"))
@@ -166,6 +200,10 @@ def test_bfloat16():
             "no architecture of a decoder; supported are Llama",
         ),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_type='dynamic'; LlamaConfig supports 'default' or"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 0.5}},
+            "attn_factor=0.5; LlamaConfig supports `attention_factor` instead",
+        ),
         ({"sliding_window": 5}, "sliding_window=5; LlamaConfig supports None"),
         ({"pretraining_tp": 2}, "pretraining_tp=2; LlamaConfig supports 1"),
         (
@@ -181,6 +219,82 @@ def test_bfloat16():
 def test_options_that_are_not_supported(changes, message):
     with pytest.raises(UnsupportedConfigError, match=message):
         DecoderConfig.from_json({"architectures": ["LlamaForCausalLM"], **SHARED, **changes})
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "gpt2"])
+def test_names_on_the_hub_are_not_downloaded(name, tmp_path, monkeypatch):
+    """The message says so, and how to get them."""
+    monkeypatch.chdir(tmp_path)
+    folder = name.rpartition("/")[2]
+    message = rf"nothing is downloaded.* `hf download {name} --local-dir {folder}` gets it: pass that folder"
+    for read in (load, ql.interop.load, lambda path: ql.interop.peft.load_adapter(path, {})):
+        with pytest.raises(FileNotFoundError, match=message):
+            read(name)
+    (tmp_path / folder).mkdir()
+    for path in (f"./{name}", str(tmp_path / "x"), "a/b/c", "model.gguf", folder):
+        with pytest.raises(FileNotFoundError) as error:
+            load(path)
+        assert "hf download" not in str(error.value)
+
+
+def test_the_decoder_of_a_model_that_reads_images():
+    """Gemma 3's files leave most of its sizes to the defaults."""
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "vision_config": {},
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+            "num_hidden_layers": 12, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }  # fmt: skip
+    config = text_tower(whole)
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["eos_token_id"] == [1, 106]
+    out = DecoderConfig.from_json(config)
+    assert (out.num_attention_heads, out.num_key_value_heads, out.head_dim) == (8, 4, 256)
+    assert (out.vocab_size, out.windows.count(False), out.tie_word_embeddings) == (262208, 2, True)
+    full, sliding = out.ropes
+    assert full.frequencies[0] == 1 / 8
+    assert sliding.frequencies[0] == 1
+    whole["text_config"]["model_type"] = "other"
+    with pytest.raises(
+        UnsupportedConfigError, match="Gemma3ForConditionalGeneration supports one with model_t"
+    ):
+        text_tower(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "sliding"),
+    [
+        ({}, [3], 0),
+        ({"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3}, [1, 3], 3),
+        ({"no_rope_layers": [0, 1, 1, 1]}, [0], 0),
+    ],
+)
+def test_layers_without_rotation(changes, windows, sliding):
+    config = DecoderConfig.from_json(
+        {**SHARED, "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4, **changes}
+    )
+    assert [i for i, kind in enumerate(config.windows) if kind] == windows
+    assert config.sliding_window == sliding
+    assert {*config.ropes[1].frequencies} == {0.0}
+    with pytest.raises(UnsupportedConfigError, match=r"no_rope_layers=.1.; SmolLM3Config supports 0 or 1"):
+        DecoderConfig.from_json({**SHARED, "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]})
+
+
+def test_windows_of_olmo_3_are_rotated_plainly():
+    """In the configuration of its published files, too."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    base = {**SHARED, "architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4, "head_dim": 8}
+    old = DecoderConfig.from_json({**base, "rope_theta": 5e5, "rope_scaling": yarn})
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    parts = {"full_attention": {**yarn, "rope_theta": 5e5}, "sliding_attention": plain}
+    assert old == DecoderConfig.from_json({**base, "rope_parameters": parts})
+    assert old.windows == (True, True, True, False)
+    full, sliding = old.ropes
+    assert sliding.scale == 1
+    np.testing.assert_allclose(sliding.frequencies[-1], 5e5**-0.75, rtol=1e-12)
+    np.testing.assert_allclose(full.frequencies[-1], sliding.frequencies[-1] / 8, rtol=1e-12)
 
 
 def test_missing_experts_are_named(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.interop import CheckpointError, peft
-from quaxlike.interop.tensors import open_tensors
+from quaxlike.interop.tensors import open_tensors, write_tensors
 from quaxlike.models import load, save
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
@@ -89,6 +89,20 @@ def test_quantised_weights(scheme, method, tmp_path):
         found = named_arrays(again)[name]
         assert type(found) is type(leaf) or scheme == "int8"  # a BlockArray of the same codes
         np.testing.assert_array_equal(*(ql.materialise(x) for x in (found, leaf)))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_names_of_a_decoder_without_its_output_layer(name, tmp_path):
+    """As in Qwen3-Embedding and in OpenAI's GPT-2: they are written again without the prefix."""
+    base = fixture("peft_gpt2/base") if name == "gpt2" else folder(name)
+    for path in base.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    tensors = {key.partition(".")[2]: x for key, x in open_tensors(base).items() if key != "lm_head.weight"}
+    write_tensors(tmp_path / "model.safetensors", tensors, {"format": "pt"})
+    model, _ = load(tmp_path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, model, load(base)[0]))
+    save(tmp_path / "again", model, tmp_path)
+    assert {*open_tensors(tmp_path / "again")} == {*tensors}
 
 
 def test_types_that_have_no_place(tmp_path):

@@ -54,6 +54,46 @@ def test_nothing_of_another_model_stays(model, tmp_path):
     assert _owners(tmp_path / "out") == dict.fromkeys(["config.json", *_MINE[:2]], "b")
 
 
+_MODULES = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "3_Normalize"}]
+_OF_MODULES = (
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+    *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+)
+
+
+def test_modules_of_sentence_transformers(model, tmp_path):
+    """With the folders that the list names, those without files too; nothing of them stays beside others."""
+    a = _source(tmp_path / "a", "a", ["tokenizer.json", *_OF_MODULES, "unnamed/config.json"])
+    (a / "modules.json").write_text(json.dumps(_MODULES))
+    (a / "3_Normalize").mkdir()
+    save(tmp_path / "out", model, a)
+    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert found == {"config.json", "model.safetensors", "tokenizer.json", *_OF_MODULES}
+    assert (tmp_path / "out" / "3_Normalize").is_dir()
+    assert json.loads((tmp_path / "out" / "modules.json").read_text()) == _MODULES
+    b = _source(tmp_path / "b", "b", ["tokenizer.json"])
+    save(tmp_path / "out", model, b)
+    assert _owners(tmp_path / "out") == dict.fromkeys(["config.json", "tokenizer.json"], "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[{"path": "../b"}]', "modules must name folders inside of this one; found .*b"),
+        ('[{"path": "/etc"}]', "modules must name folders inside of this one; found .*etc"),
+        ('[{"name": "0"}]', "modules must name folders inside of this one; found .*name"),
+        ('{"path": "1_Pooling"}', "the list of modules must be a JSON list, found dict"),
+        ("[", "the list of modules is not JSON"),
+    ],
+)
+def test_modules_outside_of_the_folder_are_refused(text, problem, model, tmp_path):
+    source = _source(tmp_path / "source", "a", ["tokenizer.json"])
+    (source / "modules.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"modules\.json: {problem}"):
+        save(tmp_path / "out", model, source)
+    assert not (tmp_path / "out").exists()
+
+
 def _stop_at(monkeypatch, n):
     """From now on, the n-th change of a folder's names stops the process, as far as a test can."""
     left = iter(range(n))

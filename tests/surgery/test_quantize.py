@@ -217,3 +217,24 @@ def test_a_scheme_by_another_name(found, meant):
     ) as error:
         ql.quantize(linear, found)
     assert str(error.value).count(" nf4,") == 1
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8", "q8_0", "fp8"])
+def test_codes_that_were_cast_with_all_leaves_are_told(scheme):
+    """With the name of the weight, and what to do."""
+    model = {"net": ql.quantize(eqx.nn.MLP(64, 2, 64, 1, key=KEY), scheme)}
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    run = lambda model: ql.quaxify(lambda model, x: model["net"](x))(model, jnp.ones(64))
+    message = (
+        r"Array of shape \(64, 64\) has bytes as codes; found codes of bfloat16, .*is_leaf=quaxlike.is_value"
+    )
+    for call in (run, eqx.filter_jit(run)):
+        with pytest.raises(ValueError, match=message) as error:
+            call(cast)
+        assert "It is 0.net.layers.0.weight of the arguments." in error.value.__notes__
+    with pytest.raises(TypeError, match=message):
+        ql.materialise(cast)
+    whole = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if hasattr(x, "dtype") else x, model, is_leaf=ql.is_value
+    )
+    assert ql.materialise(whole["net"].layers[0].weight).dtype == jnp.bfloat16

@@ -184,6 +184,40 @@ def test_a_pattern_that_matches_nothing_names_near_misses(mlp, where):
         ql.loraify(mlp, rank=2, where=where, key=KEY)
 
 
+_FUSED = {
+    "h.0.q_proj.weight": (4, 8), "h.0.mlp.gate_up_proj.weight": (16, 8), "h.0.mlp.down_proj.weight": (8, 8),
+    "h.1.experts.gate_up_proj": (3, 16, 8), "h.1.experts.down_proj": (3, 8, 8),
+    "h.1.shared.gate_proj.weight": (8, 8), "h.1.shared.up_proj.weight": (8, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "where", [["gate_proj", "up_proj", "down_proj"], r".*\.(gate|up|down)_proj", ["up_proj", "gate_up_proj"]]
+)
+def test_names_of_fused_layers_stand_for_the_whole(where):
+    """As in the configuration of an adapter for a checkpoint that stores them apart."""
+    model = {name: normal(*shape) for name, shape in _FUSED.items()}
+    chosen = {*ql.select(model, where)}
+    assert {"h.0.mlp.gate_up_proj.weight", "h.1.experts.gate_up_proj", "h.1.shared.up_proj.weight"} <= chosen
+    assert "h.0.q_proj.weight" not in chosen
+    stacks = {"h.1.experts.gate_up_proj": "oi", "h.1.experts.down_proj": "oi"}
+    adapted = ql.loraify(model, rank=2, where=where, layout=stacks, key=KEY)
+    assert {name for name, x in adapted.items() if isinstance(x, ql.LoraArray)} == chosen
+
+
+def test_a_part_of_a_fused_layer_is_told():
+    model = {name: normal(*shape) for name, shape in _FUSED.items()}
+    with pytest.warns(
+        UserWarning,
+        match=r"h\.0\.mlp\.gate_up_proj\.weight is gate_proj and up_proj in one array: name gate_up_proj, or "
+        "all of gate_proj, up_proj. It is not selected, nor are 1 others",
+    ):
+        assert {*ql.select(model, ["up_proj"])} == {"h.1.shared.up_proj.weight"}
+    del model["h.1.shared.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"'up_proj' matches none .*gate_up_proj\.weight is gate_proj and"):
+        ql.select(model, ["up_proj", "down_proj"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -140,7 +140,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         shown = [(f.name, x) for f, x in fields if not (f.metadata.get("static") and x == f.default)]
         try:
             stands_for = [wl.TextDoc(self.aval().str_short(short_dtypes=True))]
-        except (AttributeError, IndexError):  # no arrays, or of other shapes, as in a tree of dtypes
+        except (AttributeError, IndexError, TypeError):  # no arrays, or others, as in a tree of dtypes
             stands_for = []
         return wl.bracketed(
             begin=wl.TextDoc(f"{type(self).__name__}("),
@@ -152,7 +152,16 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     def aval(self) -> jax.core.ShapedArray:
         shape = self.stored_shape
+        self._check_not_cast()
         return jax.core.ShapedArray(tuple(shape[i] for i in self.permutation), self.logical_dtype)
+
+    def _check_not_cast(self) -> None:
+        if jnp.issubdtype(self.codes.dtype, jnp.floating):
+            raise TypeError(
+                f"{type(self).__name__} of shape {self.stored_shape} has bytes as codes; found codes of "
+                f"{self.codes.dtype}, as after a cast of all leaves. Cast a Value as one array instead: "
+                "`jax.tree.map(lambda x: x.astype(dtype), model, is_leaf=quaxlike.is_value)`."
+            )
 
     # The stored array
 
@@ -265,6 +274,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return jnp.take_along_axis(dense, back, axis=-1)
 
     def materialise(self) -> Array:
+        self._check_not_cast()
         leaves, treedef = jax.tree.flatten(self)
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)

@@ -22,16 +22,17 @@ from ...surgery.notation import Layout
 from ...surgery.patterns import PatternError
 from ...surgery.select import select
 from ...surgery.trees import layer_of, named_arrays, near, replace
-from ..errors import CheckpointError, complain
+from ..errors import CheckpointError, complain, on_the_hub
 from ..file_pair import consistent
 from ..tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
 from .parameters import (
-    is_stack,
+    is_parameter,
+    is_router,
     is_targeted,
     of_experts_apart,
-    renamed_stacks,
+    renamed_parameters,
     stacked,
     stored_shapes,
     unpacked,
@@ -104,6 +105,7 @@ def load_adapter(
     if not (config_file := pair.config_path()).is_file():
         raise FileNotFoundError(
             f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
+            f"{on_the_hub(directory)}"
         )
     tensors, config = consistent(
         lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
@@ -124,26 +126,26 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         }
     arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
     layouts = layouts_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
-    stacks = [
+    parameters = [
         new
         for new, (name, leaf) in arrays.items()
-        if leaf is not None and is_stack(new, leaf.shape, layouts.get(name))
+        if leaf is not None and is_parameter(new, leaf.shape, layouts.get(name))
     ]
-    apart = of_experts_apart(file.adapters, {new: arrays[new][0] for new in stacks}, tensors_of)
+    apart = of_experts_apart(file.adapters, {new: arrays[new][0] for new in parameters}, tensors_of)
     apart = {new: {layer: file.adapters.pop(layer, {}) for layer in own} for new, own in apart.items()}
-    file.adapters = renamed_stacks(file.adapters, stacks, config.target_parameters)
+    file.adapters = renamed_parameters(file.adapters, parameters, config.target_parameters)
     layers = {
         layer_of(new): (name, leaf)
         for new, (name, leaf) in arrays.items()
         if leaf is not None and len(leaf.shape) >= 2
     }
-    _check_layers(config, file, model, layers, stacks)
+    _check_layers(config, file, model, layers, parameters)
     loaded: dict[str, Any] = dict(arrays.values())
     for layer, keys in file.adapters.items():
         name, leaf = layers[layer]
         bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
-        if layer in stacks:
-            loaded[name] = _stack_adapter(config, file, layer, keys, leaf, layouts[name])
+        if layer in parameters and is_targeted(layer, config.target_parameters):
+            loaded[name] = _parameter_adapter(config, file, layer, keys, leaf, layouts[name])
             continue
         lora, lora_bias = _adapter(config, file, layer, keys, (name, leaf), layouts, bias)
         loaded[name] = lora
@@ -164,7 +166,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
 
 
 def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
-    """The model with a separate output layer if the adapter is for the embedding alone.
+    """The model with a separate output layer if the adapter is for the embedding or the output layer alone.
 
     A model supports this with a method `untied`. With `ensure_weight_tying`, the file holds the change of the
     shared array twice.
@@ -178,14 +180,14 @@ def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
                 del held[name]
         return model
     changed = [*file.adapters, *map(layer_of, file.beside)]
-    embedding = any(name.rpartition(".")[2] in ("embed_tokens", "wte") for name in changed)
-    return untied() if embedding else model
+    apart = any(name.rpartition(".")[2] in ("embed_tokens", "wte", "lm_head") for name in changed)
+    return untied() if apart else model
 
 
-def _stack_adapter(
+def _parameter_adapter(
     config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str], leaf: Any, layout: Any
 ) -> LoraArray:
-    """The adapter of a stack of experts."""
+    """The adapter of a parameter, such as a stack of experts."""
     _check_plain(config, file, layer, keys)
     lora = blank(
         leaf, layout, config.rank(layer), dtype=None, alpha=config.alpha(layer), rslora=config.use_rslora,
@@ -229,11 +231,11 @@ def _adapter_of_experts(
 
 
 def _check_plain(config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str]) -> None:
-    """Raises unless the adapter of an expert consists of the two factors alone."""
+    """Raises unless the adapter of a parameter or an expert consists of the two factors alone."""
     if keys.keys() != {"a", "b"}:
         raise file.complain(next(iter(keys.values())), f"expected lora_A and lora_B for {layer}")
     if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
-        raise file.complain(keys["a"], "adapters of experts have no DoRA, no biases and no PiSSA or OLoRA")
+        raise file.complain(keys["a"], "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
 
 
 def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, leaf: Any) -> Any:
@@ -295,7 +297,7 @@ class _File:
 
 
 def _check_layers(
-    config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any], stacks: Sequence[str]
+    config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any], parameters: Sequence[str]
 ) -> None:
     """Raises unless the file has adapters for exactly the layers that the configuration targets."""
     for layer, keys in file.adapters.items():
@@ -314,13 +316,19 @@ def _check_layers(
         )
     if config.target_modules is None and not config.target_parameters:
         return
+    # `target_modules` names no parameters, which experts and routers are in transformers 5.
+    modules = {
+        layer: name
+        for layer, (name, _) in layers.items()
+        if layer in file.adapters or not (layer in parameters or is_router(layer, parameters))
+    }
     if config.target_modules == "all-linear":
         chosen = select(model, "all-linear")
-        targets = [layer for layer, (name, _) in layers.items() if name in chosen and not config.saves(layer)]
+        targets = [layer for layer, name in modules.items() if name in chosen and not config.saves(layer)]
     else:
-        targets = [layer for layer in layers if config.targets(layer)]
+        targets = [layer for layer in modules if config.targets(layer)]
     for layer in layers:
-        parameter = layer if layer in stacks else f"{layer}.weight"
+        parameter = layer if layer in parameters else f"{layer}.weight"
         if layer not in targets and is_targeted(parameter, config.target_parameters):
             targets.append(layer)
     for layer in targets:

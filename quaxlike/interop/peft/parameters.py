@@ -1,4 +1,5 @@
-"""PEFT's `target_parameters`: adapters of parameters other than layers' weights, such as stacks of experts.
+"""PEFT's `target_parameters`: adapters of parameters that are no weights of layers, such as stacks of experts
+and matrices of recurrent cells.
 
 The factors of a stack `(experts, …)` are stored in one matrix each: `A` as `(experts * rank, in)`, with
 experts as the slower index, `B` as `(out, rank * experts)`, with experts as the faster one. If several
@@ -7,6 +8,7 @@ under `base_layer` of the next. The weights of routers, which are parameters of 
 the same way. In transformers 4, the matrices of experts were layers, each with its own adapter.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,13 +21,17 @@ from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
 
 _WRAPPED = ".base_layer"
+# The parameters that come first in their modules, whatever the order of a model's dict.
+_FIRST = ("gate_up_proj", "weight_ih")
 
 
-def is_stack(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Whether an array is a stack of matrices that is a parameter of its module, not a layer's weight."""
+def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
+    """Whether an array is a matrix, or a stack of matrices, that is a parameter of its module and not the
+    weight of a layer."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
-    return len(shape) == 3 and len(layout.batch_shape(tuple(shape))) == 1
+    lead = len(layout.batch_shape(tuple(shape)))
+    return layout.kind in ("linear", "matrix") and (len(shape), lead) in ((2, 0), (3, 1))
 
 
 def is_router(layer: str, stacks: Iterable[str]) -> bool:
@@ -47,33 +53,33 @@ def wrapped_names(names: Iterable[str]) -> dict[str, str]:
     return {
         name: module + _WRAPPED * (len(own) - 1 - i)
         for module, own in of_module.items()
-        for i, name in enumerate(own)
+        for i, name in enumerate(sorted(own, key=lambda name: name.rpartition(".")[2] not in _FIRST))
     }
 
 
 def stored_shapes(lora: LoraArray) -> dict[str, tuple[int, ...]]:
     """The shapes of the factors in the file."""
-    (n, rank, into), out = lora.a.shape, lora.b.shape[1]
-    return {"a": (n * rank, into), "b": (out, rank * n)}
+    (*n, rank, into), out = lora.a.shape, lora.b.shape[-2]
+    return {"a": (math.prod(n) * rank, into), "b": (out, rank * math.prod(n))}
 
 
 def unpacked(lora: LoraArray, a: Any, b: Any) -> LoraArray:
     """The adapter with factors from a file."""
-    (n, rank, into), out = lora.a.shape, lora.b.shape[1]
-    return lora.replace(a=a.reshape(n, rank, into), b=jnp.transpose(b.reshape(out, rank, n), (2, 0, 1)))
+    apart = b.reshape(*lora.b.shape[-2:], -1)
+    return lora.replace(a=a.reshape(lora.a.shape), b=jnp.transpose(apart, (2, 0, 1)).reshape(lora.b.shape))
 
 
 def packed(lora: LoraArray) -> dict[str, Any]:
     """The factors in the layout of a file."""
-    shapes = stored_shapes(lora)
-    return {"a": lora.a.reshape(shapes["a"]), "b": jnp.transpose(lora.b, (1, 2, 0)).reshape(shapes["b"])}
+    shapes, b = stored_shapes(lora), lora.b.reshape(-1, *lora.b.shape[-2:])
+    return {"a": lora.a.reshape(shapes["a"]), "b": jnp.transpose(b, (1, 2, 0)).reshape(shapes["b"])}
 
 
-def renamed_stacks(
-    adapters: Mapping[str, Any], stacks: Iterable[str], target_parameters: Iterable[str]
+def renamed_parameters(
+    adapters: Mapping[str, Any], parameters: Iterable[str], target_parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """The adapters of a file, with those of stacks under the names of their parameters."""
-    wrapped = wrapped_names(name for name in stacks if is_targeted(name, target_parameters))
+    """The adapters of a file, with those of parameters under the names of these."""
+    wrapped = wrapped_names(name for name in parameters if is_targeted(name, target_parameters))
     back = {module: name for name, module in wrapped.items()}
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
 

@@ -21,7 +21,7 @@ from .axes import part_shapes, stored_as, why_not
 from .config import PREFIX, files_of
 from .initial import initialisation, on_base
 from .load import TOKENS, Rename, names_in_file
-from .parameters import is_router, is_stack, packed, wrapped_names
+from .parameters import is_parameter, is_router, packed, wrapped_names
 
 
 @checked
@@ -89,14 +89,18 @@ def save_adapter(
     }
     if not adapters:
         raise ValueError("The model has no adapter to save: it holds no LoraArray.")
-    stacks = [layer for layer, each in adapters.items() if is_stack(each.name, each.lora.shape, each.layout)]
-    every = [new for new, name, leaf in arrays if is_stack(name, leaf.shape, layouts[name])]
+    every = [new for new, name, leaf in arrays if is_parameter(new, leaf.shape, layouts[name])]
+    parameters = [
+        new
+        for new, _, leaf in arrays
+        if new in adapters and is_parameter(new, leaf.shape, adapters[new].layout)
+    ]
     routers = [f"{layer}.weight" for layer in adapters if is_router(layer, every)]
-    wrapped = wrapped_names(stacks)
+    wrapped = wrapped_names(parameters)
     tensors: dict[str, Any] = {}
     for layer, adapter in adapters.items():
         if layer in wrapped:
-            tensors |= _stack_tensors(wrapped[layer], adapter)
+            tensors |= _parameter_tensors(wrapped[layer], adapter)
         else:
             tensors |= _adapter_tensors(layer, adapter)
     names = {new: leaf for new, _, leaf in arrays}
@@ -122,20 +126,20 @@ def save_adapter(
             names,
             adapters,
             {new: layouts[name] for new, name, _ in arrays},
-            {*stacks, *map(layer_of, routers)},
+            {*parameters, *map(layer_of, routers)},
         ),
         **_beside(names, adapters, trained),
         "init_lora_weights": initialisation(
             {layer: adapter.lora for layer, adapter in adapters.items()},
             {
-                layer: _takes_part(adapter) and layer not in stacks and not lora_bias
+                layer: _takes_part(adapter) and layer not in parameters and not lora_bias
                 for layer, adapter in adapters.items()
             },
         ),
         **({"lora_bias": True} if lora_bias else {}),
         **_trained_tokens(tokens),
         **({"ensure_weight_tying": True} if tied else {}),
-        **({"target_parameters": sorted([*stacks, *routers])} if stacks or routers else {}),
+        **({"target_parameters": sorted([*parameters, *routers])} if parameters or routers else {}),
     }
 
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
@@ -227,12 +231,18 @@ def _of_tied_head(model: PyTree, tensors: Mapping[str, Any], trained: Mapping[st
     return out
 
 
-def _stack_tensors(module: str, adapter: _Adapter) -> dict[str, Any]:
+def _parameter_tensors(module: str, adapter: _Adapter) -> dict[str, Any]:
     name, lora, _ = adapter
-    if lora.a.ndim != 3 or lora.b.ndim != 3 or lora.magnitude is not None:
+    if not lora.a.ndim == lora.b.ndim == len(lora.w.shape) or lora.magnitude is not None:
         raise ValueError(
-            f"PEFT's files have one low-rank adapter for each expert; that of {name} has factors of shapes "
-            f"{lora.a.shape} and {lora.b.shape}{'' if lora.magnitude is None else ', and a magnitude'}."
+            "PEFT's files have one low-rank adapter for each matrix of a parameter, each expert for example; "
+            f"that of {name}, {lora.w.shape}, has factors of shapes {lora.a.shape} and {lora.b.shape}"
+            f"{'' if lora.magnitude is None else ', and a magnitude'}."
+        )
+    if len(lora.shape) == 2 and lora.out_axes != (-2,):
+        raise ValueError(
+            f"PEFT's files have no place for {name}, of shape {lora.shape}: it is stored as (in, out), and "
+            "no layer's weight."
         )
     parts = packed(lora)
     return {f"{module}.lora_A.weight": parts["a"], f"{module}.lora_B.weight": parts["b"]}
