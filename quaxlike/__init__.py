@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazily
 from ._version import __version__
 from .arrays.annotated import AnnotatedArray
+from .arrays.dot_axes import DotAxes, dot_axes
 from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
 from .arrays.sparse import BlockSparseArray, SparseArray
@@ -78,6 +79,8 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "is_value",
     "register",
     "register_on_either_side",
+    "dot_axes",
+    "DotAxes",
     "RuleSet",
     "RuleError",
     "RuleWarning",
