@@ -382,7 +382,8 @@ def test_printing():
     for unit in (newton, metre**0.5, metre / metre):
         assert Unit(str(unit)) == unit
     assert eqx.tree_pformat(X) == "f32[3] m"
-    assert "f32[3] m" in repr((X,))
+    assert repr((X,)) == f"({X!r},)" and repr(X) == f"Unitful({X.array!r}, 'm')"
+    assert "f32[3] m" in repr(eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 3, key=jax.random.key(0)), X))
 
 
 def test_a_carry_without_leaves_that_changes_its_form():

@@ -271,6 +271,9 @@ class Unitful(AnnotatedArray):
     def __str__(self) -> str:
         return f"{self.array} {self.unit}"
 
+    def __repr__(self) -> str:  # of one by itself, and in a tuple or a list; a model shows shapes
+        return f"Unitful({self.array!r}, {str(self.unit)!r})"
+
     def __format__(self, spec: str) -> str:
         return f"{format(self.array, spec)} {self.unit}"
 
