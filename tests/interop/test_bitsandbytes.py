@@ -145,7 +145,16 @@ def test_missing_shards(tmp_path):
         bitsandbytes.load(tmp_path / "nowhere.safetensors")
     index.unlink()
     shutil.copy(_NESTED, tmp_path / "b.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"holds neither .*: a.safetensors, b.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match=r"several \.safetensors .*: a\.safetensors, b\.safetensors\."
+    ):
+        bitsandbytes.load(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no \.safetensors file; found nothing\."):
+        bitsandbytes.load(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(FileNotFoundError, match=r"holds no \.safetensors file; found pytorch_model\.bin\."):
         bitsandbytes.load(tmp_path)
 
 
