@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .._checked import a_or_an
 from .._files import replacing
 from ..arrays.quantized import CODECS, BlockArray
 from ..core.values import is_value
@@ -72,7 +73,7 @@ def _tensor(
         raise complain(
             path,
             name,
-            f"a {type(value).__name__} has no place in the file: merge adapters, and quantise to 'q8_0' or "
+            f"{a_or_an(type(value))} has no place in the file: merge adapters, and quantise to 'q8_0' or "
             "'q4_0' along a last axis that blocks of 32 divide, or materialise it",
         )
     array = np.asarray(value)

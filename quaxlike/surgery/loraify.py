@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, in_float32, row_norm
 from ..core.values import is_value, materialise
 from .inits import Init, as_matrix, initialise
@@ -137,7 +137,7 @@ def loraify(
     for name, w in targets.items():
         if isinstance(w, LoraArray | TrainableArray | TrainableRows):
             raise ValueError(
-                f"{name} is a {type(w).__name__} already. Merge the model before you adapt it again, or "
+                f"{name} is {a_or_an(type(w))} already. Merge the model before you adapt it again, or "
                 "leave it out with `exclude`."
             )
         if id(w) not in done:

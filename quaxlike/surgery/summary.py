@@ -106,7 +106,10 @@ class Summary:
         *rows, total = self._cells()
         longest = [max(map(len, column)) for column in zip(*rows, total, strict=True)]
         # A head takes several lines where its words need more room than the column.
-        heads = [textwrap.wrap(name, max(n, *map(len, name.split()))) for name, n in zip(_HEADER, longest)]
+        heads = [
+            textwrap.wrap(name, max(n, *map(len, name.split())))
+            for name, n in zip(_HEADER, longest, strict=True)
+        ]
         widths = [max(n, *map(len, head)) for n, head in zip(longest, heads, strict=True)]
 
         def line(row: Sequence[str]) -> str:

@@ -333,7 +333,7 @@ class TestTable:
         text = str(explain(f, Scaled(X)))
         assert max(map(len, text.splitlines())) <= 80
         assert text.count("there is no kernel for this platform, as far as anybody knows") == 1
-        for word in ("primitive", "materialised", "rule at core/test_explain.py:", "at core/test_explain.py:"):
+        for word in ("primitive", "materialised", "rule at core/test_explain.py:", " at core/test_explain"):
             assert word in text
         bounds = [i for i, line in enumerate(text.splitlines()) if re.match("│ \\w", line)]
         assert max(end - start for start, end in itertools.pairwise(bounds)) <= 5

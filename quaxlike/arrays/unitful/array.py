@@ -230,6 +230,10 @@ class Unitful(AnnotatedArray):
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return None if self.unit == dimensionless else "error"  # units are only dropped on request
 
+    to_materialise = (
+        "Its unit would be lost: divide by a unit first (`x / metre`), or take the numbers in it (`x.array`)."
+    )
+
     @classmethod
     def without_rule(cls, primitive: Any, values: Any, params: Any) -> Any:
         if all(v.unit == dimensionless for v in values if isinstance(v, Unitful)):

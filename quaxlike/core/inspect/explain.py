@@ -133,7 +133,8 @@ class Report:
 
         notes = _numbered(self.rows)
         columns, *lines = _table(self.rows, notes)
-        if sum(max(map(len, column)) + 3 for column in zip(columns, *lines, strict=True)) >= options.max_width:
+        widths = [max(map(len, column)) + 3 for column in zip(columns, *lines, strict=True)]
+        if sum(widths) >= options.max_width:
             columns, *lines = _narrow(columns, lines)
         table = rich.table.Table()
         for name in columns:
