@@ -217,8 +217,8 @@ _WHEN = "Raised when it had to be materialised, by"
 
 def _strictest(values: Sequence[Value]) -> Mode:
     """The strictest policy of the types themselves, those of nested Values included."""
-    found = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
-    return max(found, key=_MODES.index, default="allow")
+    found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
+    return max(found | {"allow"}, key=_MODES.index)
 
 
 def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
