@@ -47,7 +47,9 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         from quaxlike.sharding import shard, tensor_parallel
 
         mesh = jax.make_mesh((len(jax.devices()),), ("model",))
-        mlp = ql.quantize(eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4")
+        mlp = ql.quantize(
+            eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4"
+        )
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
@@ -76,11 +78,14 @@ def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         import equinox as eqx, jax, quaxlike as ql
         from quaxlike.sharding import abstract, fsdp
 
+
         def restored(path, model, mesh):
             import orbax.checkpoint as ocp
 
             arrays, rest = eqx.partition(model, eqx.is_array)
-            found = ocp.StandardCheckpointer().restore(path, abstract(arrays, mesh, fsdp(mesh)))
+            found = ocp.StandardCheckpointer().restore(
+                path, abstract(arrays, mesh, fsdp(mesh))
+            )
             return eqx.combine(found, rest)
         ```
     """

@@ -97,7 +97,9 @@ def loraify(
         import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
 
         mlp = eqx.nn.MLP(2, 2, 64, depth=2, key=jax.random.key(0))
-        adapted = ql.loraify(mlp, rank=4, key=jax.random.key(1), rank_pattern={"layers.0": 2})
+        adapted = ql.loraify(
+            mlp, rank=4, key=jax.random.key(1), rank_pattern={"layers.0": 2}
+        )
         ql.quaxify(adapted)(jnp.ones(2))
         ```
 

@@ -45,7 +45,8 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
         import equinox as eqx, jax, quaxlike as ql
 
         mlp = eqx.nn.MLP(2, 2, 64, depth=2, key=jax.random.key(0))
-        ql.merge(ql.loraify(mlp, rank=4, key=jax.random.key(1)))  # an ordinary eqx.nn.MLP
+        # an ordinary eqx.nn.MLP
+        ql.merge(ql.loraify(mlp, rank=4, key=jax.random.key(1)))
         ```
     """
     requantised: list[str] = []

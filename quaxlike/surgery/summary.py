@@ -207,6 +207,8 @@ def _type(x: Any) -> str:
             )
             kind += f"[{'dora, ' if x.magnitude is not None else ''}r={x.rank}{dropout}]"
         return f"{kind} of {_type(inner)}" if is_value(inner) else kind
-    if isinstance(x, BlockArray):
-        return f"{type(x).__name__}[{x.codec.name}]"
-    return type(x).__name__ if is_value(x) else "array"
+    if not is_value(x):
+        return "array"
+    kind = f"{type(x).__name__}[{x.codec.name}]" if isinstance(x, BlockArray) else type(x).__name__
+    held = [part for field in dataclasses.fields(x) if is_value(part := getattr(x, field.name, None))]
+    return " of ".join([kind, *map(_type, held[:1])])

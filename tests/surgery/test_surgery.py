@@ -259,3 +259,6 @@ def test_summary_names_the_codec_of_blocks(mlp):
     own = dataclasses.replace(CODECS["int4_block"], dtype="bfloat16")
     (row,) = ql.summary(ql.BlockArray.quantize(jnp.ones((4, 32)), codec=own)).rows
     assert row.type == "BlockArray[4-bit]"
+    blocks = ql.BlockSparseArray.from_dense(jnp.ones((128, 128)), block_size=64)
+    (row,) = ql.summary(ql.quantize({"w": blocks}, "nf4", where=["w"])).rows
+    assert row.type == "BlockSparseArray of NF4Array"

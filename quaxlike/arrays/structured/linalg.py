@@ -77,7 +77,8 @@ def logdet(matrix: ArrayLike | ArrayValue) -> Any:
         import jax.numpy as jnp
         from quaxlike.arrays.structured import KroneckerMatrix, logdet
 
-        logdet(KroneckerMatrix(2 * jnp.eye(30), jnp.eye(40)))  # of a matrix of shape (1200, 1200)
+        # of a matrix of shape (1200, 1200)
+        logdet(KroneckerMatrix(2 * jnp.eye(30), jnp.eye(40)))
         ```
     """
     _check_square(matrix)

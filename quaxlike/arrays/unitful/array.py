@@ -217,7 +217,8 @@ class Unitful(AnnotatedArray):
         fall = lambda t: 0.5 * (9.81 * metre / second**2) * t**2
         t = Unitful(jnp.array(2.0), "s")
         fall(t)  # 19.62 m
-        ql.quaxify(jax.grad(fall))(t)  # 19.62 m/s: a derivative has the unit of the quotient
+        # 19.62 m/s: a derivative has the unit of the quotient
+        ql.quaxify(jax.grad(fall))(t)
         ```
     """
 

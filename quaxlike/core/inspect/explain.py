@@ -185,15 +185,22 @@ def explain(
         ```python
         import jax, jax.numpy as jnp, quaxlike as ql
 
+
         class Doubled(ql.ArrayValue):
             array: jax.Array
 
             def materialise(self):
                 return 2 * self.array
 
-        report = ql.explain(jnp.sin)(Doubled(jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)))
+
+        report = ql.explain(jnp.sin)(
+            Doubled(jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32))
+        )
         print(report)
-        assert report.first_loss.primitive == "sin" and report.first_loss.bytes == 4 * 10**12
+        assert (
+            report.first_loss.primitive == "sin"
+            and report.first_loss.bytes == 4 * 10**12
+        )
         ```
     """
 
