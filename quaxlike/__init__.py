@@ -38,6 +38,10 @@ from .surgery.traced import traced_layouts
 from .surgery.trainable import train_scales, trainable
 from .surgery.trees import path_of
 
+# American spellings of the same objects.
+materialize, on_materialize = materialise, on_materialise
+MaterializationError, MaterializationWarning = MaterialisationError, MaterialisationWarning
+
 if TYPE_CHECKING:
     from . import arrays as arrays
     from . import finetune as finetune
@@ -63,6 +67,10 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "on_materialise",
     "MaterialisationError",
     "MaterialisationWarning",
+    "materialize",
+    "on_materialize",
+    "MaterializationError",
+    "MaterializationWarning",
     "OperandMismatch",
     "StructureError",
     # Seeing what happens to them

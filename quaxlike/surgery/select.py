@@ -40,6 +40,7 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         - a callable of a name and an array that returns whether to select the array.
 
         The name of a layer stands for its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`).
+
     - `layout`: as for [`quaxlike.layouts`][], where the model does not say. Default: none.
 
     **Returns:**
