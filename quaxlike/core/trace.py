@@ -1,7 +1,6 @@
 """The trace that dispatches primitives on Values, and the tracer that stands for one of them."""
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -371,8 +370,8 @@ def _adopted(value: Value) -> Any:
     check_whole(value)
     level = level_of(value)
     if level is None:
-        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        raise RuntimeError(not_dispatched(value, asking(frame, "self", jexc.Primitive) or "a JAX primitive"))
+        asked = asking(compat.calling_frame(), "self", jexc.Primitive)
+        raise RuntimeError(not_dispatched(value, asked or "a JAX primitive"))
     return level.adopt(value)
 
 
