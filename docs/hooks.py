@@ -6,6 +6,11 @@ from typing import Any
 
 def on_config(config: Any) -> Any:
     namespace: dict[str, str] = {}
-    exec((Path(config.config_file_path).parent / "quaxlike" / "_version.py").read_text(), namespace)
+    exec(
+        (
+            Path(config.config_file_path).parent / "quaxlike" / "_version.py"
+        ).read_text(),
+        namespace,
+    )
     config.copyright = f"quaxlike {namespace['__version__']}"
     return config

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazily
 from ._version import __version__
 from .arrays.annotated import AnnotatedArray
+from .arrays.dot_axes import DotAxes, dot_axes
 from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
 from .arrays.sparse import BlockSparseArray, SparseArray
@@ -37,6 +38,10 @@ from .surgery.traced import traced_layouts
 from .surgery.trainable import train_scales, trainable
 from .surgery.trees import path_of
 
+# American spellings of the same objects.
+materialize, on_materialize = materialise, on_materialise
+MaterializationError, MaterializationWarning = MaterialisationError, MaterialisationWarning
+
 if TYPE_CHECKING:
     from . import arrays as arrays
     from . import finetune as finetune
@@ -62,6 +67,10 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "on_materialise",
     "MaterialisationError",
     "MaterialisationWarning",
+    "materialize",
+    "on_materialize",
+    "MaterializationError",
+    "MaterializationWarning",
     "OperandMismatch",
     "StructureError",
     # Seeing what happens to them
@@ -78,6 +87,8 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "is_value",
     "register",
     "register_on_either_side",
+    "dot_axes",
+    "DotAxes",
     "RuleSet",
     "RuleError",
     "RuleWarning",

@@ -1,9 +1,17 @@
-"""Every Python block of the README, of the documentation and of the docstrings runs."""
+"""Every Python block of the README, the documentation and the docstrings runs, and prints what pages show.
+
+A block ```` ```{.text .output} ```` behind one of Python is what that one prints.
+`QUAXLIKE_WRITE_OUTPUTS=1 pytest -n0 -m slow tests/test_docs.py` writes them anew.
+"""
 
 import ast
+import contextlib
 import importlib
+import io
+import os
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,8 +22,13 @@ _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _MODULES = sorted((_ROOT / "quaxlike").rglob("*.py"))
 # An indented fence is a block inside a list, a tab or an admonition.
 _BLOCK = re.compile(
-    r"^(?P<indent>[ ]*)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent>[ ]*)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```[ ]*$"
+    r"(?:\n\n(?P=indent)```\{\.text \.output\}\n(?P<output>.*?)^(?P=indent)```[ ]*$)?",
+    re.MULTILINE | re.DOTALL,
 )
+#: The columns of a terminal, and of a block of code on a page.
+_WIDTH = 84
+_WRITES = os.environ.get("QUAXLIKE_WRITE_OUTPUTS") == "1"
 
 
 def _blocks(text: str) -> list[tuple[int, str]]:
@@ -50,16 +63,54 @@ def _name(path: Path) -> str:
     return str(path.relative_to(_ROOT))
 
 
+class _Page:
+    """A page that runs as if a reader had put all its blocks into `example.py`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.line = path, 0
+        self.namespace: dict[str, object] = {"__name__": "__main__"}
+        self.wrong: list[str] = []
+
+    def run(self, block: re.Match[str]) -> str:
+        """The text of the page for the block, whose output is what it printed if the page shows one."""
+        code, shown = textwrap.dedent(block["code"]), block["output"]
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            try:
+                _run(Path("example.py"), self.line, code, self.namespace)
+            except BaseException as error:
+                error.add_note(f"in {self.path}:{block.string.count(chr(10), 0, block.start('code')) + 1}")
+                raise
+        self.line += code.count("\n") + 1
+        if shown is None:
+            return block[0]
+        output = re.sub(r"(?<= )/\S*/(?=\w+/\S*\.py:)", "", stdout.getvalue())  # no paths of this machine
+        lines = [(block["indent"] + line).rstrip() for line in output.splitlines()]
+        printed = "".join(f"{line}\n" for line in lines)
+        if _comparable(printed) != _comparable(shown):
+            self.wrong.append(f"shown:\n{shown}\nprinted:\n{printed}")
+        start, end = (at - block.start() for at in block.span("output"))
+        return block[0][:start] + printed + block[0][end:]
+
+
+def _comparable(text: str) -> str:
+    """What has to be as shown: not the lines of the package's sources, which move, nor the layout."""
+    return re.sub(r"[\s─━]+", " ", re.sub(r"(\.py):\d+", r"\1", text)).strip()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(_WIDTH))
     text = page.read_text(encoding="utf-8")
     for package in re.findall(r"<!-- needs: (\w+) -->", text):
         pytest.importorskip(package, reason=f"the page runs with the package {package} alone")
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for line, code in _blocks(text):
-        _run(page, line, code, namespace)
+    running = _Page(page)
+    written = _BLOCK.sub(running.run, text)
+    if _WRITES:
+        page.write_text(written, encoding="utf-8")
+    else:
+        assert not running.wrong, "\n".join(running.wrong)
 
 
 @pytest.mark.slow
@@ -76,3 +127,43 @@ def test_docstrings(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_fence_is_closed(page: Path):
     fences = re.findall(r"^[ ]*```", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(fences) % 2 == 0
+
+
+def _fences(text: str) -> Iterator[tuple[int, str, list[str]]]:
+    """The blocks of any language in a page or in docstrings: the line, the language, the lines of code."""
+    opening: tuple[int, str, int] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (fence := re.match(r"^([ ]*)```(.*)$", line)):
+            continue
+        if opening is None:
+            opening = number, fence[2].strip(), len(fence[1])
+        else:
+            start, language, indent = opening
+            yield start, language, [code[indent:] for code in text.splitlines()[start : number - 1]]
+            opening = None
+
+
+@pytest.mark.parametrize("path", [*_PAGES, *_MODULES], ids=_name)
+def test_code_fits_the_page(path: Path):
+    """At 1280 pixels, a block of code on a page has room for 84 columns; one of the reference for 80."""
+    most = _WIDTH if path.suffix == ".md" else 80
+    wide = [
+        f"{path}:{start + i}: {len(line)} columns"
+        for start, language, lines in _fences(path.read_text(encoding="utf-8"))
+        for i, line in enumerate(lines, 1)
+        if len(line) > most and not language.startswith("{")
+    ]
+    assert not wide, "\n".join(wide)
+
+
+_TABLES = re.compile(
+    r"^print\((?:ql\.(?:summary|explain|compare_rules)\b|report\)|jax\.make_jaxpr\b)", re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
+def test_tables_are_shown(page: Path):
+    """What a block prints as a table, a report or a jaxpr stands on the page."""
+    for block in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        prints_a_table = _TABLES.search(textwrap.dedent(block["code"]))
+        assert block["output"] is not None or not prints_a_table, block["code"]

@@ -30,6 +30,11 @@ def test_rooms_come_with_the_package():
     assert set(rooms) <= set(dir(ql))
 
 
+def test_american_spellings_are_the_same_objects():
+    for name in ("materialise", "on_materialise", "MaterialisationError", "MaterialisationWarning"):
+        assert getattr(ql, name.replace("alis", "aliz")) is getattr(ql, name)
+
+
 def test_every_module_is_imported():
     """The older names of modules, too."""
     modules = [m.name for m in pkgutil.walk_packages(ql.__path__, "quaxlike.")]

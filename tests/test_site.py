@@ -1,5 +1,6 @@
 """The built site: every link and every anchor leads somewhere, every public name is in the reference."""
 
+import html
 import html.parser
 import importlib
 import pkgutil
@@ -29,7 +30,13 @@ def test_every_public_name_is_in_the_reference(module):
     assert not public - described - named - {"__version__"}
 
 
-@pytest.mark.parametrize("word", ["orbax", "pickle", "Flax", "GRUCell", "pip install"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("orbax", "pickle", "Flax", "GRUCell", "pip install", "PIDController", "gradient checkpoint"),
+        *("hf download", "BibTeX", "fp8"),
+    ],
+)
 def test_words_that_people_search_for(word):
     assert word in _PAGES
 
@@ -76,3 +83,15 @@ def test_every_link_leads_somewhere(tmp_path):
             if not there:
                 dead.append((str(path.relative_to(tmp_path)), link))
     assert not dead
+    for path in pages:  # a list that Markdown takes for the end of a paragraph
+        text = re.sub(r"<(pre|script)\b.*?</\1>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.findall(r"[^\n]{0,80}\n- <code>", text), path
+    signatures = [line for path in pages for line in _signatures(path.read_text(encoding="utf-8"))]
+    assert len(signatures) > 200
+    assert max(map(len, signatures)) <= 84  # what a page shows of a line
+
+
+def _signatures(text: str) -> list[str]:
+    """The lines of the signatures in a page of the reference."""
+    blocks = re.findall(r'<div class="doc-signature highlight">(.*?)</div>', text, re.DOTALL)
+    return [line for block in blocks for line in html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines()]

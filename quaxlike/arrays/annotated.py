@@ -46,14 +46,19 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
         import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
         from jax.extend.core import Primitive
 
+
         class Framed(ql.AnnotatedArray):
             frame: str = eqx.field(static=True)
+
 
         @ql.register_on_either_side(("add", "sub"), Framed, other=Framed)
         def _(primitive: Primitive, x, y, **params):
             if x.frame != y.frame:
-                raise ValueError(f"{primitive} of a vector in {x.frame!r} and one in {y.frame!r}")
+                raise ValueError(
+                    f"{primitive} of a vector in {x.frame!r} and one in {y.frame!r}"
+                )
             return x.with_array(Framed.bind(primitive, (x, y), params))
+
 
         x = Framed(jnp.ones(3), "earth")
         assert (x + x)[:2].frame == "earth"

@@ -14,7 +14,7 @@ from ..core.rules import register_on_either_side
 from ..core.values import is_value
 from ..kernels import lora_matmul
 from . import precedence
-from .dot_axes import seen_from
+from .dot_axes import dot_axes
 from .lora.array import LoraArray, frozen
 from .lora.dot import drops, tell_of_dropout
 from .quantized.codebook import AbstractCodebookArray
@@ -35,9 +35,9 @@ def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **param
 
 @cached_trace
 def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers: Any, **params: Any) -> Any:
-    (summed, x_summed), (batch, _) = seen_from(on_left, dimension_numbers)
     x = jnp.asarray(x)
-    if batch or not _fused(lora, summed, x):
+    of_lora, of_x = dot_axes(lora, x, dimension_numbers, on_left=on_left)
+    if of_lora.batch or not _fused(lora, of_lora.contracting, x):
         return NotImplemented
     w = lora.base if lora.w.has_gradients else frozen(lora.w)
     flat = w.with_axes(range(2))
@@ -46,7 +46,7 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
     if flat is None:
         return NotImplemented
     y = lora_matmul(
-        jnp.moveaxis(x, x_summed[0], -1),
+        jnp.moveaxis(x, of_x.contracting[0], -1),
         flat.codes,
         flat.scale.for_kernels() if isinstance(flat.scale, NestedScales) else flat.scale,
         w.codebook,

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._checked import a_or_an
+
 
 class ValueMeta(type(eqx.Module)):
     """Builds classes whose hooks are named in the errors that they raise, and creates instances quickly.
@@ -157,8 +159,8 @@ def is_derivative_alone(leaves: Sequence[Any]) -> bool:
 def derivative_alone(cls: type) -> ValueError:
     """The error for a derivative as JAX returns it, whose pattern is missing."""
     return ValueError(
-        f"The derivative of a function that returns a {cls.__qualname__} was used as an array. JAX gives "
-        "leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
+        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
+        "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
         "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
         "the derivative."
     )

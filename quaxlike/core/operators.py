@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._checked import a_or_an
 from .quaxify import quaxify
 from .values import check_whole, is_value, level_of
 
@@ -157,7 +158,7 @@ class ArrayOperators:
     def __len__(self) -> int:
         shape = self.shape  # pyright: ignore[reportAttributeAccessIssue]
         if not shape:
-            raise TypeError(f"A {type(self).__name__} of shape () has no len().")
+            raise TypeError(f"{a_or_an(type(self), capital=True)} of shape () has no len().")
         return shape[0]
 
     def __iter__(self) -> Iterator[Any]:

@@ -201,14 +201,14 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
         recorder.lose(what, operands, loss.size, loss.remedy, notes)
         return [_materialised_or_stand_in(v, recorder) for v in values]
     if mode == "error":
-        raise MaterialisationError(loss.message)
+        raise MaterialisationError(loss.message())
     if mode == "warn":
         loss.warn()
     try:
         return [materialise(v) for v in values]
     except Exception as error:
         if not any(note.startswith(_WHEN) for note in getattr(error, "__notes__", ())):  # deeper down
-            error.add_note(f"{_WHEN}\n{loss.message}")
+            error.add_note(f"{_WHEN}\n{loss.message()}")
         raise
 
 
@@ -217,17 +217,15 @@ _WHEN = "Raised when it had to be materialised, by"
 
 def _strictest(values: Sequence[Value]) -> Mode:
     """The strictest policy of the types themselves, those of nested Values included."""
-    found: set[Mode] = {"allow"}
+    found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
+    return max(found | {"allow"}, key=_MODES.index)
 
-    def look(x: Any) -> None:
-        if is_value(x):
-            if x.on_materialise is not None:
-                found.add(x.on_materialise)
-            jtu.tree_map(look, x, is_leaf=lambda y: y is not x and is_value(y))
 
-    for value in values:
-        look(value)
-    return max(found, key=_MODES.index)
+def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
+    """These Values, and those that they hold."""
+    for x in filter(is_value, values):
+        yield x
+        yield from _with_nested(jtu.tree_leaves(x, is_leaf=lambda y, x=x: y is not x and is_value(y)))
 
 
 def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any:
@@ -264,23 +262,32 @@ class _Loss:
     def size(self) -> int:
         return sum(map(_logical_bytes, self.values))
 
-    @property
-    def message(self) -> str:
+    def message(self, *, happened: bool = False) -> str:
+        """What is materialised, where and why, and what to do."""
         source, through = user_source()
         types = ", ".join(map(describe, self.operands))
         why = "" if self.hint else f"no rule for ({types}); "
         lost = " and ".join(
             dict.fromkeys(describe(v) if self.hint else type(v).__name__ for v in self.values)
         )
+        made = "was made dense" if happened else "would be made dense"
         return "\n".join(
             [
-                f"{self.what}: {why}{lost} would be made dense, {in_bytes(self.size)},",
+                f"{self.what}: {why}{lost} {made}, {in_bytes(self.size)},",
                 f"  at {source}" + (f", which calls {through}" if through else ""),
                 *(f"  {how}: {rule}" for how, rule in self._nearest()),
                 *(f"  {line}" for line in self.remedy.splitlines()),
-                '  To let it happen: `with quaxlike.on_materialise("allow")`.',
+                f"  {self._on_purpose(happened)}",
             ]
         )
+
+    def _on_purpose(self, happened: bool) -> str:
+        """How to get dense arrays on purpose: without what the types say that would be lost, if they do."""
+        strict = [v.to_materialise for v in _with_nested(self.values) if v.on_materialise == "error"]
+        if instead := " ".join(dict.fromkeys(filter(None, strict))):
+            return instead
+        allow = '`with quaxlike.on_materialise("allow")`'
+        return f"To silence this: {allow}." if happened else f"To let it happen: {allow}."
 
     @property
     def remedy(self) -> str:
@@ -328,7 +335,9 @@ class _Loss:
             if site in warned:
                 return
             warned.add(site)
-        warnings.warn_explicit(MaterialisationWarning(self.message), None, source.file, source.line)
+        warnings.warn_explicit(
+            MaterialisationWarning(self.message(happened=True)), None, source.file, source.line
+        )
 
 
 def _logical_bytes(value: Value) -> int:

@@ -11,6 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
+from .._checked import a_or_an
 from . import compat, recording, written
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
@@ -174,7 +175,7 @@ def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
             typed = is_value(leaf) or hasattr(leaf, "dtype")
             kind = "array" if kind_of(leaf) == "array" else type(leaf).__name__
             found = f"{kind} {leaf.dtype}{list(leaf.shape)}" if typed else repr(leaf)[:80]
-            where = f" at {jtu.keystr(path)} of a {type(filter_spec).__name__}" if path else ""
+            where = f" at {jtu.keystr(path)} of {a_or_an(type(filter_spec))}" if path else ""
             raise TypeError(
                 f"{caller} takes as filter_spec a bool, a function on leaves, or a prefix of (fn, args, "
                 f"kwargs) made of these; found {found}{where}. To call the function with it, write "

@@ -17,6 +17,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from .._checked import a_or_an
 from . import compat, values
 from .rules import Checked, Rule, active_layers
 from .values import aval_of, is_value
@@ -315,15 +316,15 @@ def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
 
     - `is_late`: whether the Value was closed over, so that JAX remembers the tracer.
     """
-    kind, at = type(value).__name__, user_source()[0]
+    kind, at = a_or_an(type(value), capital=True), user_source()[0]
     if is_late:
         return jax.errors.UnexpectedTracerError(
-            f"A {kind} was closed over by a function that JAX traced within `quaxlike.quaxify`, and "
+            f"{kind} was closed over by a function that JAX traced within `quaxlike.quaxify`, and "
             f"remembers; it is called outside, at {at}. Call it within `quaxify` here, too, or pass the "
             "Value as an argument."
         )
     return jax.errors.UnexpectedTracerError(
-        f"A {kind} leaked from the quaxified function that it belongs to, through a closure, a global or an "
+        f"{kind} leaked from the quaxified function that it belongs to, through a closure, a global or an "
         f"attribute: {tracer!r} is used at {at}. Return it from the function instead; `quaxify` returns the "
         "Value itself."
     )

@@ -15,7 +15,7 @@ from . import compat, recording
 from .known_constants import asks_for_constants, follow, has_placeholders
 from .policy import by_default, dense
 from .rules import Resolver
-from .values import KINDS, Value, aval_of, check_whole, is_value, kind_of, level_of, not_dispatched
+from .values import KINDS, Value, asking, aval_of, check_whole, is_value, kind_of, level_of, not_dispatched
 
 # -------------------------------------------------------------------------------------------------
 # The tracer
@@ -370,7 +370,8 @@ def _adopted(value: Value) -> Any:
     check_whole(value)
     level = level_of(value)
     if level is None:
-        raise RuntimeError(not_dispatched(value, "a JAX primitive"))
+        asked = asking(compat.calling_frame(), "self", jexc.Primitive)
+        raise RuntimeError(not_dispatched(value, asked or "a JAX primitive"))
     return level.adopt(value)
 
 

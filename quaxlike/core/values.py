@@ -16,6 +16,7 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
+from .._checked import a_or_an
 from . import compat
 from .construction import ValueMeta, derivative_alone, is_derivative_alone, probing
 
@@ -35,6 +36,10 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
     """The policy where no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
+
+    to_materialise: ClassVar[str] = ""
+    """For a type whose `on_materialise` is "error": what would be lost, and how to get a dense array on
+    purpose. Messages say it in place of how to allow it."""
 
     linear: ClassVar[bool] = False
     """Whether the value is linear in its array leaves, so that its tangents and cotangents are of its class.
@@ -210,7 +215,7 @@ class ArrayValue(Value):
             reflected = caller.f_code.co_name.startswith("_operator_") and hasattr(self, "__rmatmul__")
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
-            raise TypeError(not_dispatched(self, _asking_function(caller)))
+            raise TypeError(not_dispatched(self, asking(caller, "fun_name", str) or "jax.numpy"))
         return None
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,21 +254,21 @@ _running = threading.local()
 def not_dispatched(value: Value, what: str) -> str:
     """The error message for a Value that no `quaxify` dispatches on."""
     return (
-        f"A {type(value).__name__} was passed to {what} "
+        f"{a_or_an(type(value), capital=True)} was passed to {what} "
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")
         + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
         "`quaxlike.materialise` to make it a dense array."
     )
 
 
-def _asking_function(frame: Any) -> str:
-    """The name of the `jax.numpy` function that was called, from its frame."""
+def asking(frame: Any, variable: str, kind: type) -> str | None:
+    """The function or primitive that a Value was passed to: what a variable of this type holds in the frames
+    of JAX."""
     for _ in range(4):
-        name = frame.f_locals.get("fun_name")
-        if name is not None:
-            return f"`{name}`"
-        frame = frame.f_back
-    return "jax.numpy"
+        if frame is not None and isinstance(found := frame.f_locals.get(variable), kind):
+            return f"`{found}`"
+        frame = getattr(frame, "f_back", None)
+    return None
 
 
 def replace_fields(value: _M, /, **fields: Any) -> _M:
@@ -455,8 +460,8 @@ def check_whole(value: Value) -> None:
     """Raises a `ValueError` if parts of a Value are missing."""
     if is_hollow(value):
         raise ValueError(
-            f"Parts of a {type(value).__name__} are missing, as in the halves that `eqx.partition` makes, so "
-            f"that it stands for no array. Join the halves with `eqx.combine` first; found {value}."
+            f"Parts of {a_or_an(type(value))} are missing, as in the halves that `eqx.partition` makes, "
+            f"so that it stands for no array. Join the halves with `eqx.combine` first; found {value}."
         )
 
 

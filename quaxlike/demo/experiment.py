@@ -34,6 +34,7 @@ class Result(NamedTuple):
     name: str
     fit: Fit
     trainable_parameters: int
+    trainable_bytes: int
     labels: Int[np.ndarray, " n"]
     before: Int[np.ndarray, " n"]
     after: Int[np.ndarray, " n"]
@@ -47,6 +48,15 @@ class Result(NamedTuple):
     def accuracy(self) -> float:
         """The share of held-out digits classified correctly after training."""
         return float(np.mean(self.after == self.labels))
+
+    @property
+    def training_bytes(self) -> dict[str, int]:
+        """What is kept while training, activations apart: AdamW has two moments for what is trained."""
+        return {
+            "weights": ql.summary(self.fit.model).stored_bytes,
+            "gradients": self.trainable_bytes,
+            "moments of AdamW": 2 * self.trainable_bytes,
+        }
 
 
 def _lora(model: VisionTransformer, key: PRNGKeyArray) -> VisionTransformer:
@@ -91,5 +101,6 @@ def run(
             on_step=on_step,
         )
         after = predictions(result.model, task.test.images)
-    trainable = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(prepared, spec)))
-    return Result(method.name, result, trainable, task.test.labels, before, after)
+    trained = jax.tree.leaves(eqx.filter(prepared, spec))
+    size, nbytes = sum(leaf.size for leaf in trained), sum(leaf.nbytes for leaf in trained)
+    return Result(method.name, result, size, nbytes, task.test.labels, before, after)

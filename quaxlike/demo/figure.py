@@ -1,4 +1,4 @@
-"""The figure: loss curves, accuracy against size, and predictions of the adapted model."""
+"""The figure: loss curves, the memory of each method, and predictions of the adapted model."""
 
 from pathlib import Path
 
@@ -7,13 +7,12 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-import quaxlike as ql
-
 from .experiment import Result
+
+Images = Float[np.ndarray, "n 8 8"]
 
 # Colours differ in lightness too, for greyscale prints and colour-blind readers.
 _COLOURS = ("#1b4965", "#2a9d8f", "#e76f51")
-_GREY = "#8d99ae"
 _RIGHT, _WRONG = "#2b8a3e", "#c92a2a"
 
 
@@ -37,53 +36,75 @@ def _draw_losses(ax: Axes, adapted: list[Result]) -> None:
     ax.legend(frameon=False)
 
 
-def _draw_sizes(ax: Axes, adapted: list[Result]) -> None:
-    kilobytes = [ql.summary(result.fit.model).stored_bytes / 1000 for result in adapted]
+def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
+    """Draws what each method keeps while training, in parts, beside its share of the first one's."""
     places = np.arange(len(adapted))[::-1]
-    ax.barh(places, kilobytes, color=_COLOURS, height=0.6)
-    for place, size, result in zip(places, kilobytes, adapted, strict=True):
-        text = f" {size:,.0f} kB · {result.trainable_parameters:,} trained · {result.accuracy:.1%}"
-        ax.text(0.02 * max(kilobytes), place + 0.38, text.strip(), va="bottom", fontsize=9)
+    memory = [result.training_bytes for result in adapted]
+    start = np.zeros(len(adapted))
+    for part, alpha in zip(memory[0], (1.0, 0.6, 0.3), strict=True):
+        kilobytes = np.array([parts[part] / 1000 for parts in memory])
+        ax.barh(places, kilobytes, left=start, color=_COLOURS, alpha=alpha, height=0.5)
+        ax.barh([0], [0], color="black", alpha=alpha, label=part)
+        start += kilobytes
+    for place, size, result in zip(places, start, adapted, strict=True):
+        saved = "" if size == start[0] else f", {size / start[0]:.0%} of {adapted[0].name}"
+        text = f"{size:,.0f} kB{saved}; {result.accuracy:.1%} recognised"
+        ax.text(0.01 * start[0], place + 0.29, text, va="bottom", fontsize=10)
     ax.set_yticks(places, [result.name for result in adapted])
-    ax.set(title="Stored weights, parameters trained, accuracy", xlabel="kB", ylim=(-0.5, 2.9))
+    ax.set(title="Memory while training", xlabel="kB", ylim=(-0.5, 2.75))
+    ax.legend(frameon=False, loc="lower right")
 
 
-def _draw_digits(axes: list[Axes], result: Result, images: Float[np.ndarray, "n 8 8"]) -> None:
-    """Draws the first held-out image of each class, with the predictions before and after."""
-    for label, ax in enumerate(axes):
-        first = int(np.argmax(result.labels == label))
-        was, now = result.before[first], result.after[first]
+def _shown(result: Result, number: int) -> list[int]:
+    """Up to half as many digits that are still taken for others, then the first ones of different classes."""
+    wrong = np.flatnonzero(result.after != result.labels)[: number // 2].tolist()
+    firsts = [np.flatnonzero((result.labels == label) & (result.after == label))[:1] for label in range(10)]
+    return [*wrong, *np.concatenate(firsts).astype(int).tolist()][:number]
+
+
+def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Images) -> None:
+    """Draws digits as they were and turned, with the predictions before and after."""
+    for i, column in zip(_shown(result, axes.shape[1]), axes.T, strict=False):
+        label, was, now = result.labels[i], result.before[i], result.after[i]
         colour = _RIGHT if now == label else _WRONG
-        ax.imshow(images[first], cmap="gray_r", vmin=0, vmax=1)
-        ax.set_title(f"{was} → {now}", color=colour, fontsize=12)
-        ax.set_xlabel(f"is {label}")
-        ax.set_xticks([])
-        ax.set_yticks([])
-        for spine in ax.spines.values():
-            spine.set(visible=True, color=colour, linewidth=2)
+        for ax, images in zip(column, (upright, turned), strict=True):
+            ax.imshow(images[i], cmap="gray_r", vmin=0, vmax=1)
+            for spine in ax.spines.values():
+                spine.set(visible=ax is column[1], color=colour, linewidth=2)
+        column[0].set_title(f"a {label}", fontsize=11)
+        column[1].set_xlabel(f"{was} → {now}", color=colour, fontsize=12)
+    for ax in axes.flat:
+        ax.set(xticks=[], yticks=[])
+        if not ax.images:  # fewer digits than places
+            ax.set_axis_off()
+    for ax, name in zip(axes[:, 0], ("upright", "turned"), strict=True):
+        ax.set_ylabel(name)
 
 
-def save_figure(path: Path, adapted: list[Result], images: Float[np.ndarray, "n 8 8"]) -> None:
+def save_figure(path: Path, adapted: list[Result], upright: Images, turned: Images) -> None:
     """Writes the figure as a PNG.
 
     **Arguments:**
 
     - `path`: of the file.
-    - `adapted`: the methods to compare; the predictions of the last one are shown.
-    - `images`: the held-out images of these predictions.
+    - `adapted`: the methods, which are compared with the first; the predictions of the last are shown.
+    - `upright`, `turned`: the held-out images of these predictions, as they were and as the models see them.
     """
-    figure = Figure(figsize=(11, 6.2), dpi=130, layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[2.6, 1], squeeze=False)[:, 0]
-    losses, sizes = upper.subplots(1, 2)
+    figure = Figure(figsize=(11, 7.2), dpi=130, layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1.15], squeeze=False)[:, 0]
+    losses, memory = upper.subplots(1, 2)
     _draw_losses(losses, adapted)
-    _draw_sizes(sizes, adapted)
-    for ax in (losses, sizes):
+    _draw_memory(memory, adapted)
+    for ax in (losses, memory):
         ax.spines[["top", "right"]].set_visible(False)
+    last = adapted[-1]
+    wrong = int(np.sum(last.after != last.labels))
     lower.suptitle(
-        f"{adapted[-1].name} on held-out digits turned by 90°: before → after adaptation",
+        f"{last.name}: {len(last.labels) - wrong} of {len(last.labels)} held-out digits are recognised. "
+        "What it said before → after, mistakes first",
         fontsize=12,
     )
-    _draw_digits(list(lower.subplots(1, 10)), adapted[-1], images)
+    _draw_digits(lower.subplots(2, 10, squeeze=False), last, upright, turned)
     unfinished = path.with_name(f"unfinished-{path.name}")
     figure.savefig(unfinished)
     unfinished.replace(path)

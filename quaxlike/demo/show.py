@@ -50,5 +50,5 @@ def show(*, seed: int, steps: int, output: Path) -> None:
         ]
     console.print(results_table(pretraining, adapted))
     console.print(rules_table(adapted, rotated.test))
-    save_figure(output / "demo.png", adapted, rotated.test.images)
+    save_figure(output / "demo.png", adapted, upright.test.images, rotated.test.images)
     console.print(f"Figure: {output / 'demo.png'}")

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import quaxlike as ql
 
+from .._checked import a_or_an
 from .._interrupts import take_interrupt
 from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import CheckpointError, peft
@@ -223,9 +224,7 @@ def _scanned(model: PyTree, settings: Settings) -> PyTree:
     if not settings.scan_layers:
         return model
     if not isinstance(model, Decoder):
-        raise FinetuneError(
-            f"--scan-layers is for decoders; {settings.model} holds a {type(model).__name__}."
-        )
+        raise FinetuneError(f"--scan-layers is for decoders; {settings.model} holds {a_or_an(type(model))}.")
     try:
         return model.stacked()
     except ValueError as error:  # from layers with and without experts

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from .._checked import a_or_an
 from ..models import Bert, BertForSequenceClassification, Decoder, mean_pooled
 from .data import Batch, Example, Tokens, messages_of, template_options, text_of
 from .settings import FinetuneError, Settings
@@ -223,4 +224,4 @@ def task_for(model: PyTree, settings: Settings) -> AbstractTask:
             return Pairs()
         case BertForSequenceClassification():
             return Classes(model.classifier.weight.shape[0])
-    raise FinetuneError(f"There is no task for a {type(model).__name__}.")
+    raise FinetuneError(f"There is no task for {a_or_an(type(model))}.")

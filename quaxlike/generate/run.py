@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from .._checked import a_or_an
 from ..interop import CheckpointError, peft
 from ..interop.chat import ChatTemplate
 from ..interop.json_text import read_json_file
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     except ValueError as error:  # from weights that the devices cannot share
         raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
-        raise GenerateError(f"{arguments.model} holds a {type(model).__name__}, which is not a decoder.")
+        raise GenerateError(f"{arguments.model} holds {a_or_an(type(model))}, which is not a decoder.")
     if arguments.adapter is not None:
         model = peft.load_adapter(arguments.adapter, model)
     ends = ends_of(arguments.model, config)

@@ -111,6 +111,7 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         import jax, jax.numpy as jnp
         from quaxlike.implicit import ImplicitArray, aux_field, implicit, register
 
+
         class Codes(ImplicitArray):
             codes: jax.Array
             scale: float = aux_field()
@@ -118,9 +119,14 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
             def materialize(self):
                 return self.codes * self.scale
 
+
         @register("dot_general")
         def _(x: jax.Array, w: Codes, **params):
-            return jax.lax.dot_general_p.bind(x, w.codes.astype(x.dtype), **params) * w.scale
+            return (
+                jax.lax.dot_general_p.bind(x, w.codes.astype(x.dtype), **params)
+                * w.scale
+            )
+
 
         w = Codes(jnp.ones((4, 2), jnp.int8), scale=0.5)
         y = implicit(jnp.matmul)(jnp.ones((3, 4)), w)

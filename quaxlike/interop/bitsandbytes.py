@@ -13,7 +13,7 @@ from typing import Any
 import jax.tree_util as jtu
 import numpy as np
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..arrays.quantized import FP4Array, NF4Array
 from ..core.values import is_value
 from ..sharding.reading import Rows
@@ -186,9 +186,7 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
             for key, array in weight_tensors(path, name, value, view).items():
                 put(key, array)
         elif is_value(value):
-            raise complain(
-                path, name, f"the format has no place for a {type(value).__name__}; materialise it"
-            )
+            raise complain(path, name, f"the format has no place for {a_or_an(type(value))}; materialise it")
         else:
             put(name, np.asarray(value))
     return tensors

@@ -154,7 +154,9 @@ def load(
         import jax, quaxlike as ql
         from quaxlike import interop
 
-        w = ql.BlockArray.quantize(jax.random.normal(jax.random.key(0), (32, 128)), codec="fp8")
+        w = ql.BlockArray.quantize(
+            jax.random.normal(jax.random.key(0), (32, 128)), codec="fp8"
+        )
         interop.save("linear.safetensors", {"weight": w}, format="safetensors")
         weights = interop.load("linear.safetensors")
         ```

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .._checked import a_or_an
 from ..arrays.quantized import BlockArray, Codec, Int8Array
 from ..core.values import is_value
 from ..kernels import bits as bitstream
@@ -59,7 +60,7 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
         raise complain(
             path,
             name,
-            f"a {type(w).__name__} of this kind has no place in the file: quantise to 'int4_block', "
+            f"{a_or_an(type(w))} of this kind has no place in the file: quantise to 'int4_block', "
             "'uint4_block', 'int8_block' or 'fp8', or materialise it",
         )
     n, k = w.shape

@@ -18,7 +18,7 @@ from .errors import complain
 from .gguf_blocks import BLOCK_TYPES, read_blocks
 from .gguf_metadata import MAGIC, Cursor, plain, read_value
 from .gguf_models import architecture_of, config_of, joined, name_of, row_order
-from .open_file import OpenFile
+from .open_file import OpenFile, foreign
 from .tensors import are_sizes, as_jax
 
 _PLAIN: dict[int, np.dtype] = {
@@ -157,7 +157,7 @@ def _read_header(file: OpenFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
     path = file.path
     cursor = Cursor(path, file.file, file.size)
     if cursor.take(4) != MAGIC:
-        raise complain(path, None, "is not a GGUF file: it does not begin with GGUF")
+        raise foreign(file, "GGUF")
     version = cursor.number("<u4")
     if version not in (2, 3):
         swapped = int.from_bytes(int(version).to_bytes(4, "big"), "little")

@@ -23,6 +23,8 @@ import numpy as np
 import quaxlike.arrays
 from quaxlike.arrays.unitful import Unit
 
+from .._checked import a_or_an
+
 Types = Mapping[str, type]
 
 _EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
@@ -57,7 +59,7 @@ def encode(x: Any, name: str, types: Types, put: Callable[[str, np.ndarray], Non
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         kind = type(x).__name__
         if types.get(kind) is not type(x):
-            raise TypeError(f"a {kind} is not a type that the file can name; pass it in `types`")
+            raise TypeError(f"{a_or_an(kind)} is not a type that the file can name; pass it in `types`")
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
         nodes = {field: encode(v, f"{name}.{field}", types, put) for field, v in fields.items()}
         return {"type": kind, "fields": nodes}
@@ -71,7 +73,7 @@ def encode(x: Any, name: str, types: Types, put: Callable[[str, np.ndarray], Non
         return {"value": x} if math.isfinite(x) else {"float": repr(x)}
     if x is None or isinstance(x, bool | int | str):
         return {"value": x}
-    raise TypeError(f"a {type(x).__name__} cannot be written to a file")
+    raise TypeError(f"{a_or_an(type(x))} cannot be written to a file")
 
 
 def decode(node: Any, types: Types, get: Callable[[str], Any]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import complain
+from .errors import CheckpointError, complain
 
 _TICK = 20_000_000  # nanoseconds; file systems note times in steps of up to 10 ms
 _MOST = 1 << 30  # bytes in one system call
@@ -73,6 +73,18 @@ class OpenFile:
             how = "cut short" if now[0] < self.size else "written to"
             problem = f"the file has been {how} since its header was read; open the checkpoint again"
             raise complain(self.path, name, problem)
+
+
+def foreign(file: OpenFile, kind: str) -> CheckpointError:
+    """The error for a file that is not of this kind."""
+    start = file.read(0, 40, None)
+    if start.startswith(b"version https://git-lfs"):
+        return complain(
+            file.path,
+            None,
+            "is a pointer of Git LFS in place of the file: run `git lfs pull` where it came from",
+        )
+    return complain(file.path, None, f"is not a {kind} file: it begins with {start!r}")
 
 
 def check_regular(path: Path) -> None:

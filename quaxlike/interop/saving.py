@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..arrays.quantized import CODECS, BlockArray, FP4Array, Int8Array, NF4Array
 from ..core.values import is_value
 from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
@@ -82,7 +82,7 @@ def _mxfp4(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray
             tensors |= mxfp4.tensors_of(path, name, value)
         elif is_value(value):
             kind = type(value).__name__
-            raise complain(path, name, f"a {kind} has no place in the file; quantise to 'mxfp4'")
+            raise complain(path, name, f"{a_or_an(kind)} has no place in the file; quantise to 'mxfp4'")
         else:
             tensors[name] = np.asarray(value)
     return tensors, {"quant_method": "mxfp4"}
@@ -153,7 +153,7 @@ def _format_of(directory: Path, name: str, value: Any) -> str:
         return "mxfp4" if value.codec == CODECS["mxfp4"] else "compressed-tensors"
     if type(value) not in _OF_TYPES:
         raise CheckpointError(
-            f"{directory}: {name} is a {type(value).__name__}; a checkpoint holds plain arrays, "
+            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, "
             f"{', '.join(kind.__name__ for kind in (*_OF_TYPES, BlockArray))}. Merge adapters, and "
             "materialise the others."
         )

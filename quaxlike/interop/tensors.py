@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from .._files import replacing
-from .errors import complain, on_the_hub
+from .errors import complain, listed, on_the_hub
 from .json_text import read_header, read_json, read_json_of
-from .open_file import OpenFile
+from .open_file import OpenFile, foreign
 
 __all__ = [
     "TensorInfo",
@@ -202,11 +202,13 @@ def _in_folder(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        names = ", ".join(p.name for p in found) or "none"
+    if not found:
+        names = listed(sorted(p.name for p in folder.iterdir())) or "nothing"
+        raise FileNotFoundError(f"{folder} holds no .safetensors file; found {names}.")
+    if len(found) > 1:
         raise FileNotFoundError(
-            f"{folder} holds neither model.safetensors nor its index, and not one .safetensors file but: "
-            f"{names}."
+            f"{folder} holds several .safetensors files, and no model.safetensors.index.json that says which "
+            f"of them belong together: {listed(p.name for p in found)}. Pass the path of one."
         )
     return found[0]
 
@@ -253,8 +255,10 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]
     prefix = file.read(0, 8, None)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+        if length > _MAX_HEADER or file.read(8, 1, None) != b"{":
+            raise foreign(file, "safetensors")
         raise complain(
-            path, None, f"the header claims {length:,} bytes, the file has {max(size - 8, 0):,} for it"
+            path, None, f"is cut off: its header takes {length:,} bytes, and {size - 8:,} are there"
         )
     header, metadata = read_header(path, file.read(8, length, None), _METADATA)
     data = size - 8 - length
@@ -273,14 +277,19 @@ def _read_entry(file: OpenFile, name: str, entry: Any, start: int, size: int) ->
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not are_sizes(shape):
         raise complain(path, name, f"the shape must be a list of sizes, found {_short(shape)}")
-    if not _is_interval(offsets, size):
-        raise complain(path, name, f"data_offsets {_short(offsets)} do not lie within {size:,} bytes of data")
+    if not _is_interval(offsets):
+        raise complain(path, name, f"data_offsets must be a first and a last byte; found {_short(offsets)}")
     expected = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != expected:
         raise complain(
             path,
             name,
             f"{entry['dtype']} of shape {shape} takes {expected:,} bytes, found {offsets[1] - offsets[0]:,}",
+        )
+    if offsets[1] > size:
+        there = f"{start + size:,} bytes are there"
+        raise complain(
+            path, name, f"the file is cut off: this ends at byte {start + offsets[1]:,}, and {there}"
         )
     return TensorInfo(file, dtype, tuple(shape), start + offsets[0])
 
@@ -303,9 +312,8 @@ def are_sizes(x: Any) -> TypeGuard[list[int]]:
     return math.prod(n for n in x if n) < 2**63  # without axes of size 0, as NumPy counts
 
 
-def _is_interval(x: Any, size: int) -> bool:
-    pair = isinstance(x, list) and len(x) == 2 and all(type(n) is int for n in x)
-    return pair and 0 <= x[0] <= x[1] <= size
+def _is_interval(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and all(type(n) is int for n in x) and 0 <= x[0] <= x[1]
 
 
 def _short(x: Any) -> str:

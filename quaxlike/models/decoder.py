@@ -128,10 +128,17 @@ class Decoder(Part, roles="model lm_head"):
         import jax, jax.numpy as jnp
         from quaxlike.models import Decoder, DecoderConfig
 
-        config = DecoderConfig.from_json({
-            "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
-        })
+        config = DecoderConfig.from_json(
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "head_dim": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "vocab_size": 50,
+            }
+        )
         model = Decoder(config, key=jax.random.key(0))
         logits = model(jnp.arange(5), jnp.ones(5, bool))  # (5, 50)
         ```

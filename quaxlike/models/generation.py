@@ -62,9 +62,12 @@ def generate(
         ```python
         import jax.numpy as jnp, quaxlike as ql
 
+
         def answer(directory, ids):
             model, config = ql.models.load(directory, quantize="nf4")
-            return ql.models.generate(model, ids, max_new_tokens=32, eos=config["eos_token_id"])
+            return ql.models.generate(
+                model, ids, max_new_tokens=32, eos=config["eos_token_id"]
+            )
         ```
 
     Top-p: Holtzman et al., The Curious Case of Neural Text Degeneration (2020).
@@ -213,12 +216,15 @@ class Conversation:
         ```python
         import quaxlike as ql
 
+
         def talk(model, encode, decode):
             conversation = ql.models.Conversation(model)
             text = ""
             while True:
                 text += input()
-                text += decode(list(conversation.answer(encode(text), max_new_tokens=64)))
+                text += decode(
+                    list(conversation.answer(encode(text), max_new_tokens=64))
+                )
         ```
     """
 

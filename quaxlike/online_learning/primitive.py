@@ -152,7 +152,9 @@ def register_primitive(
         scaled_p = online_learning.register_primitive(
             "scaled_product", lambda x, w, *, scale: scale * (x @ w), batched=True
         )
-        scaled_p.register_yw_to_w(lambda g, trace, **_: {"weight": trace["weight"] * g[..., None, :]})
+        scaled_p.register_yw_to_w(
+            lambda g, trace, **_: {"weight": trace["weight"] * g[..., None, :]}
+        )
         scaled_p(jnp.ones((4, 3)), jnp.ones((3, 2)), scale=0.5)
         ```
 

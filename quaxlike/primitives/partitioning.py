@@ -31,8 +31,8 @@ class Partitioning:
         ```python
         from quaxlike.primitives import Partitioning
 
-        # x: (m, k), w: (n, k). Rows and columns of the result are independent of each other; where
-        # `k` is split, every device has a summand of the result.
+        # x: (m, k), w: (n, k). Rows and columns of the result are independent of
+        # each other; where `k` is split, every device has a summand of the result.
         Partitioning("m k, n k -> m n", sums=("k",))
         ```
 

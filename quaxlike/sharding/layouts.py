@@ -77,11 +77,16 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rul
         from quaxlike.sharding import shard, tensor_parallel
 
         mesh = jax.make_mesh((len(jax.devices()),), ("model",))
-        model = ql.quantize(eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4")
+        model = ql.quantize(
+            eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4"
+        )
         model = ql.loraify(model, rank=4, key=jax.random.key(1))
         params, _ = eqx.partition(model, ql.trainable(model))
         rule = tensor_parallel(model, mesh)
-        model, state = shard(model, mesh, rule), shard(optax.adam(1e-3).init(params), mesh, rule)
+        model, state = (
+            shard(model, mesh, rule),
+            shard(optax.adam(1e-3).init(params), mesh, rule),
+        )
         ```
 
     Source: Shoeybi et al., Megatron-LM, <https://arxiv.org/abs/1909.08053>.
@@ -117,11 +122,19 @@ def expert_parallel(model: PyTree, mesh: Any) -> Rule:
         from quaxlike.sharding import expert_parallel, shard
 
         mesh = jax.make_mesh((1, len(jax.devices())), ("data", "expert"))
-        config = DecoderConfig.from_json({
-            "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 32, "moe_intermediate_size": 32,
-            "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1,
-            "num_attention_heads": 4, "vocab_size": 50,
-        })
+        config = DecoderConfig.from_json(
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "hidden_size": 32,
+                "moe_intermediate_size": 32,
+                "head_dim": 8,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "vocab_size": 50,
+            }
+        )
         model = Decoder(config, key=jax.random.key(0))
         model = shard(model, mesh, expert_parallel(model, mesh))
         ```
@@ -205,7 +218,11 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: Rule | Non
         from quaxlike.sharding import fsdp, shard
 
         mesh = jax.make_mesh((len(jax.devices()),), ("data",))
-        mlp = ql.quantize(eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)), "nf4", double_quant=True)
+        mlp = ql.quantize(
+            eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)),
+            "nf4",
+            double_quant=True,
+        )
         mlp = shard(mlp, mesh, fsdp(mesh))
         ```
 

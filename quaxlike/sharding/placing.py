@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..core.values import is_value
 from ..surgery.select import path_of
 from .specs import axes_of, leaf_specs_of, specs_for, unnested
@@ -47,7 +47,9 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         from quaxlike.sharding import shard, tensor_parallel
 
         mesh = jax.make_mesh((len(jax.devices()),), ("model",))
-        mlp = ql.quantize(eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4")
+        mlp = ql.quantize(
+            eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4"
+        )
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
@@ -76,11 +78,14 @@ def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         import equinox as eqx, jax, quaxlike as ql
         from quaxlike.sharding import abstract, fsdp
 
+
         def restored(path, model, mesh):
             import orbax.checkpoint as ocp
 
             arrays, rest = eqx.partition(model, eqx.is_array)
-            found = ocp.StandardCheckpointer().restore(path, abstract(arrays, mesh, fsdp(mesh)))
+            found = ocp.StandardCheckpointer().restore(
+                path, abstract(arrays, mesh, fsdp(mesh))
+            )
             return eqx.combine(found, rest)
         ```
     """
@@ -172,7 +177,7 @@ def refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)
     for (part, x), spec in zip(parts, specs, strict=True):
-        own = f".{part}, part of a {type(leaf).__name__} of shape {leaf.shape}," if part else ""
+        own = f".{part}, part of {a_or_an(type(leaf))} of shape {leaf.shape}," if part else ""
         for axis, entry in enumerate(spec):
             unknown = [n for n in axes_of(entry) if n not in mesh.shape]
             if unknown:

@@ -58,11 +58,15 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
         mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
         keys = jax.random.split(jax.random.key(1), 32)
-        models = ql.stack_adapters([ql.loraify(mlp, rank=4, init="gaussian", key=k) for k in keys])
+        models = ql.stack_adapters(
+            [ql.loraify(mlp, rank=4, init="gaussian", key=k) for k in keys]
+        )
+
 
         @jax.vmap
         def run(adapter_index, x):  # one adapter for each sample
             return ql.quaxify(ql.choose_adapter(models, adapter_index))(x)
+
 
         run(jnp.array([3, 0, 31]), jnp.ones((3, 2)))
         ```

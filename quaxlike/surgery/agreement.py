@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
+from .._checked import a_or_an
 from .trees import path_of
 
 
@@ -34,7 +35,7 @@ def _difference(x: Any, y: Any, path: tuple[Any, ...]) -> str | None:
     if jtu.treedef_is_leaf(structure) or jtu.treedef_is_leaf(other_structure):
         return None if _same_object(x, y) else f"{name} is {_short(x)} in one and {_short(y)} in the other"
     if type(x) is not type(y):
-        return f"{name} is a {type(x).__name__} in one and a {type(y).__name__} in the other"
+        return f"{name} is {a_or_an(type(x))} in one and {a_or_an(type(y))} in the other"
     keys, other_keys = ({path_of(key) for key, _ in each} for each in (children, others))
     if keys != other_keys:
         return f"only one of them has {', '.join(path_of(path + _key(k)) for k in sorted(keys ^ other_keys))}"
@@ -85,7 +86,7 @@ def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
         if field.metadata.get("static") and not _same_object(*both):
             where = path_of((*path, jtu.GetAttrKey(field.name)))
             return f"{where} is {_short(both[0])} in one and {_short(both[1])} in the other"
-    return f"the static fields of {name}, a {type(x).__name__}, differ"
+    return f"the static fields of {name}, {a_or_an(type(x))}, differ"
 
 
 def _same_object(x: Any, y: Any) -> bool:

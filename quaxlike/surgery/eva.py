@@ -129,7 +129,9 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
         x = jax.random.normal(jax.random.key(1), (32, 8))
         moments = ql.input_moments(lambda model, x: jax.vmap(model)(x))(mlp, x)
         ranks = ql.eva_ranks(moments, 2)
-        model = ql.loraify(mlp, rank=2, rank_pattern=ranks, init=ql.eva(moments), key=jax.random.key(2))
+        model = ql.loraify(
+            mlp, rank=2, rank_pattern=ranks, init=ql.eva(moments), key=jax.random.key(2)
+        )
         ```
 
     Paischer et al., EVA (2024).

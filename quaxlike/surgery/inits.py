@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._checked import a_or_an
 from ..arrays.lora import LoraArray, in_float32
 from ..core.values import is_value
 
@@ -115,7 +116,7 @@ def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
     """The base as a matrix; raises if an initialisation cannot take a part of it."""
     if is_value(lora.w):
         raise ValueError(
-            f"{init} takes a part of the base into the adapter, and {name} is a {type(lora.w).__name__}. "
+            f"{init} takes a part of the base into the adapter, and {name} is {a_or_an(type(lora.w))}. "
             "Adapt the model first, then quantise it."
         )
     w = as_matrix(lora, lora.w)

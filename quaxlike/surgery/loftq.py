@@ -32,7 +32,9 @@ def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) ->
         import equinox as eqx, jax, quaxlike as ql
 
         mlp = eqx.nn.MLP(64, 64, 64, depth=1, key=jax.random.key(0))
-        model = ql.loraify(mlp, rank=8, init=ql.loftq("nf4", iterations=4), key=jax.random.key(1))
+        model = ql.loraify(
+            mlp, rank=8, init=ql.loftq("nf4", iterations=4), key=jax.random.key(1)
+        )
         ```
 
     Li et al., LoftQ (2023).

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, in_float32, row_norm
 from ..core.values import is_value, materialise
 from .inits import Init, as_matrix, initialise
@@ -97,7 +97,9 @@ def loraify(
         import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
 
         mlp = eqx.nn.MLP(2, 2, 64, depth=2, key=jax.random.key(0))
-        adapted = ql.loraify(mlp, rank=4, key=jax.random.key(1), rank_pattern={"layers.0": 2})
+        adapted = ql.loraify(
+            mlp, rank=4, key=jax.random.key(1), rank_pattern={"layers.0": 2}
+        )
         ql.quaxify(adapted)(jnp.ones(2))
         ```
 
@@ -143,7 +145,7 @@ def loraify(
     for name, w in targets.items():
         if isinstance(w, LoraArray | TrainableArray | TrainableRows):
             raise ValueError(
-                f"{name} is a {type(w).__name__} already. Merge the model before you adapt it again, or "
+                f"{name} is {a_or_an(type(w))} already. Merge the model before you adapt it again, or "
                 "leave it out with `exclude`."
             )
         if id(w) not in done:

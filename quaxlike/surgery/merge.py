@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, in_float32, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
@@ -45,7 +45,8 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
         import equinox as eqx, jax, quaxlike as ql
 
         mlp = eqx.nn.MLP(2, 2, 64, depth=2, key=jax.random.key(0))
-        ql.merge(ql.loraify(mlp, rank=4, key=jax.random.key(1)))  # an ordinary eqx.nn.MLP
+        # an ordinary eqx.nn.MLP
+        ql.merge(ql.loraify(mlp, rank=4, key=jax.random.key(1)))
         ```
     """
     requantised: list[str] = []
@@ -160,7 +161,7 @@ def _like(name: str, dense: Any, base: Value) -> Any:
     out = type(base).promote(dense, base)
     if out is NotImplemented:
         raise ValueError(
-            f"{name} cannot be merged: its base is a {type(base).__name__}, which does not say how a "
+            f"{name} cannot be merged: its base is {a_or_an(type(base))}, which does not say how a "
             f"dense array becomes one (`{type(base).__name__}.promote`). Materialise the base first."
         )
     return out

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray
 from ..arrays.quantized import (
     CODECS,
@@ -211,12 +211,12 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         return w.replace(blocks=quantize_array(name, w.stored_blocks, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
-            f"{name} is a {type(w).__name__} already. Leave it out with `exclude`, or make it dense with "
+            f"{name} is {a_or_an(type(w))} already. Leave it out with `exclude`, or make it dense with "
             "`quaxlike.materialise` before you quantise it again."
         )
     if is_value(w):
         raise ValueError(
-            f"{name} is a {type(w).__name__}; quantize takes dense arrays and adapters over them. Leave it "
+            f"{name} is {a_or_an(type(w))}; quantize takes dense arrays and adapters over them. Leave it "
             "out with `exclude`."
         )
     quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))

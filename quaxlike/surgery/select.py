@@ -44,6 +44,7 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         The name of a layer stands for its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). Names of
         layers that are fused in this model, such as `gate_proj` and `up_proj` in `gate_up_proj`, stand for it
         if all of them are named; if only some are, a warning tells.
+
     - `layout`: as for [`quaxlike.layouts`][], where the model does not say. Default: none.
 
     **Returns:**

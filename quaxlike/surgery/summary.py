@@ -1,7 +1,9 @@
 """`summary`: the arrays of a model, their sizes, and how much of them is trained."""
 
 import dataclasses
+import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
+from ..arrays.quantized import BlockArray
 from ..core.values import is_value
 from .layouts import Layouts, layouts_of
 from .notation import Layout
@@ -41,7 +44,7 @@ class Row:
     """Which of its axes are outputs and which inputs; None for an array that is not a weight of a layer."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
     """A table of the arrays of a model, and their totals. Prints as text, and is a table for `rich`."""
 
@@ -83,7 +86,7 @@ class Summary:
             cells(
                 r.path,
                 r.type,
-                f"{r.dtype}{list(r.shape)}",
+                f"{r.dtype}[{','.join(map(str, r.shape))}]",
                 _axes(r.layout),
                 r.logical_bytes,
                 r.stored_bytes,
@@ -100,8 +103,14 @@ class Summary:
         ]
 
     def __str__(self) -> str:
-        *rows, total = [_HEADER, *self._cells()]
-        widths = [max(len(row[i]) for row in (*rows, total)) for i in range(len(_HEADER))]
+        *rows, total = self._cells()
+        longest = [max(map(len, column)) for column in zip(*rows, total, strict=True)]
+        # A head takes several lines where its words need more room than the column.
+        heads = [
+            textwrap.wrap(name, max(n, *map(len, name.split())))
+            for name, n in zip(_HEADER, longest, strict=True)
+        ]
+        widths = [max(n, *map(len, head)) for n, head in zip(longest, heads, strict=True)]
 
         def line(row: Sequence[str]) -> str:
             left = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=False)]
@@ -109,7 +118,10 @@ class Summary:
             return "  ".join([*left, *right]).rstrip()
 
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([line(rows[0]), rule, *map(line, rows[1:]), rule, line(total)])
+        head = map(line, itertools.zip_longest(*heads, fillvalue=""))
+        return "\n".join([*head, rule, *map(line, rows), rule, line(total)])
+
+    __repr__ = __str__
 
     def __rich__(self) -> Any:
         from rich.table import Table
@@ -123,7 +135,7 @@ class Summary:
         return table
 
 
-_HEADER = ("path", "type", "shape", "axes", "bytes if dense", "bytes stored", "trained")
+_HEADER = ("path", "type", "shape", "axes", "dense bytes", "stored bytes", "trained")
 
 
 def _axes(layout: Layout | None) -> str:
@@ -195,4 +207,8 @@ def _type(x: Any) -> str:
             )
             kind += f"[{'dora, ' if x.magnitude is not None else ''}r={x.rank}{dropout}]"
         return f"{kind} of {_type(inner)}" if is_value(inner) else kind
-    return type(x).__name__ if is_value(x) else "array"
+    if not is_value(x):
+        return "array"
+    kind = f"{type(x).__name__}[{x.codec.name}]" if isinstance(x, BlockArray) else type(x).__name__
+    held = [part for field in dataclasses.fields(x) if is_value(part := getattr(x, field.name, None))]
+    return " of ".join([kind, *map(_type, held[:1])])

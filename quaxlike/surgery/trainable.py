@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import is_value
@@ -101,7 +101,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
             continue
         if not any(map(eqx.is_inexact_array, jtu.tree_leaves(w.scale))):
             raise ValueError(
-                f"{name} is a {type(w).__name__} whose scales are 8-bit codes, not floating-point "
+                f"{name} is {a_or_an(type(w))} whose scales are 8-bit codes, not floating-point "
                 "numbers. Leave it out with `where`."
             )
         w = dataclasses.replace(w, train_scales=True)

@@ -146,10 +146,13 @@ def non_differentiable(x: _T) -> _T:
         ```python
         from quaxlike.utils import non_differentiable
 
+
         def energy(positions: jax.Array, charges: jax.Array) -> jax.Array:
             return jnp.sum(positions**2 * non_differentiable(charges))
 
-        jax.grad(energy)(jnp.ones(3), jnp.ones(3))  # with argnums=1: NotImplementedError
+
+        # with argnums=1: NotImplementedError
+        jax.grad(energy)(jnp.ones(3), jnp.ones(3))
         ```
     """
     return jax.tree.map(lambda leaf: _identity(leaf) if _has_tangents(leaf) else leaf, x)

@@ -43,7 +43,8 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
         ```python
         from quaxlike.utils import isin
 
-        isin(jnp.array([1, 3, -1]), jnp.array([3, 9]), max_item=10)  # [False, True, False]
+        # [False, True, False]
+        isin(jnp.array([1, 3, -1]), jnp.array([3, 9]), max_item=10)
         ```
     """
     if isinstance(max_item, Tracer):

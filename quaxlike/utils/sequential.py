@@ -41,7 +41,8 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
         from quaxlike.utils import sequential_vmap_with_vjp
 
         solve = sequential_vmap_with_vjp(lambda matrix, b: jnp.linalg.solve(matrix, b))
-        jax.vmap(solve)(jnp.stack([jnp.eye(3)] * 8), jnp.ones((8, 3)))  # one solve at a time
+        # one solve at a time
+        jax.vmap(solve)(jnp.stack([jnp.eye(3)] * 8), jnp.ones((8, 3)))
         ```
     """
 

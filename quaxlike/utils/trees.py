@@ -245,7 +245,8 @@ def tree_concat(*trees: _T) -> _T:
         ```python
         from quaxlike.utils import tree_concat
 
-        tree_concat({"x": jnp.zeros((2, 3))}, {"x": jnp.ones((1, 3))})  # x: shape (3, 3)
+        # x: shape (3, 3)
+        tree_concat({"x": jnp.zeros((2, 3))}, {"x": jnp.ones((1, 3))})
         ```
     """
 

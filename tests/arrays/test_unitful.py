@@ -1,5 +1,6 @@
 """`Unitful`: pint and astropy as oracles, and what is refused while tracing."""
 
+import sys
 from fractions import Fraction
 
 import astropy.units
@@ -62,6 +63,16 @@ def test_units_multiply_divide_and_have_rational_powers():
 def test_a_unit_that_is_not_of_the_si_is_refused():
     with pytest.raises(ValueError, match=r"'kgg' is not a unit of the SI.*Did you mean 'kg'"):
         Unit("kgg")
+    for text, advice in [
+        ("km", r"Units have no prefixes here: write 1e3 \* Unitful\(x, 'm'\)\."),
+        ("cm", r"write 1e-2 \* Unitful\(x, 'm'\)\."),
+        ("mg", r"write 1e-6 \* Unitful\(x, 'kg'\)\."),
+        ("kilometers", r"write 1e3 \* Unitful\(x, 'm'\)\."),
+        ("meter", r"Known: m, .*Did you mean 'm'\?"),
+        ("eV", r"Known: m, kg, [^?]*H\.$"),
+    ]:
+        with pytest.raises(ValueError, match=f"'{text}' is not a unit of the SI.*{advice}"):
+            Unitful(1.0, text)
     with pytest.raises(ValueError, match=r"Cannot read the unit 'm\^\^2' from"):
         Unit("m^^2")
     with pytest.raises(AttributeError, match="immutable"):
@@ -376,13 +387,29 @@ def test_nothing_is_left_at_run_time():
     assert str(with_units) == str(jax.make_jaxpr(f)(X.array, Y.array, T.array))
 
 
+def test_python_asks_for_the_number():
+    for ask in (float, int, lambda x: x.tolist(), np.asarray):
+        with pytest.raises(ql.MaterialisationError, match=r"unit would be lost: .*`x\.array`") as caught:
+            ask(3 * metre)
+        assert "allow" not in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["pint", "astropy.units"])
+def test_a_package_that_is_not_installed(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.partition(".")[0]
+    with pytest.raises(ModuleNotFoundError, match=f"to_{package} needs {package}, .*pip install {package}"):
+        (to_pint if package == "pint" else to_astropy)(X)
+
+
 def test_printing():
     assert str(2.5 * newton) == "2.5 m·kg·s⁻²"
     assert f"{2.5 * newton:.2f} or {metre}" == "2.50 m·kg·s⁻² or m"
     for unit in (newton, metre**0.5, metre / metre):
         assert Unit(str(unit)) == unit
     assert eqx.tree_pformat(X) == "f32[3] m"
-    assert "f32[3] m" in repr((X,))
+    assert repr((X,)) == f"(Unitful({X.array!r}, 'm'),)"
+    assert "f32[3] m" in repr(eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 3, key=jax.random.key(0)), X))
 
 
 def test_a_carry_without_leaves_that_changes_its_form():

@@ -242,3 +242,5 @@ class TestRefuses:
                 return self.x / 2
 
         assert refuses(Half)(jnp.ones(3)).shape == (3,)
+        report = check_type(refuses(Half)(jnp.ones(3)), programs={})  # it is not taken to be linear
+        assert not report.failures, report

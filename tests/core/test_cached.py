@@ -155,7 +155,7 @@ def test_a_rule_that_loses_a_type_is_asked_at_each_place():
         y = jax.lax.dot(w, x)
         return y, jax.lax.dot(w, x)
 
-    with pytest.warns(ql.MaterialisationWarning, match="Part would be made dense"):
+    with pytest.warns(ql.MaterialisationWarning, match="Part was made dense"):
         jax.jit(ql.quaxify(two))(w, x)
     assert len(CALLS) == 3  # to find that out, and then at each place
 

@@ -86,11 +86,13 @@ class TestCompare:
         assert diff.rules["sin"] == (tuple(ql.rules_for(A, rules=RULES)[1:]), ())
 
     def test_prints_as_a_table(self):
-        assert str(ql.compare_rules(A, B, rules=RULES)).splitlines() == [
+        diff = ql.compare_rules(A, B, rules=RULES)
+        assert str(diff).splitlines() == [
             "primitive  A    B",
             "cos        yes  yes",
             "sin        yes  yes",
         ]
+        assert repr(diff) == str(diff)
 
 
 def _plant():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike._checked import a_or_an
 from tests.samples import wrong_types
 
 
@@ -359,10 +360,23 @@ class TestValues:
             ql.quaxify(lambda x: x + operand)(Box(X))
 
     def test_outside_of_quaxify(self):
-        with pytest.raises(
-            RuntimeError, match=r"A Box was passed to a JAX primitive outside `quaxlike.quaxify`"
-        ):
+        with pytest.raises(RuntimeError, match=r"A Box was passed to `sin` outside `quaxlike\.quaxify`"):
             jax.lax.sin(Box(X))
+        conv = eqx.nn.Conv2d(1, 2, 3, key=jax.random.key(0))
+        conv = eqx.tree_at(lambda conv: conv.weight, conv, Box(conv.weight))
+        with pytest.raises(RuntimeError, match=r"A Box was passed to `conv_general_dilated` outside"):
+            conv(jnp.ones((1, 5, 5)))
+
+    @pytest.mark.parametrize(
+        ("name", "article"),
+        [
+            *(("NF4Array", "an"), ("LoraArray", "a"), ("Int8Array", "an"), ("FP4Array", "an"), ("MLP", "an")),
+            *(("Unitful", "a"), ("Unknown", "an"), ("OneHotVector", "a"), ("SHiRAArray", "a"), ("_Box", "a")),
+        ],
+    )
+    def test_articles(self, name, article):
+        assert a_or_an(name) == f"{article} {name}"
+        assert a_or_an(type(name, (), {}), capital=True) == f"{article.capitalize()} {name}"
 
     def test_aval_of_the_wrong_type(self):
         class Wrong(ql.ArrayValue):

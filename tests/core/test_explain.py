@@ -2,6 +2,8 @@
 
 import html.parser
 import inspect
+import itertools
+import re
 import sys
 
 import equinox as eqx
@@ -315,6 +317,26 @@ class TestTable:
         assert neg.split()[0] == "neg"
         assert "Scaled f32[2,3] → f32[2,3]" in tanh
         assert tanh.index("materialised") == head.index("outcome")
+
+    def test_narrow(self, monkeypatch):
+        """Words are whole, a note that several rows share is written once, and a row has few lines."""
+        monkeypatch.setenv("COLUMNS", "80")
+
+        @ql.register("exp", rules=RULES)
+        def noted(x: Scaled, **params):
+            ql.note("there is no kernel for this platform, as far as anybody knows")
+            return jnp.exp(x.materialise())
+
+        def f(x):
+            return jnp.exp(x), jnp.exp(-x), jnp.tanh(x)
+
+        text = str(explain(f, Scaled(X)))
+        assert max(map(len, text.splitlines())) <= 80
+        assert text.count("there is no kernel for this platform, as far as anybody knows") == 1
+        for word in ("primitive", "materialised", "rule at core/test_explain.py:", " at core/test_explain"):
+            assert word in text
+        bounds = [i for i, line in enumerate(text.splitlines()) if re.match("│ \\w", line)]
+        assert max(end - start for start, end in itertools.pairwise(bounds)) <= 5
 
     def test_repr_is_the_table(self):
         report = self.report()

@@ -193,7 +193,7 @@ def test_what_was_traced_inside_is_refused_outside():
     """A program's result does not depend on whether it was traced within `quaxify` before."""
     fn = jax.jit(lambda x, y: lax.mul(x, y))
     x, y = strict(jnp.arange(3.0)), jnp.ones(3)
-    with pytest.raises(RuntimeError, match="A Strict was passed to a JAX primitive outside"):
+    with pytest.raises(RuntimeError, match="A Strict was passed to `mul` outside"):
         fn(x, y)
     assert type(ql.quaxify(lambda y: fn(x, y))(y)) is Strict
     with pytest.raises(RuntimeError, match="A Strict was passed to a JAX function outside"):
@@ -242,7 +242,7 @@ def test_functions_with_a_derivative_of_their_own_inside_of_jit(name, origin):
 
 
 def test_outside_of_quaxify():
-    with pytest.raises(RuntimeError, match=r"Strict was passed to a JAX primitive outside .*quaxify"):
+    with pytest.raises(RuntimeError, match=r"Strict was passed to `add` outside .*quaxify"):
         lax.add(strict(jnp.ones(2)), jnp.ones(2))
 
 
@@ -260,7 +260,7 @@ class TestFilter:
     def test_not_selected(self, f):
         x, y = strict(jnp.arange(3.0)), jnp.ones(3)
         for spec in (False, lambda leaf: False, (False, (False, True), False)):
-            with pytest.raises(RuntimeError, match=r"Strict was passed to a JAX primitive but no `filter_s"):
+            with pytest.raises(RuntimeError, match=r"Strict was passed to `\w+` but no `filter_s"):
                 ql.quaxify(f, spec)(x, y)
 
     def test_closed_over(self):

@@ -20,7 +20,7 @@ class Plain(ql.ArrayValue):
     array: jax.Array
 
     def materialise(self):
-        return self.array * 2
+        return ql.materialise(self.array) * 2
 
 
 class Strict(ql.ArrayValue):
@@ -327,6 +327,26 @@ class TestMessage:
             "    def _(x: Plain, **params): ...",
             '  To let it happen: `with quaxlike.on_materialise("allow")`.',
         ]
+
+    def test_a_warning_is_about_what_happened(self):
+        with pytest.warns(ql.MaterialisationWarning) as caught, ql.on_materialise("warn"):
+            ql.quaxify(jax.lax.lgamma)(Plain(X))
+        first, *_, last = str(caught[0].message).splitlines()
+        assert first == "lgamma: no rule for (Plain f32[2,3]); Plain was made dense, 24 bytes,"
+        assert last == '  To silence this: `with quaxlike.on_materialise("allow")`.'
+
+    @pytest.mark.parametrize("around", [lambda x: x, Plain])
+    def test_what_would_be_lost(self, around):
+        """A type that knows how its arrays are taken out says so, also where another one holds it."""
+
+        class Guarded(Plain):
+            on_materialise = "error"
+            to_materialise = "Open it first."
+
+        with pytest.raises(ql.MaterialisationError, match=r"\n  Open it first\.(\n-|$)"):
+            ql.quaxify(tanh)(around(Guarded(X)))
+        with pytest.raises(ql.MaterialisationError, match=r"To let it happen"), ql.on_materialise("error"):
+            ql.quaxify(tanh)(Plain(X))
 
     def test_logical_bytes(self):
         big = Plain(jax.ShapeDtypeStruct((1024, 1024, 3), jnp.bfloat16))

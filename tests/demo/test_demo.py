@@ -9,6 +9,8 @@ from matplotlib import image
 
 from quaxlike.demo.__main__ import main
 from quaxlike.demo.data import load_tasks
+from quaxlike.demo.experiment import Result
+from quaxlike.demo.figure import _shown  # pyright: ignore[reportPrivateUsage]
 
 
 def test_tasks_hold_out_the_same_digits():
@@ -22,6 +24,16 @@ def test_tasks_hold_out_the_same_digits():
     assert upright.train.images.max() == 1.0
 
 
+def test_the_figure_shows_failures_as_well_as_successes():
+    labels = np.arange(30) % 10
+    right, wrong = labels.copy(), labels.copy()
+    wrong[[3, 17, 29]] += 1
+    result = lambda after: Result("QLoRA", None, 0, 0, labels, labels, after)  # pyright: ignore[reportArgumentType]
+    assert _shown(result(wrong), 10) == [3, 17, 29, 0, 1, 2, 13, 4, 5, 6]
+    assert _shown(result(right), 10) == list(range(10))
+    assert _shown(result(labels + 1), 10) == list(range(5))
+
+
 @pytest.mark.slow
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], default_promotion: None):
     assert main(["--steps=5", "--seed=1", f"--output={tmp_path / 'new' / 'folder'}"]) == 0
@@ -33,14 +45,14 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], default
     full, lora, qlora = rows["full fine-tuning"], rows["LoRA"], rows["QLoRA (NF4)"]
     assert full[0] == lora[0]  # an adapter adds nothing at first
     assert lora[2] == qlora[2]
-    assert (full[4], lora[4]) == ("1.00", "1.11")
-    assert float(qlora[4]) <= 0.30
+    assert (full[3:5], lora[3:5]) == (["1,599 kB", "6,394 kB"], ["1,771 kB", "2,287 kB"])
+    assert qlora[3:5] == ["419 kB", "935 kB"]
     rules = re.findall(r"│ ([^│]+?) +│ dot_general │ (\w+) +│ (\S+):\d+ +│ +(\d+) │", shown)
     assert rules == [
-        ("LoRA", "LoraArray", "lora/dot.py", "18"),  # six weights in each of three blocks
+        ("LoRA", "LoraArray", "arrays/lora/dot.py", "18"),  # six weights in each of three blocks
         ("QLoRA (NF4)", "LoraArray", "arrays/pairs.py", "18"),
     ]
-    assert "materialised: nothing" in shown
+    assert "Weights that became dense: none" in shown
     png = image.imread(tmp_path / "new" / "folder" / "demo.png")
-    assert png.shape[:2] == (806, 1430)
+    assert png.shape[:2] == (936, 1430)
     assert png.std() > 0.1

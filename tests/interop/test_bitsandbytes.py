@@ -145,7 +145,16 @@ def test_missing_shards(tmp_path):
         bitsandbytes.load(tmp_path / "nowhere.safetensors")
     index.unlink()
     shutil.copy(_NESTED, tmp_path / "b.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"holds neither .*: a.safetensors, b.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match=r"several \.safetensors .*: a\.safetensors, b\.safetensors\."
+    ):
+        bitsandbytes.load(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no \.safetensors file; found nothing\."):
+        bitsandbytes.load(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(FileNotFoundError, match=r"holds no \.safetensors file; found pytorch_model\.bin\."):
         bitsandbytes.load(tmp_path)
 
 
@@ -226,7 +235,7 @@ def test_what_cannot_be_saved_leaves_no_file(tmp_path):
     for values, message in [
         ({"w": ql.quaxify(lambda w: w.T)(w)}, r"'w': the format stores one row-major matrix"),
         ({"w": stack}, r"'w': the format stores one row-major matrix"),
-        ({"w": ql.Int8Array.quantize(jnp.ones((8, 64)))}, r"'w': the format has no place for a Int8Array"),
+        ({"w": ql.Int8Array.quantize(jnp.ones((8, 64)))}, r"'w': the format has no place for an Int8Array"),
         ({"w": w, "w.absmax": jnp.ones(3)}, r"'w.absmax': two entries would have this name"),
         ({"w": np.array(["text"])}, r"'w': the format has no dtype <U4"),
     ]:

@@ -209,7 +209,7 @@ def test_initialisations_that_cannot_be_read(entries, message, tmp_path):
 
 def test_a_base_that_pissa_cannot_be_taken_from(tmp_path):
     peft.save_adapter(tmp_path, adapted("pissa"))
-    with pytest.raises(CheckpointError, match=r"lora_A\.weight.*is a Int8Array. Adapt the model first"):
+    with pytest.raises(CheckpointError, match=r"lora_A\.weight.*is an Int8Array. Adapt the model first"):
         peft.load_adapter(tmp_path, ql.quantize(NET, "int8", where=LINEAR))
     peft.save_adapter(tmp_path, adapted("gaussian", where=["lin.0", "embed"], rank=7))
     edit(tmp_path, init_lora_weights="pissa")

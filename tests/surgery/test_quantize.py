@@ -96,7 +96,7 @@ def test_stacked_layers():
         (lambda m: ql.quantize(m, where="layer.0"), "'layer.0' matches none .* 'layers.0'"),
         (lambda m: ql.quantize(m, where=r".*bias"), "no weight of two or more axes"),
         (lambda m: ql.quantize(m, exclude=r"layers\..*"), "`exclude` leaves nothing"),
-        (lambda m: ql.quantize(ql.quantize(m)), "layers.0.weight is a NF4Array already"),
+        (lambda m: ql.quantize(ql.quantize(m)), "layers.0.weight is an NF4Array already"),
         (
             lambda m: ql.quantize(ql.loraify(m, rank=2, key=KEY, modules_to_save=["layers.1"])),
             "layers.1.weight is a TrainableArray; .* `exclude`",

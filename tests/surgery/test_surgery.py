@@ -1,5 +1,6 @@
 """`loraify`, `merge`, `unmerge`, `trainable`, `select` and `summary` on whole models."""
 
+import dataclasses
 import itertools
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.quantized import CODECS
 from tests.samples import normal, wrong_types
 
 
@@ -279,6 +281,18 @@ def test_summary_counts(mlp):
     assert table.stored_bytes == 4 * (base + adapters)
     assert [row.path for row in table.rows] == list(ql.select(model, lambda name, x: True))
     assert f"{table.trainable:,}" in str(table).splitlines()[-1]
-    head, rule, *_ = str(table).splitlines()
-    assert rule == "-" * len(head)
+    assert repr(table) == str(table)
+    rule = next(line for line in str(table).splitlines() if line.startswith("-"))
+    assert rule == "-" * max(map(len, str(table).splitlines()))
     assert "LoraArray[r=2]" in str(table)
+
+
+def test_summary_names_the_codec_of_blocks(mlp):
+    adapted = ql.loraify(ql.quantize(mlp, "q8_0"), rank=2, key=KEY)
+    assert {row.type for row in ql.summary(adapted).rows} == {"LoraArray[r=2] of BlockArray[q8_0]", "array"}
+    own = dataclasses.replace(CODECS["int4_block"], dtype="bfloat16")
+    (row,) = ql.summary(ql.BlockArray.quantize(jnp.ones((4, 32)), codec=own)).rows
+    assert row.type == "BlockArray[4-bit]"
+    blocks = ql.BlockSparseArray.from_dense(jnp.ones((128, 128)), block_size=64)
+    (row,) = ql.summary(ql.quantize({"w": blocks}, "nf4", where=["w"])).rows
+    assert row.type == "BlockSparseArray of NF4Array"

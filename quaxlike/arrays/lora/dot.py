@@ -15,7 +15,7 @@ from ...core.rules import register_on_either_side
 from ...core.values import is_value
 from ...primitives.partitioning import is_spread, spread_like
 from .. import precedence
-from ..dot_axes import free_axes, in_order, seen_from
+from ..dot_axes import dot_axes, in_order
 from .array import LoraArray, labels, row_scale
 from .einsum import Labels, arrange, cast, common_dtype, contract
 
@@ -44,14 +44,14 @@ def _traced_product(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     n = lora.ndim
-    (lora_summed, x_summed), (lora_batch, x_batch) = seen_from(on_left, dimension_numbers)
+    of_lora, of_x = dot_axes(lora, x, dimension_numbers, on_left=on_left)
     # Every axis of x has the label of the axis of the array that it is paired with, or a new one.
     x_labels = list(range(n, n + x.ndim))
-    for label, axis in zip((*lora_summed, *lora_batch), (*x_summed, *x_batch), strict=True):
-        x_labels[axis] = label
-    free = free_axes(n, lora_summed, lora_batch)
+    for own, others in zip(of_lora[:2], of_x[:2], strict=True):
+        for label, axis in zip(own, others, strict=True):
+            x_labels[axis] = label
     x_free = [i for i in x_labels if i >= n]
-    out = [*lora_batch, *in_order(on_left, free, x_free)]
+    out = [*of_lora.batch, *in_order(on_left, of_lora.free, x_free)]
 
     w_labels, a_labels, b_labels = labels(lora)
 
@@ -69,7 +69,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
     def adapter_product(a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
         first, then = (a, a_labels), (b, b_labels)
-        if _shrinks_by_b(lora, lora_summed):
+        if _shrinks_by_b(lora, of_lora.contracting):
             first, then = then, first
         dtype = common_dtype(a, b, x)
         thin, thin_labels = times(

@@ -17,7 +17,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, Value, is_value, materialise
 from .. import precedence
-from ..dot_axes import seen_from
+from ..dot_axes import dot_axes
 from .array import frozen
 from .trainable import Beside
 
@@ -124,15 +124,16 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     """If rows are summed over, each part is multiplied by its own entries of `other`. Otherwise both products
     are computed, and entries of the second replace those of the first."""
-    (summed, other_summed), (batch, other_batch) = seen_from(on_left, dimension_numbers)
-    if batch or len(summed) != 1 or params.get("out_sharding") is not None:
+    of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
+    if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:
         return NotImplemented
-    at, axis = jnp.asarray(x.indices), 1 - summed[0] if x.transposed else summed[0]
+    (summed,), other_summed = of_x.contracting, of_other.contracting
+    at, axis = jnp.asarray(x.indices), 1 - summed if x.transposed else summed
     contract = ((axis,), other_summed) if on_left else (other_summed, (axis,))
 
     def times(part: Any, other: Any) -> Any:
         operands = (part, other) if on_left else (other, part)
-        return lax.dot_general(*operands, (contract, (batch, other_batch)), **params)
+        return lax.dot_general(*operands, (contract, ((), ())), **params)
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:

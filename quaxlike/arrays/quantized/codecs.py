@@ -66,6 +66,11 @@ class Codec:
     high_first: bool = False
     flat: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its name in `CODECS`; for one that is not in that table, how many bits a code has."""
+        return next((name for name, codec in CODECS.items() if codec == self), f"{self.bits}-bit")
+
     def values(self, codes: Array) -> Float32[Array, "..."]:
         """The numbers that codes of 8 bits stand for."""
         if self.codes == "signed":

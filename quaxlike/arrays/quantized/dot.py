@@ -20,7 +20,7 @@ from jaxtyping import Array
 from ...core.jaxprs.cached import cached_trace
 from ...core.rules import register_on_either_side
 from ...kernels.multilinear import vary_alike
-from ..dot_axes import in_order, seen_from
+from ..dot_axes import dot_axes, in_order
 from .base import AbstractQuantizedArray
 
 _Names = tuple[int, ...]
@@ -36,14 +36,11 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return NotImplemented
-    (w_summed, x_summed), (w_batch, x_batch) = (
-        ([w.permutation[axis] for axis in own], others)
-        for own, others in seen_from(on_left, dimension_numbers)
-    )
-    x_names = name_axes(x, (*x_summed, *x_batch), (*w_summed, *w_batch))
+    of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
+    stored = lambda axes: [w.permutation[axis] for axis in axes]
+    x_names = name_axes(x, (*of_x.contracting, *of_x.batch), stored((*of_w.contracting, *of_w.batch)))
     x_free = [name for name in x_names if name < 0]
-    w_free = [name for name in w.permutation if name not in x_names]
-    out_names = (*w_batch, *in_order(on_left, w_free, x_free))
+    out_names = (*stored(of_w.batch), *in_order(on_left, stored(of_w.free), x_free))
     return placed(contract(x, x_names, w, out_names, product_dtype(x, w, params)), params)
 
 

@@ -16,7 +16,7 @@ from ...core.values import ArrayValue
 from ...kernels import csr_matmul
 from ...kernels.csr_matmul import coo_matmul, sum_dtype
 from .. import precedence
-from ..dot_axes import free_axes, in_order, seen_from
+from ..dot_axes import dot_axes, in_order
 from .block import BlockSparseArray
 from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
 from .stacks import dot_stack, product_dtype
@@ -56,21 +56,22 @@ def _matmul(w: SparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Arra
 
 def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: bool, dtype: np.dtype) -> Any:
     """Contracts any axes, with elements in any order: each scales a row of `x`, and these are summed."""
-    (w_summed, x_summed), (w_batch, x_batch) = seen_from(on_left, dimension_numbers)
+    of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     shape, w = w.shape, unstacked(w)
-    w_free, x_free = free_axes(len(shape), w_summed, w_batch), free_axes(x.ndim, x_summed, x_batch)
-    into, out_of = [*w_batch, *w_free], [*w_batch, *w_summed]
+    into, out_of = [*of_w.batch, *of_w.free], [*of_w.batch, *of_w.contracting]
     sizes = lambda axes: [shape[axis] for axis in axes]
     if not fits_int32(sizes(into)) or not fits_int32(sizes(out_of)):
         return NotImplemented
     inside = w.is_stored
     place = lambda axes: flattened([w.indices[axis] for axis in axes], sizes(axes), inside)
-    kept = [x.shape[axis] for axis in x_free]
-    x = x.transpose(*x_batch, *x_summed, *x_free).reshape(math.prod(sizes(out_of)), math.prod(kept))
+    kept = [x.shape[axis] for axis in of_x.free]
+    x = x.transpose(*of_x.batch, *of_x.contracting, *of_x.free).reshape(
+        math.prod(sizes(out_of)), math.prod(kept)
+    )
     sums = sum_dtype(dtype)
     y = coo_matmul(x.astype(sums), w.data.astype(sums), place(into), place(out_of), math.prod(sizes(into)))
     y = y.astype(dtype).reshape(*sizes(into), *kept)
-    first, last = len(w_batch), len(into)
+    first, last = len(of_w.batch), len(into)
     return y.transpose(*range(first), *in_order(on_left, range(first, last), range(last, y.ndim)))
 
 

@@ -15,7 +15,7 @@ from ...core.policy import dense
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
-from ..dot_axes import free_axes, seen_from
+from ..dot_axes import dot_axes
 from .stacks import add_at, is_covered
 
 
@@ -81,18 +81,17 @@ def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
 
 def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
     """`dot_general` of a vector with an array."""
-    (x_contract, y_contract), (x_batch, y_batch) = seen_from(on_left, dimension_numbers)
-    if list(x_contract) != [x.value.ndim]:
+    of_x, of_y = dot_axes(x, y, dimension_numbers, on_left=on_left)
+    if of_x.contracting != (x.value.ndim,):
         return NotImplemented  # contracts no axis, or a batch axis
-    y_free, x_free = free_axes(y.ndim, y_contract, y_batch), free_axes(x.value.ndim, x_batch)
-    # y: (*batch, *y_free, length); x: (*batch, *x_free)
-    y = jnp.transpose(y, (*y_batch, *y_free, *y_contract))
-    order = (*x_batch, *x_free)
+    # y: (*batch, *of_y.free, length); x: (*batch, *of_x.free)
+    y = jnp.transpose(y, (*of_y.batch, *of_y.free, *of_y.contracting))
+    order = (*of_x.batch, *of_x.free)
     x = OneHotVector(jnp.transpose(x.value, order), jnp.transpose(x.index, order), x.length)
     fn = _look_up
-    for _ in x_free:
-        fn = jax.vmap(fn, in_axes=(0, None), out_axes=0 if on_left else y.ndim - len(y_batch) - 1)
-    for _ in x_batch:
+    for _ in of_x.free:
+        fn = jax.vmap(fn, in_axes=(0, None), out_axes=0 if on_left else len(of_y.free))
+    for _ in of_x.batch:
         fn = jax.vmap(fn)
     return fn(x, y)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from ...core.jaxprs.unify import dense_apart
 from ...core.values import ArrayValue, Value, is_value
 from ..batch_axes import transpose_batch
-from ..dot_axes import free_axes, in_order, seen_from
+from ..dot_axes import dot_axes, in_order
 
 _S = TypeVar("_S", bound="SparseStack")
 
@@ -39,23 +39,26 @@ def dot_stack(
 
     **Returns:** the product, or `NotImplemented` unless exactly one axis of the matrices is contracted.
     """
-    (w_summed, x_summed), (w_batch, x_batch) = seen_from(on_left, dimension_numbers)
-    num_batch = w.ndim - 2
-    if len(w_summed) != 1 or w_summed[0] < num_batch or any(axis >= num_batch for axis in w_batch):
+    of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
+    num_batch, batch = w.ndim - 2, of_w.batch
+    if len(of_w.contracting) != 1 or any(axis >= num_batch for axis in batch):
         return NotImplemented
-    mapped, x_free = free_axes(num_batch, w_batch), free_axes(x.ndim, x_summed, x_batch)
-    x = x.transpose(*x_batch, *x_free, *x_summed)
-    w = transpose_batch(w, (*w_batch, *mapped))
+    (axis,) = of_w.contracting
+    if axis < num_batch:
+        return NotImplemented
+    mapped = of_w.free[:-1]
+    x = x.transpose(*of_x.batch, *of_x.free, *of_x.contracting)
+    w = transpose_batch(w, (*batch, *mapped))
 
-    product: Callable[[Any, Array], Array] = lambda w, x: matmul(w, x, w_summed[0] - num_batch)
+    product: Callable[[Any, Array], Array] = lambda w, x: matmul(w, x, axis - num_batch)
     for _ in mapped:
         product = jax.vmap(product, in_axes=(0, None))
-    for _ in w_batch:
+    for _ in batch:
         product = jax.vmap(product)
-    y = product(w, x)  # (*w_batch, *mapped, *x_free, the other axis of the matrix)
+    y = product(w, x)  # (*batch, *mapped, *of_x.free, the other axis of the matrix)
 
-    batch, of_w = range(len(w_batch)), [*range(len(w_batch), num_batch), y.ndim - 1]
-    return y.transpose(*batch, *in_order(on_left, of_w, range(num_batch, y.ndim - 1)))
+    own = [*range(len(batch), num_batch), y.ndim - 1]
+    return y.transpose(*range(len(batch)), *in_order(on_left, own, range(num_batch, y.ndim - 1)))
 
 
 class SparseStack(ArrayValue):

@@ -12,7 +12,7 @@ from ...core.policy import dense
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import ArrayValue
-from ..dot_axes import free_axes, in_order, seen_from
+from ..dot_axes import dot_axes, in_order
 from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
 
@@ -38,22 +38,21 @@ def _product(
     preferred_element_type: Any,
     **params: Any,
 ):
-    (summed, x_summed), (batch, x_batch) = seen_from(on_left, dimension_numbers)
-    n_batch = matrix.num_batch
+    of_matrix, of_x = dot_axes(matrix, x, dimension_numbers, on_left=on_left)
+    n_batch, batch = matrix.num_batch, of_matrix.batch
     rows, columns = n_batch, n_batch + 1
-    if tuple(summed) not in {(rows,), (columns,)} or any(axis >= n_batch for axis in batch):
+    if of_matrix.contracting not in {(rows,), (columns,)} or any(axis >= n_batch for axis in batch):
         return NotImplemented
     if params.get("out_sharding") is not None:
         return NotImplemented
-    if tuple(summed) == (rows,):
+    if of_matrix.contracting == (rows,):
         matrix = matrix.transposed()
     dtype = jnp.promote_types(matrix.dtype, jnp.result_type(x))
-    x_free = free_axes(jnp.ndim(x), x_summed, x_batch)
 
     def product(matrix: StructuredMatrix, x: Any) -> Any:
         # x: (*batch, n, k), with batch axes in the order of the matrix's, and of size 1 where x has none.
-        own = dict(zip(batch, x_batch, strict=True))
-        x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *x_summed, *x_free])
+        own = dict(zip(batch, of_x.batch, strict=True))
+        x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *of_x.contracting, *of_x.free])
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
@@ -61,9 +60,9 @@ def _product(
         y = jnp.broadcast_to(y, (*matrix.batch, *y.shape[-2:]))
         y = jnp.reshape(y, (*y.shape[:-1], *sizes))
         # y: (*batch, m, *free), to (*batch of the product, free axes of the first, of the second).
-        of_matrix = [*(i for i in range(n_batch) if i not in own), n_batch]
-        of_x = [n_batch + 1 + i for i in range(len(sizes))]
-        y = jnp.transpose(y, [*batch, *in_order(on_left, of_matrix, of_x)])
+        free = [*(i for i in range(n_batch) if i not in own), n_batch]
+        x_free = [n_batch + 1 + i for i in range(len(sizes))]
+        y = jnp.transpose(y, [*batch, *in_order(on_left, free, x_free)])
         return y if preferred_element_type is None else _cast(y, preferred_element_type)
 
     return inside(product, matrix, x)

@@ -217,7 +217,8 @@ class Unitful(AnnotatedArray):
         fall = lambda t: 0.5 * (9.81 * metre / second**2) * t**2
         t = Unitful(jnp.array(2.0), "s")
         fall(t)  # 19.62 m
-        ql.quaxify(jax.grad(fall))(t)  # 19.62 m/s: a derivative has the unit of the quotient
+        # 19.62 m/s: a derivative has the unit of the quotient
+        ql.quaxify(jax.grad(fall))(t)
         ```
     """
 
@@ -229,6 +230,10 @@ class Unitful(AnnotatedArray):
     @property
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return None if self.unit == dimensionless else "error"  # units are only dropped on request
+
+    to_materialise = (
+        "Its unit would be lost: divide by a unit first (`x / metre`), or take the numbers in it (`x.array`)."
+    )
 
     @classmethod
     def without_rule(cls, primitive: Any, values: Any, params: Any) -> Any:
@@ -270,6 +275,9 @@ class Unitful(AnnotatedArray):
 
     def __str__(self) -> str:
         return f"{self.array} {self.unit}"
+
+    def __repr__(self) -> str:  # of one by itself, and in a tuple or a list; a model shows shapes
+        return f"Unitful({self.array!r}, {str(self.unit)!r})"
 
     def __format__(self, spec: str) -> str:
         return f"{format(self.array, spec)} {self.unit}"

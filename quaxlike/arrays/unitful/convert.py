@@ -1,5 +1,6 @@
 """Conversion from and to quantities of pint and astropy, if they are installed."""
 
+import importlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,8 +42,7 @@ def to_pint(x: Unitful, registry: Any = None) -> Any:
 
     - `registry`: a `pint.UnitRegistry`. Default: pint's application registry.
     """
-    import pint
-
+    pint = _installed("pint", "to_pint")
     registry = pint.get_application_registry() if registry is None else registry
     names = {symbol: name for name, symbol in _PINT.items()}
     unit = registry.dimensionless
@@ -63,12 +63,21 @@ def from_astropy(quantity: Any) -> Unitful:
 
 def to_astropy(x: Unitful) -> Any:
     """Converts to an `astropy.units.Quantity` with a NumPy array."""
-    from astropy import units
-
+    units = _installed("astropy.units", "to_astropy")
     unit = units.dimensionless_unscaled
     for symbol, power in _exponents(x).items():
         unit = unit * units.Unit(symbol) ** power
     return np.asarray(materialise(x.array)) * unit
+
+
+def _installed(module: str, function: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ModuleNotFoundError(
+            f"{function} needs {package}, which is not installed: pip install {package}", name=error.name
+        ) from error
 
 
 def _exponents(x: Unitful) -> dict[str, Any]:

@@ -29,15 +29,38 @@ _PLAIN, _RAISED = "-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RAISE, _LOWER = str.maketrans(_PLAIN, _RAISED), str.maketrans(_RAISED, _PLAIN)
 
 
+# What people write for units, for the advice in errors.
+_NAMES = {
+    **{"metre": "m", "meter": "m", "kilogram": "kg", "second": "s", "sec": "s", "ampere": "A", "kelvin": "K"},
+    **{"mole": "mol", "candela": "cd", "radian": "rad", "hertz": "Hz", "newton": "N", "pascal": "Pa"},
+    **{"joule": "J", "watt": "W", "coulomb": "C", "volt": "V", "farad": "F", "siemens": "S"},
+    **{"weber": "Wb", "tesla": "T", "henry": "H"},
+}
+_PREFIXES = {
+    **{"T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "d": -1, "c": -2, "m": -3, "u": -6, "n": -9, "p": -12},
+    **{"tera": 12, "giga": 9, "mega": 6, "kilo": 3, "centi": -2, "milli": -3, "micro": -6, "nano": -9},
+}
+
+
+def _advice(name: str) -> str:
+    """What to write in place of a symbol that is not known."""
+    powers = {**{symbol: (symbol, 0) for symbol in (*BASE, *_DERIVED)}, "g": ("kg", -3), "gram": ("kg", -3)}
+    powers |= {full: (symbol, 0) for full, symbol in _NAMES.items()}
+    for prefix, power in {"": 0, **_PREFIXES}.items():
+        unit = name.removeprefix(prefix)
+        symbol, own = powers.get(unit) or powers.get(unit.removesuffix("s")) or ("", 0)
+        if name.startswith(prefix) and symbol and power + own:
+            return f"Units have no prefixes here: write 1e{power + own} * Unitful(x, {symbol!r})."
+    near = difflib.get_close_matches(name, powers, n=1, cutoff=0.7)
+    hint = f" Did you mean {powers[near[0]][0]!r}?" if near else ""
+    return f"Known: {', '.join((*BASE, *_DERIVED))}.{hint}"
+
+
 def of_symbol(name: str) -> tuple[Fraction, ...]:
     """The exponents of the base units for a symbol, in order."""
     exponents = {name: 1} if name in BASE else _DERIVED.get(name)
     if exponents is None:
-        near = difflib.get_close_matches(name, [*BASE, *_DERIVED], cutoff=0.3)
-        raise ValueError(
-            f"{name!r} is not a unit of the SI. Known: {', '.join([*BASE, *_DERIVED])}."
-            + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
-        )
+        raise ValueError(f"{name!r} is not a unit of the SI. {_advice(name)}")
     return tuple(Fraction(exponents.get(base, 0)) for base in BASE)
 
 

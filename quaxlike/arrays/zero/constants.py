@@ -24,7 +24,7 @@ from ...core.values import ArrayValue, Value, is_value
 from ...primitives.classes import ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, REARRANGEMENTS
 from .. import precedence
 from ..bounds import fill_value_of
-from ..dot_axes import free_axes, seen_from
+from ..dot_axes import dot_axes
 
 # Tried after the types that describe an array, and before those with a special storage.
 
@@ -362,8 +362,9 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
         return NotImplemented
     out = result(primitive, (x, y), params)
     on_left = isinstance(x, Full)
-    (summed, y_summed), (_, batch) = seen_from(on_left, params["dimension_numbers"])
-    n = math.prod(np.shape(x if on_left else y)[i] for i in summed)
+    full, other = (x, y) if on_left else (y, x)
+    axes, of_other = dot_axes(full, other, params["dimension_numbers"], on_left=on_left)
+    n = math.prod(np.shape(full)[i] for i in axes.contracting)
     if n == 0:
         return Zero(out.shape, out.dtype)
     if isinstance(x, Full) and isinstance(y, Full):
@@ -373,11 +374,8 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
             return a * b * np.asarray(n).astype(out.dtype)
 
         return apply(product, x, y, shape=out.shape)
-    array: Any = y if on_left else x
-    number = _scalar(x if on_left else y)
-    free = free_axes(np.ndim(array), y_summed, batch)
-    moved = jnp.transpose(array, (*batch, *free, *y_summed)).astype(out.dtype)
-    n_batch, kept = len(batch), len(batch) + len(free)
-    sums = jnp.astype(jnp.sum(moved, range(kept, moved.ndim)), out.dtype) * jnp.astype(number, out.dtype)
-    first = len(out.shape) - len(free) if on_left else n_batch
-    return jax.lax.broadcast_in_dim(sums, out.shape, (*range(n_batch), *range(first, first + len(free))))
+    kept = (*of_other.batch, *of_other.free)
+    moved = jnp.transpose(other, (*kept, *of_other.contracting)).astype(out.dtype)
+    sums = jnp.sum(moved, range(len(kept), moved.ndim))
+    sums = jnp.astype(sums, out.dtype) * jnp.astype(_scalar(full), out.dtype)
+    return jax.lax.broadcast_in_dim(sums, out.shape, [of_other.in_result[axis] for axis in kept])

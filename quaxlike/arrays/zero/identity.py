@@ -20,7 +20,7 @@ from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
 from .. import precedence
-from ..dot_axes import seen_from
+from ..dot_axes import dot_axes
 from .constants import Full, apply, as_dtype, conform, known, result
 
 # Tried after `Zero`: zero times the identity is zero.
@@ -66,8 +66,8 @@ class Identity(ArrayOperators, ArrayValue):
 @register_on_either_side("dot_general", Identity, precedence=precedence.IDENTITY)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     on_left = isinstance(x, Identity)
-    (_, axes), (batch, _) = seen_from(on_left, params["dimension_numbers"])
-    other: Any = y if on_left else x
+    own, other = (x, y) if on_left else (y, x)
+    _, (axes, batch, _, _) = dot_axes(own, other, params["dimension_numbers"], on_left=on_left)
     if not axes or batch:
         return NotImplemented
     if type(x) is type(y) and len(axes) == 2:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
+from ..._checked import a_or_an
 from .. import compat
 from ..jaxprs.evaluate import call_on_values
 from ..jaxprs.linearity import (
@@ -252,7 +253,7 @@ class _Results:
         for slot, x, has in zip(self.slots, outs, has_tangents, strict=True) if self.decided else ():
             if slot.treedef is not None and not (has if is_value(x) else slot.linear):
                 raise StructureError(
-                    f"A custom_jvp or custom_vjp function returned a {slot.cls.__name__} when it was "
+                    f"A custom_jvp or custom_vjp function returned {a_or_an(slot.cls)} when it was "
                     "staged, and is differentiated now. It is not linear in its leaves, or its tangent has "
                     "another pattern: apply `quaxlike.materialise` to the result of the function."
                 )
@@ -413,8 +414,8 @@ def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
     if not is_derivative(tangent, x):
         name = slot.cls.__name__
         raise StructureError(
-            f"The jvp rule of a custom_jvp function returns a {name} whose tangent is not of the same "
-            f"type and pattern. Return such a {name} as the tangent, or define `{name}.promote`."
+            f"The jvp rule of a custom_jvp function returns {a_or_an(name)} whose tangent is not of the "
+            f"same type and pattern. Return one of that type as the tangent, or define `{name}.promote`."
         )
     leaves, _ = flatten([tangent])
     return [

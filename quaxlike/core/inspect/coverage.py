@@ -55,7 +55,7 @@ def _mentions(rule: Rule, cls: type[Value]) -> bool:
     return any(issubclass(cls, h) for h in (named - {Value, ArrayValue} or named))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RulesDiff:
     """The primitives that have rules for one type but not for another. Prints as a table."""
 
@@ -86,6 +86,8 @@ class RulesDiff:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in (head, *lines)
         )
+
+    __repr__ = __str__
 
 
 @checked

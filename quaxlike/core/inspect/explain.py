@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -113,11 +114,12 @@ class Report:
 
     def __str__(self) -> str:
         if importlib.util.find_spec("rich") is None:
-            return f"{_plain(_table(self.rows))}\n\n{self.summary}"
+            notes = _numbered(self.rows)
+            return "\n".join([_plain(_table(self.rows, notes)), *_listed(notes), "", self.summary])
         import rich.console
 
         console = rich.console.Console()
-        if not console.is_terminal:  # a log or a file, which does not need narrow columns
+        if not console.is_terminal and "COLUMNS" not in os.environ:  # a log or a file, of any width
             console.width = max(console.width, _WIDTH)
         with console.capture() as captured:
             console.print(self)
@@ -125,19 +127,24 @@ class Report:
 
     __repr__ = __str__
 
-    def __rich__(self) -> Any:
-        import rich.console
+    def __rich_console__(self, console: Any, options: Any) -> Any:
         import rich.table
         import rich.text
 
-        columns, *lines = _table(self.rows)
+        notes = _numbered(self.rows)
+        columns, *lines = _table(self.rows, notes)
+        widths = [max(map(len, column)) + 3 for column in zip(columns, *lines, strict=True)]
+        if sum(widths) >= options.max_width:
+            columns, *lines = _narrow(columns, lines)
         table = rich.table.Table()
         for name in columns:
-            table.add_column(name, overflow="fold", justify="right" if name in ("count", "bytes") else "left")
+            numbers = name in ("count", "bytes")
+            table.add_column(name, overflow="fold", no_wrap=numbers, justify="right" if numbers else "left")
         for row, line in zip(self.rows, lines, strict=True):
             style = "red" if row.outcome == "materialised" else None
             table.add_row(*map(rich.text.Text, line), style=style)
-        return rich.console.Group(table, rich.text.Text(self.summary))
+        yield table
+        yield rich.text.Text("\n".join([*_listed(notes), self.summary]))
 
     def _repr_html_(self) -> str:
         return page.fragment(self.rows, _table(self.rows), self.summary)
@@ -178,15 +185,22 @@ def explain(
         ```python
         import jax, jax.numpy as jnp, quaxlike as ql
 
+
         class Doubled(ql.ArrayValue):
             array: jax.Array
 
             def materialise(self):
                 return 2 * self.array
 
-        report = ql.explain(jnp.sin)(Doubled(jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)))
+
+        report = ql.explain(jnp.sin)(
+            Doubled(jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32))
+        )
         print(report)
-        assert report.first_loss.primitive == "sin" and report.first_loss.bytes == 4 * 10**12
+        assert (
+            report.first_loss.primitive == "sin"
+            and report.first_loss.bytes == 4 * 10**12
+        )
         ```
     """
 
@@ -274,16 +288,51 @@ _WIDTH = 160
 _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "count", "bytes", "notes")
 
 
-def _table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The heads of the columns, then the cells of each row; empty columns are left out."""
-    lines = [_cells(row) for row in rows]
+def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> list[tuple[str, ...]]:
+    """The heads of the columns, then the cells of each row; empty columns are left out.
+
+    **Arguments:**
+
+    - `numbers`: the numbers of notes that are listed below the table, and stand for them in its cells.
+    """
+    lines = [_cells(row, numbers) for row in rows]
     kept = [i for i, name in enumerate(_COLUMNS) if name == "primitive" or any(line[i] for line in lines)]
     return [tuple(line[i] for i in kept) for line in (_COLUMNS, *lines)]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _narrow(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The table for a narrow terminal: the texts of a row stand below each other."""
+    texts = [i for i, name in enumerate(columns) if name in _COLUMNS[1:5]]
+    others = [i for i in range(1, len(columns)) if i not in texts]
+
+    def narrow(line: Sequence[str]) -> tuple[str, ...]:
+        place = {columns[i]: line[i] for i in texts if line[i]}
+        types = place.pop(_COLUMNS[1])
+        place["line"] = f"at {place['line']}"
+        if "inside" in place:
+            place["inside"] = f"inside {place['inside']}"
+        return line[0], "\n".join([types, *place.values()]), *(line[i] for i in others)
+
+    head = columns[0], columns[1], *(columns[i] for i in others)
+    return [head, *map(narrow, lines)]
+
+
+def _notes_of(row: Row) -> list[str]:
+    return [*([f"in {_short(row.through)}"] if row.through else []), *row.notes]
+
+
+def _numbered(rows: Sequence[Row]) -> dict[str, int]:
+    """The notes of all rows, each once, with a number."""
+    return {note: i for i, note in enumerate(dict.fromkeys(n for row in rows for n in _notes_of(row)), 1)}
+
+
+def _listed(numbers: Mapping[str, int]) -> list[str]:
+    return [f"Note {i}: {note}" for note, i in numbers.items()]
+
+
+def _cells(row: Row, numbers: Mapping[str, int] | None) -> tuple[str, ...]:
     types = ", ".join(row.operands) + (" → " + ", ".join(row.results) if row.results else "")
-    through = [f"in {_short(row.through)}"] if row.through else []
+    notes = _notes_of(row)
     return (
         row.primitive,
         types,
@@ -292,7 +341,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         " › ".join(row.where),
         str(row.count),
         f"{row.bytes:,}" if row.bytes else "",
-        "; ".join((*through, *row.notes)),
+        "; ".join(notes) if numbers is None else ", ".join(str(numbers[note]) for note in notes),
     )
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from ..._checked import a_or_an
 from .. import compat
 from ..known_constants import (
     OPEN,
@@ -170,8 +171,8 @@ def is_read_by_its_leaf(slot: Slot, what: str) -> bool:
         _warned.add(slot.cls)
         name = slot.cls.__name__
         warnings.warn(
-            f"A {name} decides about {what} and refuses to materialise, so its only leaf is taken for it. "
-            f"Let the comparisons of a {name} return arrays.",
+            f"{a_or_an(name, capital=True)} decides about {what} and refuses to materialise, so its only "
+            f"leaf is taken for it. Let the comparisons of {a_or_an(name)} return arrays.",
             RuleWarning,
             stacklevel=2,
         )

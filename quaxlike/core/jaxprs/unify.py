@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ..._checked import a_or_an
 from .. import compat
 from ..known_constants import has_placeholders, promoted_alone
 from ..policy import dense, policy_key
@@ -210,7 +211,7 @@ def conform(x: Any, slot: Slot, what: str) -> Any:
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
     """`x` with the parts that are arrays in `like` made dense, under the policy."""
-    hint = f"This part of a {type(x).__name__} is an array on the other side."
+    hint = f"This part of {a_or_an(type(x))} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 
 

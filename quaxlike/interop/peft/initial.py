@@ -14,6 +14,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..._checked import a_or_an
 from ...arrays.lora import RANK, LoraArray, labels
 from ...core.values import is_value
 from ...surgery.inits import as_matrix, svd, taken_by, with_factors
@@ -65,8 +66,9 @@ def _on(name: str, lora: LoraArray, w: Any) -> LoraArray:
     kind = lambda x: f"{x.dtype} {type(x).__name__ if is_value(x) else 'array'} of shape {x.shape}"
     if is_value(w) or is_value(lora.w) or kind(w) != kind(lora.w):
         raise ValueError(
-            f"`base` has a {kind(w)} as {name}, and the adapted base is a {kind(lora.w)}: the file can hold "
-            "the difference of plain arrays only. Quantise the model after the adapter is loaded."
+            f"`base` has {a_or_an(kind(w))} as {name}, and the adapted base is "
+            f"{a_or_an(kind(lora.w))}: the file can hold the difference of plain arrays only. Quantise "
+            "the model after the adapter is loaded."
         )
     before = as_matrix(lora, w)
     taken = as_matrix(lora, lora.w) - before

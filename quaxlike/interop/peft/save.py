@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._checked import checked
+from ..._checked import a_or_an, checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...surgery.layouts import Layouts, layouts_of
@@ -275,7 +275,7 @@ def _biases(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> tuple[dict
             if is_value(leaf.array):
                 raise ValueError(
                     f"{new} is trained in full (`modules_to_save`), where PEFT takes a dense array; "
-                    f"found a {type(leaf.array).__name__}. Leave it out of `quantize` (`where`), or adapt it."
+                    f"found {a_or_an(type(leaf.array))}. Leave it out of `quantize` (`where`), or adapt it."
                 )
             trained[new] = leaf.array
     if lora_bias and lora_bias.keys() != adapters.keys():

@@ -40,7 +40,11 @@ def csr_matmul(
         from quaxlike.kernels import csr_index, csr_matmul
 
         rows, columns = np.array([0, 0, 2]), np.array([1, 3, 0])
-        y = csr_matmul(jnp.ones((2, 4)), jnp.array([1.0, 2.0, 3.0]), csr_index(rows, columns, (3, 4)))
+        y = csr_matmul(
+            jnp.ones((2, 4)),
+            jnp.array([1.0, 2.0, 3.0]),
+            csr_index(rows, columns, (3, 4)),
+        )
         ```
 
     **Arguments:**

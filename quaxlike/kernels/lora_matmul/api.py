@@ -57,8 +57,16 @@ def lora_matmul(
         packed, absmax = quantize_codebook(w, NF4, block_size=64)
         a, b = jnp.ones((3, 8, 128)), jnp.zeros((3, 32, 8))  # three adapters of rank 8
         y = lora_matmul(
-            jnp.ones((4, 128)), packed, absmax, NF4, a, b,
-            shape=w.shape, block_size=64, scaling=2.0, adapter_index=jnp.array([0, 2, 2, 1]),
+            jnp.ones((4, 128)),
+            packed,
+            absmax,
+            NF4,
+            a,
+            b,
+            shape=w.shape,
+            block_size=64,
+            scaling=2.0,
+            adapter_index=jnp.array([0, 2, 2, 1]),
         )
         ```
 

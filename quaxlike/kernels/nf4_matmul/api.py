@@ -48,7 +48,9 @@ def nf4_matmul(
 
         w = jax.random.normal(jax.random.key(0), (32, 128))
         packed, absmax = quantize_codebook(w, NF4, block_size=64)
-        y = nf4_matmul(jnp.ones((4, 128)), packed, absmax, NF4, shape=w.shape, block_size=64)
+        y = nf4_matmul(
+            jnp.ones((4, 128)), packed, absmax, NF4, shape=w.shape, block_size=64
+        )
         ```
 
     **Arguments:**
