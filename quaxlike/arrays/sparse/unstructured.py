@@ -142,18 +142,18 @@ class SparseArray(ArrayOperators, SparseStack):
             )
         data, indices = jnp.asarray(data), np.asarray(indices)
         try:
-            shape = tuple(map(operator.index, shape))
+            whole = tuple(map(operator.index, shape))
         except TypeError:
             raise ValueError(f"SparseArray takes a shape of integers; found {shape}.") from None
-        if any(size < 0 for size in shape):
-            raise ValueError(f"SparseArray takes a shape of sizes that are not negative; found {shape}.")
+        if any(size < 0 for size in whole):
+            raise ValueError(f"SparseArray takes a shape of sizes that are not negative; found {whole}.")
         batch = data.shape[:-1]
-        sizes = shape[len(batch) :]
-        if data.ndim < 1 or indices.shape != (*data.shape, len(sizes)) or shape[: len(batch)] != batch:
+        sizes = whole[len(batch) :]
+        if data.ndim < 1 or indices.shape != (*data.shape, len(sizes)) or whole[: len(batch)] != batch:
             raise ValueError(
                 "SparseArray takes data of shape (*batch, elements) and indices of shape (*batch, elements, "
                 f"axes) for an array of shape (*batch, *sizes); found data {data.shape}, indices "
-                f"{indices.shape} and shape {shape}."
+                f"{indices.shape} and shape {whole}."
             )
         inside = ((indices >= 0) & (indices < np.asarray(sizes, np.int64))).all(-1)
         clipped = np.where(inside[..., None], indices, 0).astype(np.int64)
