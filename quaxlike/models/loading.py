@@ -159,7 +159,8 @@ def save(
             ql.models.save(out, ql.merge(peft.load_adapter(adapter, model)), base)
 
         def for_llama_cpp(model, base):
-            ql.models.save("model-q8_0.gguf", model, base, format="gguf", quantize="q8_0")
+            file = "model-q8_0.gguf"
+            ql.models.save(file, model, base, format="gguf", quantize="q8_0")
         ```
     """
     source = Path(source)

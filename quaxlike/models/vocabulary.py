@@ -63,8 +63,9 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
         from quaxlike.models import Decoder, DecoderConfig, resize_vocabulary
 
         config = DecoderConfig.from_json({
-            "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
-            "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50,
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 50,
+            "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 4,
         })
         model = resize_vocabulary(Decoder(config, key=jax.random.key(0)), 52)
         model.embedding.shape  # (52, 32)

@@ -166,7 +166,7 @@ class TestResultsOfRules:
 
     @pytest.mark.parametrize("result", [jnp.asarray, Box])
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda *xs: jax.jit(f)(*xs)])
-    def test_another_dtype_is_a_warning_once_for_each_rule(self, result, wrap):
+    def test_another_dtype_is_a_warning_once_for_each_rule(self, result, wrap, trusting):
         def halved(x, y: jax.Array, **params):
             return result(x.array / 2 + y.astype(float))
 

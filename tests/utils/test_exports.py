@@ -54,7 +54,9 @@ def test_each_name_is_documented(name: str):
     page = (Path(__file__).resolve().parents[2] / "docs" / "utils.md").read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     imported = {
-        n.strip() for names in re.findall(r"from quaxlike.utils import (.*)", code) for n in names.split(",")
+        name.strip()
+        for names in re.findall(r"from quaxlike.utils import (?:\(([^)]*)\)|(.*))", code)
+        for name in "".join(names).split(",")
     }
     if name != "Lens":  # a class that is used, and not imported
         assert name in imported
