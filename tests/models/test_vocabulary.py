@@ -29,8 +29,7 @@ def vocabulary(directory):
     return json.loads((directory / "config.json").read_text())["vocab_size"]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama_llama3"])
-@pytest.mark.parametrize("n", [111, 11])
+@pytest.mark.parametrize(("name", "n"), [("qwen2", 11), ("llama_llama3", 111)])
 def test_what_is_resized_can_be_loaded(name, n, tmp_path):
     """With a tied output layer, and with one of its own."""
     base, _ = load(folder(name))
@@ -144,7 +143,13 @@ def _moved(x):
     return x
 
 
-@pytest.mark.parametrize("kind", ["embedding", "embedding, DoRA", "untied", "head, DoRA", "in full", "rows"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "embedding, DoRA", "in full", "rows",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("embedding", "untied", "head, DoRA")),
+    ],
+)  # fmt: skip
 def test_adapters_change_along(kind):
     model = jax.tree.map(_moved, _adapted(kind), is_leaf=ql.is_value)
     before, merged = logits(model), named_arrays(ql.merge(model))

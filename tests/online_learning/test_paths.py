@@ -232,7 +232,13 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("learner", [DRTRL, functools.partial(PPProp, decay=0.6)], ids=["d_rtrl", "pp_prop"])
+@pytest.mark.parametrize(
+    "learner",
+    [
+        pytest.param(DRTRL, id="d_rtrl"),
+        pytest.param(functools.partial(PPProp, decay=0.6), id="pp_prop", marks=pytest.mark.slow),
+    ],
+)
 def test_spikes_by_custom_vjp_learn_like_those_by_custom_jvp(way, learner):
     def step(spike):
         def step(m, state, x):
