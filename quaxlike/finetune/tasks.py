@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .._checked import a_or_an
-from ..models import Bert, BertForSequenceClassification, Decoder, mean_pooled
+from ..models import Bert, BertForSequenceClassification, Decoder, Pooling
 from .data import Batch, Example, Tokens, messages_of, template_options, text_of
 from .settings import FinetuneError, Settings
 
@@ -115,6 +115,9 @@ class Pairs(AbstractTask):
     Henderson et al., Efficient Natural Language Response Suggestion (2017), as in sentence-transformers.
     """
 
+    pooling: Pooling = Pooling()
+    """How a vector is made of a text's tokens; compared by their angles, normalised or not."""
+
     peft_type: ClassVar[str] = "FEATURE_EXTRACTION"
     unused: ClassVar[tuple[str, ...]] = ("pooler.dense",)
     least_batch: ClassVar[int] = 2
@@ -130,7 +133,8 @@ class Pairs(AbstractTask):
         return model.encoder.layer
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, "texts hidden"]:
-        embed = lambda ids, seen: mean_pooled(model(ids, seen).astype(jnp.float32), seen)
+        pool = Pooling(self.pooling.modes)
+        embed = lambda ids, seen: pool(model(ids, seen).astype(jnp.float32), seen)
         return jax.vmap(embed)(example.ids, example.seen)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
@@ -221,7 +225,7 @@ def task_for(model: PyTree, settings: Settings) -> AbstractTask:
         case Decoder():
             return NextToken(max(1, settings.loss_chunk // settings.batch_size), settings.pack)
         case Bert():
-            return Pairs()
+            return Pairs(Pooling.of(settings.model))
         case BertForSequenceClassification():
             return Classes(model.classifier.weight.shape[0])
     raise FinetuneError(f"There is no task for {a_or_an(type(model))}.")

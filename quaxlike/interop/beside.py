@@ -82,14 +82,19 @@ def _present(folder: Path) -> list[str]:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """The folders of sentence-transformers' modules besides the model itself, which is the first.
+    """The folders of sentence-transformers' modules besides the model itself, which is the first."""
+    return [found for _, found in modules_of(folder) if found]
+
+
+def modules_of(folder: Path) -> list[tuple[str, str]]:
+    """sentence-transformers' modules, in order: the name of the class, and the folder ("" for this one).
 
     **Raises:** `CheckpointError` if `modules.json` is damaged, or names something outside of the folder.
     """
     path = folder / _MODULES
     if not path.is_file():
         return []
-    out: list[str] = []
+    out: list[tuple[str, str]] = []
     for module in read_json_list(path, "the list of modules"):
         found = module.get("path") if isinstance(module, dict) else None
         parts = Path(found).parts if isinstance(found, str) else ("..",)
@@ -97,5 +102,5 @@ def module_folders(folder: Path) -> list[str]:
             raise complain(
                 path, None, f"modules must name folders inside of this one; found {quoted(module)}"
             )
-        out += [str(found)] if parts else []
+        out.append((str(module.get("type")).rpartition(".")[2], str(found) if parts else ""))
     return out

@@ -1,12 +1,13 @@
 """Models in plain Equinox that read the checkpoints of transformers."""
 
 from ..interop.model_config import UnsupportedConfigError
-from .bert import Bert, BertConfig, BertForSequenceClassification, mean_pooled
+from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig
 from .generation import Conversation, generate
 from .loading import load, save
 from .modern_bert import ModernBert, ModernBertConfig
+from .pooling import Pooling, mean_pooled
 from .vocabulary import resize_vocabulary
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "DecoderConfig",
     "ModernBert",
     "ModernBertConfig",
+    "Pooling",
     "UnsupportedConfigError",
     "generate",
     "load",

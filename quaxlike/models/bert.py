@@ -152,10 +152,3 @@ class BertForSequenceClassification(eqx.Module):
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
         first = self.bert(ids, seen, types)[0]
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))
-
-
-def mean_pooled(x: Hidden, seen: Seen) -> Float[Array, " hidden"]:
-    """The mean over the tokens that are not padding, normalised: an embedding of the sentence."""
-    weights = seen.astype(x.dtype)
-    mean = weights @ x / jnp.maximum(jnp.sum(weights), 1)
-    return mean / jnp.maximum(jnp.linalg.norm(mean), 1e-12)

@@ -1,5 +1,7 @@
 """Checkpoints and adapters that quaxlike writes, read by transformers and PEFT."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.interop import peft
-from quaxlike.models import load, save
+from quaxlike.models import Pooling, load, save
+from quaxlike.models.pooling import MODES
 from tests.models.fixtures import MODELS, adapter, agree, expected, folder, has_adapter, of_peft
 
 pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
@@ -132,6 +135,24 @@ def test_recurrent_cells_have_the_weights_of_peft(tmp_path):
     merged = PeftModel.from_pretrained(net, tmp_path).merge_and_unload().state_dict()
     for name, x in ql.merge(model).items():
         agree(merged[name].numpy(), x, 1e-6)
+
+
+@pytest.mark.parametrize("modes", [*MODES, ("mean", "cls")])
+def test_sentences_are_pooled_as_by_sentence_transformers(modes, tmp_path):
+    import torch
+
+    modules = pytest.importorskip("sentence_transformers.models")
+    pooling = modules.Pooling(16, modes)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    described = [{"type": f"sentence_transformers.models.{kind}", "path": p} for p, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(described))
+    (tmp_path / "1_Pooling").mkdir()
+    pooling.save(str(tmp_path / "1_Pooling"))
+    x = np.random.default_rng(0).standard_normal((2, 7, 16), np.float32)
+    seen = np.array([[1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
+    theirs = pooling({"token_embeddings": torch.tensor(x), "attention_mask": torch.tensor(seen)})
+    ours = jax.vmap(Pooling.of(tmp_path))(jnp.asarray(x), jnp.asarray(seen, bool))
+    agree(theirs["sentence_embedding"].numpy(), ours, 1e-6)
 
 
 def test_a_merged_encoder_has_the_vectors_of_sentence_transformers(tmp_path):
