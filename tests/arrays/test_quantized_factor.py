@@ -68,3 +68,13 @@ def test_scales_that_are_frozen_stay_so(kind):
     for leaf in jax.tree.leaves(base.scale):
         if leaf.dtype != jax.dtypes.float0:
             assert bool(jnp.any(leaf != 0)) == trains
+
+
+@pytest.mark.parametrize("factor", [np.inf, np.nan])
+@pytest.mark.parametrize("kind", ["nf4", "nf4, nested"])
+def test_a_factor_that_is_not_finite(kind, factor):
+    """Scales that are themselves sums become NaN: 0 times infinity, or opposite infinities."""
+    w = TYPES[kind](normal(1, 64))
+    with ql.on_materialise("allow"):
+        found = ql.materialise(ql.quaxify(jnp.multiply)(w, np.float32(factor)))
+    np.testing.assert_array_equal(found, ql.materialise(w) * jnp.float32(factor))

@@ -16,6 +16,7 @@ import numpy as np
 import quaxlike as ql
 from quaxlike.arrays import named, unitful
 from quaxlike.arrays.lora import LoraArray, LoraBias
+from quaxlike.arrays.quantized.scales import NestedScales
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.structured import DiagonalMatrix, KroneckerMatrix, LowRankUpdate, TridiagonalMatrix
 from quaxlike.arrays.zero import Full, Identity, Zero
@@ -262,11 +263,16 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         return Outcome("rejected", "XLA computes otherwise in a program than in its operations")
     # An array that a loop or a branch takes for an adapted one has 0 added to it, and -0 + 0 is 0.
     sums = not classes.isdisjoint((LoraArray, LoraBias, LowRankUpdate))
+    sums |= any(
+        isinstance(getattr(y, "scale", None), NestedScales) for x in operands.values() for y in parts(x)
+    )
     if sums and not _is_finite(results):
         if _difference(*map(_of_one_sign, (results, expected)), tolerance) is None:
             return Outcome("declined", "divided by a zero of the other sign")
-        # Base and adapter are scaled one by one: what is traced has to be finite, as the docs say.
+        # The terms of a sum are scaled one by one: what is traced has to be finite, as the docs say.
         if _difference(results, jtu.tree_map(_nan_if_infinite, expected), tolerance) is None:
+            return Outcome("declined", "scaled by what is not finite")
+        if not _is_finite(arrays) and _difference(*_without_nans(results, expected), tolerance) is None:
             return Outcome("declined", "scaled by what is not finite")
     if LowRankUpdate in classes and not _is_finite(results):
         return Outcome("declined", "the base cannot be inverted")
@@ -371,6 +377,12 @@ def _of_one_sign(tree: Any) -> Any:
 
 def _nan_if_infinite(x: Any) -> Any:
     return jnp.where(jnp.isinf(x), jnp.nan, x) if _is_inexact(x) else x
+
+
+def _without_nans(found: Any, expected: Any) -> tuple[Any, Any]:
+    """Both trees, with zeros where `found` has NaN."""
+    zeros = lambda x, y: jnp.where(jnp.isnan(x), 0, y).astype(y.dtype) if _is_inexact(x) else y
+    return jtu.tree_map(zeros, found, found), jtu.tree_map(zeros, found, expected)
 
 
 def _is_inexact(x: Any) -> bool:
