@@ -103,6 +103,8 @@ def _agree(found, expected):
 def _is_named(name, message):
     """Whether an error names a tensor: by its name, or by its layer's and its own."""
     name = name.replace("__fp4", "__nf4")  # either is missing then
+    if name.endswith(".base_layer.bias"):  # PEFT's name for what the layer holds
+        name = name.replace(".base_layer", "")
     layer, _, part = name.rpartition(".")
     return name in message or (layer in message and part in message)
 

@@ -384,7 +384,14 @@ def test_damaged_tensors(name, damaged, bases):
         ({"peft_type": "IA3"}, "'peft_type': expected 'LORA', found 'IA3'"),
         ({"use_qalora": True}, "'use_qalora': True is not supported"),
         ({"layer_replication": [[0, 1]]}, "'layer_replication'"),
-        ({"trainable_token_indices": [1, 2]}, "'trainable_token_indices'"),
+        (
+            {"trainable_token_indices": [1, 2]},
+            r"word_embeddings\.token_adapter.*is missing: trainable_token_indices",
+        ),
+        (
+            {"trainable_token_indices": {"word_embeddings": [1]}},
+            r"word_embeddings\.token_adapter.*is missing",
+        ),
         ({"some_new_option": "yes"}, "'some_new_option': 'yes' is not supported"),
         ({"init_lora_weights": "kordial"}, "'init_lora_weights': expected one of .*found 'kordial'"),
         ({"r": 0}, "'r': expected a positive integer; found 0"),

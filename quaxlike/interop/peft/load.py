@@ -140,6 +140,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         if leaf is not None and len(leaf.shape) >= 2
     }
     _check_layers(config, file, model, layers, parameters)
+    _check_tokens(config, file, layers, layouts)
     loaded: dict[str, Any] = dict(arrays.values())
     for layer, keys in file.adapters.items():
         name, leaf = layers[layer]
@@ -232,8 +233,13 @@ def _adapter_of_experts(
 
 def _check_plain(config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str]) -> None:
     """Raises unless the adapter of a parameter or an expert consists of the two factors alone."""
-    if keys.keys() != {"a", "b"}:
-        raise file.complain(next(iter(keys.values())), f"expected lora_A and lora_B for {layer}")
+    other = keys.keys() - {"a", "b"}
+    if other:
+        raise file.complain(keys[other.pop()], f"expected lora_A and lora_B alone for {layer}")
+    for part in {"a", "b"} - keys.keys():
+        (found,) = keys.values()
+        missing = found.replace(".lora_B", ".lora_A") if part == "a" else found.replace(".lora_A", ".lora_B")
+        raise file.complain(missing, f"is missing beside {found!r}")
     if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
         raise file.complain(keys["a"], "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
 
@@ -242,8 +248,7 @@ def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, lea
     """The embedding with the trained rows in place of its own."""
     tokens = config.trainable_token_indices
     if isinstance(tokens, Mapping):
-        found = (own for name, own in tokens.items() if layer == name or layer.endswith(f".{name}"))
-        tokens = next(found, ())
+        tokens = next(own for name, own in tokens.items() if is_targeted(layer, (name,)))
     rows = file.read(key, (len(tokens), leaf.shape[1]))
     if is_value(leaf) or any(token >= leaf.shape[0] for token in tokens):
         raise file.complain(key, f"the model's {layer} must be dense and have rows {list(tokens)}")
@@ -306,14 +311,6 @@ def _check_layers(
             raise file.complain(
                 next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, shapes)}"
             )
-    for layer, key in file.tokens.items():
-        if layer not in layers or not config.trainable_token_indices:
-            problem = "is not expected" if layer in layers else f"the model has no layer {layer!r}"
-            raise file.complain(key, f"{problem}: trainable_token_indices does not name it")
-    if config.trainable_token_indices and not file.tokens:
-        raise file.complain(
-            f"{PREFIX}….{TOKENS.strip('.')}", "is missing: 'trainable_token_indices' names tokens"
-        )
     if config.target_modules is None and not config.target_parameters:
         return
     # `target_modules` names no parameters, which experts and routers are in transformers 5.
@@ -340,6 +337,30 @@ def _check_layers(
         if layer not in targets:
             raise file.complain(
                 next(iter(keys.values())), "is not expected: target_modules does not name this layer"
+            )
+
+
+def _check_tokens(
+    config: AdapterConfig, file: _File, layers: Mapping[str, Any], layouts: Mapping[str, Layout | None]
+) -> None:
+    """Raises unless the file has rows for exactly the embeddings whose tokens the configuration names."""
+    tokens = config.trainable_token_indices
+    if isinstance(tokens, Mapping):
+        named = {own: [layer for layer in layers if is_targeted(layer, (own,))] for own in tokens}
+    else:  # of the embedding of the inputs, whatever the model calls it
+        embeds = lambda layer: (
+            (layout := layouts[layers[layer][0]]) is not None and layout.kind == "embedding"
+        )
+        named = {"embed_tokens": sorted(layers, key=embeds, reverse=True)} if tokens else {}
+    for layer, key in file.tokens.items():
+        if not any(layer in own for own in named.values()):
+            problem = "is not expected" if layer in layers else f"the model has no layer {layer!r}"
+            raise file.complain(key, f"{problem}: trainable_token_indices does not name it")
+    for own, found in named.items():
+        if not any(layer in file.tokens for layer in found):
+            layer = next(iter(found), own)
+            raise file.complain(
+                f"{PREFIX}{layer}{TOKENS}", "is missing: trainable_token_indices names tokens"
             )
 
 
