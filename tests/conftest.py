@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import math
 import os
 import shutil
 import tempfile
@@ -57,6 +58,20 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example of a property compiles, so that a deadline per example says nothing.
 settings.register_profile("quaxlike", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("quaxlike")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, and the rest slow."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for own in cases.values():
+        (n,) = own[0].get_closest_marker("quick").args
+        # Multiples of the golden ratio: however many are taken, they spread over every parameter.
+        for i in sorted(range(len(own)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)[n:]:
+            own[i].add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session):

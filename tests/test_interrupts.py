@@ -57,12 +57,14 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_waits_for_the_device_and_is_taken():
     status, out, errors, _ = interrupted(LONG)
     assert (status, out) == (130, "taken\n")
     assert errors == "Stops after this step. Press Ctrl-C again to stop at once.\n"
 
 
+@pytest.mark.slow
 def test_the_second_one_ends_the_process_at_once():
     status, out, errors, seconds = interrupted(
         LONG.replace("x = ", "x = sum(slow(jnp.ones((900, 900))) for _ in range(40)) + "), after=(0.3, 0.3)

@@ -59,6 +59,7 @@ def test_star_imports_give_what_is_public(name):
     assert not (set(given) & sys.stdlib_module_names) - {"select"}  # `quaxlike.select`, of models
 
 
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize(
     "use",

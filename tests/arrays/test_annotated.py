@@ -30,6 +30,7 @@ class Loose(ql.AnnotatedArray):
 X = normal(2, 3, 4)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "function",
     [
@@ -62,6 +63,7 @@ def test_primitives_that_move_elements_keep_the_metadata(function):
     assert out.dtype == function(X).dtype
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "join",
     {

@@ -69,6 +69,7 @@ def _cost(f: Callable[..., Any], *args: Any) -> dict[str, float]:
     return {key: analysis.get(key, 0.0) for key in ("flops", "bytes accessed")}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_costs_what_is_written_by_hand(name: str, backward: bool):

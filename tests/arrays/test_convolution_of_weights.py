@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("kind", "program"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_type_is_kept_forward_and_backward(kind, layout, program):
@@ -91,6 +92,7 @@ def test_scales_are_trained():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["int8", "NF4", "LoRA", "QLoRA"])
 def test_layers_of_equinox(kind):
     layer = eqx.nn.Conv2d(32, 4, 3, key=KEY)
@@ -107,6 +109,7 @@ def test_layers_of_equinox(kind):
     np.testing.assert_allclose(y, ql.materialise(model)(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["LoraArray", "LoraArray, magnitude", "LoraArray of NF4Array", "NF4Array"])
 @pytest.mark.parametrize("rhs", ["WIO", "WOI"])
 def test_a_matrix_is_the_kernel_of_a_window_of_one(kind, rhs):

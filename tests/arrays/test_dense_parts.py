@@ -94,6 +94,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal])
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -147,6 +148,7 @@ def test_a_constant_in_a_custom_jvp_has_tangents_in_its_unit(inside):
     np.testing.assert_array_equal(ql.materialise(found), np.full((1, 4), 1.0))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal, lambda: jnp.asarray(_W)])
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -190,6 +192,7 @@ def test_a_plain_array_beside_a_matrix_with_names():
     np.testing.assert_array_equal(ql.materialise(y), 1)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal, lambda: HOLDERS["names"](_lora())])
 @pytest.mark.parametrize(
     "program",

@@ -30,6 +30,7 @@ def _operands(numbers):
     return [normal(*shape) for shape in sizes]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("on_left", [True, False])
 @pytest.mark.parametrize("numbers", _NUMBERS)
 def test_every_axis_is_paired_or_arrives_where_it_says(numbers, on_left):

@@ -40,6 +40,7 @@ def test_every_form_in_a_loop(name, loop):
     assert not [str(found) for _, found in outcomes(programs) if isinstance(found, Finding)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in [*WEIGHTS, *TURNED] if "Named" not in name])
 def test_transposed_in_a_loop(name):
     program = Program(name, (Step("jnp.transpose(x)"),), ("fori_carry",), ("grad_and_result",), jit=True)
@@ -55,6 +56,7 @@ def test_blocks_as_long_as_a_row_are_no_other_form(name):
         assert isinstance(loop(TYPES[name]()), ql.Int8Array)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -74,6 +76,7 @@ def test_a_part_that_becomes_dense_in_a_loop():
     assert check(program).status == "equal"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", DENSE)
 def test_branches_of_two_forms_are_dense_under_the_policy(name):
     turned = lambda x, p: lax.cond(p, jnp.transpose, lambda x: x, x)

@@ -68,6 +68,7 @@ KEEP_THE_UNIT = {
 }
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("program", KEEP_THE_UNIT)
 def test_a_function_that_keeps_the_unit(program, wrap):
@@ -94,6 +95,7 @@ CHANGE_THE_UNIT = {
 }
 
 
+@pytest.mark.quick(25)
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("program", CHANGE_THE_UNIT)
 def test_a_function_that_changes_the_unit(program, wrap):

@@ -70,6 +70,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_value(kind):
     lora = make_lora(**KINDS[kind])
@@ -237,6 +238,7 @@ STAYS = {
 
 
 # A part of each row of a DoRA has not the norms of the rows: it becomes dense. So do sums of rows.
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -315,6 +317,7 @@ def test_products_with_constants(kind):
     agrees(ql.materialise(same), exact(lora))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_is_frozen_unless_it_is_trained(kind):
     lora, x = make_lora(**KINDS[kind]), jnp.linspace(-1, 1, 5)
@@ -343,6 +346,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolution(name, dora):
@@ -432,6 +436,7 @@ def test_joined_arrays(name, dora):
         agrees(g, e, 2e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_joined_to_a_stack_with_shared_adapters(axis):
     x = make_lora(batch=((2,), (), ()))
@@ -451,6 +456,7 @@ def test_a_factor_that_is_not_finite(scale):
         np.testing.assert_array_equal(ql.quaxify(scale)(x), np.sign(exact(x)) * np.inf)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("old", "new"), [((0, 4), (4, 0)), ((0, 4), (0, 2, 2)), ((1, 1), (1,)), ((1, 1), ())]
 )

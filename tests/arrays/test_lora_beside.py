@@ -34,6 +34,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind, name):
@@ -71,6 +72,7 @@ def test_the_dtype_is_that_of_the_layer():
     assert ql.LoraBias(None, ADDED, 0.5).dtype == ADDED.dtype
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("inner", ["BlockSparseArray", "NF4Array", "Zero", "LoraArray"])
 def test_a_value_that_is_trained_in_full(inner):
     """Its rows are scanned, and a plain array takes its place, as far as those of the value inside."""

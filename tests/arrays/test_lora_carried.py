@@ -57,6 +57,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_base", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_differentiates_as_the_dense_array(train_base, x64):
     adapted = {}
@@ -153,6 +154,7 @@ def test_beside_one_with_a_dense_base(base):
             jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("start", ["zeros", "itself", "half of it"])
 @pytest.mark.parametrize(
     "wrap",

@@ -58,6 +58,7 @@ def agrees(program, x, *args):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_starts_out_of_bounds(kind):
     def program(x, start):
@@ -66,6 +67,7 @@ def test_starts_out_of_bounds(kind):
     agrees(program, ARRAYS[kind], *map(jnp.int32, (-70, -5, -3, -1, 1, 70)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fill", [None, 7.0])
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_look_ups_out_of_bounds(kind, fill):
@@ -86,6 +88,7 @@ def test_what_a_base_with_names_is_filled_with():
     assert check(program).status == "equal"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["plain", "dora", "transposed", "qlora"])
 def test_gradients_beside_what_is_filled_with_nan(kind):
     """What was read out of bounds has a gradient of NaN, and belongs to no element."""

@@ -58,6 +58,7 @@ def test_they_are_different_rows_of_the_matrix(rows, indices):
         ql.TrainableRows(normal(3, 4), normal(rows, 4), indices)
 
 
+@pytest.mark.slow
 def test_a_product_in_a_custom_derivative_is_transposed():
     w = TYPES["TrainableRows of NF4Array"]()
     f = jax.custom_jvp(lambda w: w @ w)
@@ -98,6 +99,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_never_form_the_matrix(name, model):
     rows, x = moved(model).embed_tokens.weight, normal(3, 4, seed=1)

@@ -59,6 +59,7 @@ def _stored(x):
     )
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_not_stored_is_zero(program, kind):
@@ -89,6 +90,7 @@ def test_a_product_reads_only_what_meets_an_element(kind):
     np.testing.assert_allclose(out, np.sum(np.where(stored, terms, 0), -1), rtol=1e-6)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", ["sparse", "blocks", "one-hot", "diagonal", "tridiagonal"])
 def test_a_function_that_does_not_keep_zeros_sees_all_elements(kind):
     x = TYPES[kind]
@@ -119,6 +121,7 @@ MODES = {
 }
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("mode", MODES)

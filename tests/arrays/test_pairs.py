@@ -55,6 +55,7 @@ ONE_KERNEL = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name):
     lora, fn, shape = ONE_KERNEL[name]
@@ -74,6 +75,7 @@ REDISPATCHED = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REDISPATCHED)
 def test_what_the_kernel_does_not_take(name):
     lora, fn, shape = REDISPATCHED[name]

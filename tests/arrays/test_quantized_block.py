@@ -104,6 +104,7 @@ def test_every_program(codec):
         )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("codec", ["uint4_block", "nvfp4", "q6_k"])
 def test_parts_keep_their_type(codec):
     w = MAKE[codec]()
@@ -161,6 +162,7 @@ def test_an_adapter_over_codes_learns(codec):
     assert fast((ab[0] - 0.01 * grads[0], ab[1] - 0.01 * grads[1])) < fast(ab)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_streams_of_bits(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 21)).astype(np.uint8)
@@ -206,6 +208,7 @@ def test_scales_that_are_powers_of_two_cut_nothing_off():
     assert kept.min() >= 0.79  # 5 may become 4, of codes up to 6
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("codec", CODECS)
 def test_rounds_to_near_codes(codec):
     # As a share of as many steps as the bits allow; floating-point codes are denser at zero.
@@ -215,6 +218,7 @@ def test_rounds_to_near_codes(codec):
     assert float(jnp.sqrt(jnp.mean(error**2))) < most
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("codec", ["q2_k", "q3_k", "q4_k", "q6_k"])
 def test_scales_of_zeros_are_stored_as_zeros(codec):
     w = BlockArray.quantize(jnp.zeros((2, 256)), codec=codec)

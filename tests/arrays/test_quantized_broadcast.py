@@ -48,6 +48,7 @@ def _targets(shape):
         yield (sizes[0], 2, *sizes[1:], 1), (0, *(axis + 1 for axis in axes[1:]))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
@@ -71,6 +72,7 @@ def test_every_shape(kind, shape, turned):
         np.testing.assert_array_equal(ql.materialise(out), np.broadcast_to(expected, sizes))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "program",
     [

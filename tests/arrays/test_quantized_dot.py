@@ -117,6 +117,7 @@ def test_transforms_inside_and_outside_of_quaxify(name, double_quant, outside):
     jax.tree.map(_close, actual, transform(f)(w.materialise(), x))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("cls", _TYPES)
 def test_a_linear_layer(cls):
     layer = eqx.nn.Linear(64, 16, key=jax.random.key(0))
@@ -205,6 +206,7 @@ def test_mixture_of_experts(cls, shape):
         _close(jax.grad(ql.quaxify(loss))(x, w), jax.grad(loss)(x, dense), 1e-4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stacked", [0, 1])
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):
@@ -216,6 +218,7 @@ def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):
         _close(ql.quaxify(product)(x, w), product(x, w.materialise()))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("counts", [[2, 0, 22, 2], [0, 0, 0, 29], [0, 0, 0, 0], [9, 1, 1, 18]])
 def test_rows_of_experts_are_cut_into_tiles(counts):
     tiles = Tiles(jnp.array(counts), 29)

@@ -145,6 +145,7 @@ def test_printing_what_a_map_over_leaves_makes(f):
     assert repr(jax.tree.map(f, ql.NF4Array.quantize(jnp.ones((4, 64))))).startswith("NF4Array(codes=")
 
 
+@pytest.mark.slow
 def test_an_embedding():
     layer = eqx.nn.Embedding(6, 50, key=jax.random.key(0))
     w = ql.NF4Array.quantize(layer.weight)
@@ -154,6 +155,7 @@ def test_an_embedding():
     _same(out, w.materialise()[_IDS[0]] + 1)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "move",
     [
@@ -205,6 +207,7 @@ def test_partition_specs_follow_the_logical_array():
         nested.shard_spec(jax.P(None, "a"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("axis", [-1, 1, -2])
 @pytest.mark.parametrize("quantize", [_NF4, _double, _INT8])
 def test_stacks_are_quantised_one_by_one(quantize, axis):
@@ -216,6 +219,7 @@ def test_stacks_are_quantised_one_by_one(quantize, axis):
         quantize(x, axis=0, stacked=1)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 64), (3, 0), (64,)])
 def test_small_and_empty_arrays(shape, double_quant):

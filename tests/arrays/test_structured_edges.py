@@ -71,6 +71,7 @@ _STACKS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("names", _STACKS.values(), ids=_STACKS)
 @pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p, jax.lax.mul_p], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1)], ids=str)
@@ -94,6 +95,7 @@ def test_updates_of_other_shapes_become_dense():
         _agrees(jax.lax.sub_p.bind, update, row)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "f",
     [
@@ -214,6 +216,7 @@ def test_determinants_have_gradients_where_they_vanish():
         jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, atol=1e-12), grad, expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.relu6, jax.nn.softplus], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_an_outer_gradient_through_a_custom_derivative(f):
@@ -271,6 +274,7 @@ _SINGULAR = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", _SINGULAR)
 def test_an_update_of_a_singular_base_without_structure(name):
     """Woodbury's formula would divide by zero."""
@@ -293,6 +297,7 @@ def test_an_update_of_a_base_that_solves_by_a_rule():
         )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker", "update"])
 def test_determinants_of_one_element(name, sign):

@@ -97,6 +97,7 @@ KEPT = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("program", KEPT)
 def test_a_type_of_somebody_else(program):
     fn, kind = KEPT[program]
@@ -107,6 +108,7 @@ def test_a_type_of_somebody_else(program):
     np.testing.assert_allclose(ql.materialise(out), fn(CORNERS.materialise(), dense), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", MATRICES)
 def test_a_number_for_each_example(kind):
     x, s = MATRICES[kind], jnp.array([2.0, 4.0, -1.0])
@@ -136,6 +138,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives_inside_of_what_reads_factors(derivative, kind):
@@ -146,6 +149,7 @@ def test_derivatives_inside_of_what_reads_factors(derivative, kind):
         ql.quaxify(fn)(x)
 
 
+@pytest.mark.slow
 def test_the_values_keep_the_structure():
     for x in MATRICES.values():
         with ql.on_materialise("error"):
@@ -163,6 +167,7 @@ SMALL = {  # JAX has determinants in half precision for few rows alone, in close
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("kind", SMALL)
 def test_determinants_in_half_precision(kind, dtype):

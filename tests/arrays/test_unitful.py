@@ -139,6 +139,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("jit", [False, True])
 def test_as_pint(name, jit, default_promotion):
@@ -196,6 +197,7 @@ def test_the_largest_have_the_unit_and_their_places_none(largest):
 # What is refused, while tracing
 
 
+@pytest.mark.quick(21)
 @pytest.mark.parametrize(
     ("f", "match"),
     [
@@ -239,6 +241,7 @@ def test_dimensions_that_do_not_fit(f, match, jit):
         (jax.jit(g) if jit else g)(X, T)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("f", "unit"),
     [
@@ -426,6 +429,7 @@ INTERPOLATIONS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("how", INTERPOLATIONS)
 def test_interpolation(how):
     arrays = jnp.array([-1.0, 0.5, 1.5, 5.0]), jnp.arange(3.0), jnp.array([0.0, 10.0, 5.0]), jnp.array(2.5)

@@ -22,6 +22,7 @@ def at_nine(x, fill):
     return x.at[jnp.array(9)].get(mode="fill", fill_value=fill)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "f",
     {
@@ -67,6 +68,7 @@ def test_a_scalar_ratio_is_computed_and_no_number_that_is_known():
             ql.quaxify(lambda x: jnp.where(x > 0, x, x / x))(x)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("of_nan", [0, 0.5, 1.0])
 def test_the_step_of_heaviside_has_no_unit(jit, of_nan, default_promotion):
@@ -116,6 +118,7 @@ def test_a_guard_says_that_it_is_one():
             convert(guard)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("f", "unit"),
     [
@@ -208,6 +211,7 @@ MASK = Unitful(jnp.array([True, False, True]), "")
 PLACE = Unitful(jnp.array(1), "")
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "f",
     [

@@ -46,6 +46,7 @@ def primitives_of(f, *args):
     return [eqn.primitive.name for eqn in jax.make_jaxpr(ql.quaxify(f))(*args).jaxpr.eqns]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("f", "args"),
     [
@@ -76,6 +77,7 @@ def test_zero_annihilates(zero_times):
     assert type(agrees(zero_times, X, ZERO)) is Zero
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("x", [ZERO, TWO, TRACED, STACK])
 @pytest.mark.parametrize(
     "f",
@@ -100,6 +102,7 @@ def test_elementwise_functions_work_on_one_number(f, x):
         jax.jit(ql.quaxify(f))(x)
 
 
+@pytest.mark.quick(19)
 @pytest.mark.parametrize("x", [ZERO, TWO, TRACED])
 @pytest.mark.parametrize(
     "f",
@@ -129,6 +132,7 @@ def test_rearrangements_and_reductions(f, x):
     assert {type(leaf) for leaf in leaves} <= {Zero, Full}
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "f",
     [
@@ -187,6 +191,7 @@ def test_identity():
     agrees(lambda i, x: jnp.einsum("abj,ij->abi", x, i), EYE, jnp.ones((2, 3, 4)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "subscripts",
     ["ij,jk->ik", "ij,kj->ik", "abj,ij->abi", "ij,abj->iab", "bij,bkj->bik", "i,j->ij", "ij,ij->"],
@@ -240,6 +245,7 @@ def test_rows_of_a_stack_of_constants():
         jax.tree.map(np.testing.assert_array_equal, list(out), list(f(STACK.materialise())))
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("reduce", ["sum", "prod", "max", "min"])
 @pytest.mark.parametrize("number", [np.inf, np.nan, 2.0])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -342,6 +348,7 @@ def test_with_operands_that_vary_over_a_mesh(x, f):
         np.testing.assert_allclose(ql.materialise(ql.quaxify(g)(x, at)), g(x.materialise(), at))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("constant", [Zero((4, 4)), Full(2.0, (4, 4)), Full(jnp.array(2.0), (4, 4))], ids=str)
 @pytest.mark.parametrize("name", ["LoraArray", "NF4Array", "TridiagonalMatrix", "TrainableArray of NF4Array"])
 def test_beside_another_type_in_a_branch_or_a_loop(name, constant):

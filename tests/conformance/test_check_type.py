@@ -145,6 +145,7 @@ MINUS = {"minus": lambda x: -x}
 ROWS = {"rows": lambda x: lax.map(lambda row: row * 2.0, x)}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("cls", "programs", "culprit"),
     [

@@ -20,6 +20,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ALL)
 def test_products_with_other_dtypes(name):
     with jax.numpy_dtype_promotion("standard"):

@@ -45,6 +45,7 @@ def _of_the_transform(w, x):
     return jtu.tree_map(lambda leaf: jnp.where(x[0] == x[0], leaf, leaf), w)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("origin", ORIGINS)
 @pytest.mark.parametrize(("name", "product"), _CASES)
 def test_keeps_its_type(name, origin, product, default_promotion):
@@ -92,6 +93,7 @@ def test_gradients_by_the_leaves_of_one_that_is_made_inside(name, default_promot
         np.testing.assert_allclose(b, c, 1e-4, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_closed_over():
     """The usual way to write it: `quaxify(lambda x: model(x))`, with everything that an adapter may hold."""
 
@@ -125,6 +127,7 @@ def test_a_model_that_is_closed_over():
             np.testing.assert_allclose(found, expected, 1e-4, 1e-5)
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("name", TYPES)
 def test_what_stands_for_an_array_has_its_operators(name, default_promotion):
     if type(value := TYPES[name]()).__module__.startswith("quaxlike."):

@@ -64,6 +64,7 @@ def _gradients(f: Any, make: Any, at: Any) -> tuple[Any, Any]:
         return found, jax.grad(lambda a: total(f(ql.materialise(make(a)))))(at)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("staged", "name"),
     [
@@ -79,6 +80,7 @@ def test_a_type_that_is_not_linear_is_staged(function, name, staged):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.relu6])
 @pytest.mark.parametrize("staged", [jax.jit, jax.checkpoint])
 def test_a_linear_type_whose_tangent_is_dense(staged, function):
@@ -106,6 +108,7 @@ def _int8(scale: Any) -> ql.Int8Array:
     return eqx.tree_at(lambda w: w.scale, ql.Int8Array.quantize(ONE), scale)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("rule", [_vjp, _jvp])
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
 @pytest.mark.parametrize(
@@ -144,6 +147,7 @@ def _numbers(x: Any) -> Any:
     return ql.materialise(x)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("function", PARTIAL)
 def test_cotangents_of_nested_annotations(function, wrapped):
@@ -155,6 +159,7 @@ def test_cotangents_of_nested_annotations(function, wrapped):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(
     "make", [lambda a: NamedArray(a, ("a", "b")), lambda a: DiagonalMatrix(a[0]), lambda a: _lora(a[:1])]
@@ -168,6 +173,7 @@ def test_a_backward_function_that_returns_another_dtype(make, dtype):
     np.testing.assert_allclose(found, expected)
 
 
+@pytest.mark.slow
 def test_an_identity_that_a_branch_widens_keeps_the_type():
     """`eqx.error_if` joins its operand with the result of a callback, which opens the base of an adapter."""
     w = ql.LoraArray(jnp.ones((3, 3)), jnp.ones((1, 3)), jnp.ones((3, 1)))

@@ -53,6 +53,7 @@ class TestBatches:
         assert type(out["w"]) is ql.LoraArray
         close(out["y"], dense(W) @ X)
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("inside", [False, True])
     def test_of_arrays(self, jitted, inside):
         over = lambda f: jax.vmap(f, in_axes=(None, 0), out_axes={"y": 0, "w": None})
@@ -62,6 +63,7 @@ class TestBatches:
         assert out["w"].shape == W.shape
         close(out["y"], 10 * XS @ dense(W).T)
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("inside", [False, True])
     def test_of_values(self, jitted, inside):
         f = ql.quaxify(jax.vmap(product)) if inside else jax.vmap(ql.quaxify(product))

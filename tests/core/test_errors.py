@@ -164,6 +164,7 @@ class TestResultsOfRules:
         with pytest.raises(ql.RuleError, match=r"found float32\[7\]\.\n"):
             ql.quaxify(jnp.sin, rules=rules)(Own(X))
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("result", [jnp.asarray, Box])
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda *xs: jax.jit(f)(*xs)])
     def test_another_dtype_is_a_warning_once_for_each_rule(self, result, wrap, trusting):

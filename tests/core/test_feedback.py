@@ -103,6 +103,7 @@ def short_stack():
     sys.setrecursionlimit(before)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize("call", ON_THE_WAY.values(), ids=ON_THE_WAY)
 def test_a_rule_that_calls_itself(rules, call):
@@ -170,6 +171,7 @@ def test_a_hook_that_calls_itself(cls, hook):
         ql.quaxify(jnp.sin)(cls(jnp.ones(3)))
 
 
+@pytest.mark.slow
 def test_a_type_computes_on_after_an_endless_recursion():
     """Wherever on the way the stack ended: what compares types memoises its errors."""
     before, here = sys.getrecursionlimit(), len(traceback.extract_stack())

@@ -29,6 +29,7 @@ def loop(body, *carry):
     return lax.while_loop(lambda x: jnp.sum(x[0]) > 5, body, carry)[1]
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     ("f", "number"),
     [

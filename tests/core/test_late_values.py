@@ -144,6 +144,7 @@ _INNER = {
 }
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", _INNER)
 @pytest.mark.parametrize("multiply", [jnp.multiply, lax.mul, lambda x, y: x * y])
 def test_built_inside_an_inner_transform(name, multiply):

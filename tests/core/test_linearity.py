@@ -74,6 +74,7 @@ class TestIsLinear:
         assert not same_pattern(x, y)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, lambda x: jnp.logaddexp(x, 0.5 * x)])
 @pytest.mark.parametrize(
     "wrap",
@@ -123,6 +124,7 @@ class TestSums:
                 out = ql.materialise(run(x, weights))
             np.testing.assert_allclose(jnp.where(dense != 0, out, 0.0), expected)
 
+    @pytest.mark.quick(2)
     @patterns
     def test_other_patterns_make_a_dense_sum(self, x, y):
         add = ql.quaxify(jax.interpreters.ad.add_jaxvals)
@@ -133,6 +135,7 @@ class TestSums:
 
 
 class TestCustomDerivatives:
+    @pytest.mark.quick(2)
     @patterns
     def test_cotangents_of_another_pattern(self, x, y):
         @jax.custom_vjp
@@ -153,6 +156,7 @@ class TestCustomDerivatives:
                 out = ql.materialise(eqx.combine(run(x, y), x))
                 np.testing.assert_allclose(out, jnp.where(kept, ql.materialise(y), 0.0))
 
+    @pytest.mark.quick(2)
     @patterns
     def test_cotangents_of_the_same_pattern_keep_their_type(self, x, y):
         @jax.custom_vjp
@@ -226,6 +230,7 @@ BY_ELEMENTS = {
 class TestLeavesThatAreNotElements:
     """A leaf that is repeated, scaled or added to another: its cotangent is not that of an element."""
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_backward_function_sees_the_cotangent(self, x):
         @jax.custom_vjp

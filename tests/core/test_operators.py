@@ -53,6 +53,7 @@ def same(x, y):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(ql.materialise(a), b), x, y, is_leaf=ql.is_value)
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("op", [*ARITHMETIC, *COMPARISONS])
 @pytest.mark.parametrize("other", [jnp.array([3.0, 1.0, 2.0]), np.array([3.0, 1.0, 2.0], np.float32)])
 def test_binary_on_both_sides(op, other):
@@ -62,6 +63,7 @@ def test_binary_on_both_sides(op, other):
     same(op(FLOATS, FLOATS), op(dense, dense))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("op", [op for op in (*ARITHMETIC, *COMPARISONS) if op is not operator.matmul])
 @pytest.mark.parametrize("scalar", [2, 1.5, np.float32(0.5)])
 def test_scalars_on_both_sides(op, scalar):
@@ -137,6 +139,7 @@ METHODS = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_methods(name):
     out = getattr(MATRIX, name)(*METHODS[name])

@@ -34,6 +34,7 @@ SELECTIONS = {
 }
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_python_bool_selects(selection, kind):
@@ -57,6 +58,7 @@ CARRIES = {
 BODIES = {"same": lambda x: x * 1.0, "doubles": lambda x: x * 2.0, "adds": lambda x: x + 1.0}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", CARRIES)
 @pytest.mark.parametrize("body", BODIES)
 def test_loops_that_end_at_different_times(body, kind):

@@ -105,6 +105,7 @@ times_p = eqxi.create_vprim(
 )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
 def test_rules_of_somebody_elses_primitive(which, outer):

@@ -41,6 +41,7 @@ def _refusing():
 
 
 class TestNumbers:
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("hint", [float, int | float, float | int | ql.ArrayValue, bool | complex])
     @pytest.mark.parametrize("number", [1.5, np.float32(1.5), jnp.float32(1.5)])
     def test_a_rule_for_numbers_takes_arrays(self, hint, number):
@@ -126,6 +127,7 @@ class TestDerivatives:
         f.defjvp(rule, symbolic_zeros=symbolic_zeros)
         return f
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("symbolic_zeros", [False, True])
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_by_the_leaves(self, wrap, symbolic_zeros):

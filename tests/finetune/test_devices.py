@@ -39,6 +39,7 @@ def command(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_cannot_start(command, tmp_path, capsys):
     out = ["--output", str(tmp_path / "out")]
     assert main([*command, *out, "--block-size", "16"]) == 2
@@ -97,6 +98,7 @@ def test_generation_on_a_mesh(command, capsys):
     assert written[0] == written[1]
 
 
+@pytest.mark.slow
 def test_a_process_that_gives_no_sign_is_named(tmp_path, monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)

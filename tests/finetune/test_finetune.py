@@ -187,6 +187,7 @@ def test_what_saves_time_and_memory_together(run, tmp_path):
     assert settings["bnb_4bit_quant_type"] == "nf4"
 
 
+@pytest.mark.slow
 def test_a_merged_file_of_gguf(tmp_path, capsys):
     """The trained model with its tokeniser; the same run may write another type."""
     checkpoint_with_tokeniser(tmp_path / "base", "llama_llama3", hidden_size=64, num_attention_heads=4)
@@ -377,6 +378,7 @@ def test_a_list_in_utf_16_is_named(tmp_path):
         data.read_examples(tmp_path / "data.jsonl", lambda fields: None)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "lines", "options", "message"),
     [

@@ -12,6 +12,7 @@ from tests.samples import normal, wrong_types
 pytestmark = [wrong_types, pytest.mark.usefixtures("default_promotion")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [97, pytest.param(7, marks=pytest.mark.slow)])
 def test_errors_are_our_own(every, tmp_path):
     number, found = problems(tmp_path, every)

@@ -120,6 +120,7 @@ def test_a_message_is_answered_by_the_template(talker, capsys):
     assert Tokenizer.from_file(str(talker / "tokenizer.json")).decode(expected) == out.strip()
 
 
+@pytest.mark.slow
 def test_a_chat_of_two_turns_and_a_new_one(talker, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", typing(["w5", "", "w6 w7", "/new", "w5"]))
     status, out, told = run(capsys, "--model", talker, "--chat", "--max-new-tokens", 3)
@@ -133,6 +134,7 @@ def test_a_chat_of_two_turns_and_a_new_one(talker, capsys, monkeypatch):
     assert out.splitlines()[:3] == [decode(first), decode(second), decode(first)]
 
 
+@pytest.mark.slow
 def test_an_answer_stops_where_the_context_ends(talker, capsys, monkeypatch):
     config = json.loads((talker / "config.json").read_text())
     (talker / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 7}))

@@ -67,6 +67,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
 def test_weights_stay_as_they_are(wrap, outside):
@@ -180,6 +181,7 @@ def test_rules_with_any_leave_other_types_alone():
     np.testing.assert_array_equal(implicit(jax.lax.sin)(Other(x)), jnp.sin(x))
 
 
+@pytest.mark.slow
 def test_late_arrays():
     """Closed over, or built in the body."""
     np.testing.assert_allclose(implicit(lambda x: x @ Q)(X), EXPECTED, rtol=1e-5)

@@ -168,6 +168,7 @@ class TestFallbacks:
         np.testing.assert_array_equal(materialize_handler(jax.lax.neg_p, Box(X)), -X)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("product", [lambda x, w: x @ w, jnp.matmul])
 @pytest.mark.parametrize("transform", ["jit", "scan", "checkpoint"])
 def test_handlers_are_called_for_what_is_made_inside_of_a_transform(transform, product):

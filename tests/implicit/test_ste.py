@@ -86,6 +86,7 @@ class TestArrays:
         assert ste(jnp.round)(x=1.4) == 1.0
         assert jax.grad(lambda v: ste(lambda w, n: jnp.round(w, n))(n=0, w=v))(1.4) == 1.0
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
     @pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
     def test_second_derivatives(self, outer, inner):
@@ -253,6 +254,7 @@ class TestValues:
                 jax.grad(implicit(f))(W), jax.grad(lambda w: (X @ w).sum())(W), rtol=1e-4
             )
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("kind", ["codes", "nf4", "rows", "no rows"])
     def test_a_scan_over_a_stack(self, kind):
         encode = {

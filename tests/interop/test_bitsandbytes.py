@@ -49,6 +49,7 @@ def test_linear_layers(name):
         assert error < _TOLERANCE[about["weight_dtype"]]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", _INDEX)
 def test_round_trip_is_byte_identical(name, tmp_path):
     source = fixture(f"linear4bit/{name}.safetensors")
@@ -57,6 +58,7 @@ def test_round_trip_is_byte_identical(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["copy.safetensors"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.FP4Array])
 @pytest.mark.parametrize("shape", [(8, 64), (7, 33), (2, 3, 64)])
@@ -176,6 +178,7 @@ def _put(key, array):
     return lambda tensors: tensors.update({key: array})
 
 
+@pytest.mark.quick(17)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -88,6 +88,7 @@ TOO_LARGE = [
 ]
 
 
+@pytest.mark.quick(29)
 @pytest.mark.parametrize("text", TOO_LARGE)
 def test_too_large(text, render):
     most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -70,6 +70,7 @@ _EXPRESSIBLE = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", _EXPRESSIBLE)
 def test_architectures_are_written_and_read(name, tmp_path):
     if not has_fixture(f"models/{name}"):

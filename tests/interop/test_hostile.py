@@ -37,6 +37,7 @@ def adapter(tmp_path):
     return with_entries
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "entries",
     [

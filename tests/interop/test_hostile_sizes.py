@@ -77,6 +77,7 @@ READ = {
 MOE = {"models/gpt_oss/base": OF_EXPERTS[:2], "models/mixtral/base": OF_EXPERTS[:2]}
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("size", [10**6, 2**31 - 1])
 @pytest.mark.parametrize(
     ("base", "entry"),
@@ -88,6 +89,7 @@ def test_sizes_beyond_the_tensors(base, entry, size, edited):
         ql.models.load(folder)
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("size", [10**3, 10**6, 2**31 - 1])
 @pytest.mark.parametrize(
     ("base", "entry"),
@@ -129,6 +131,7 @@ HOSTILE = ["(a+)+$", r"(([a-z0-9_.]+)+)+!", "a{99999999999999999999}", "(" * 500
            "(?=" * 300 + "a" + ")" * 300, "a" * 10**6]  # fmt: skip
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: pattern[:16])
 def test_expressions_of_quantised_files(pattern, edited):
     gptq = edited("formats/gptq/dynamic_mixed")
@@ -147,6 +150,7 @@ def test_expressions_of_quantised_files(pattern, edited):
     _within_limits(lambda: interop.load(gptq))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: pattern[:16])
 def test_expressions_of_adapters(pattern, tmp_path):
     layers = {"layers": [{"a" * 30: {"weight": jnp.ones((4, 4))}} for _ in range(8)]}
@@ -193,6 +197,7 @@ def test_long_tokens_of_gguf(tmp_path):
     assert described["model"]["merges"] == [["a", "b"], ["a", "ab"]]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("levels", [70, 900, 1_500, 5_000, 9_000, 100_000])
 @pytest.mark.parametrize("kind", ["[", '{"a":'])
 def test_nesting(kind, levels, tmp_path):
@@ -244,6 +249,7 @@ def test_normalisers_that_blow_texts_up(normalizer, tmp_path):
 LONG = "x" * 10**6
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "entries",
     [

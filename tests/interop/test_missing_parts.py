@@ -117,6 +117,7 @@ def _outcome(load, *args):
         return None, str(error)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", _all(_WEIGHTS))
 def test_a_missing_tensor_is_named(name, tmp_path):
     """Or it was a whole weight by itself, which then is missing, and no other is different."""
@@ -139,6 +140,7 @@ def test_a_missing_tensor_is_named(name, tmp_path):
             assert all(_agree(found[key], whole[key]) for key in found), tensor
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", _all(_WEIGHTS))
 def test_another_shape_is_an_error_or_visible(name, tmp_path):
     """No other weight is different, and this one has another shape, or the same values."""
@@ -238,6 +240,7 @@ def test_codes_without_scales_whatever_their_name(suffix, kind, tmp_path):
 _GGUF = "formats/gguf_whole"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("base", "part", "entry", "message"),
     [

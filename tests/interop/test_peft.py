@@ -209,6 +209,7 @@ def test_pissa_base_is_that_of_the_initialisation(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_recurrent_cells_are_saved_as_parameters(tmp_path):
     """Their matrices are parameters of the cell: PEFT names them so, and wraps one in the other."""
     cell = eqx.nn.GRUCell(5, 4, key=jax.random.key(0))
@@ -240,6 +241,7 @@ def test_recurrent_cells_are_saved_as_parameters(tmp_path):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -368,6 +370,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_tensors(name, damaged, bases):
     change, message = DAMAGES[name]

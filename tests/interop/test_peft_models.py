@@ -56,6 +56,7 @@ def test_logits_are_those_of_peft_and_survive_saving(case, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(WRITTEN_OTHERWISE)])
 def test_files_are_those_of_peft(case, tmp_path):
     base, _ = load(folder(case.partition("/")[0]))
@@ -144,6 +145,7 @@ def test_modules_do_not_name_stacks_of_experts(tmp_path):
     assert written(shapes) == shared | stacks
 
 
+@pytest.mark.slow
 def test_all_linear_layers_and_experts(tmp_path):
     base, _ = load(folder("gpt_oss"), quantize="nf4")
     model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0))

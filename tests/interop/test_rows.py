@@ -118,6 +118,7 @@ def test_patterns_for_names(tmp_path):
         interop.load(tmp_path / "x.safetensors", sharding={"w": jax.P("model")})
 
 
+@pytest.mark.slow
 def test_a_model_quantised_onto_a_mesh():
     options = {"scheme": "int8"}
     expected, _ = load(folder("llama_llama3"), quantize=options)

@@ -59,6 +59,7 @@ _MODELS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", _MODELS)
 def test_round_trip(name, tmp_path):
     model = _MODELS[name]()
@@ -144,6 +145,7 @@ def _field(name, node):
     return lambda manifest: manifest["values"]["w"]["fields"].update({name: node})
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -30,6 +30,7 @@ def _entry(dtype="U8", shape=(4,), offsets=(0, 4)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+@pytest.mark.quick(21)
 @pytest.mark.parametrize(
     ("header", "data", "length", "message"),
     [

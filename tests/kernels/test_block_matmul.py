@@ -54,6 +54,7 @@ def _params(eqn):
     return {name: value for name, value in eqn.params.items() if name != "in_tree"}
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("codec", FUSED)
 def test_formats_are_fused(codec, transpose):
@@ -73,6 +74,7 @@ def test_what_is_not_fused_is_told(codec, options, reason):
     assert reason in _choice(codec, False, "cuda", **options).reason
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "q8_0"])
 def test_lowers_for_cuda(codec):
     fn, x, w = _product(codec, False, make=jax.eval_shape)
@@ -81,6 +83,7 @@ def test_lowers_for_cuda(codec):
         assert "mosaic_gpu" in jax.jit(f).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "uint4_block", "fp8"])
 def test_the_tpu_kernel_interpreted(codec, transpose):
@@ -91,6 +94,7 @@ def test_the_tpu_kernel_interpreted(codec, transpose):
     assert relative_error(y, np.float64(x) @ (dense if transpose else dense.T)) < 1e-5
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("codec", ["mxfp4", "q6_k"])
 @pytest.mark.parametrize(("few_rows", "products"), [(1, 4), (1024, 2)])

@@ -228,6 +228,7 @@ def test_operands_that_do_not_fit(change, match):
         block_sparse_matmul(**({"x": jnp.ones((2, 24))} | w._asdict() | change))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("density", [0.1, 0.5])
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -65,6 +65,7 @@ def _sampled(mask, b, m, dtype):
     return of_blocks, padded[np.arange(rows)[:, None], w.col_idx]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("b", "m", "dtype"), [(64, 150, "bfloat16"), (32, 5, "float16")])
 def test_the_program_computes_the_product(b, m, dtype, transpose):
@@ -155,6 +156,7 @@ def test_tilings_fit_every_gpu(b, m, transpose):
 _HERE = _mosaic_gpu()[1]  # whether Mosaic GPU of this JAX compiles for what precedes Hopper
 
 
+@pytest.mark.quick(2)
 @_MAY_FALL_BACK
 @pytest.mark.parametrize(
     ("capability", "b", "m", "how"),
@@ -225,6 +227,7 @@ def test_slots_of_which_none_holds_a_block():
         np.testing.assert_array_equal(y, np.zeros((3, 16)))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("density", [0.0, 0.4])
 def test_slices_give_the_products_of_the_reference(density, transpose):

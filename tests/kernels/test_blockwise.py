@@ -30,6 +30,7 @@ def _same_bits(actual, expected):
     np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("transform", _TRANSFORMS)
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case["case"])
 def test_nf4_is_bit_exact(case, transform):
@@ -45,6 +46,7 @@ def test_nf4_is_bit_exact(case, transform):
     _same_bits(dequantize(packed, _stored(case, "absmax")), _stored(case, "dequant"))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("transform", _TRANSFORMS)
 @pytest.mark.parametrize("case", [c for c in _CASES if c["nested"]], ids=lambda case: case["case"])
 def test_double_quantisation_is_bit_exact(case, transform):

@@ -23,6 +23,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_of_a_product(weight):
     w, share = WEIGHTS[weight]

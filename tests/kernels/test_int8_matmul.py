@@ -22,6 +22,7 @@ def _relative_error(y, expected):
     return np.linalg.norm(np.asarray(y, np.float64) - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("shape", [(67, 40), (8, 33), (1, 1)])
@@ -34,6 +35,7 @@ def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
     assert _relative_error(reference.whole(x, codes, scale, **params), expected) < 1e-6
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("block_size", [None, 16])

@@ -27,6 +27,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_of_a_product(weight):
     w = WEIGHTS[weight]

@@ -46,6 +46,7 @@ class TestOnEachBackend:
         with kernels.backend(backend):
             yield
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize(("lead", "dtype"), [((), "float32"), ((3, 5), "bfloat16"), ((130,), "float32")])
     def test_equals_the_dense_product(self, backend, lead, dtype):
         w, x = quantised((N, K)), _x(lead, dtype)
@@ -54,6 +55,7 @@ class TestOnEachBackend:
         assert y.dtype == x.dtype
         assert relative_error(y, _expected(x, w, a, b, 2.0)) < TOLERANCE[dtype]
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("dtype", TOLERANCE)
     def test_an_adapter_for_each_row(self, backend, dtype):
         w, x = quantised((N, K)), _x((2, 4), dtype)
@@ -64,6 +66,7 @@ class TestOnEachBackend:
         )
         assert relative_error(y, _expected(x, w, a, b, 0.5, index)) < TOLERANCE[dtype]
 
+    @pytest.mark.quick(2)
     def test_adapters_are_cast_to_the_activations(self, backend):
         w, x = quantised((N, K)), _x((4,), "bfloat16")
         a, b = _adapters()

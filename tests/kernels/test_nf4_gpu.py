@@ -23,6 +23,7 @@ from .weights import lowered, relative_error, stored_nf4, tpu_at_hand
 TABLE = [tiling for *_, tiling in tilings._TILINGS]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tiling", sorted(set(TABLE), key=str), ids=str)
 def test_the_program_computes_the_product(tiling):
     # Neither rows, tokens nor columns fill the last tile, block or step.
@@ -44,12 +45,14 @@ PROBLEMS = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("p", "tiling"), PROBLEMS, ids=str)
 def test_kinds_of_problems(p, tiling):
     y, expected, _ = execute(p, tiling)
     assert relative_error(y, expected) < 1e-6
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name, transpose):
@@ -61,6 +64,7 @@ def test_formats(name, transpose):
     assert relative_error(y, expected) < 1e-6
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("m", "n", "k", "tiling"),
     [(3, 48, 64, Tiling(4, 1, 2, 1)), (40, 32, 192, Tiling(4, 2, 1, 2)), (9, 96, 128, Tiling(4, 1, 2, 1, 3))],
@@ -163,6 +167,7 @@ def test_rounding_the_codebook_costs_less_than_rounding_the_weights():
     assert relative_error(rounded_codebook, exact) < relative_error(rounded_weight, exact)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("m", [1, 16, 64, 4096])
 @pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (4096, 14336)], ids=str)
@@ -182,6 +187,7 @@ def test_the_gradient_of_x_lowers_for_cuda(m):
     assert ("mosaic_gpu" in lowered(fn, x, ct, *stored_nf4(n, k))) == (m <= 64)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("m", "adapters"), [(1, None), pytest.param(4096, None, marks=pytest.mark.slow), (64, 32)]
 )

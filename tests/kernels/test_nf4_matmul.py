@@ -43,6 +43,7 @@ class TestOnEachBackend:
         with kernels.backend(backend):
             yield
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize(
         ("shape", "lead", "dtype"),
@@ -61,12 +62,14 @@ class TestOnEachBackend:
         assert y.dtype == x.dtype
         assert relative_error(y, _expected(x, w, transpose)) < TOLERANCE[dtype]
 
+    @pytest.mark.quick(3)
     @pytest.mark.parametrize("codebook", ["FP4", "INT4"])
     def test_any_codebook(self, backend, codebook):
         w = quantised((128, 256), codebook=codebook)
         x = _x(w, (4,))
         assert relative_error(nf4_matmul(x, *w.operands, **w.params), _expected(x, w)) < 1e-6
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("transpose", [False, True])
     def test_nested_scales(self, backend, transpose):
         w = quantised((128, 256))
@@ -86,6 +89,7 @@ class TestOnEachBackend:
         y = nf4_matmul(x, *w.operands, **w.params)
         assert relative_error(y, _expected(x, w)) < TOLERANCE["float16"]
 
+    @pytest.mark.quick(3)
     @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize(
@@ -197,6 +201,7 @@ def test_no_dense_copy_between_forward_and_backward():
 
 
 # Blocks that cross rows, and blocks within rows; a last chunk that is smaller.
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("shape", "block_size"), [((67, 96), 64), ((50, 160), 32)])
 @pytest.mark.parametrize("few_rows", [1, 1024])
 @pytest.mark.parametrize("transpose", [False, True])
@@ -281,6 +286,7 @@ def test_what_the_tpu_kernel_takes(change, reason):
     assert re.search(reason, choice.reason)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
     ("m", "nested"),

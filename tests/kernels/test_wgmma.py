@@ -20,6 +20,7 @@ from .weights import gpu_at_hand, lowered, quantised, relative_error, stored_nf4
 ONE, TWO, SPLIT = Tiling(1, 8, 1, 1), Tiling(2, 8, 1, 1), Tiling(1, 8, 1, 1, 3)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("p", "tiling"),
     [
@@ -40,6 +41,7 @@ def test_kinds_of_problems(p, tiling):
     assert stats.load_conflicts == 0 or p.scales == "nested"
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name):
     form = {"kind": "float32", "zeros": None, "low_first": True, "bits": 4} | FORMATS[name]
@@ -104,6 +106,7 @@ def test_any_problem(p, row_tiles, splits):
     assert relative_error(y, expected) < 1e-6
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "without", "error"),
     [
@@ -176,6 +179,7 @@ def test_columns_are_put_in_order():
     assert held == [64 + 2 * 16 + 4 + i for i in range(4)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("k", [128, 1024])
 @pytest.mark.parametrize("adapters", [0, 3])
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 1e-6), ("bfloat16", 5e-4)])
@@ -201,6 +205,7 @@ def test_what_the_kernel_is_given(monkeypatch, k, adapters, dtype, error):
     assert (splits[0] > 1) == (k > 512)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("shape", [(14336, 4096), (4096, 14336)], ids=str)
 def test_lowers_for_cuda(shape, nested):

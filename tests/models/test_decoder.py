@@ -28,6 +28,7 @@ def logits_of(model, z):
         return jax.jit(run)(model, z["input_ids"], z["attention_mask"].astype(bool))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -167,6 +168,7 @@ def test_an_output_layer_that_is_tied_becomes_one_of_its_own(options):
     agree(ql.quaxify(moved)(ids, seen), wanted, 1e-4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -37,6 +37,7 @@ def test_greedy_tokens(name):
     np.testing.assert_array_equal(ended[:, width:], z["eos_pad_token_id"])
 
 
+@pytest.mark.slow
 def test_greedy_tokens_without_a_cache(qwen2):
     """One whole pass for each token, texts of growing length."""
     model, ids = qwen2
@@ -76,6 +77,7 @@ def test_greedy_tokens_of_quantised_weights(name):
     np.testing.assert_array_equal(tokens, expected(name, "nf4.npz")["greedy_tokens"])
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_once(qwen2):
     model, ids = qwen2
     generate(model, ids, max_new_tokens=3)
@@ -92,6 +94,7 @@ def test_tokens_are_told_as_they_come(qwen2):
     np.testing.assert_array_equal(np.stack(told, axis=1), tokens)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_drawn(qwen2):
     model, ids = qwen2
     draw = lambda **options: generate(model, ids, max_new_tokens=6, key=jax.random.key(1), **options)
@@ -103,6 +106,7 @@ def test_tokens_that_are_drawn(qwen2):
     assert np.any(np.asarray(hot) != np.asarray(greedy))
 
 
+@pytest.mark.slow
 def test_an_adapter_for_each_text(qwen2):
     model, ids = qwen2
     keys = jax.random.split(jax.random.key(0), 2)
@@ -140,6 +144,7 @@ def test_arguments_that_do_not_fit(changes, message, qwen2):
         generate(options.pop("model"), options.pop("ids"), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["qwen2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma3", "phi3_longrope", "gpt_oss"))],
@@ -165,6 +170,7 @@ def test_a_conversation_continues_as_generate_does(name):
     assert list(conversation.answer([3], max_new_tokens=1)) == anew
 
 
+@pytest.mark.slow
 def test_a_conversation_runs_only_what_is_new(monkeypatch):
     model, _ = load(folder("qwen2"))
     widths = []

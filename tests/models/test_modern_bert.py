@@ -37,6 +37,7 @@ def test_options_that_are_not_supported(changes, message):
         ModernBertConfig.from_json({**_SIZES, **changes})
 
 
+@pytest.mark.slow
 def test_padding_is_not_seen_and_weights_may_be_values():
     model = ModernBert(ModernBertConfig.from_json(_SIZES), key=jax.random.key(0))
     model = resize_vocabulary(ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(1)), 12)

@@ -24,6 +24,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_each_mode(mode):
     found = Pooling((mode,), normalize=False)(X, SEEN)

@@ -34,6 +34,7 @@ def test_what_was_read_is_written_again(name, tmp_path):
     assert (tmp_path / "generation_config.json").exists()
 
 
+@pytest.mark.slow
 def test_experts_of_4_bits_are_made_and_written(tmp_path):
     """As GPT-OSS is published, whoever quantised them."""
     model, _ = load(folder("gpt_oss"), quantize={"scheme": "mxfp4", "where": r".*experts\.\w+_proj"})
@@ -122,6 +123,7 @@ def test_a_checkpoint_in_several_files_is_not_written_over(tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_a_checkpoint_over_another_is_one_of_them(n, tmp_path, monkeypatch):
     """However many files were replaced before the process was killed."""

@@ -90,6 +90,7 @@ def test_an_output_layer_that_was_tied(tmp_path):
     np.testing.assert_array_equal(logits(load(tmp_path)[0]), logits(tied))
 
 
+@pytest.mark.slow
 def test_encoders(tmp_path):
     """With other positions and classes, too."""
     source = tmp_path / "source"
@@ -143,6 +144,7 @@ def _moved(x):
     return x
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -173,6 +175,7 @@ def test_a_trained_token_that_is_left_out_is_refused():
         resize_vocabulary(_adapted("rows"), 50)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [("nf4", {"block_size": 32}), ("nf4", {"double_quant": True}), ("q8_0", {}), ("int8", {})],

@@ -135,6 +135,7 @@ KEPT = {
 }
 
 
+@pytest.mark.quick(41)
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("where", [_of_result, _of_state], ids=["result", "state"])
 def test_a_step_that_does_not_mix_is_accepted(name, where):

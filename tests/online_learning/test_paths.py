@@ -65,6 +65,7 @@ def _exact(step, model, state):
     assert max(jax.tree.leaves(errors)) < 1e-12, errors
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_d_rtrl_is_exact_for_outputs_of_old_and_new_states(output):
     _exact(_reading(output), _model(), _state())
@@ -160,6 +161,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_d_rtrl_is_exact_for_complex_states(name, dtype):
@@ -179,6 +181,7 @@ def test_real_states_of_complex_results():
     _exact(step, _model(complex), _state())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_pp_prop_of_one_step_is_exact_for_complex_states(name, dtype):
@@ -231,6 +234,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "learner",

@@ -319,6 +319,7 @@ def test_unused_equation_is_eliminated():
     assert split_p not in {eqn.primitive for eqn in equations(remat)}
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks(check_leaks):
     jax.jit(jax.grad(lambda x: jax.vmap(lambda x: gate_p(x, W, power=2))(x).sum()))(X[None])
 

@@ -38,6 +38,7 @@ def _run(fn, *args_and_specs):
     return compiled(*args), {op for op in ops if op in compiled.as_text()}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "out_spec", "collectives"),
     [

@@ -57,6 +57,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["LoRA over NF4", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "LoRA over NF4")],

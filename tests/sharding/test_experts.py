@@ -76,6 +76,7 @@ def test_read_and_fine_tuned_by_the_names_of_axes():
     assert usual_rule(MESH)("model.layers.0.self_attn.q_proj.weight", matrix)[0] == ("data", "expert")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [8, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "architecture",

@@ -91,6 +91,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "over", [*(pytest.param(o, marks=pytest.mark.slow) for o in (None, "model")), "data"]
 )

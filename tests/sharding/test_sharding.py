@@ -201,6 +201,7 @@ def test_values_without_arrays():
     assert placed["w"].shape == (4, 4)
 
 
+@pytest.mark.slow
 def test_a_result_whose_parts_differ_between_devices_is_joined_dense():
     """A row for each device, times numbers of its own: the factor of the adapter is shared no more."""
     w = ql.LoraArray(normal(4, 8), normal(2, 8), normal(4, 2))

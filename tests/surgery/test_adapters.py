@@ -219,6 +219,7 @@ def test_exact_combinations(weights):
             )
 
 
+@pytest.mark.slow
 def test_svd_combination_is_the_best_of_its_rank():
     combined = ql.combine_adapters(MIXED, [1, 1, 1], method="svd", rank=2)
     exact = deltas(ql.combine_adapters(MIXED, [1, 1, 1]))
@@ -334,6 +335,7 @@ def test_each_sample_and_each_layer_of_a_stack_has_its_own_mask():
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [

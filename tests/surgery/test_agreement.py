@@ -66,6 +66,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_differs_is_named(function, name):

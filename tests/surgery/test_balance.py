@@ -37,6 +37,7 @@ def _run(model, x):
     return jax.vmap(model)(x)
 
 
+@pytest.mark.slow
 def test_a_balanced_model_computes_the_same_and_rounds_better():
     model, x, held_out = _model(), jnp.asarray(normal(128, 64)), jnp.asarray(normal(32, 64, seed=1))
     moments = ql.input_moments(_run)(model, x)

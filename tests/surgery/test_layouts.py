@@ -110,6 +110,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_told_is_an_error_with_a_hint(name):
     params = UNKNOWN[name]
@@ -260,6 +261,7 @@ OPTIONS = {
 QUICK = [("Linen", "plain"), ("Linen", "gaussian, a layer in full"), ("Haiku", "plain")]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("naming", "options"),
     [pytest.param(n, o, marks=[] if (n, o) in QUICK else pytest.mark.slow) for n in NAMINGS for o in OPTIONS],
@@ -318,6 +320,7 @@ def test_gpt2_weights_are_fan_in_fan_out(tmp_path):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("scheme", ["int8", "nf4", "int4"])
 def test_blocks_run_along_the_inputs(scheme):
     """However the kernel is laid out, it is rounded as the twin's."""

@@ -219,6 +219,7 @@ def test_a_scheme_by_another_name(found, meant):
     assert str(error.value).count(" nf4,") == 1
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("scheme", ["nf4", "int8", "q8_0", "fp8"])
 def test_codes_that_were_cast_with_all_leaves_are_told(scheme):
     """With the name of the weight, and what to do."""

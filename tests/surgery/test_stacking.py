@@ -33,6 +33,7 @@ FORMS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_scanned_layers_are_the_layers_in_turn(form):
     layers = [FORMS[form](eqx.nn.Linear(64, 64, key=key), key) for key in KEYS]

@@ -220,6 +220,7 @@ def test_a_part_of_a_fused_layer_is_told():
         ql.select(model, ["up_proj", "down_proj"])
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

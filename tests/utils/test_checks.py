@@ -200,6 +200,7 @@ def blocked(x):
     return jnp.sum(non_differentiable(x))
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     "differentiate",
     [
@@ -232,6 +233,7 @@ def test_derivatives_raise(differentiate):
 STOPPED = lambda x: jnp.sum(x**2 * lax.stop_gradient(non_differentiable(x)))
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("differentiate", "expected"),
     [

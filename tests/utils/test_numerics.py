@@ -60,6 +60,7 @@ def test_empty(empty):
     assert isin(empty, empty, 0).shape == (0,)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, jnp.int32])
 @pytest.mark.parametrize("max_item", [3, 300])
 def test_any_integer_type(dtype, max_item):
@@ -115,6 +116,7 @@ def test_the_table_is_static():
 # kahan_summation
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("xs", [(1.5,), (1.5, 2.5), (1.0, -1.0), (1.5 + 0.5j, 2.5j)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_the_compensation_of_an_exact_sum_has_no_sign(xs, wrap):

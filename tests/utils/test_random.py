@@ -24,6 +24,7 @@ def expected(rng, shape, n):
     return rows.reshape(*shape, *data(rng).shape)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1,), [2, 2]])
 def test_items(make, shape):

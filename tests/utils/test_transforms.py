@@ -272,6 +272,7 @@ def local_sum(x, y):
     return jnp.sum(x)[None] + y
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "call",
     [

@@ -228,6 +228,7 @@ def test_sequential_without_vmap(make, outer):
 W = jnp.arange(12.0).reshape(3, 2, 2)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
     "mapped",

@@ -269,6 +269,7 @@ DENSE = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("w", [W, STACK], ids=["matrix", "stack"])
 @pytest.mark.parametrize("name", KEEPS | DENSE)
 def test_other_operations(name, w):
@@ -336,6 +337,7 @@ def test_a_column_that_comes_twice():
     assert B.from_blocks(jnp.ones((1, 2, 2, 2)), np.array([[3, 3]]), 3).materialise().sum() == 0
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_row_is_squeezed():
     dense = jnp.array([[0.0, 2.0, 0.0, -1.0]])
     for w, axis in ((dense, 0), (dense.T, 1)):

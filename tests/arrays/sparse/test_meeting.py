@@ -94,6 +94,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("wrapping", WRAPPED)
 @pytest.mark.parametrize("kind", SPARSE)
 def test_under_an_adapter_a_unit_and_names(kind, wrapping):

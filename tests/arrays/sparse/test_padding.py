@@ -70,6 +70,7 @@ def _materialised(f, x):
     return jnp.sum(jnp.sin(out)), out
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_factor_of_it_is_trained_by_what_is_held(case):
     make, numbers, empty = CASES[case]

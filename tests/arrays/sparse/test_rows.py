@@ -36,6 +36,7 @@ LOOKED_UP = {
 QUICK = ("elements", "blocks")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("what", LOOKED_UP)
 @pytest.mark.parametrize(
     "matrix", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in MATRICES]

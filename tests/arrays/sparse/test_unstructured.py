@@ -408,6 +408,7 @@ def test_layers_are_stacked_and_scanned():
     assert "csr_matmul" in names(ql.quaxify(run), layers, normal(6))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", ZERO_PRESERVING)
 def test_functions_that_keep_zero_keep_the_type(name):
     functions = {
