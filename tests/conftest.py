@@ -62,7 +62,7 @@ settings.load_profile("quaxlike")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, and the rest slow."""
+    """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow."""
     cases = {}
     for item in items:
         if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):

@@ -74,6 +74,7 @@ def test_uses_as_type_checkers_see_them(use):
     use()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("use", [uses.models, uses.files])
 def test_uses_of_files_as_type_checkers_see_them(use, tmp_path):

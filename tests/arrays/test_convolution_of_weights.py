@@ -109,7 +109,7 @@ def test_layers_of_equinox(kind):
     np.testing.assert_allclose(y, ql.materialise(model)(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["LoraArray", "LoraArray, magnitude", "LoraArray of NF4Array", "NF4Array"])
 @pytest.mark.parametrize("rhs", ["WIO", "WOI"])
 def test_a_matrix_is_the_kernel_of_a_window_of_one(kind, rhs):

@@ -175,6 +175,7 @@ def test_a_system_whose_transposed_product_has_no_leaves(x64):
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", [(4, 4), (4,)])
 def test_second_derivatives_of_a_system_of_zeros(x64, shape):
     y = jnp.asarray(_W) if len(shape) == 2 else jnp.asarray(_W)[0]

@@ -40,7 +40,7 @@ def test_every_form_in_a_loop(name, loop):
     assert not [str(found) for _, found in outcomes(programs) if isinstance(found, Finding)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [name for name in [*WEIGHTS, *TURNED] if "Named" not in name])
 def test_transposed_in_a_loop(name):
     program = Program(name, (Step("jnp.transpose(x)"),), ("fori_carry",), ("grad_and_result",), jit=True)
@@ -56,7 +56,7 @@ def test_blocks_as_long_as_a_row_are_no_other_form(name):
         assert isinstance(loop(TYPES[name]()), ql.Int8Array)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

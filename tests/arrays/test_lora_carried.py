@@ -154,7 +154,7 @@ def test_beside_one_with_a_dense_base(base):
             jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("start", ["zeros", "itself", "half of it"])
 @pytest.mark.parametrize(
     "wrap",

@@ -88,7 +88,7 @@ def test_what_a_base_with_names_is_filled_with():
     assert check(program).status == "equal"
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["plain", "dora", "transposed", "qlora"])
 def test_gradients_beside_what_is_filled_with_nan(kind):
     """What was read out of bounds has a gradient of NaN, and belongs to no element."""
@@ -135,6 +135,7 @@ LOOK_UPS = {
 QUICK = [("dynamic slices", "stacked qlora"), ("take", "adapters on one base")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("look_up", "kind"),
     [

@@ -168,6 +168,7 @@ def plain(x):
     return {name: f(x) for name, (f, _) in FUNCTIONS.items()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_names_are_followed(transform, default_promotion):
     with ql.on_materialise("error"):

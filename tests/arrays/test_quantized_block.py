@@ -77,6 +77,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "codec", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in MAKE]
 )
@@ -104,7 +105,7 @@ def test_every_program(codec):
         )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", ["uint4_block", "nvfp4", "q6_k"])
 def test_parts_keep_their_type(codec):
     w = MAKE[codec]()
@@ -116,6 +117,7 @@ def test_parts_keep_their_type(codec):
         np.testing.assert_array_equal(ql.materialise(part), value)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", ["q4_1", "nvfp4"])
 def test_a_factor_gets_its_gradient(codec):
     w = MAKE[codec]()
@@ -147,6 +149,7 @@ def test_masks_and_norms(codec):
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "codec", [pytest.param(n, marks=() if n in ("q4_k", "mxfp4") else pytest.mark.slow) for n in MAKE]
 )

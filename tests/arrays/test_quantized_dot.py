@@ -206,7 +206,7 @@ def test_mixture_of_experts(cls, shape):
         _close(jax.grad(ql.quaxify(loss))(x, w), jax.grad(loss)(x, dense), 1e-4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stacked", [0, 1])
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):

@@ -205,7 +205,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("batch", [(), (4,)], ids=str)
 @pytest.mark.parametrize("names", PRODUCTS, ids="·".join)
 def test_products_that_are_structured(names, batch):
@@ -292,7 +292,7 @@ def test_rectangular_update(m, n, rank):
     np.testing.assert_allclose(found, base @ x + u @ (v.T @ x), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "spec", ["ij,jk->ik", "ij,kj->ki", "ij,ki->jk", "bij,bj->bi", "bij,jb->ib", "bij,cj->bci", "bij,bcj->cib"]
 )

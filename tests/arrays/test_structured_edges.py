@@ -274,7 +274,7 @@ _SINGULAR = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", _SINGULAR)
 def test_an_update_of_a_singular_base_without_structure(name):
     """Woodbury's formula would divide by zero."""
@@ -297,7 +297,7 @@ def test_an_update_of_a_base_that_solves_by_a_rule():
         )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("name", ["diagonal", "tridiagonal", "kronecker", "update"])
 def test_determinants_of_one_element(name, sign):

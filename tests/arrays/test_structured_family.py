@@ -108,7 +108,7 @@ def test_a_type_of_somebody_else(program):
     np.testing.assert_allclose(ql.materialise(out), fn(CORNERS.materialise(), dense), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", MATRICES)
 def test_a_number_for_each_example(kind):
     x, s = MATRICES[kind], jnp.array([2.0, 4.0, -1.0])

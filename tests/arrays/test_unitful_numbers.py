@@ -161,6 +161,7 @@ def test_gradients_through_guards(f, default_promotion):
     np.testing.assert_allclose(getattr(found, "array", found), gradient(x), rtol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_numbers_of_jax_numpys_own_that_fit_any_unit(jit, default_promotion):
     wrap = (lambda f: jax.jit(ql.quaxify(f))) if jit else ql.quaxify

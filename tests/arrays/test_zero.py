@@ -348,7 +348,7 @@ def test_with_operands_that_vary_over_a_mesh(x, f):
         np.testing.assert_allclose(ql.materialise(ql.quaxify(g)(x, at)), g(x.materialise(), at))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("constant", [Zero((4, 4)), Full(2.0, (4, 4)), Full(jnp.array(2.0), (4, 4))], ids=str)
 @pytest.mark.parametrize("name", ["LoraArray", "NF4Array", "TridiagonalMatrix", "TrainableArray of NF4Array"])
 def test_beside_another_type_in_a_branch_or_a_loop(name, constant):

@@ -45,7 +45,7 @@ def _of_the_transform(w, x):
     return jtu.tree_map(lambda leaf: jnp.where(x[0] == x[0], leaf, leaf), w)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("origin", ORIGINS)
 @pytest.mark.parametrize(("name", "product"), _CASES)
 def test_keeps_its_type(name, origin, product, default_promotion):

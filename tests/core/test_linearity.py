@@ -74,7 +74,7 @@ class TestIsLinear:
         assert not same_pattern(x, y)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, lambda x: jnp.logaddexp(x, 0.5 * x)])
 @pytest.mark.parametrize(
     "wrap",
@@ -124,7 +124,7 @@ class TestSums:
                 out = ql.materialise(run(x, weights))
             np.testing.assert_allclose(jnp.where(dense != 0, out, 0.0), expected)
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick(1)
     @patterns
     def test_other_patterns_make_a_dense_sum(self, x, y):
         add = ql.quaxify(jax.interpreters.ad.add_jaxvals)
@@ -135,7 +135,7 @@ class TestSums:
 
 
 class TestCustomDerivatives:
-    @pytest.mark.quick(2)
+    @pytest.mark.quick(1)
     @patterns
     def test_cotangents_of_another_pattern(self, x, y):
         @jax.custom_vjp

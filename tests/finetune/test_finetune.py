@@ -378,7 +378,7 @@ def test_a_list_in_utf_16_is_named(tmp_path):
         data.read_examples(tmp_path / "data.jsonl", lambda fields: None)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "lines", "options", "message"),
     [

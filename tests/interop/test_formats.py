@@ -231,6 +231,7 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path, value, format, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["legacy.gguf", "floats.gguf"])
 def test_damaged_gguf_files_are_refused(tmp_path, name):
     raw = fixture(f"formats/gguf_tensors/{name}").read_bytes()

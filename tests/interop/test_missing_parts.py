@@ -140,7 +140,7 @@ def test_a_missing_tensor_is_named(name, tmp_path):
             assert all(_agree(found[key], whole[key]) for key in found), tensor
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", _all(_WEIGHTS))
 def test_another_shape_is_an_error_or_visible(name, tmp_path):
     """No other weight is different, and this one has another shape, or the same values."""

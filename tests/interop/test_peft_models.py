@@ -29,6 +29,7 @@ QUICK = ["qwen3_moe/experts_down_only_rslora", "qwen2/embed_lora_tied"]
 WRITTEN_OTHERWISE = ("embed_lora", "embed_lora_tied", "legacy_per_expert")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "case",
     [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],

@@ -182,6 +182,7 @@ def test_damaged_manifests_are_refused(tmp_path, edit, message):
 _OTHER_DTYPES = {"F32": ("I32", "U32"), "U8": ("I8", "F8_E4M3"), "I8": ("U8",), "F16": ("I16", "BF16")}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("recorded", [True, False])
 def test_parts_of_another_dtype_are_refused(tmp_path, recorded):
     """Those of the same size, which only the header tells apart; without the manifest's word, what no type

@@ -65,7 +65,7 @@ def _sampled(mask, b, m, dtype):
     return of_blocks, padded[np.arange(rows)[:, None], w.col_idx]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("b", "m", "dtype"), [(64, 150, "bfloat16"), (32, 5, "float16")])
 def test_the_program_computes_the_product(b, m, dtype, transpose):
@@ -73,6 +73,7 @@ def test_the_program_computes_the_product(b, m, dtype, transpose):
     assert relative_error(y, expected) < ROUNDED[dtype]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("b", "m", "dtype"), [(64, 35, "bfloat16"), (32, 5, "float16")])
 def test_the_program_computes_the_sampled_product(b, m, dtype):
     actual, expected = _sampled(MIXED, b, m, dtype)

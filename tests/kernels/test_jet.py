@@ -27,7 +27,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_of_a_product(weight):
     w = WEIGHTS[weight]

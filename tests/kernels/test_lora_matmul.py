@@ -55,7 +55,7 @@ class TestOnEachBackend:
         assert y.dtype == x.dtype
         assert relative_error(y, _expected(x, w, a, b, 2.0)) < TOLERANCE[dtype]
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick(1)
     @pytest.mark.parametrize("dtype", TOLERANCE)
     def test_an_adapter_for_each_row(self, backend, dtype):
         w, x = quantised((N, K)), _x((2, 4), dtype)

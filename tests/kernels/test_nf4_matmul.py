@@ -286,7 +286,7 @@ def test_what_the_tpu_kernel_takes(change, reason):
     assert re.search(reason, choice.reason)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
     ("m", "nested"),

@@ -179,7 +179,7 @@ def test_columns_are_put_in_order():
     assert held == [64 + 2 * 16 + 4 + i for i in range(4)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("k", [128, 1024])
 @pytest.mark.parametrize("adapters", [0, 3])
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 1e-6), ("bfloat16", 5e-4)])

@@ -151,6 +151,7 @@ def test_one_array_for_tied_layers():
     agree(run(apart), run(model), 1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
 )

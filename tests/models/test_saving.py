@@ -123,7 +123,7 @@ def test_a_checkpoint_in_several_files_is_not_written_over(tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_a_checkpoint_over_another_is_one_of_them(n, tmp_path, monkeypatch):
     """However many files were replaced before the process was killed."""

@@ -29,6 +29,7 @@ def vocabulary(directory):
     return json.loads((directory / "config.json").read_text())["vocab_size"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "n"), [("qwen2", 11), ("llama_llama3", 111)])
 def test_what_is_resized_can_be_loaded(name, n, tmp_path):
     """With a tied output layer, and with one of its own."""
@@ -144,7 +145,7 @@ def _moved(x):
     return x
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -175,7 +176,7 @@ def test_a_trained_token_that_is_left_out_is_refused():
         resize_vocabulary(_adapted("rows"), 50)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [("nf4", {"block_size": 32}), ("nf4", {"double_quant": True}), ("q8_0", {}), ("int8", {})],

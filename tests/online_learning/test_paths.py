@@ -65,7 +65,7 @@ def _exact(step, model, state):
     assert max(jax.tree.leaves(errors)) < 1e-12, errors
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_d_rtrl_is_exact_for_outputs_of_old_and_new_states(output):
     _exact(_reading(output), _model(), _state())

@@ -92,7 +92,7 @@ def _matmul_loss(matmul, x, w):
     return jnp.sum(matmul(x, w) ** 2)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "transform",
     [

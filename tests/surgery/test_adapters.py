@@ -297,6 +297,7 @@ def test_dropout_is_unbiased_and_depends_on_the_key(dora):
         assert np.abs(possible - np.asarray(out)).max(axis=1).min() < 1e-5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dora", [False, True])
 def test_dropout_before_a_convolution(dora):
     x = normal(6, 5, 5)
@@ -357,6 +358,7 @@ def test_merging_into_a_quantised_base(scheme, options):
     np.testing.assert_array_equal(ql.materialise(merged.weight), ql.materialise(expected.weight))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [{}, {"double_quant": True}])
 def test_merging_into_a_stack_of_quantised_weights(options):
     """Each keeps blocks of its own, that cross its rows."""

@@ -36,7 +36,7 @@ def _moments(model, x):
     return ql.input_moments(lambda model, x: jax.vmap(model)(x))(model, x)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantize_with_moments(scheme):
     model, x, options = _model(), _inputs(), SCHEMES[scheme]
@@ -48,6 +48,7 @@ def test_quantize_with_moments(scheme):
     assert error(fitted) < 0.5 * error(plain)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", ["nf4", "int8"])
 def test_errors_are_handed_on_from_part_to_part(scheme):
     """Of more columns than are rounded together, and no multiple of these."""
@@ -81,7 +82,7 @@ def test_scales_fit_the_codes(cls):
     assert cost(fitted) < 0.9 * cost(start)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", ["nf4", "int8", "mxfp4"])
 def test_nothing_gets_worse_where_an_adapter_is_small(scheme):
     """It is lost by the nearest codes; and blocks of 64 may cross rows of 48."""

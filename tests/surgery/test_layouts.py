@@ -261,7 +261,7 @@ OPTIONS = {
 QUICK = [("Linen", "plain"), ("Linen", "gaussian, a layer in full"), ("Haiku", "plain")]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("naming", "options"),
     [pytest.param(n, o, marks=[] if (n, o) in QUICK else pytest.mark.slow) for n in NAMINGS for o in OPTIONS],

@@ -168,6 +168,7 @@ def test_straight_through_over_products_with_codes(cls):
     np.testing.assert_allclose(actual, jax.grad(loss)(cls.quantize(w).materialise()), atol=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [{}, {"double_quant": True}])
 def test_scales_are_trained_to_meet_other_outputs(mlp, options):
     """As after a merge: codes and bytes stay, and the distance to the outputs that are wanted falls."""

@@ -64,7 +64,7 @@ def _marked(x):
     return {jtu.keystr(path[:1]) for path, on in jtu.tree_leaves_with_path(ql.trainable(x)) if on}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:The model has no adapters", "ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TYPES)
@@ -87,7 +87,7 @@ def test_a_constant_factor_changes_nothing_but_numbers(kind):
     assert jax.tree.structure(ql.quaxify(lambda w: -(w * 2.0) / 3.0)(w)) == jax.tree.structure(w)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["nf4", "block", "lora", "qlora"])
 def test_frozen_and_trained_arrays_meet(kind):
     """Gradients of the trained one arrive, and those of the frozen one do not."""
