@@ -130,6 +130,20 @@ class _ModeOfContext:
         return hash(self.mode)
 
 
+@contextlib.contextmanager
+def losses_raised() -> Iterator[None]:
+    """Makes each loss an error, in a trace that is thrown away if there is one.
+
+    What JAX caches meanwhile is without losses, and so serves every mode: its keys, which cost more than the
+    rest of a small trace, stay as they are.
+    """
+    token = _entered.set((*_entered.get(), on_materialise("error")))
+    try:
+        yield
+    finally:
+        _entered.reset(token)
+
+
 # -------------------------------------------------------------------------------------------------
 # Materialising under the policy
 # -------------------------------------------------------------------------------------------------

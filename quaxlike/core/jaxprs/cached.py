@@ -11,7 +11,7 @@ import jax.core
 import jax.extend.core as jexc
 
 from .. import compat, recording
-from ..policy import MaterialisationError, on_materialise
+from ..policy import MaterialisationError, losses_raised
 from .evaluate import evaluate
 from .slots import Slot, flatten, unflatten
 
@@ -85,7 +85,7 @@ def _trace(
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
     try:
-        with on_materialise("error"):  # so that each loss is reported at its own place
+        with losses_raised():  # so that each is reported at its own place
             jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
     except (_NotReplayable, MaterialisationError):
         return None
