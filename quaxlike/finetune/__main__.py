@@ -11,13 +11,14 @@ from .._interrupts import interrupts_deferred, take_interrupt
 from .settings import FinetuneError, Settings
 
 _ABOUT = """\
-QLoRA on a transformers checkpoint directory (decoders of many families, or BERT; full precision, or 4-bit
-from bitsandbytes). Writes an adapter that PEFT loads. Run the same command again to resume a stopped run.
+QLoRA on a transformers checkpoint directory (decoders of many families, BERT, ModernBERT; full precision, or
+4-bit from bitsandbytes). Writes an adapter that PEFT loads. Run the same command again to resume a run.
 
 data, one JSON object per line:
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
                       {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template
-  BertModel           {"anchor": ..., "positive": ...}: two texts that belong together
+  encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
+                      sentence-transformers' modules.json, too
   ...Classification   {"text": ..., "label": 0}
 """
 

@@ -210,7 +210,7 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     try:
         adapted = ql.loraify(
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
-            exclude=() if settings.target else task.unused, dropout=settings.dropout,
+            exclude=() if settings.target else task.unused(model), dropout=settings.dropout,
             rslora=settings.rslora, dora=settings.dora, modules_to_save=task.trained_in_full,
             trainable_token_indices=tokens, key=jax.random.key(settings.seed),
         )  # fmt: skip

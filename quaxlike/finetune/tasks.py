@@ -12,7 +12,8 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .._checked import a_or_an
-from ..models import Bert, BertForSequenceClassification, Decoder, Pooling
+from ..interop.beside import modules_of
+from ..models import Bert, BertForSequenceClassification, Decoder, ModernBert, Pooling
 from .data import Batch, Example, Tokens, messages_of, template_options, text_of
 from .settings import FinetuneError, Settings
 
@@ -24,8 +25,6 @@ class AbstractTask(eqx.Module):
     """PEFT's name of the task."""
     trained_in_full: ClassVar[tuple[str, ...]] = ()
     """Parts of the model that are trained besides the adapters."""
-    unused: ClassVar[tuple[str, ...]] = ()
-    """Parts of the model that this task does not use, which get no adapters."""
     least_batch: ClassVar[int] = 1
     packs: ClassVar[bool] = False
     """Whether a row can hold several texts."""
@@ -37,6 +36,10 @@ class AbstractTask(eqx.Module):
     @abc.abstractmethod
     def layers(self, model: PyTree) -> Any:
         """The model's sequence of layers: a list, or stacked into one."""
+
+    def unused(self, model: PyTree) -> tuple[str, ...]:
+        """Parts of the model that this task does not use, which get no adapters."""
+        return ()
 
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
@@ -119,7 +122,6 @@ class Pairs(AbstractTask):
     """How a vector is made of a text's tokens; compared by their angles, normalised or not."""
 
     peft_type: ClassVar[str] = "FEATURE_EXTRACTION"
-    unused: ClassVar[tuple[str, ...]] = ("pooler.dense",)
     least_batch: ClassVar[int] = 2
     scale: ClassVar[float] = 20.0
 
@@ -130,11 +132,15 @@ class Pairs(AbstractTask):
         return Example((anchor[0], positive[0]), was_cut=anchor[1] or positive[1])
 
     def layers(self, model: PyTree) -> Any:
-        return model.encoder.layer
+        return model.encoder.layer if isinstance(model, Bert) else model.layers
+
+    def unused(self, model: PyTree) -> tuple[str, ...]:
+        return ("pooler.dense",) if isinstance(model, Bert) else ()
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, "texts hidden"]:
         pool = Pooling(self.pooling.modes)
-        embed = lambda ids, seen: pool(model(ids, seen).astype(jnp.float32), seen)
+        vectors = model.hidden if isinstance(model, Decoder) else model
+        embed = lambda ids, seen: pool(vectors(ids, seen).astype(jnp.float32), seen)
         return jax.vmap(embed)(example.ids, example.seen)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
@@ -220,11 +226,11 @@ def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk
 
 
 def task_for(model: PyTree, settings: Settings) -> AbstractTask:
-    """The task for a model from [`quaxlike.models.load`][]."""
+    """The task for a model from [`quaxlike.models.load`][], and for what stands beside it."""
     match model:
-        case Decoder():
+        case Decoder() if not modules_of(settings.model):
             return NextToken(max(1, settings.loss_chunk // settings.batch_size), settings.pack)
-        case Bert():
+        case Bert() | ModernBert() | Decoder():  # one that sentence-transformers pools embeds texts
             return Pairs(Pooling.of(settings.model))
         case BertForSequenceClassification():
             return Classes(model.classifier.weight.shape[0])

@@ -171,8 +171,13 @@ class Decoder(Part, roles="model lm_head"):
         return self.body(ids, seen, segments=segments)[0]
 
     def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
-        """Applies the output layer."""
+        """Applies the output layer.
+
+        **Raises:** `ValueError` if there is none: sentence-transformers writes decoders without it.
+        """
         head = self.part("lm_head")
+        if head is None and not self.config.tie_word_embeddings:
+            raise ValueError("This decoder has no output layer, and so no logits: it embeds texts.")
         out = hidden @ self.embedding.T if head is None else each(head, hidden)
         if (divisor := self.config.logits_scaling) != 1:
             out = out / jnp.asarray(divisor, out.dtype)

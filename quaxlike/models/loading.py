@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
+from ..interop.beside import modules_of
 from ..interop.errors import on_the_hub, quoted
 from ..interop.file_pair import Pair
 from ..interop.gguf import holds_gguf
@@ -256,7 +257,10 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
         raise _unknown(path, found, "GGUF", gguf_models.ARCHITECTURES)
     read, make = _architecture(path, config)
     _check_sizes(path, config, weights)
-    return eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0)), config, weights
+    model = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
+    if isinstance(model, Decoder) and "lm_head.weight" not in weights and modules_of(Path(directory)):
+        model = eqx.tree_at(lambda model: model.part("lm_head"), model, None, is_leaf=lambda x: x is None)
+    return model, config, weights
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:

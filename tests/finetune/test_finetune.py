@@ -22,7 +22,7 @@ from quaxlike.finetune.tasks import NextToken
 from quaxlike.finetune.train import Step
 from quaxlike.interop import CheckpointError, peft, safetensors
 from quaxlike.interop.tensors import open_tensors, write_tensors
-from quaxlike.models import Bert
+from quaxlike.models import Bert, Decoder, DecoderConfig, ModernBert, ModernBertConfig
 from quaxlike.models import load as load_model
 from quaxlike.models.bert import BertConfig
 from quaxlike.surgery.trees import named_arrays
@@ -59,8 +59,8 @@ CHECKPOINTS = {
 
 def checkpoint(folder, kind, **changes):
     """A copy of a fixture with a tokeniser of the words above, and changes to its configuration."""
-    if kind == "encoder":
-        random_encoder(folder)
+    if kind in ENCODERS:
+        random_encoder(folder, kind)
     else:
         shutil.copytree(fixture(CHECKPOINTS[kind]), folder)
     if kind == "llama16bit":
@@ -71,7 +71,7 @@ def checkpoint(folder, kind, **changes):
     words = [*SPECIAL, *WORDS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if kind in ("bert", "encoder"):
+    if kind in ("bert", *ENCODERS):
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
@@ -84,15 +84,32 @@ def checkpoint(folder, kind, **changes):
     return folder
 
 
-def random_encoder(folder):
+ENCODERS = {
+    "encoder": ("BertModel", Bert, BertConfig),
+    "modern": ("ModernBertModel", ModernBert, ModernBertConfig),
+    "embedder": ("Qwen3ForCausalLM", Decoder, DecoderConfig),
+}
+
+
+def random_encoder(folder, kind):
+    """Like published ones, a decoder that embeds has no output layer, and its tensors no common prefix."""
+    architecture, make, read = ENCODERS[kind]
     sizes = {
-        "vocab_size": 14, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 20,
+        "vocab_size": 14, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "max_position_embeddings": 20, "architectures": [architecture],
     }  # fmt: skip
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["BertModel"]}))
-    model = Bert(BertConfig.from_json(sizes), key=jax.random.key(0))
-    safetensors.save(folder / "model.safetensors", model)
+    (folder / "config.json").write_text(json.dumps(sizes))
+    arrays = named_arrays(make(read.from_json(sizes), key=jax.random.key(0)))
+    arrays = {name.removeprefix("model."): x for name, x in arrays.items() if "lm_head" not in name}
+    safetensors.save(folder / "model.safetensors", arrays)
+    if kind == "embedder":
+        modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        listed = [{"type": f"sentence_transformers.models.{x}", "path": path} for x, path in modules]
+        (folder / "modules.json").write_text(json.dumps(listed))
+        (folder / "1_Pooling").mkdir()
+        settings = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
 
 
 def write(path, lines):
@@ -133,11 +150,13 @@ def log_of(folder):
         ("gpt2", "text", "loss", ["--quantize=int8", "--schedule=constant", "--clip=0"]),
         ("bert", "label", "loss", ["--quantize=none", "--dora"]),
         ("encoder", "pairs", "mrr", ["--quantize=fp4"]),
+        ("modern", "pairs", "mrr", ["--remat"]),
+        ("embedder", "pairs", "mrr", ["--quantize=nf4", "--scan-layers"]),
     ],
 )
 def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_path):
     status, told = run(kind, lines, "--steps=12", *options)
-    assert status == 0
+    assert status == 0, told
     log = log_of(tmp_path / "out")
     assert [entry["step"] for entry in log] == list(range(13))
     before, after = map(float, re.search(rf"held-out {better}: (\S+) before, (\S+) after", told).groups())
@@ -149,6 +168,8 @@ def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_pat
     model = peft.load_adapter(tmp_path / "out", base)
     assert ql.summary(model).trainable == sum(v.size for v in adapter(tmp_path / "out").values())
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] is not None
+    if kind == "embedder":  # as in the model without its head, which PEFT puts it on
+        assert any(key.startswith("base_model.model.layers.0.") for key in adapter(tmp_path / "out"))
     assert re.search(r"12/12 loss \d\.\d+ [\d,]+ tokens/s", told)
 
 

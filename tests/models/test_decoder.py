@@ -1,6 +1,7 @@
 """Every architecture against transformers: logits, losses and gradients, in full and in NF4."""
 
 import json
+import shutil
 
 import equinox as eqx
 import jax
@@ -316,3 +317,23 @@ def test_made_anew():
     config = DecoderConfig.from_json({**SHARED, **more, "head_dim": 8})
     make = lambda: Decoder(config, key=jax.random.key(0))(jnp.arange(3), jnp.ones(3, bool))
     assert jax.eval_shape(make).shape == (3, 11)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_an_untied_output_layer_may_be_missing_where_texts_are_embedded(pooled, tmp_path):
+    """Its hidden states are those of the whole model; there are no logits."""
+    base = tmp_path / "base"
+    shutil.copytree(folder("qwen3"), base)
+    whole, _ = load(base)
+    tensors = {k: v for k, v in open_tensors(base / "model.safetensors").items() if k != "lm_head.weight"}
+    write_tensors(base / "model.safetensors", tensors, {"format": "pt"})
+    if not pooled:
+        with pytest.raises(CheckpointError, match=r"Missing: lm_head\.weight"):
+            load(base)
+        return
+    (base / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer", "path": ""}]')
+    model, _ = load(base)
+    ids, seen = jnp.arange(5), jnp.ones(5, bool)
+    np.testing.assert_array_equal(model.hidden(ids, seen), whole.hidden(ids, seen))
+    with pytest.raises(ValueError, match="has no output layer"):
+        model(ids, seen)

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ def load_adapter(
     - `model`: the base model; any pytree whose dotted names are those of the state dict that the adapter was
         trained on, possibly after `rename`. An adapter that it already has is removed.
     - `rename`: a function or mapping from names of the model's arrays and layers to names in the file. A
-        mapping may have names or their beginnings.
+        mapping may have names or their beginnings. Default: transformers' names for the model, with its head
+        (`AutoModelForCausalLM`) or without (`AutoModel`).
     - `adapter_name`: the name of the adapter. One other than `"default"` is in a folder of this name in
         `directory`.
     - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
@@ -121,9 +122,12 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
-        rename = {
-            name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
-        }
+        if _is_of_body(file, map(layer_of, published.values())):
+            rename = lambda name: of_body(published.get(name, name))
+        else:
+            rename = {
+                name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
+            }
     arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
     layouts = layouts_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
     parameters = [
@@ -164,6 +168,17 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         name, leaf = layers[layer]
         loaded[name] = _with_tokens(config, file, layer, key, leaf)
     return replace(model, loaded)
+
+
+def of_body(name: str) -> str:
+    """The name that an array of a causal language model has in the model without its head (`AutoModel`)."""
+    return name.removeprefix("model.")
+
+
+def _is_of_body(file: "_File", layers: Iterable[str]) -> bool:
+    """Whether the adapter is of a model without the head that this one has, as those of encoders are."""
+    named, layers = {*file.adapters, *file.tokens}, set(layers)
+    return bool(named) and named.isdisjoint(layers) and named <= set(map(of_body, layers))
 
 
 def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:

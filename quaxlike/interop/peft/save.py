@@ -20,7 +20,7 @@ from ...surgery.trees import layer_of
 from .axes import part_shapes, stored_as, why_not
 from .config import PREFIX, files_of
 from .initial import initialisation, on_base
-from .load import TOKENS, Rename, names_in_file
+from .load import TOKENS, Rename, names_in_file, of_body
 from .parameters import is_parameter, is_router, packed, wrapped_names
 
 
@@ -47,6 +47,7 @@ def save_adapter(
         [`quaxlike.models.Decoder`][] are written one by one.
     - `base_model`: the name or path of the base model, so that PEFT can find it. Default: none.
     - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
+        Default: those of the model; with `"FEATURE_EXTRACTION"`, those that it has without its head.
     - `adapter_name`: the name of the adapter. One other than `"default"` goes to a folder of this name in
         `directory`.
     - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. With a classifier's,
@@ -80,6 +81,8 @@ def save_adapter(
     if base is not None:
         model = on_base(_unstacked(model), _unstacked(base))
     model = _unstacked(model)
+    if rename is None and task_type == "FEATURE_EXTRACTION":
+        rename = of_body
     arrays = names_in_file(model, rename)
     layouts = layouts_of(model, layout)
     adapters = {
