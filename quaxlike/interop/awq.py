@@ -22,6 +22,7 @@ from .blocks import (
     weight,
 )
 from .errors import complain
+from .format import Format
 from .tensors import Tensors
 
 # Nibble i of a word holds output 8·word + _ORDER[i].
@@ -72,3 +73,6 @@ def _read_gemv(layer: Layer, group: int | None) -> Any:
     scale = layer.scales("scales", (n, 8 * width))
     zero = unpack(stream(zeros), 4, groups)
     return integers(stream(packed), scale[:, :groups], zero, bits=4, block=block, count=k)
+
+
+FORMAT = Format(("awq",), weights, codes=(".qweight", ".qzeros"))

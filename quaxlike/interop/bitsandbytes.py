@@ -17,7 +17,10 @@ from .._checked import a_or_an, checked
 from ..arrays.quantized import FP4Array, NF4Array
 from ..core.values import is_value
 from ..sharding.reading import Rows
+from . import llm_int8
+from .blocks import Weight
 from .errors import complain
+from .format import Format
 from .quant_state import (
     COMPANIONS,
     Storage,
@@ -45,28 +48,28 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        self._states = find_states(tensors)
-        companions = {name + suffix for name in self._states for suffix in COMPANIONS} | {
-            key for key, _ in self._states.values()
+        self.states = find_states(tensors)
+        companions = {name + suffix for name in self.states for suffix in COMPANIONS} | {
+            key for key, _ in self.states.values()
         }
         self._names = {name: None for name in tensors if name not in companions}  # an ordered set
         self.storage = {
-            name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self._states
+            name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self.states
         }
         self.metadata = tensors.metadata
-        check_no_orphans(tensors, self._states, self._names)
+        check_no_orphans(tensors, self.states, self._names)
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._states:
-            return read_weight(self._tensors, name, *self._states[name])
+        if name in self.states:
+            return read_weight(self._tensors, name, *self.states[name])
         if name not in self._names:
             raise KeyError(name)
         return as_jax(self._tensors[name])
 
     def rows(self, name: str) -> Rows:
         """The weight of this name, which can be read by rows if its blocks allow it."""
-        if name in self._states:
-            return rows_of(self._tensors, name, *self._states[name])
+        if name in self.states:
+            return rows_of(self._tensors, name, *self.states[name])
         return dense_rows(self._tensors, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -205,3 +208,22 @@ def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
         "bnb_4bit_compute_dtype": str(first.dtype), "bnb_4bit_quant_storage": "uint8",
         "llm_int8_skip_modules": sorted(x for x in layers if not is_value(mapping.get(f"{x}.weight"))),
     }  # fmt: skip
+
+
+def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Weight]:
+    """The quantised weights of a checkpoint, in 4 bits or in 8 bits, by name."""
+    held = Checkpoint(tensors)
+    out: dict[str, Weight] = {}
+    for name, (key, _) in held.states.items():
+        companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
+        read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
+        out[name] = Weight((name, key, *companions), read, rows)
+    return out | llm_int8.weights(tensors, settings)
+
+
+FORMAT = Format(
+    ("bitsandbytes",), weights, codes=(".SCB", ".weight_format"), by_rows=True,
+    is_in=lambda tensors: bool(weights(tensors, {})),
+    written=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
+    takes=lambda value: isinstance(value, NF4Array | FP4Array),
+)  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ..kernels import bits as bitstream
+from ..sharding.reading import Rows
 from .errors import CheckpointError, complain, quoted
 from .tensors import Tensors
 
@@ -20,10 +21,12 @@ INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
 
 
 class Weight(NamedTuple):
-    """A weight of the unquantised checkpoint: the tensors that store it, and a function that reads it."""
+    """A weight of the unquantised checkpoint: the tensors that store it, and functions that read it."""
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
+    rows: Callable[[], Rows] | None = None
+    """Reads it by rows, in a way of its own."""
 
 
 class Layer:

@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +21,18 @@ from ..arrays.quantized import BlockArray, Int8Array
 from ..sharding.reading import Rows, read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
-from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, llm_int8, mlx, mxfp4, torchao
-from .blocks import Weight
-from .blocks import settings as subsettings
 from .errors import complain, on_the_hub, quoted
 from .file_pair import Pair, consistent
+from .format import Format
+from .formats import FORMATS
 from .gguf import Gguf, holds_gguf, open_gguf
 from .gguf_metadata import plain
 from .gguf_tokenizer import tokenizer_of
 from .json_text import read_json, read_json_file
-from .rows import BY_ROWS, dense_rows, rows_of_weight
+from .rows import dense_rows, rows_of_weight
 from .safetensors import open_values
 from .tensors import Tensors, as_jax, open_tensors
 
-_Reader = Callable[[Tensors, Mapping[str, Any]], dict[str, Weight]]
-
-# By `quant_method` in the configuration.
-_READERS: dict[str, _Reader] = {
-    "gptq": gptq.weights,
-    "awq": awq.weights,
-    "compressed-tensors": compressed_tensors.weights,
-    "fp8": float8.weights,
-    "fbgemm_fp8": float8.weights,
-    "mxfp8": float8.weights,
-    "modelopt": float8.weights,
-    "mxfp4": mxfp4.weights,
-    "mlx": mlx.weights,
-    "hqq": hqq.weights,
-    "torchao": torchao.weights,
-}
 # Tensors about activations and caches, which weights alone do not need.
 _SKIPPED = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
@@ -181,7 +166,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     **Raises:** as for `load`; errors about a single weight when that is looked up.
     """
     path = Path(path)
-    opened, (config, methods) = consistent(lambda: _opened(path), lambda: _configs(path), path)
+    opened, (config, settings) = consistent(lambda: _opened(path), lambda: _configs(path), path)
     if isinstance(opened, Gguf):
         gguf = opened
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
@@ -189,61 +174,64 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         return Checkpoint(
             thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype, shapes=gguf.shapes
         )
-    tensors = opened
-    method, settings = methods
-    if method is None and "quantization_config" in tensors.metadata:
-        text = tensors.metadata["quantization_config"]
-        settings = read_json(tensors.path, text, "the quantisation config in the header")
-        method = settings.get("quant_method")
-        method = method if method is None else str(method)
+    return _of_tensors(opened, config, settings, dtype)
+
+
+def _of_tensors(
+    tensors: Tensors, config: Mapping[str, Any], settings: Mapping[str, Any], dtype: DTypeLike | None
+) -> Checkpoint:
+    format, settings = _format_of(tensors, settings)
+    found = format.weights(tensors, settings) if format is not None else {}
+    values, used = open_values(tensors)
     weights: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Callable[[], Rows]] = {}
-    taken: set[str] = set()
-    if method is None and llm_int8.is_in(tensors):
-        method, settings = "bitsandbytes", {"quant_method": "bitsandbytes"}
-    reader = _READERS.get(method or "", llm_int8.weights)
-    if method in (None, "bitsandbytes", *_READERS):
-        found = reader(tensors, settings)
-    else:
-        known = ", ".join([*_READERS, "bitsandbytes"])
-        raise complain(tensors.path, "quant_method", f"{known} can be read; found {quoted(method)}")
+    taken = {*used, *itertools.chain.from_iterable(entry.tensors for entry in found.values())}
     for name, entry in found.items():
         if name in tensors and name not in entry.tensors:
             raise complain(tensors.path, name, f"is stored twice: plain, and as {', '.join(entry.tensors)}")
         weights[name] = entry.read
-        taken.update(entry.tensors)
-        if (method if method in _READERS else "int8") in BY_ROWS:
-            rows[name] = lambda name=name, entry=entry: rows_of_weight(
-                tensors, name, entry.tensors, entry.read, reader, settings
-            )
-    values, used = open_values(tensors)
+        if entry.rows is not None:
+            rows[name] = entry.rows
+        elif format is not None and format.by_rows:
+            rows[name] = partial(rows_of_weight, tensors, name, entry, format.weights, settings)
     weights |= values
-    taken |= used
-    rest: Mapping[str, Any] = tensors
-    states: Mapping[str, Any] = {}
-    if method in (None, "bitsandbytes"):
-        rest = bitsandbytes.Checkpoint(tensors)
-        states = rest.storage
-        method = method or ("safetensors" if not found and not rest.storage else "bitsandbytes")
-    for name in rest:
-        if name in taken or (method != "safetensors" and name.endswith(_SKIPPED)):
+    for name in tensors:
+        if name in taken or (format is not None and name.endswith(_SKIPPED)):
             continue
-        if method in _READERS and name.endswith(_CODES):
-            raise complain(tensors.path, name, f"belongs to no weight of the format {method!r}")
-        if method != "safetensors" and name not in states and _are_codes(name, tensors.info[name].dtype):
-            raise complain(
-                tensors.path,
-                name,
-                f"holds {tensors.info[name].dtype}: codes of a weight whose scales are missing",
-            )
-        weights[name] = lambda name=name: rest[name] if rest is not tensors else as_jax(tensors[name])
-        rows[name] = lambda name=name: (
-            rest.rows(name) if isinstance(rest, bitsandbytes.Checkpoint) else dense_rows(tensors, name)
-        )
+        if format is not None:
+            _check_plain(tensors, name, format)
+        weights[name] = lambda name=name: as_jax(tensors[name])
+        rows[name] = partial(dense_rows, tensors, name)
     return Checkpoint(
-        weights, format=str(method), config=config, metadata=tensors.metadata, dtype=dtype, rows=rows,
+        weights, format="safetensors" if format is None else str(settings.get("quant_method", format.name)),
+        config=config, metadata=tensors.metadata, dtype=dtype, rows=rows,
         shapes=(info.shape for info in tensors.info.values()),
     )  # fmt: skip
+
+
+def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | None, Mapping[str, Any]]:
+    """The format of a checkpoint, None if it is plain, and its settings, which a header may hold."""
+    if not settings and "quantization_config" in tensors.metadata:
+        text = tensors.metadata["quantization_config"]
+        settings = read_json(tensors.path, text, "the quantisation config in the header")
+    method = settings.get("quant_method")
+    if method is None:
+        return next((format for format in FORMATS if format.is_in(tensors)), None), settings
+    format = next((format for format in FORMATS if method in format.methods), None)
+    if format is None:
+        known = ", ".join(itertools.chain.from_iterable(format.methods for format in FORMATS))
+        raise complain(tensors.path, "quant_method", f"{known} can be read; found {quoted(method)}")
+    return format, settings
+
+
+def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
+    """Raises for a tensor of a quantised checkpoint that cannot be a weight, or a buffer, by itself."""
+    if name.endswith(tuple(itertools.chain.from_iterable(format.codes for format in FORMATS))):
+        raise complain(tensors.path, name, f"belongs to no weight of the format {format.name!r}")
+    dtype = tensors.info[name].dtype
+    if dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer)):
+        problem = f"holds {dtype}: codes of a weight whose scales are missing"
+        raise complain(tensors.path, name, problem)
 
 
 @checked
@@ -272,18 +260,6 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     return json.dumps(tokenizer_of(gguf.path, plain(gguf.metadata)))
 
 
-# Suffixes of no use on their own: a file that has one without its weight is damaged, or of another format.
-_CODES = (
-    *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_zero_point"),
-    *("_blocks", "_scales", ".W_q", ".SCB", ".weight_format", "._weight_qdata", "._weight_scale"),
-)
-
-
-def _are_codes(name: str, dtype: np.dtype) -> bool:
-    """Whether a tensor of a quantised checkpoint cannot be a weight, or a buffer, by itself."""
-    return dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer))
-
-
 _FLOATS_OF_8 = tuple(map(np.dtype, (float8_e4m3fn, float8_e5m2, float8_e8m0fnu)))
 
 
@@ -291,30 +267,21 @@ def _opened(path: Path) -> Gguf | Tensors:
     return open_gguf(path) if holds_gguf(path) else open_tensors(path)
 
 
-def _configs(path: Path) -> tuple[dict[str, Any], tuple[str | None, dict[str, Any]]]:
-    """The configuration beside a checkpoint, with the quantisation method that it names and its settings."""
+def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The configuration beside a checkpoint, and the settings of its quantisation, which name the method."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
-        return {}, (None, {})
-    read = lambda name: (
-        read_json_file(folder / name, "the configuration") if (folder / name).is_file() else {}
-    )
-    config = read(Pair(folder).config_path().name)
+        return {}, {}
+    file = Pair(folder).config_path()
+    config = read_json_file(file, "the configuration") if file.is_file() else {}
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, dict | None):
         raise complain(folder / "config.json", "quantization_config", f"is not an object: {quoted(settings)}")
-    if isinstance(config.get("quantization"), dict) and "quant_method" not in (settings or {}):
-        return config, ("mlx", config["quantization"])
-    if settings is None and (other := read("quantize_config.json")):
-        settings = {"quant_method": "gptq", **other}
-    if settings is None and (other := read("hf_quant_config.json")):
-        own = subsettings(other, "quantization", folder / "hf_quant_config.json")
-        settings = {"quant_method": "modelopt", **own}
-    if settings is None:
-        return config, (None, {})
-    if not isinstance(settings.get("quant_method"), str):
+    elsewhere = (format.settings(config, folder) for format in FORMATS)
+    settings = next((found for found in elsewhere if found is not None), settings)
+    if settings is not None and not isinstance(settings.get("quant_method"), str):
         raise complain(folder / "config.json", "quantization_config", "must name its quant_method")
-    return config, (settings["quant_method"], settings)
+    return config, settings or {}
 
 
 _USUAL = ("model.safetensors", "model.safetensors.index.json")

@@ -29,8 +29,10 @@ from .blocks import (
     unpack,
     weight,
 )
+from .compressed_tensors_writer import is_held, tensors_of
 from .errors import complain, quoted
 from .float8 import read_float8, read_nvfp4
+from .format import Format
 from .sparse_masks import dense_weights
 from .tensors import Tensors, are_sizes
 
@@ -241,3 +243,9 @@ _READERS: dict[str, Callable[[Layer, _Scheme], Any]] = {
     "nvfp4-pack-quantized": _nvfp4,
     "mxfp4-pack-quantized": _mxfp4,
 }
+
+
+FORMAT = Format(
+    ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
+    written=tensors_of, takes=is_held,
+)  # fmt: skip

@@ -10,10 +10,15 @@ import ml_dtypes
 import numpy as np
 
 from .._checked import a_or_an
-from ..arrays.quantized import BlockArray, Codec, Int8Array
+from ..arrays.quantized import CODECS, BlockArray, Codec, Int8Array
 from ..core.values import is_value
 from ..kernels import bits as bitstream
 from .errors import complain
+
+
+def is_held(value: Any) -> bool:
+    """Whether a Value is of a type that the format has a place for."""
+    return isinstance(value, Int8Array) or (isinstance(value, BlockArray) and value.codec != CODECS["mxfp4"])
 
 
 def tensors_of(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -5,6 +5,7 @@ ModelOpt, <https://github.com/NVIDIA/TensorRT-Model-Optimizer>.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from .blocks import (
     Weight,
     layers,
     per_row,
+    settings,
     small_floats,
     spread_tiles,
     weight,
 )
 from .errors import complain, quoted
+from .format import Format
+from .json_text import read_json_file
 from .tensors import Tensors, are_sizes
 
 _PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
@@ -108,3 +112,17 @@ def read_nvfp4(layer: Layer, packed: str, outer: np.ndarray, *, over: bool) -> A
     raw = layer.get(packed, [UINT8])
     rows = np.ascontiguousarray(per_row(outer, n))
     return small_floats(raw, scale.view(np.uint8), codec=codec, block=16, outer=rows, count=k)
+
+
+def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Those of ModelOpt, in a file of their own."""
+    file = folder / "hf_quant_config.json"
+    if config.get("quantization_config") is not None or not file.is_file():
+        return None
+    own = settings(read_json_file(file, "the configuration"), "quantization", file)
+    return {"quant_method": "modelopt", **own}
+
+
+FORMAT = Format(
+    ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True, settings=_settings
+)  # fmt: skip

@@ -5,6 +5,7 @@ Source: the layouts of AutoGPTQ and GPTQModel, <https://github.com/ModelCloud/GP
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from .blocks import (
     weight,
 )
 from .errors import complain, quoted
+from .format import Format
+from .json_text import read_json_file
 from .tensors import Tensors
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -114,3 +117,14 @@ def _zeros(packed: np.ndarray, bits: int, n: int, plus_one: bool) -> np.ndarray:
             words[..., i], carry = raised & (2**bits - 1), raised >> bits
         fields = words.astype(np.uint8).reshape(fields.shape)
     return fields[:, :n]
+
+
+def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Those of AutoGPTQ, in a file of their own."""
+    file = folder / "quantize_config.json"
+    if config.get("quantization_config") is not None or not file.is_file():
+        return None
+    return {"quant_method": "gptq", **read_json_file(file, "the configuration")}
+
+
+FORMAT = Format(("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"), settings=_settings)

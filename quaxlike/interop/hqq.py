@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays.quantized import BlockArray, BlockScales, Codec
 from ..arrays.quantized.layout import reshaped
 from .blocks import FLOATS, INT32, UINT8, Layer, Weight, layers, weight
+from .format import Format
 from .tensors import Tensors
 
 # By number of bits: the packing's name, the dtype of its words, and the slabs per word.
@@ -120,3 +121,6 @@ def _in_columns(
         order=None if order is None else order.astype(np.int32),
     )
     return out.with_axes((1, 0))
+
+
+FORMAT = Format(("hqq",), weights, codes=(".W_q",))

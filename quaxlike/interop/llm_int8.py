@@ -16,15 +16,10 @@ from .tensors import Tensors
 _OWN = ("SCB", "weight_format")
 
 
-def is_in(tensors: Tensors) -> bool:
-    """Whether a checkpoint, whatever its configuration says, has weights in this format."""
-    return bool(layers(tensors, *_OWN))
-
-
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name. Without a configuration it has none."""
+    """The quantised weights of a checkpoint, by name; none unless its settings or its tensors say so."""
     out: dict[str, Weight] = {}
-    for layer in layers(tensors, *_OWN, dtypes=[INT8]) if config else ():
+    for layer in layers(tensors, *_OWN, dtypes=[INT8]) if config or layers(tensors, *_OWN) else ():
         out |= weight(layer, ("weight", *_OWN), lambda layer=layer: _read(layer))
     return out
 

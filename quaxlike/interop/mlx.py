@@ -4,6 +4,7 @@ Source: the layouts of MLX, <https://github.com/ml-explore/mlx>.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ..arrays.quantized.codecs import E2M1
 from .blocks import UINT8, Layer, Weight, integer, layers, stream, weight
 from .errors import complain
+from .format import Format
 from .tensors import Tensors
 
 _MODES: dict[str, Codec] = {
@@ -55,3 +57,12 @@ def _read(layer: Layer, config: Mapping[str, Any]) -> Any:
             raise layer.bad(None, f"the mode {mode} takes {codec.bits} bits, and no biases")
         scales = BlockScales(layer.get("scales", [UINT8], (n, k // group)))
     return BlockArray.from_codes(packed, scales, codec=codec, block_size=group, count=k)
+
+
+def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Those under MLX's own name, which it may copy to `quantization_config`."""
+    own, other = config.get("quantization"), config.get("quantization_config") or {}
+    return {"quant_method": "mlx", **own} if isinstance(own, dict) and "quant_method" not in other else None
+
+
+FORMAT = Format(("mlx",), weights, by_rows=True, settings=_settings)

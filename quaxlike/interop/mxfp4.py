@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from .._checked import a_or_an
 from ..arrays.quantized import CODECS, BlockArray
+from ..core.values import is_value
 from .blocks import UINT8, Layer, Weight, guarded, layers, small_floats
 from .errors import complain
+from .format import Format
 from .tensors import Tensors
 
 _PARTS = ("blocks", "scales")
@@ -47,7 +50,20 @@ def turned(name: str, w: Any) -> Any:
     return w.with_axes((first, *rest[::-1]))
 
 
-def tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
+def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    tensors: dict[str, np.ndarray] = {}
+    for name, value in mapping.items():
+        if isinstance(value, BlockArray):
+            tensors |= _tensors_of(path, name, value)
+        elif is_value(value):
+            kind = type(value).__name__
+            raise complain(path, name, f"{a_or_an(kind)} has no place in the file; quantise to 'mxfp4'")
+        else:
+            tensors[name] = np.asarray(value)
+    return tensors, {"quant_method": "mxfp4"}
+
+
+def _tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
     """The tensors that store a weight."""
     if w.codec != CODECS["mxfp4"] or w.block != 32 or w.axes or len(w.inner_shape) != 1:
         raise complain(path, name, "is not an array of the codec mxfp4 in blocks of 32 along its last axis")
@@ -56,3 +72,9 @@ def tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
     codes = np.asarray(w.codes)
     blocks = codes.reshape(*codes.shape[:-1], -1, 16)
     return {name + "_blocks": blocks, name + "_scales": np.asarray(w.scale.scale)}
+
+
+FORMAT = Format(
+    ("mxfp4",), weights, codes=("_blocks", "_scales"), by_rows=True, written=_written,
+    takes=lambda value: isinstance(value, BlockArray) and value.codec == CODECS["mxfp4"],
+)  # fmt: skip

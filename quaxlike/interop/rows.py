@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..sharding.reading import Rows
+from .blocks import Weight
 from .tensors import TensorInfo, Tensors
-
-# The formats whose tensors have the rows of the weight, tiles of rows, or neither on their first axis, and
-# whose readers do not depend on the contents of other rows.
-BY_ROWS = frozenset({"fp8", "fbgemm_fp8", "mxfp8", "modelopt", "mxfp4", "mlx", "int8"})
 
 
 def dense_rows(tensors: Any, name: str) -> Rows:
@@ -27,20 +24,12 @@ def dense_rows(tensors: Any, name: str) -> Rows:
 def rows_of_weight(
     tensors: Tensors,
     name: str,
-    names: tuple[str, ...],
-    read: Callable[[], Any],
-    reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, Any]],
+    weight: Weight,
+    reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, Weight]],
     settings: Mapping[str, Any],
 ) -> Rows:
-    """The rows of a weight in a format of `BY_ROWS`, whose reader reads windows as if they were files.
-
-    **Arguments:**
-
-    - `tensors`: the checkpoint.
-    - `name`, `names`: of the weight, and of its tensors.
-    - `read`: reads the whole weight.
-    - `reader`, `settings`: the format's reader and its configuration.
-    """
+    """The rows of a weight in a format whose reader reads windows as if they were files."""
+    names, read = weight.tensors, weight.read
     count = max((tensors.info[part].shape or (1,))[0] for part in names)
     tile = settings.get("weight_block_size")
     each = {part: _rows_an_entry(tensors.info[part], count, tile[0] if tile else 1) for part in names}

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from .._checked import a_or_an, checked
-from ..arrays.quantized import CODECS, BlockArray, FP4Array, Int8Array, NF4Array
 from ..core.values import is_value
-from . import bitsandbytes, compressed_tensors_writer, gguf_models, gguf_writer, mxfp4, safetensors
+from . import gguf_models, gguf_writer, safetensors
 from .beside import files_beside, module_folders, remove_others, staged
-from .errors import CheckpointError, complain
+from .errors import CheckpointError
 from .file_pair import Pair
+from .formats import FORMATS
 from .tensors import write_tensors
 
 
@@ -59,8 +59,9 @@ def save(
         ```
     """
     path = Path(path)
-    if format not in _FORMATS:
-        raise ValueError(f"save writes the formats {', '.join(_FORMATS)}; found {format!r}.")
+    writers = _writers()
+    if format not in (known := ("gguf", *writers, "safetensors")):
+        raise ValueError(f"save writes the formats {', '.join(known)}; found {format!r}.")
     if format == "safetensors":
         safetensors.save(path, dict(mapping))
     elif format == "gguf":
@@ -68,33 +69,12 @@ def save(
         factors = gguf_models.rope_tensors(config) if config is not None else {}
         gguf_writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
     else:
-        _write_folder(path, *_FOLDERS[format](path, mapping), config or {})
+        _write_folder(path, *writers[format](path, mapping), config or {})
 
 
-def _bitsandbytes(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    return bitsandbytes.tensors_of(path, mapping), bitsandbytes.settings_of(mapping)
-
-
-def _mxfp4(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    tensors: dict[str, np.ndarray] = {}
-    for name, value in mapping.items():
-        if isinstance(value, BlockArray):
-            tensors |= mxfp4.tensors_of(path, name, value)
-        elif is_value(value):
-            kind = type(value).__name__
-            raise complain(path, name, f"{a_or_an(kind)} has no place in the file; quantise to 'mxfp4'")
-        else:
-            tensors[name] = np.asarray(value)
-    return tensors, {"quant_method": "mxfp4"}
-
-
-# The formats that can write a folder: functions for their tensors and `quantization_config`.
-_FOLDERS = {
-    "bitsandbytes": _bitsandbytes,
-    "compressed-tensors": compressed_tensors_writer.tensors_of,
-    "mxfp4": _mxfp4,
-}
-_FORMATS = ("gguf", *_FOLDERS, "safetensors")
+def _writers() -> dict[str, Callable[..., tuple[dict[str, np.ndarray], dict[str, Any]]]]:
+    """For each format that a folder can be in, its tensors and `quantization_config`."""
+    return {format.name: format.written for format in FORMATS if format.written is not None}
 
 
 def _write_folder(
@@ -138,7 +118,7 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
             f"{directory}: the weights are in several formats, {', '.join(sorted(formats))}; a checkpoint is "
             "in one of them. Materialise the others."
         )
-    written = _FOLDERS[next(iter(formats), "bitsandbytes")](directory, mapping)
+    written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
     copies, modules = files_beside(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
     for module in modules:  # also those without files
@@ -149,15 +129,10 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
 
 
 def _format_of(directory: Path, name: str, value: Any) -> str:
-    if isinstance(value, BlockArray):
-        return "mxfp4" if value.codec == CODECS["mxfp4"] else "compressed-tensors"
-    if type(value) not in _OF_TYPES:
+    found = next((format.name for format in FORMATS if format.takes(value)), None)
+    if found is None:
         raise CheckpointError(
-            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, "
-            f"{', '.join(kind.__name__ for kind in (*_OF_TYPES, BlockArray))}. Merge adapters, and "
-            "materialise the others."
+            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, NF4Array, "
+            "FP4Array, Int8Array and BlockArray. Merge adapters, and materialise the others."
         )
-    return _OF_TYPES[type(value)]
-
-
-_OF_TYPES = {NF4Array: "bitsandbytes", FP4Array: "bitsandbytes", Int8Array: "compressed-tensors"}
+    return found

@@ -11,6 +11,7 @@ import numpy as np
 
 from .blocks import E4M3, INT8, Layer, Weight, integers, small_floats, weight
 from .errors import complain
+from .format import Format
 from .tensors import Tensors, read_json
 
 _CLASSES = ("IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8Tensor")
@@ -55,3 +56,6 @@ def _read(layer: Layer, kind: str, narrow: bool, named: Iterable[str]) -> Any:
         points = layer.get("zero_point", [INT8], (n, groups)).astype(np.int16) + middle
         zero = points if points.min() < 0 or points.max() > 255 else points.astype(np.uint8)
     return integers(codes.astype(np.uint8), scale, zero, bits=bits, block=block)
+
+
+FORMAT = Format(("torchao",), weights, codes=("._weight_qdata", "._weight_scale"))

@@ -13,6 +13,10 @@ import quaxlike as ql
 from quaxlike import interop
 from quaxlike.arrays.quantized import CODECS
 from quaxlike.interop import CheckpointError
+from quaxlike.interop.blocks import Weight
+from quaxlike.interop.format import Format
+from quaxlike.interop.formats import FORMATS
+from quaxlike.interop.tensors import as_jax, write_tensors
 from tests.fixtures import fixture
 from tests.samples import normal
 
@@ -252,3 +256,40 @@ def test_damaged_gguf_files_are_refused(tmp_path, name):
 
 def test_codecs_are_known():
     assert set(_WRITTEN["mxfp4"]) <= set(CODECS)
+
+
+def _halved(tensors, settings):
+    """The weights of a made-up format: a tensor `….half`, to be doubled."""
+    return {
+        name.replace(".half", ".weight"): Weight((name,), lambda name=name: 2 * as_jax(tensors[name]))
+        for name in tensors
+        if name.endswith(".half")
+    }
+
+
+@pytest.fixture
+def halved():
+    record = Format(
+        ("halved",), _halved, codes=(".double",), by_rows=True,
+        written=lambda path, mapping: (
+            {name.replace(".weight", ".half"): np.asarray(x) / 2 for name, x in mapping.items()},
+            {"quant_method": "halved"},
+        ),
+    )  # fmt: skip
+    FORMATS.append(record)
+    yield
+    FORMATS.remove(record)
+
+
+@pytest.mark.usefixtures("halved")
+def test_a_format_is_one_record(tmp_path):
+    """It is read, whole and by rows, and written; a part of a weight is no weight."""
+    w = jnp.arange(12.0).reshape(4, 3)
+    interop.save(tmp_path, {"a.weight": w}, "halved")
+    checkpoint = interop.open_checkpoint(tmp_path)
+    assert checkpoint.format == "halved"
+    np.testing.assert_array_equal(checkpoint["a.weight"], w)
+    np.testing.assert_array_equal(checkpoint.rows("a.weight").read(1, 3), w[1:3])
+    write_tensors(tmp_path / "model.safetensors", {"a.double": np.ones(2)}, {})
+    with pytest.raises(CheckpointError, match="belongs to no weight of the format 'halved'"):
+        interop.load(tmp_path)
