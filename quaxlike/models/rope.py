@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..interop.model_config import check_numbers, computing, refused
 
+_LARGEST_HEAD = 1 << 16  # far beyond any model, so that a damaged number takes no memory
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -76,6 +77,8 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         share = 1.0 if share is None else share
         if not 0 < share <= 1:
             raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
+        if config.head_dim > _LARGEST_HEAD:
+            raise refused("head_dim", config.head_dim, label, f"heads of {_LARGEST_HEAD:,} numbers at most")
         dim, theta = int(config.head_dim * share), rope["rope_theta"]
         inverse = 1 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
         most, given = config.max_position_embeddings, rope.get("original_max_position_embeddings")
