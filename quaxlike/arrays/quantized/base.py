@@ -220,6 +220,11 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return dataclasses.replace(self, scale=dense_scales(self.scale)) if nested else self
 
     @property
+    def is_sum(self) -> bool:
+        """Whether elements are sums of terms that are scaled one by one, which an infinite factor makes NaN."""
+        return self.codec.zeros is not None or isinstance(self.scale, NestedScales)
+
+    @property
     def has_gradients(self) -> bool:
         """Whether gradients flow into the scales."""
         return self.train_scales or self.open_scales

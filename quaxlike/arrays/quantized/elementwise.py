@@ -18,7 +18,7 @@ from ..factors import is_infinite, reciprocal
 from .base import AbstractQuantizedArray
 from .block import BlockArray
 from .dot import contract
-from .scales import BlockScales, NestedScales
+from .scales import BlockScales
 from .shape import with_free_axes
 
 
@@ -53,8 +53,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     block, not for each element.
 
     Even if the scales are frozen, gradients reach a traced factor, through the scales of the result."""
-    sums = w.codec.zeros is not None or isinstance(w.scale, NestedScales)
-    if sums and is_infinite(factor):
+    if w.is_sum and is_infinite(factor):
         return NotImplemented
     factor = jnp.asarray(factor)
     if not jnp.issubdtype(factor.dtype, jnp.floating) or factor.ndim not in (0, w.ndim):
