@@ -221,7 +221,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @property
     def is_sum(self) -> bool:
-        """Whether elements are sums of terms that are scaled one by one, which an infinite factor makes NaN."""
+        """Whether elements are sums, whose terms are scaled one by one: an infinite factor makes them NaN."""
         return self.codec.zeros is not None or isinstance(self.scale, NestedScales)
 
     @property
