@@ -68,13 +68,18 @@ class on_materialise(contextlib.ContextDecorator):
         self.warned: set[Any] = set()  # the call sites that have been warned about
 
     def __enter__(self) -> None:
-        _enter((*_entered.get(), self), 1)
+        _count(1)
+        _entered.set((*_entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
         # Not always the innermost: an abandoned generator exits when it is garbage collected.
         stack = _entered.get()
-        at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
-        _enter(stack[:at] + stack[at + 1 :], -1)
+        if stack and stack[-1] is self:
+            _entered.set(stack[:-1])  # before any call, which would fail at the limit of recursion
+        else:
+            at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
+            _entered.set(stack[:at] + stack[at + 1 :])
+        _count(-1)
 
 
 probing.asides.append(lambda: on_materialise("allow"))
@@ -97,9 +102,9 @@ _n_entered = 0  # in all contexts
 _enter_lock = threading.Lock()
 
 
-def _enter(stack: tuple[on_materialise, ...], entered: int) -> None:
+def _count(entered: int) -> None:
+    """Sets the key for JAX's caches, while any policy is entered anywhere."""
     global _n_entered
-    _entered.set(stack)
     with _enter_lock:
         _n_entered += entered
         compat.set_user_context(_jit_mode, _ModeOfContext() if _n_entered else None)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import quaxlike as ql
+from quaxlike.core.policy import policy_key
 
 
 class Plain(ql.ArrayValue):
@@ -485,3 +486,16 @@ class TestTraceback:
         finally:
             jax.config.update("jax_traceback_filtering", before)
         assert "process_primitive" in "".join(traceback.format_exception(caught.value))
+
+
+def test_none_is_left_behind_at_the_limit_of_recursion():
+    """Wherever the error comes: while a policy is entered, inside of it, or while it is left."""
+
+    def deeper():
+        with ql.on_materialise("error"):
+            deeper()
+
+    for _ in range(3):
+        with pytest.raises(RecursionError):
+            deeper()
+        assert policy_key() is None
