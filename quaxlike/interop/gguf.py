@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ..core.quaxify import quaxify
 from .errors import complain
 from .gguf_blocks import BLOCK_TYPES, read_blocks
+from .gguf_experts import joined, together
 from .gguf_metadata import MAGIC, Cursor, plain, read_value
-from .gguf_models import architecture_of, config_of, joined, name_of, row_order
+from .gguf_models import architecture_of, config_of, name_of, row_order
 from .open_file import OpenFile, foreign
 from .tensors import are_sizes, as_jax
 
@@ -105,13 +104,8 @@ class Gguf(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         parts = [self._read(name) for name in self._sources[key]]
-        if len(parts) == 1:
-            return parts[0]
-        shapes = [part.shape for part in parts]
-        if len(shapes[0]) != 3 or shapes[0] != shapes[1]:
-            raise complain(self.path, key, f"must be made of two stacks of the same shape; found {shapes}")
-        dtype = np.promote_types(*(part.dtype for part in parts))
-        return quaxify(lambda parts: jnp.concatenate([x.astype(dtype) for x in parts], axis=1))(parts)
+        in_turn = self._architecture is not None and self._architecture.in_turn
+        return together(self.path, key, parts, in_turn)
 
     def _read(self, name: str) -> Any:
         tensor = self._tensors[name]

@@ -148,9 +148,10 @@ def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows:
 
 
 def write_blocks(w: BlockArray, name: str) -> np.ndarray:
-    """The bytes of an array, in the type `Q4_0` or `Q8_0`, row by row: (..., bytes)."""
+    """The bytes of an array, in the type `Q4_0`, `Q8_0` or `MXFP4`, row by row: (..., bytes)."""
     codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
     blocks = codes.reshape(-1, 32)
-    packed = blocks[:, :16] | blocks[:, 16:] << np.uint8(4) if name == "Q4_0" else blocks ^ np.uint8(128)
-    scale = np.asarray(w.scale.scale).astype("<f2").reshape(-1, 1).view(np.uint8)
-    return np.concatenate([scale, packed], axis=1).reshape(*codes.shape[:-1], -1)
+    packed = blocks ^ np.uint8(128) if name == "Q8_0" else blocks[:, :16] | blocks[:, 16:] << np.uint8(4)
+    scale = np.asarray(w.scale.scale)
+    raw = scale.astype(scale.dtype.newbyteorder("<")).reshape(-1, 1).view(np.uint8)
+    return np.concatenate([raw, packed], axis=1).reshape(*codes.shape[:-1], -1)

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from .errors import complain
+from .gguf_experts import halves_of
 from .model_config import is_finite
 
-# From llama.cpp's names to transformers'.
+# From llama.cpp's names to transformers'; those with an ending are of arrays that have none there.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK = {
     "attn_norm": "input_layernorm",
@@ -26,12 +27,14 @@ _IN_BLOCK = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks.weight": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -41,8 +44,6 @@ _AFTER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-#: transformers keeps gate and up of experts in one stack.
-_JOINED = ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.gate_up_proj"
 
 # Entries of `config.json`, by metadata keys without the architecture's prefix.
 _KEYS = {
@@ -57,14 +58,16 @@ _KEYS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
+_WINDOW = "attention.sliding_window"
+_TYPES = ("full_attention", "sliding_attention")
 _GEMMA_KEYS = {
-    "attention.sliding_window": "sliding_window",
+    _WINDOW: "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_CHOICE_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERT_KEYS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
+    **_CHOICE_KEYS,
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
@@ -82,8 +85,10 @@ class Architecture:
     """Names within a block that differ from Llama's."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Metadata keys besides the usual ones."""
+    rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Metadata keys besides the usual ones, of entries of `rope_parameters`."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that no metadata key determines."""
+    """Entries of `config.json` that no metadata key determines, or whose defaults differ in llama.cpp."""
     permuted: bool = False
     """Whether the rows of q and k are in the order of llama.cpp's rotary embedding."""
     norm_offset: float | int = 0
@@ -92,12 +97,17 @@ class Architecture:
     """Whether files must have an output layer of their own, or must not; either by default."""
     large: int = 0
     """The number of layers of the Gemma whose scores are scaled by another head size."""
+    in_turn: bool = False
+    """Whether transformers has gates and values of experts in turn, and matrices as (experts, in, out)."""
+    yarn: bool = False
+    """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
 
 _GEMMA = Architecture(
     "Gemma2ForCausalLM", "gemma2", parts={**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
     keys=_GEMMA_KEYS, norm_offset=1, output="tied", large=46,
 )  # fmt: skip
+_UNBIASED = {"attention_bias": False, "mlp_bias": False}
 #: By `general.architecture`.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", permuted=True),
@@ -111,26 +121,63 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": dataclasses.replace(
         _GEMMA, model="Gemma3ForCausalLM", model_type="gemma3_text", output="", large=62
     ),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", parts=_AFTER, output="own"),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", parts=_AFTER, config=_UNBIASED, output="own"),
     "phi3": Architecture(
         "Phi3ForCausalLM", "phi3",
         parts={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         keys={"rope.scaling.original_context_length": "original_max_position_embeddings"},
     ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", "gpt_oss",
+        parts={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        keys={_WINDOW: "sliding_window", **_CHOICE_KEYS, "expert_feed_forward_length": "intermediate_size"},
+        config={"attention_bias": True}, output="own", in_turn=True,
+    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", config=_UNBIASED, permuted=True),
+    "granite": Architecture(
+        "GraniteForCausalLM", "granite",
+        keys={
+            "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+        },
+        config={"attention_multiplier": 0}, permuted=True,
+    ),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM", "ministral3",
+        rope_keys={"attention.temperature_scale": "llama_4_scaling_beta"}, permuted=True, yarn=True,
+    ),
 }  # fmt: skip
-#: Files of Mixtral claim to be Llama, but have experts.
-_MIXTRAL = dataclasses.replace(
-    ARCHITECTURES["llama"], model="MixtralForCausalLM", model_type="mixtral", keys=_EXPERT_KEYS
-)
-_SAME = {"mistral": "llama", "mixtral": "llama"}
+#: Other models whose files claim to be of an architecture, and the key by which they are told.
+_VARIANTS = {
+    "llama": (
+        "expert_count",
+        dataclasses.replace(
+            ARCHITECTURES["llama"], model="MixtralForCausalLM", model_type="mixtral", keys=_EXPERT_KEYS
+        ),
+    ),
+    "olmo2": (
+        _WINDOW,
+        dataclasses.replace(
+            ARCHITECTURES["olmo2"],
+            model="Olmo3ForCausalLM",
+            model_type="olmo3",
+            keys={_WINDOW: "sliding_window"},
+        ),
+    ),
+}
+#: Names and entries, by `model_type`.
+_BY_TYPE = {
+    **{entry.model_type: (name, entry) for name, entry in ARCHITECTURES.items()},
+    **{entry.model_type: (name, entry) for name, (_, entry) in _VARIANTS.items()},
+    "mistral": ("llama", ARCHITECTURES["llama"]),
+}
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> Architecture | None:
     """The table's entry for a file; None if its architecture is not in the table."""
-    name = metadata.get("general.architecture")
-    if name == "llama" and metadata.get("llama.expert_count"):
-        return _MIXTRAL
-    return ARCHITECTURES.get(str(name))
+    name = str(metadata.get("general.architecture"))
+    key, variant = _VARIANTS.get(name, ("", None))
+    return variant if variant and metadata.get(f"{name}.{key}") else ARCHITECTURES.get(name)
 
 
 def name_of(name: str, architecture: Architecture | None) -> str:
@@ -142,11 +189,11 @@ def name_of(name: str, architecture: Architecture | None) -> str:
         return f"{_TOP[stem]}.{kind}"
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     parts = {**_IN_BLOCK, **architecture.parts}
-    if found is None or found[2] not in parts:
+    if found is None:
         return name
-    inner = parts[found[2]]
-    ending = "" if ".experts." in inner else f".{kind}"
-    return f"model.layers.{found[1]}.{inner}{ending}"
+    if whole := parts.get(f"{found[2]}.{kind}"):
+        return f"model.layers.{found[1]}.{whole}"
+    return f"model.layers.{found[1]}.{parts[found[2]]}.{kind}" if found[2] in parts else name
 
 
 def original_name(name: str, architecture: Architecture | None) -> str:
@@ -160,35 +207,16 @@ def original_name(name: str, architecture: Architecture | None) -> str:
         return name
     inner = {hf: gguf for gguf, hf in {**_IN_BLOCK, **architecture.parts}.items()}
     layer, (stem, _, kind) = found[1], found[2].rpartition(".")
-    if found[2] in inner:  # a stack of experts
-        return f"blk.{layer}.{inner[found[2]]}.weight"
+    if found[2] in inner:
+        return f"blk.{layer}.{inner[found[2]]}"
     return f"blk.{layer}.{inner[stem]}.{kind}" if stem in inner else name
 
 
 def original_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
     """llama.cpp's names, by those of transformers; a stack that it cuts in two has that of the first part."""
     architecture = architecture_of(metadata)
-    halves = {name: halves_of(name, architecture) for name in names}
+    halves = {name: halves_of(name) if architecture else None for name in names}
     return {name: pair[0] if pair else original_name(name, architecture) for name, pair in halves.items()}
-
-
-def halves_of(name: str, architecture: Architecture | None) -> tuple[str, str] | None:
-    """The two llama.cpp tensors that a stack of experts consists of; None for any other array."""
-    (gate, up), whole = _JOINED
-    found = re.fullmatch(rf"model\.layers\.(\d+)\.{re.escape(whole)}", name)
-    if found is None or architecture is None:
-        return None
-    return f"blk.{found[1]}.{gate}.weight", f"blk.{found[1]}.{up}.weight"
-
-
-def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The stacks of experts that two llama.cpp tensors make up: from the stack's name to theirs."""
-    (gate, up), whole = _JOINED
-    return {
-        f"model.layers.{found[1]}.{whole}": (name, name.replace(gate, up))
-        for name in names
-        if (found := re.fullmatch(rf"blk\.(\d+)\.{gate}\.weight", name)) and name.replace(gate, up) in names
-    }
 
 
 def row_order(
@@ -199,9 +227,10 @@ def row_order(
     architecture = architecture_of(metadata)
     if found is None or architecture is None or not architecture.permuted:
         return None
-    heads = metadata.get("llama.attention.head_count")
+    prefix = f"{metadata.get('general.architecture')}.attention."
+    heads = metadata.get(f"{prefix}head_count")
     if found[1] == "k":
-        heads = metadata.get("llama.attention.head_count_kv", heads)
+        heads = metadata.get(f"{prefix}head_count_kv", heads)
     if len(shape) != (2 if found[2] == "weight" else 1):
         raise complain(path, name, f"must be a matrix, or the vector of its biases; found the shape {shape}")
     n = shape[0]
@@ -235,30 +264,58 @@ def config_of(
         **architecture.config,
     }  # fmt: skip
     for key, entry in {**_KEYS, **architecture.keys}.items():
-        value = metadata.get(prefix + key)
-        if isinstance(value, list) and value and all(x == value[0] for x in value):
-            value = value[0]  # the same for all layers
-        if value is None:
-            continue
-        if type(value) not in (int, float):
-            raise complain(path, prefix + key, f"expected one number; found {_short(value)}")
-        config[entry] = float(str(np.float32(value))) if isinstance(value, float) else value
+        if (value := _number(path, prefix + key, metadata)) is not None:
+            config[entry] = value
+    if _WINDOW in architecture.keys:
+        config |= _pattern(path, prefix, metadata)
     if "token_embd.weight" in shapes:
         config["vocab_size"] = rows = shapes["token_embd.weight"][0]
         tokens = metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list) and len(tokens) != rows:
             raise complain(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
     config["tie_word_embeddings"] = "output.weight" not in shapes
-    config["attention_bias"] = "blk.0.attn_output.bias" in shapes
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
+    config.setdefault("attention_bias", "blk.0.attn_output.bias" in shapes)
+    config.setdefault("mlp_bias", "blk.0.ffn_up.bias" in shapes)
     if architecture.large and config.get("num_attention_heads") and "hidden_size" in config:
         config["query_pre_attn_scalar"] = _scalar(architecture, config)
     config |= _rope(path, metadata, prefix, config, shapes, read)
+    if architecture.rope_keys:
+        numbers = {
+            name: _number(path, prefix + key, metadata) for key, name in architecture.rope_keys.items()
+        }
+        original = _number(path, f"{prefix}rope.scaling.original_context_length", metadata)
+        rope = {"rope_type": "default", **numbers, "original_max_position_embeddings": original}
+        rope |= config.get("rope_scaling", {})
+        config["rope_scaling"] = {name: x for name, x in rope.items() if x is not None}
     tokens = {entry: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, entry in _TOKENS.items()}
-    end_of_turn = metadata.get("tokenizer.ggml.eot_token_id")
-    if end_of_turn is not None and tokens["eos_token_id"] not in (None, end_of_turn):
-        tokens["eos_token_id"] = [tokens["eos_token_id"], end_of_turn]
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    if tokens["eos_token_id"] is not None and len(ends) > 1:
+        tokens["eos_token_id"] = ends
     return config | {entry: token for entry, token in tokens.items() if token is not None}
+
+
+def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
+    """The number that a key says, for all layers; None if it is absent."""
+    value = metadata.get(key)
+    if isinstance(value, list) and value and all(x == value[0] for x in value):
+        value = value[0]
+    if value is not None and type(value) not in (int, float):
+        raise complain(path, key, f"expected one number; found {_short(value)}")
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers with a window, if a file says more than their number."""
+    key = f"{prefix}{_WINDOW}_pattern"
+    found = metadata.get(key)
+    if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
+        return {"layer_types": [_TYPES[bool(x)] for x in found]}
+    if type(found) is int:
+        return {"sliding_window_pattern": found}
+    if found is not None:
+        raise complain(path, key, f"expected a number, or a list of booleans; found {_short(found)}")
+    return {}
 
 
 def _rope(
@@ -305,10 +362,13 @@ def _rope(
     return out
 
 
+_LOG = "yarn_log_multiplier"
+
+
 def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """What a file says about YaRN besides its factor. llama.cpp multiplies cosines and sines by `attn_factor`
     and by what YaRN prescribes for the factor."""
-    keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow")
+    keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
     found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
     for key, value in found.items():
         if not is_finite(value):
@@ -319,16 +379,27 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
     for key in ("attn_factor", "yarn_attn_factor"):
         if key in found:
             out["attention_factor"] = found[key] * _grown(factor)
+    if share := found.get(_LOG):  # mscale_all_dim
+        out["attention_factor"] = out.get("attention_factor", _grown(factor)) / _grown(factor, share)
     return out
 
 
-def _yarn_values(rope: Mapping[str, Any]) -> dict[str, float]:
+def _yarn_values(rope: Mapping[str, Any], architecture: Architecture) -> dict[str, float]:
     """The keys that say the same about YaRN as the entries of a `config.json`."""
-    usual = _grown(rope["factor"])
+    betas = {} if architecture.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
+    usual = {"truncate": (True,), **betas}
+    for name, known in usual.items():
+        if (found := rope.get(name, known[0])) not in known:
+            raise ValueError(
+                f"config.json has {name}={found!r} among its rope parameters; llama.cpp takes {known[-1]!r} for "
+                f"models of {architecture.model_type!r}. If that does as well, say it in the config.json of a "
+                "copy, and pass that as `source`."
+            )
+    grown = _grown(rope["factor"])
     own, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    shared = _grown(rope["factor"], own) / _grown(rope["factor"], all_dim) if own and all_dim else usual
+    shared = _grown(rope["factor"], own) / _grown(rope["factor"], all_dim) if own and all_dim else grown
     scale = rope.get("attention_factor") or shared
-    out = {"rope.scaling.attn_factor": float(scale / usual)} if scale != usual else {}
+    out = {"rope.scaling.attn_factor": float(scale / grown)} if scale != grown else {}
     betas = {x: rope.get(f"beta_{x}") for x in ("fast", "slow")}
     return out | {f"rope.scaling.yarn_beta_{x}": float(beta) for x, beta in betas.items() if beta}
 
@@ -345,17 +416,16 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     the format has no key for.
     """
     kind = str(config.get("model_type"))
-    names = {a.model_type: name for name, a in ARCHITECTURES.items()} | _SAME
-    if kind not in names:
+    if kind not in _BY_TYPE:
         raise ValueError(
-            f"config.json has model_type={kind!r}; metadata of GGUF is known for {', '.join(names)}."
+            f"config.json has model_type={kind!r}; metadata of GGUF is known for {', '.join(_BY_TYPE)}."
         )
-    name, rope = names[kind], _rope_parameters(config)
-    architecture = _MIXTRAL if kind == "mixtral" else ARCHITECTURES[name]
+    (name, architecture), rope = _BY_TYPE[kind], _rope_parameters(config)
+    config = {**config, "rope_theta": rope["rope_theta"]}
     heads = config.get("num_attention_heads")
     defaults = {
         "max_position_embeddings": 2048, "num_key_value_heads": heads, "rms_norm_eps": 1e-6,
-        "rope_theta": rope["rope_theta"], "num_experts": config.get("num_local_experts"),
+        "num_experts": config.get("num_local_experts"),
     }  # fmt: skip
     values: dict[str, Any] = {}
     for key, entry in {**_KEYS, **architecture.keys}.items():
@@ -364,6 +434,8 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"config.json has no {entry}, which GGUF needs.")
         if value is not None:
             values[key] = float(value) if entry in ("rms_norm_eps", "rope_theta") else value
+    if _WINDOW in values and config.get("layer_types"):
+        values[f"{_WINDOW}_pattern"] = [kind == _TYPES[1] for kind in config["layer_types"]]
     if "attention.key_length" in values:
         values["attention.value_length"] = values["attention.key_length"]
     scalar = config.get("query_pre_attn_scalar")
@@ -376,11 +448,12 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
-        values |= _yarn_values(rope) if kind == "yarn" else {}
+        values |= _yarn_values(rope, architecture) if kind == "yarn" else {}
     elif kind == "longrope" and rope.get("attention_factor"):
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
     if original := rope.get("original_max_position_embeddings"):
         values["rope.scaling.original_context_length"] = original
+    values |= {key: float(rope[entry]) for key, entry in architecture.rope_keys.items() if rope.get(entry)}
     return {"general.architecture": name, **{f"{name}.{key}": value for key, value in values.items()}}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import ml_dtypes
 import numpy as np
 
@@ -17,8 +18,9 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value
 from .errors import complain
 from .gguf_blocks import write_blocks
+from .gguf_experts import cuts_of, halves_of
 from .gguf_metadata import MAGIC, encode_text, encode_value, plain
-from .gguf_models import Architecture, architecture_of, halves_of, original_name, row_order
+from .gguf_models import Architecture, architecture_of, original_name, row_order
 
 _ALIGNMENT = 32
 
@@ -40,12 +42,19 @@ _KINDS = {
     "bf16": _Kind(30, 32, 1, 2, np.dtype(ml_dtypes.bfloat16)),
     "q8_0": _Kind(8, 7, 32, 34),
     "q4_0": _Kind(2, 2, 32, 18),
+    "mxfp4": _Kind(39, 38, 32, 17),
 }
-#: The types that weights can be stored in.
-TYPES = tuple(_KINDS)
+#: The types that weights can be converted to.
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+# The codecs whose codes and scales are those of a type, and the dtype of the scales.
+_CODECS = {
+    "q8_0": (("q8_0",), np.float16),
+    "q4_0": (("q4_0",), np.float16),
+    "mxfp4": (("mxfp4", "mxfp4_gguf"), np.uint8),
+}
 _FLOATS = {kind.dtype: name for name, kind in _KINDS.items() if kind.elements == 1}
-# Weights that llama.cpp computes with in float32, and those of the output, which 4 bits harm most.
-_ROUTER = re.compile(r"blk\.\d+\.ffn_gate_inp(_shexp)?\.weight")
+# Tensors that llama.cpp computes with in float32, and those of the output, which 4 bits harm most.
+_ALWAYS_F32 = re.compile(r"blk\.\d+\.(ffn_gate_inp(_shexp)?\.weight|ffn_\w+_exps\.bias)")
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 
@@ -122,13 +131,9 @@ def _parts(
     name: str, value: Any, architecture: Architecture | None
 ) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
     """The tensors that an array is stored in, and functions that cut them out of it."""
-    halves = halves_of(name, architecture) if len(value.shape) == 3 else None
-    if halves is None:
-        yield original_name(name, architecture), None
-        return
-    half = value.shape[1] // 2
-    yield halves[0], lambda x: x[:, :half]
-    yield halves[1], lambda x: x[:, half:]
+    cuts = cuts_of(name, len(value.shape), architecture.in_turn) if architecture else ()
+    names = halves_of(name) if len(cuts) == 2 else None
+    yield from zip(names or [original_name(name, architecture)], cuts or [None], strict=True)
 
 
 def _tensor(
@@ -141,14 +146,15 @@ def _tensor(
     quantize: str | None,
     outputs: Collection[str],
 ) -> _Tensor:
-    shape = tuple(value.shape if part is None else (value.shape[0], value.shape[1] // 2, value.shape[2]))
+    stored = value if part is None else eqx.filter_eval_shape(quaxify(part), value)
+    shape = tuple(stored.shape)
     if not 1 <= len(shape) <= 4:
         raise complain(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
     order = row_order(path, out, shape, metadata)
     rows = slice(None) if order is None else np.argsort(order)  # for each row of the file, transformers'
     architecture = architecture_of(metadata)
     offset = architecture.norm_offset if architecture and out.endswith("norm.weight") else 0
-    kind = _kind(path, name, out, value, quantize, outputs)
+    kind = _kind(path, name, out, stored, quantize, outputs)
 
     def read() -> np.ndarray:
         w = value if part is None else quaxify(part)(value)
@@ -171,7 +177,7 @@ def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, out
         )
     if own is None and value.dtype not in _FLOATS:
         raise complain(path, name, f"float32, float16 and bfloat16 can be written; found {value.dtype}")
-    if len(value.shape) == 1 or _ROUTER.fullmatch(out) or (quantize and not out.endswith(".weight")):
+    if len(value.shape) == 1 or _ALWAYS_F32.fullmatch(out) or (quantize and not out.endswith(".weight")):
         return "f32"
     if quantize is None:
         return own or _FLOATS[np.dtype(value.dtype)]
@@ -182,10 +188,12 @@ def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, out
 
 def _is_stored(value: Any, kind: str) -> bool:
     """Whether the codes and scales of an array are those of a quantised type."""
-    if not isinstance(value, BlockArray) or value.codec != CODECS.get(kind) or value.order is not None:
+    names, dtype = _CODECS.get(kind, ((), None))
+    is_codec = isinstance(value, BlockArray) and value.codec in [CODECS[name] for name in names]
+    if not is_codec or value.order is not None:
         return False
     whole = len(value.inner_shape) == 1 and value.inner_shape[0] % 32 == 0 and value.block == 32
-    return whole and not value.axes and value.scale.scale.dtype == np.float16
+    return whole and not value.axes and value.scale.scale.dtype == dtype
 
 
 def _blocks(path: Path, name: str, value: Any, kind: str) -> np.ndarray:

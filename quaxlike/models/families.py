@@ -116,7 +116,7 @@ FAMILIES: dict[str, Family] = {
         windows=4, plain_windows=True,
         defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     ),
-    "GraniteForCausalLM": Family(defaults={"attention_multiplier": 1.0}),
+    "GraniteForCausalLM": Family(defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0}),
     "SmolLM3ForCausalLM": Family(
         window_switch=True, unrotated=4, tied=True, defaults={"rope_theta": 2000000.0}
     ),

@@ -83,6 +83,10 @@ def _of_folder(
     """The metadata, and the tensors that belong to it."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
+    if names:
+        told = DecoderConfig.from_json(config)
+        types = ["sliding_attention" if window else "full_attention" for window in told.windows]
+        whole |= {"sliding_window": told.sliding_window or None, "layer_types": types}
     try:
         keys = gguf_models.metadata_of(whole)
         factors = gguf_models.rope_tensors(whole)
@@ -129,7 +133,7 @@ def _same_ropes(ours: tuple[Rope, ...], theirs: tuple[Rope, ...]) -> bool:
     def numbers(rope: Rope) -> np.ndarray:
         long = rope.frequencies if rope.long is None else rope.long
         switch = rope.switch if long != rope.frequencies else 0
-        return np.asarray([*rope.frequencies, *long, rope.scale, switch])
+        return np.asarray([*rope.frequencies, *long, rope.scale, switch, rope.growth, rope.step])
 
     pairs = zip(map(numbers, ours), map(numbers, theirs), strict=False)
     return len(ours) == len(theirs) and all(
