@@ -65,9 +65,9 @@ _GEMMA_KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-_CHOICE_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERT_KEYS = {
-    **_CHOICE_KEYS,
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
@@ -130,7 +130,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(
         "GptOssForCausalLM", "gpt_oss",
         parts={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-        keys={_WINDOW: "sliding_window", **_CHOICE_KEYS, "expert_feed_forward_length": "intermediate_size"},
+        keys={
+            _WINDOW: "sliding_window", "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
+        },
         config={"attention_bias": True}, output="own", in_turn=True,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", config=_UNBIASED, permuted=True),
@@ -297,7 +300,7 @@ def config_of(
 
 def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
     """The number that a key says, for all layers; None if it is absent."""
-    value = metadata.get(key)
+    value: Any = metadata.get(key)
     if isinstance(value, list) and value and all(x == value[0] for x in value):
         value = value[0]
     if value is not None and type(value) not in (int, float):
@@ -391,9 +394,9 @@ def _yarn_values(rope: Mapping[str, Any], architecture: Architecture) -> dict[st
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
             raise ValueError(
-                f"config.json has {name}={found!r} among its rope parameters; llama.cpp takes {known[-1]!r} for "
-                f"models of {architecture.model_type!r}. If that does as well, say it in the config.json of a "
-                "copy, and pass that as `source`."
+                f"config.json has {name}={found!r} for YaRN; llama.cpp takes {known[-1]!r} in models of type "
+                f"{architecture.model_type!r}. If that does as well, say it in the config.json of a copy, "
+                "and pass that as `source`."
             )
     grown = _grown(rope["factor"])
     own, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")

@@ -69,7 +69,8 @@ OTHERS = {
         "gemma3",
         {
             "architectures": ["Gemma2ForCausalLM"], "vocab_size": 262144, "head_dim": 32,
-            "query_pre_attn_scalar": 32, "sliding_window": 16,
+            "query_pre_attn_scalar": 32, "sliding_window": 8,
+            "layer_types": ["full_attention", *_WINDOWS],
         },
     ),
     "mixtral": (
@@ -238,7 +239,6 @@ def _check_same(model, theirs, ids, name):
     theirs.eval(ids)
     # ggml looks the GELU of Gemma up in a table of float16.
     atol = 1e-2 if name.startswith("gemma") else 5e-4
-    print(name, len(ids), "DIFF", np.abs(theirs.scores[: len(ids)] - _logits(model, ids)).max(), "of", np.abs(theirs.scores[: len(ids)]).max())
     np.testing.assert_allclose(theirs.scores[: len(ids)], _logits(model, ids), atol=atol)
     new = generate(model, jnp.asarray([ids]), max_new_tokens=16)[0].tolist()
     assert _continued(theirs, ids, 16) == new
@@ -252,6 +252,24 @@ def test_other_architectures(name, checkpoint, llama_cpp, tmp_path):
     for text in TEXTS:
         assert theirs.tokenize(text.encode(), add_bos=True, special=True) == tokenizer.encode(text).ids, text
     _check_same(model, theirs, tokenizer.encode(TEXTS[5]).ids, name)
+
+
+def test_experts_of_mxfp4(checkpoint, llama_cpp, tmp_path):
+    """Weights of 4 bits are the same in the two programs. For products, llama.cpp rounds the other factor."""
+    source, model = checkpoint("gpt_oss")
+    save(tmp_path / "mxfp4", ql.quantize(model, "mxfp4", where=["gate_up_proj", "down_proj"]), source)
+    model, _ = load(tmp_path / "mxfp4")
+    save(tmp_path / "m.gguf", model, tmp_path / "mxfp4", format="gguf")
+    theirs, ids = llama_cpp(tmp_path / "m.gguf"), TextTokenizer(source).encode(LEARNED).ids
+    theirs.eval(ids)
+    ours = _logits(model, ids)
+    print(
+        "MXFP4",
+        np.abs(theirs.scores[: len(ids)] - ours).max(),
+        np.abs(ours).max(),
+        np.abs(_logits(jax.tree.map(jnp.asarray, load(source)[0]), ids) - ours).max(),
+    )
+    np.testing.assert_allclose(theirs.scores[: len(ids)], ours, atol=0.1)
 
 
 def _taught(model, ids, steps=60):
@@ -312,5 +330,6 @@ def test_from_conversations_to_an_answer(name, checkpoint, llama_cpp, tmp_path):
     answer = llama_cpp(file).create_chat_completion(asked, temperature=0, max_tokens=24)
     text = answer["choices"][0]["message"]["content"]
     assert text.strip().endswith("The quick brown fox, over the lazy dog.")
-    assert tokenizer.decode(new).strip() == text.strip()
+    again = tokenizer.encode(text.strip(), special=False).ids  # llama.cpp shows some tokens of GPT-OSS
+    assert tokenizer.decode(new).strip() == tokenizer.decode(again).strip()
     assert answer["choices"][0]["finish_reason"] == "stop"

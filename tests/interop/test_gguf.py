@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ _EXPRESSIBLE = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
     "gemma2": {"query_pre_attn_scalar": 16},
-    "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
+    "gemma3": {"query_pre_attn_scalar": 16},
     "olmo2": {},
     "phi3": {"sliding_window": None},
     "phi3_longrope": {},
@@ -95,7 +96,7 @@ def test_architectures_are_written_and_read(name, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0},
+        {"attention_factor": 0.7, "beta_fast": 32.0, "beta_slow": 1.0},
         {"mscale": 0.7, "mscale_all_dim": 1.2},
         {},
     ],
@@ -117,6 +118,57 @@ def test_factors_of_yarn_are_written_and_read(options, tmp_path):
     interop.save(tmp_path / "other.gguf", weights, format="gguf", metadata=metadata)
     with pytest.raises(CheckpointError, match=r"yarn_ext_factor': expected 1; found 0\.5"):
         ql.models.load(tmp_path / "other.gguf")
+
+
+def test_yarn_as_llama_cpp_writes_it_for_ministral():
+    """Its converter says `mscale_all_dim`, from which llama.cpp derives the factor of cosines and sines."""
+    keys = {
+        "embedding_length": 64, "block_count": 1, "attention.head_count": 4, "attention.key_length": 16,
+        "attention.temperature_scale": 0.1, "rope.freq_base": 1e6,
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 1.0,
+    }  # fmt: skip
+    metadata = {"general.architecture": "mistral3"} | {f"mistral3.{key}": x for key, x in keys.items()}
+    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
+    (rope,) = DecoderConfig.from_json(config).ropes
+    assert (rope.scale, rope.growth, rope.step) == (1.0, 0.1, 32)
+    metadata = {key: x for key, x in metadata.items() if ".scaling." not in key}
+    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
+    (rope,) = DecoderConfig.from_json(config).ropes  # none is the default of llama.cpp, not of transformers
+    assert (rope.scale, rope.frequencies[-1]) == (1.0, 1e6 ** -(14 / 16))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [
+        (None, [1, 0, 1, 0]),
+        (4, [1, 1, 1, 0]),
+        ([True, True, False, True], [1, 1, 0, 1]),
+        ([0, 1, 1, 0], [0, 1, 1, 0]),
+    ],
+)
+def test_layers_with_windows(pattern, windows):
+    keys = {
+        "embedding_length": 64, "block_count": 4, "attention.head_count": 4, "attention.sliding_window": 5,
+        "expert_count": 2, "expert_used_count": 1, "attention.sliding_window_pattern": pattern,
+    }  # fmt: skip
+    metadata = {"general.architecture": "gpt-oss"} | {f"gpt-oss.{key}": x for key, x in keys.items()}
+    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
+    assert DecoderConfig.from_json(config).windows == tuple(map(bool, windows))
+    metadata["gpt-oss.attention.sliding_window_pattern"] = "all"
+    with pytest.raises(CheckpointError, match=r"expected a number, or a list of booleans; found 'all'"):
+        interop.gguf_models.config_of(Path("m.gguf"), metadata, {}, dict)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [({"eos": 2, "eot": 1, "eom": 5}, [2, 1, 5]), ({"eos": 2, "eom": 5}, [2, 5]), ({"eos": 2, "eot": 2}, 2)],
+)
+def test_tokens_that_end_a_text(tokens, ends):
+    metadata = {f"tokenizer.ggml.{name}_token_id": token for name, token in tokens.items()}
+    metadata |= {"general.architecture": "llama", "llama.embedding_length": 64}
+    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {}, dict)
+    assert config["eos_token_id"] == ends
 
 
 def test_stacks_of_experts(tmp_path):

@@ -11,10 +11,12 @@ from quaxlike.interop.gguf_tokenizer import PATTERNS
 from quaxlike.surgery.trees import named_arrays
 from tests.models.fixtures import folder
 
+_YARN = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 32}
 # What the fixtures have that GGUF cannot say.
 HELD = {
     "qwen3": {"use_sliding_window": False},
-    "gemma3": {"query_pre_attn_scalar": 16, "layer_types": None},
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": _YARN},
     "qwen3_moe": {
         "use_sliding_window": False,
         "norm_topk_prob": True,
@@ -23,6 +25,38 @@ HELD = {
     },
 }
 
+# Architectures without a fixture: one that is like theirs, and what differs.
+LIKE = {
+    "olmo3": (
+        "olmo2",
+        {
+            "architectures": ["Olmo3ForCausalLM"], "sliding_window": 4, "rope_parameters": {
+                "full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 15e4},
+            },
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "smollm3": ("llama_llama3", {
+        "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5, "rope_parameters": _YARN,
+    }),
+    "granite": (
+        "llama_llama3",
+        {
+            "architectures": ["GraniteForCausalLM"], "embedding_multiplier": 1.5, "residual_multiplier": 0.8,
+            "attention_multiplier": 0.3, "logits_scaling": 0.7, "attention_bias": True,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "ministral3": (
+        "llama_llama3",
+        {
+            "architectures": ["Ministral3ForCausalLM"], "rope_theta": 1e4,  # that of `rope_parameters` counts
+            "rope_parameters": {
+                **_YARN, "beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+}  # fmt: skip
 
 TEXTS = ["the cat sat on the mat, 12345 times", "  Don't   stop\n\n now", "<|im_start|>user\nHé<|im_end|>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -78,7 +112,9 @@ def checkpoint(out, name, tokenizer=None, **changes):
     out.mkdir(parents=True)
     tokenizer = tokenizer or byte_level(290)
     size = tokenizer.get_vocab_size() + 3  # rows without a token
-    config = json.loads((folder(name) / "config.json").read_text()) | HELD.get(name, {})
+    like, own = LIKE.get(name, (name, {}))
+    config = json.loads((folder(like) / "config.json").read_text()) | HELD.get(name, {}) | own
+    config |= {"model_type": name} if own else {}
     config |= {"vocab_size": size, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0} | changes
     model = ql.models.Decoder(ql.models.DecoderConfig.from_json(config), key=jax.random.key(0))
     (out / "config.json").write_text(json.dumps(config))

@@ -19,7 +19,7 @@ from quaxlike.interop.gguf import open_gguf
 from quaxlike.models import load, save
 from quaxlike.surgery.trees import named_arrays
 from tests.interop.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
-from tests.models.made import TEXTS, byte_level, checkpoint, sentencepiece
+from tests.models.made import LIKE, TEXTS, byte_level, checkpoint, sentencepiece
 
 
 @pytest.fixture(name="checkpoint")
@@ -120,6 +120,46 @@ def test_stacks_of_experts_are_cut_in_two(name, checkpoint, tmp_path):
         np.testing.assert_allclose(leaf, wanted[key], atol=2e-7, err_msg=key)
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", ["gpt_oss", *LIKE])
+def test_the_configuration_is_the_same(name, checkpoint, tmp_path):
+    """Read again: every option that computations depend on, and all arrays."""
+    source, model = checkpoint(name, byte_level(290, "gpt-4o"))
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    again, config = load(tmp_path / "m.gguf")
+    wanted, found = (dict(vars(m.config)) for m in (model, again))
+    ropes = [config.pop("ropes") for config in (wanted, found)]
+    assert found | {"pad_token_id": 0, "original_max_position_embeddings": 0} == wanted
+    numbers = lambda rope: [*rope.frequencies, rope.scale, rope.growth, rope.step]
+    for ours, theirs in zip(*ropes, strict=True):
+        np.testing.assert_allclose(numbers(theirs), numbers(ours), rtol=1e-6)
+    arrays = named_arrays(model.untied() if not config["tie_word_embeddings"] else model)
+    for key, leaf in named_arrays(again).items():
+        np.testing.assert_allclose(leaf, arrays.pop(key), atol=2e-7, err_msg=key)
+    assert not arrays
+
+
+def test_experts_of_mxfp4_keep_their_codes(checkpoint, tmp_path):
+    """From GPT-OSS's own format to GGUF, and from there to another file, to the bit."""
+    source, model = checkpoint("gpt_oss", hidden_size=64)
+    save(tmp_path / "mxfp4", ql.quantize(model, "mxfp4", where=["gate_up_proj", "down_proj"]), source)
+    stored, _ = load(tmp_path / "mxfp4")
+    save(tmp_path / "m.gguf", stored, tmp_path / "mxfp4", format="gguf")
+    kinds = _kinds(tmp_path / "m.gguf")
+    for part in ("gate", "up", "down"):
+        assert kinds[f"blk.1.ffn_{part}_exps.weight"] == 39
+        assert kinds[f"blk.1.ffn_{part}_exps.bias"] == 0
+    again, _ = load(tmp_path / "m.gguf")
+    for ours, theirs in zip(stored.layers, again.layers, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            a, b = (getattr(layer.mlp.experts, name) for layer in (ours, theirs))
+            assert isinstance(b, ql.BlockArray)
+            np.testing.assert_array_equal(a.codes, b.codes)
+            np.testing.assert_array_equal(a.scale.scale, b.scale.scale)
+    save(tmp_path / "again.gguf", again, tmp_path / "m.gguf", format="gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+
+
 def test_quantised_models(checkpoint, tmp_path):
     """Weights of other types are rounded to the file's; its own stay as they are; adapters are refused."""
     source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
@@ -140,6 +180,7 @@ def test_quantised_models(checkpoint, tmp_path):
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
 
 
@@ -153,7 +194,14 @@ _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "i
             "GGUF cannot say sliding_window=7, windows=.* 'qwen3'",
         ),
         ("gemma3", {"query_pre_attn_scalar": 20}, "has query_pre_attn_scalar=20; GGUF has no key for it"),
-        ("gpt_oss", {}, "has model_type='gpt_oss'; metadata of GGUF is known for llama, "),
+        ("qwen2", {"model_type": "gpt2"}, "has model_type='gpt2'; metadata of GGUF is known for llama, "),
+        ("gpt_oss", {"swiglu_limit": 2.0}, "GGUF cannot say swiglu_limit=2.0 .* would take swiglu_limit=7.0"),
+        ("gpt_oss", {"rope_parameters": _YARN | {"truncate": False}}, "has truncate=False .* takes True"),
+        ("gpt_oss", {"attention_bias": False}, "GGUF cannot say attention_bias=False"),
+        ("llama_yarn", {"rope_parameters": _YARN | {"beta_fast": 4.0}}, "has beta_fast=4.0 .* takes 32"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, "GGUF cannot say windows="),
+        ("smollm3", {"attention_bias": True}, "GGUF cannot say attention_bias=True"),
+        ("ministral3", {"sliding_window": 4}, "GGUF cannot say sliding_window=4, windows="),
     ],
 )
 def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message, checkpoint, tmp_path):
