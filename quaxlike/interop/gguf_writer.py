@@ -1,4 +1,4 @@
-"""The writer of GGUF: floats, and arrays of the codecs q4_0 and q8_0."""
+"""The writer of GGUF: floats, and arrays of the codecs q4_0, q8_0 and mxfp4."""
 
 import re
 import struct

@@ -135,7 +135,7 @@ def save(
     - `model`: the result of [`quaxlike.models.load`][], possibly with other weights: plain arrays; `NF4Array`
         or `FP4Array`, written in bitsandbytes' format; `BlockArray` of the codec `mxfp4`, in GPT-OSS's
         format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
-        For GGUF: plain arrays, and `BlockArray` of the codecs `q8_0` and `q4_0`.
+        For GGUF: plain arrays, and `BlockArray` of the codecs `q8_0`, `q4_0` and `mxfp4`.
     - `source`: the directory that it was read from; for GGUF, that or a GGUF file.
     - `format`: `"safetensors"` or `"gguf"`.
     - `quantize`: how a GGUF file stores weights: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"` or `"q4_0"`. It takes
