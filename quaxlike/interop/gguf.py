@@ -104,8 +104,8 @@ class Gguf(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         parts = [self._read(name) for name in self._sources[key]]
-        in_turn = self._architecture is not None and self._architecture.in_turn
-        return together(self.path, key, parts, in_turn)
+        interleaved = self._architecture is not None and self._architecture.interleaved
+        return together(self.path, key, parts, interleaved)
 
     def _read(self, name: str) -> Any:
         tensor = self._tensors[name]

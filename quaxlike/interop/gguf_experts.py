@@ -1,7 +1,7 @@
 """The experts of a layer, which llama.cpp and transformers stack in different ways.
 
 llama.cpp has one stack of the gates' matrices and one of the values', both `(experts, out, in)`. transformers
-has a single stack for the two: gates before values, or, in GPT-OSS, in turn and as `(experts, in, out)`.
+has a single stack for the two: gates before values, or, in GPT-OSS, alternating, as `(experts, in, out)`.
 """
 
 import re
@@ -43,7 +43,7 @@ def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return out
 
 
-def together(path: Path, name: str, parts: Sequence[Any], in_turn: bool) -> Any:
+def together(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
     """The array of transformers that these tensors of a file make up.
 
     **Arguments:**
@@ -51,41 +51,50 @@ def together(path: Path, name: str, parts: Sequence[Any], in_turn: bool) -> Any:
     - `path`: the name of the file in errors.
     - `name`: of the array.
     - `parts`: one tensor, or gates and values: each `(experts, out, in)`, or `(experts, out)` for biases.
-    - `in_turn`: whether gates and values are in turn, and matrices `(experts, in, out)`, in transformers.
+    - `interleaved`: whether gates and values alternate in transformers, where matrices are `(experts, in,
+        out)` then.
 
-    **Raises:** `CheckpointError` for gates and values of different shapes.
+    **Raises:** `CheckpointError` for gates and values of different shapes, and for what is no stack.
     """
-    turn = in_turn and name.endswith(_MATRICES)
+    matrices = name.endswith(_MATRICES)
+    swap = _swapped if interleaved and matrices else _same
+    shapes = [part.shape for part in parts]
+    if len(parts) == 1 and swap is _same:
+        return parts[0]
     if len(parts) == 1:
-        return quaxify(_turned)(parts[0]) if turn else parts[0]
-    shapes, axes = [part.shape for part in parts], 3 if name.endswith(_MATRICES) else 2
-    if len(shapes[0]) != axes or shapes[0] != shapes[1]:
+        if len(shapes[0]) != 3:
+            raise complain(path, name, f"must be a stack of matrices; found the shape {shapes[0]}")
+        return quaxify(swap)(parts[0])
+    if len(shapes[0]) != (3 if matrices else 2) or shapes[0] != shapes[1]:
         raise complain(path, name, f"must be made of two stacks of the same shape; found {shapes}")
     dtype, count = np.promote_types(*(part.dtype for part in parts)), shapes[0][1]
     order = np.arange(2 * count).reshape(2, count).T.reshape(-1)
 
     def whole(parts: Sequence[Any]) -> Any:
         x = jnp.concatenate([part.astype(dtype) for part in parts], axis=1)
-        x = x[:, order] if in_turn else x
-        return _turned(x) if turn else x
+        return swap(x[:, order] if interleaved else x)
 
     return quaxify(whole)(list(parts))
 
 
-def cuts_of(name: str, n_axes: int, in_turn: bool) -> tuple[Callable[[Any], Any], ...]:
+def cuts_of(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
     """The inverse of `together`: functions that cut llama.cpp's tensors out of an array of so many axes; none
     if the array is stored as it is."""
-    matrix, joined = name.endswith(_MATRICES), halves_of(name) is not None
-    turn = _turned if in_turn and matrix else lambda x: x
-    if n_axes != (3 if matrix else 2) or not (joined or turn is _turned):
+    matrices = name.endswith(_MATRICES)
+    swap = _swapped if interleaved and matrices else _same
+    if n_axes != (3 if matrices else 2):
         return ()
-    if not joined:
-        return (turn,)
-    if in_turn:
-        return tuple(lambda x, i=i: turn(x)[:, i::2] for i in range(2))
+    if halves_of(name) is None:
+        return () if swap is _same else (swap,)
+    if interleaved:
+        return lambda x: swap(x)[:, ::2], lambda x: swap(x)[:, 1::2]
     return lambda x: x[:, : x.shape[1] // 2], lambda x: x[:, x.shape[1] // 2 :]
 
 
-def _turned(x: Any) -> Any:
+def _same(x: Any) -> Any:
+    return x
+
+
+def _swapped(x: Any) -> Any:
     """Exchanges the inputs and outputs of matrices."""
     return jnp.swapaxes(x, 1, 2)

@@ -97,8 +97,8 @@ class Architecture:
     """Whether files must have an output layer of their own, or must not; either by default."""
     large: int = 0
     """The number of layers of the Gemma whose scores are scaled by another head size."""
-    in_turn: bool = False
-    """Whether transformers has gates and values of experts in turn, and matrices as (experts, in, out)."""
+    interleaved: bool = False
+    """Whether gates and values of experts alternate in transformers, whose matrices are (in, out) then."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
@@ -134,7 +134,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             _WINDOW: "sliding_window", "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
         },
-        config={"attention_bias": True}, output="own", in_turn=True,
+        config={"attention_bias": True}, output="own", interleaved=True,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", config=_UNBIASED, permuted=True),
     "granite": Architecture(
@@ -300,12 +300,12 @@ def config_of(
 
 def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
     """The number that a key says, for all layers; None if it is absent."""
-    value: Any = metadata.get(key)
-    if isinstance(value, list) and value and all(x == value[0] for x in value):
-        value = value[0]
-    if value is not None and type(value) not in (int, float):
+    value = metadata.get(key)
+    is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
+    number: Any = value[0] if is_same else value
+    if number is not None and type(number) not in (int, float):
         raise complain(path, key, f"expected one number; found {_short(value)}")
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return float(str(np.float32(number))) if isinstance(number, float) else number
 
 
 def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,6 +383,8 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
         if key in found:
             out["attention_factor"] = found[key] * _grown(factor)
     if share := found.get(_LOG):  # mscale_all_dim
+        if share < 0:
+            raise complain(path, prefix + _LOG, f"expected a positive number; found {_short(share)}")
         out["attention_factor"] = out.get("attention_factor", _grown(factor)) / _grown(factor, share)
     return out
 

@@ -131,7 +131,7 @@ def _parts(
     name: str, value: Any, architecture: Architecture | None
 ) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
     """The tensors that an array is stored in, and functions that cut them out of it."""
-    cuts = cuts_of(name, len(value.shape), architecture.in_turn) if architecture else ()
+    cuts = cuts_of(name, len(value.shape), architecture.interleaved) if architecture else ()
     names = halves_of(name) if len(cuts) == 2 else None
     yield from zip(names or [original_name(name, architecture)], cuts or [None], strict=True)
 

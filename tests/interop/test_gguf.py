@@ -132,6 +132,9 @@ def test_yarn_as_llama_cpp_writes_it_for_ministral():
     config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
     (rope,) = DecoderConfig.from_json(config).ropes
     assert (rope.scale, rope.growth, rope.step) == (1.0, 0.1, 32)
+    wrong = metadata | {"mistral3.rope.scaling.yarn_log_multiplier": -1.0}
+    with pytest.raises(CheckpointError, match=r"yarn_log_multiplier': expected a positive number; found -1"):
+        interop.gguf_models.config_of(Path("m.gguf"), wrong, {}, dict)
     metadata = {key: x for key, x in metadata.items() if ".scaling." not in key}
     config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
     (rope,) = DecoderConfig.from_json(config).ropes  # none is the default of llama.cpp, not of transformers
@@ -169,6 +172,15 @@ def test_tokens_that_end_a_text(tokens, ends):
     metadata |= {"general.architecture": "llama", "llama.embedding_length": 64}
     config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {}, dict)
     assert config["eos_token_id"] == ends
+
+
+def test_a_stack_of_gpt_oss_that_is_none(tmp_path):
+    tensors = {"blk.0.ffn_down_exps.weight": normal(64, 32)}
+    keys = {"general.architecture": "gpt-oss"}
+    interop.save(tmp_path / "m.gguf", tensors, format="gguf", metadata=keys)
+    opened = interop.open_checkpoint(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=r"must be a stack of matrices; found the shape \(64, 32\)"):
+        opened["model.layers.0.mlp.experts.down_proj"]
 
 
 def test_stacks_of_experts(tmp_path):
