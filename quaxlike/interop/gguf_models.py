@@ -300,7 +300,7 @@ def config_of(
 
 def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
     """The number that a key says, for all layers; None if it is absent."""
-    value = metadata.get(key)
+    value: Any = metadata.get(key)
     is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
     number: Any = value[0] if is_same else value
     if number is not None and type(number) not in (int, float):
