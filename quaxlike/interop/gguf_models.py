@@ -292,7 +292,7 @@ def config_of(
         config["rope_scaling"] = {name: x for name, x in rope.items() if x is not None}
     tokens = {entry: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, entry in _TOKENS.items()}
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    ends = [end for i, end in enumerate(ends) if end is not None and end not in ends[:i]]
     if tokens["eos_token_id"] is not None and len(ends) > 1:
         tokens["eos_token_id"] = ends
     return config | {entry: token for entry, token in tokens.items() if token is not None}

@@ -165,7 +165,12 @@ def test_layers_with_windows(pattern, windows):
 
 @pytest.mark.parametrize(
     ("tokens", "ends"),
-    [({"eos": 2, "eot": 1, "eom": 5}, [2, 1, 5]), ({"eos": 2, "eom": 5}, [2, 5]), ({"eos": 2, "eot": 2}, 2)],
+    [
+        ({"eos": 2, "eot": 1, "eom": 5}, [2, 1, 5]),
+        ({"eos": 2, "eom": 5}, [2, 5]),
+        ({"eos": 2, "eot": 2}, 2),
+        ({"eos": 2, "eot": [1]}, [2, [1]]),  # which readers of tokens refuse
+    ],
 )
 def test_tokens_that_end_a_text(tokens, ends):
     metadata = {f"tokenizer.ggml.{name}_token_id": token for name, token in tokens.items()}
