@@ -391,8 +391,7 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
 
 def _yarn_values(rope: Mapping[str, Any], architecture: Architecture) -> dict[str, float]:
     """The keys that say the same about YaRN as the entries of a `config.json`."""
-    betas = {} if architecture.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
-    usual = {"truncate": (True,), **betas}
+    usual = {} if architecture.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
             raise ValueError(

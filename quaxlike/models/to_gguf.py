@@ -1,6 +1,7 @@
 """A decoder as a GGUF file, which llama.cpp runs."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def described(
     **Raises:** `CheckpointError` for what llama.cpp would not follow; `FileNotFoundError` without a
     tokeniser.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint, config = open_checkpoint(source), _with_rounded_ramp(config, source)
     if checkpoint.format == "gguf":
         metadata = dict(checkpoint.metadata)
         factors = {name: checkpoint[name] for name in checkpoint if name.startswith("rope_f")}
@@ -75,6 +76,21 @@ def described(
     found = gguf_models.config_of(source, plain(metadata), shapes, read)
     _check_held(config, found, source, metadata)
     return {**factors, **arrays}, metadata
+
+
+def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, Any]:
+    """The configuration with the bounds of YaRN's ramp rounded, as llama.cpp does for every model."""
+    for entry in ("rope_parameters", "rope_scaling"):
+        rope = config.get(entry)
+        if isinstance(rope, Mapping) and rope.get("truncate") is False:
+            warnings.warn(
+                f"{source}: llama.cpp rounds the bounds of YaRN's ramp, and this model does not "
+                "(truncate=False). Its logits will differ from those of transformers, as with every GGUF "
+                "file of such a model (GPT-OSS).",
+                stacklevel=2,
+            )
+            config = {**config, entry: {**rope, "truncate": True}}
+    return config
 
 
 def _of_folder(

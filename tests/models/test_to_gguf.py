@@ -16,7 +16,7 @@ from quaxlike import interop
 from quaxlike.interop import CheckpointError
 from quaxlike.interop.chat import ChatTemplate
 from quaxlike.interop.gguf import open_gguf
-from quaxlike.models import load, save
+from quaxlike.models import DecoderConfig, load, save
 from quaxlike.surgery.trees import named_arrays
 from tests.interop.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
 from tests.models.made import LIKE, TEXTS, byte_level, checkpoint, sentencepiece
@@ -196,7 +196,6 @@ _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "i
         ("gemma3", {"query_pre_attn_scalar": 20}, "has query_pre_attn_scalar=20; GGUF has no key for it"),
         ("qwen2", {"model_type": "gpt2"}, "has model_type='gpt2'; metadata of GGUF is known for llama, "),
         ("gpt_oss", {"swiglu_limit": 2.0}, "GGUF cannot say swiglu_limit=2.0 .* would take swiglu_limit=7.0"),
-        ("gpt_oss", {"rope_parameters": _YARN | {"truncate": False}}, "has truncate=False .* takes True"),
         ("gpt_oss", {"attention_bias": False}, "GGUF cannot say attention_bias=False"),
         ("llama_yarn", {"rope_parameters": _YARN | {"beta_fast": 4.0}}, "has beta_fast=4.0 .* takes 32"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, "GGUF cannot say windows="),
@@ -209,6 +208,17 @@ def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message,
     with pytest.raises(CheckpointError, match=message):
         save(tmp_path / "new" / "m.gguf", model, source, format="gguf")
     assert not (tmp_path / "new").exists()
+
+
+def test_the_ramp_of_yarn_is_rounded_with_a_warning(checkpoint, tmp_path):
+    """As in every GGUF file of GPT-OSS; the file that results is read as llama.cpp reads it."""
+    source, model = checkpoint("gpt_oss", rope_parameters=_YARN | {"truncate": False})
+    with pytest.warns(UserWarning, match=r"rounds the bounds of YaRN's ramp.*truncate=False"):
+        save(tmp_path / "m.gguf", model, source, format="gguf")
+    found, rounded = load(tmp_path / "m.gguf")[0].config.ropes, {**_YARN, "truncate": True}
+    config = json.loads((source / "config.json").read_text()) | {"rope_parameters": rounded}
+    for rope, wanted in zip(found, DecoderConfig.from_json(config).ropes, strict=True):
+        np.testing.assert_allclose(rope.frequencies, wanted.frequencies, rtol=1e-6)
 
 
 def _changed(**changes):
