@@ -80,6 +80,18 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The table of what `pytest -m clients` compared."""
+    passed = terminalreporter.stats.get("passed", ())
+    rows = [row for test in passed for name, row in test.user_properties if name == "compared"]
+    if rows:
+        from tests.clients.suite import report
+
+        terminalreporter.section("programs, files and families")
+        for line in report(rows, os.environ.get("QUAXLIKE_WRITE_OUTPUTS") == "1"):
+            terminalreporter.line(line)
+
+
 @pytest.fixture
 def check_leaks():
     """Fails a test in which a tracer outlives its transform."""

@@ -23,6 +23,11 @@ def folder(name):
     return fixture(f"models/{name}/base")
 
 
+def family(name):
+    """The type of the model, by its name in transformers."""
+    return json.loads((folder(name) / "config.json").read_text())["model_type"]
+
+
 def expected(name, file="io.npz"):
     return np.load(fixture(f"models/{name}/{file}"))
 

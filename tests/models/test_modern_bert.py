@@ -1,4 +1,4 @@
-"""ModernBERT; `pytest -m huggingface` compares it with transformers."""
+"""ModernBERT; `pytest -m clients` compares it with transformers."""
 
 import jax
 import jax.numpy as jnp

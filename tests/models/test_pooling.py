@@ -1,4 +1,4 @@
-"""The vectors of sentences; `pytest -m huggingface` compares fine-tuned ones with sentence-transformers."""
+"""The vectors of sentences; `pytest -m clients` compares fine-tuned ones with sentence-transformers."""
 
 import json
 
