@@ -8,13 +8,10 @@ import quaxlike as ql
 from quaxlike.finetune.__main__ import main
 from quaxlike.interop import peft
 from quaxlike.models import Decoder, load
+from tests.clients.suite import client
 from tests.finetune.test_finetune import LINES, checkpoint, write
 
-pytestmark = [
-    pytest.mark.clients,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("default_promotion"),
-]
+pytestmark = client("torch", "transformers", "peft")
 
 IDS = [2, 5, 6, 7, 3]
 
@@ -32,11 +29,11 @@ def _ours(model):
         ("embedder", {"model_type": "qwen3", "num_key_value_heads": 4}),
     ],
 )
-def test_vectors_of_what_was_trained(kind, entries, tmp_path):
+def test_vectors_of_what_was_trained(kind, entries, compare, tmp_path):
     """The adapter on the base, and the merged folder: the vectors of tokens are those of `AutoModel`."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    auto = pytest.importorskip("transformers", reason="transformers is not installed").AutoModel
-    others = pytest.importorskip("peft", reason="PEFT is not installed").PeftModel
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModel
 
     def theirs(model):
         with torch.no_grad():
@@ -51,6 +48,8 @@ def test_vectors_of_what_was_trained(kind, entries, tmp_path):
     untrained, _ = load(base)
     trained = _ours(peft.load_adapter(tmp_path / "out", untrained))
     assert np.abs(trained - _ours(untrained)).max() > 0.05
-    adapted = others.from_pretrained(auto.from_pretrained(base), tmp_path / "out")
-    np.testing.assert_allclose(theirs(adapted), trained, atol=1e-5)
-    np.testing.assert_allclose(theirs(auto.from_pretrained(tmp_path / "out" / "merged")), trained, atol=1e-5)
+    adapted = theirs(PeftModel.from_pretrained(AutoModel.from_pretrained(base), tmp_path / "out"))
+    family = entries["model_type"]
+    compare("PEFT", "adapters", family, "vectors", adapted, trained, 1e-5)
+    merged = theirs(AutoModel.from_pretrained(tmp_path / "out" / "merged"))
+    compare("transformers", "safetensors", family, "vectors of merged models", merged, trained, 1e-5)

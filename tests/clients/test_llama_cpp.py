@@ -3,6 +3,7 @@ texts."""
 
 import json
 import shutil
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -13,18 +14,12 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import interop
-from quaxlike.finetune.__main__ import main
-from quaxlike.interop.chat import ChatTemplate
 from quaxlike.interop.text import TextTokenizer
 from quaxlike.models import Decoder, DecoderConfig, generate, load, save
 from quaxlike.surgery.trees import named_arrays
+from tests.clients.suite import client
 
-pytestmark = [
-    pytest.mark.clients,
-    pytest.mark.timeout(3600),  # published vocabularies are large
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("default_promotion"),
-]
+pytestmark = [*client("llama_cpp"), pytest.mark.timeout(3600)]  # published vocabularies are large
 
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -124,14 +119,6 @@ OTHERS = {
         },
     ),
 }  # fmt: skip
-#: The chat templates of tokenisers that are published without: GPT-OSS's, of texts alone.
-TEMPLATES = {
-    "gpt_oss": "<|start|>system<|message|>You are ChatGPT.<|end|>"
-    "{% for m in messages %}<|start|>{{ m.role }}"
-    "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}"
-    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-}
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -182,8 +169,6 @@ def checkpoint(tmp_path, published_tokenizer):
         config = {**_SIZES, **config, "model_type": name}
         model = _random(config)
         _written(tmp_path / "base", published_tokenizer(tokenizer), config, model)
-        if name in TEMPLATES:
-            (tmp_path / "base" / "chat_template.jinja").write_text(TEMPLATES[name])
         return tmp_path / "base", model
 
     return make
@@ -192,11 +177,12 @@ def checkpoint(tmp_path, published_tokenizer):
 @pytest.fixture
 def llama_cpp():
     """Opens a file in llama.cpp, which remembers in float32 as we do, with YaRN as the file says."""
-    package = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from llama_cpp import Llama
+
     opened = []
 
     def open_file(path):
-        model = package.Llama(
+        model = Llama(
             str(path), n_ctx=256, n_threads=2, verbose=False, logits_all=True,
             type_k=0, type_v=0, flash_attn=False, yarn_beta_fast=-1.0, yarn_beta_slow=-1.0,
         )  # fmt: skip
@@ -223,35 +209,23 @@ def _logits(model, ids):
     return np.asarray(eqx.filter_jit(ql.quaxify(model))(jnp.asarray(ids), jnp.ones(len(ids), bool)))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_and_logits(name, checkpoint, llama_cpp, tmp_path):
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_tokens_and_logits(name, checkpoint, llama_cpp, compare, tmp_path):
     """In float32 the two programs compute the same; what is rounded for products differs in other types."""
+    check = partial(compare, "llama.cpp", "GGUF f32", name)
     source, model = checkpoint(name)
     save(tmp_path / "m.gguf", model, source, format="gguf")
     theirs, tokenizer = llama_cpp(tmp_path / "m.gguf"), TextTokenizer(source)
     for text in TEXTS:
-        assert theirs.tokenize(text.encode(), add_bos=True, special=True) == tokenizer.encode(text).ids, text
-    _check_same(model, theirs, tokenizer.encode(TEXTS[5]).ids, name)
-
-
-def _check_same(model, theirs, ids, name):
-    """The logits of these tokens are the same, and the most likely ones after them."""
+        wanted = tokenizer.encode(text).ids
+        check("tokens of texts", theirs.tokenize(text.encode(), add_bos=True, special=True), wanted)
+    ids = tokenizer.encode(TEXTS[5]).ids
     theirs.eval(ids)
     # ggml looks the GELU of Gemma up in a table of float16.
     atol = 1e-2 if name.startswith("gemma") else 5e-4
-    np.testing.assert_allclose(theirs.scores[: len(ids)], _logits(model, ids), atol=atol)
+    check("logits", theirs.scores[: len(ids)], _logits(model, ids), atol)
     new = generate(model, jnp.asarray([ids]), max_new_tokens=16)[0].tolist()
-    assert _continued(theirs, ids, 16) == new
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_architectures(name, checkpoint, llama_cpp, tmp_path):
-    source, model = checkpoint(name)
-    save(tmp_path / "m.gguf", model, source, format="gguf")
-    theirs, tokenizer = llama_cpp(tmp_path / "m.gguf"), TextTokenizer(source)
-    for text in TEXTS:
-        assert theirs.tokenize(text.encode(), add_bos=True, special=True) == tokenizer.encode(text).ids, text
-    _check_same(model, theirs, tokenizer.encode(TEXTS[5]).ids, name)
+    check("greedy tokens", _continued(theirs, ids, 16), new)
 
 
 def test_experts_of_mxfp4(checkpoint, llama_cpp, tmp_path):
@@ -289,7 +263,7 @@ def _taught(model, ids, steps=60):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_same_texts_in_every_type(name, checkpoint, llama_cpp, tmp_path):
+def test_the_same_texts_in_every_type(name, checkpoint, llama_cpp, compare, tmp_path):
     """Of a model that has learned a text: what llama.cpp writes is what our model of the same file writes."""
     source, model = checkpoint(name)
     tokenizer = TextTokenizer(source)
@@ -301,29 +275,6 @@ def test_the_same_texts_in_every_type(name, checkpoint, llama_cpp, tmp_path):
         ours, _ = load(file)
         start, count = ids[:4], len(ids) - 4
         new = generate(ours, jnp.asarray([start]), max_new_tokens=count)[0].tolist()
-        assert _continued(llama_cpp(file), start, count) == new
+        found = _continued(llama_cpp(file), start, count)
+        compare("llama.cpp", f"GGUF {quantize}", name, "learned texts", found, new)
         assert tokenizer.decode(new) == tokenizer.decode(ids[4:])
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_from_conversations_to_an_answer(name, checkpoint, llama_cpp, tmp_path):
-    """Fine-tuned on conversations, merged, and asked in llama.cpp with the template of the file."""
-    source, _ = checkpoint(name)
-    asked = [{"role": "user", "content": "Who jumps?"}]
-    answered = [*asked, {"role": "assistant", "content": "The quick brown fox, over the lazy dog."}]
-    (tmp_path / "data.jsonl").write_text(8 * (json.dumps({"messages": answered}) + "\n"))
-    command = [f"--model={source}", f"--data={tmp_path / 'data.jsonl'}", f"--output={tmp_path / 'out'}"]
-    command += ["--steps=60", "--batch-size=2", "--rank=16", "--learning-rate=0.01", "--quantize=none"]
-    assert main([*command, "--merge", "--format=gguf", "--outtype=q8_0"]) == 0
-    file = tmp_path / "out" / "merged.gguf"
-    model, config = load(file)
-    tokenizer, template = TextTokenizer(file), ChatTemplate(file)
-    prompt = tokenizer.encode(template.render(asked, add_generation_prompt=True).text, special=False).ids
-    ends = config["eos_token_id"]
-    new = generate(model, jnp.asarray([prompt]), max_new_tokens=24, eos=ends)[0].tolist()
-    answer = llama_cpp(file).create_chat_completion(asked, temperature=0, max_tokens=24)
-    text = answer["choices"][0]["message"]["content"]
-    assert text.strip().endswith("The quick brown fox, over the lazy dog.")
-    again = tokenizer.encode(text.strip(), special=False).ids  # llama.cpp shows some tokens of GPT-OSS
-    assert tokenizer.decode(new).strip() == tokenizer.decode(again).strip()
-    assert answer["choices"][0]["finish_reason"] == "stop"
