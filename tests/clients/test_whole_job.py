@@ -30,7 +30,7 @@ _SIZES = {
 #: The tokens that end an answer, as in the `generation_config.json` of the published models.
 _ENDS = {
     "qwen3": ["<|im_end|>", "<|endoftext|>"],
-    "llama": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+    "llama": ["<|end_of_text|>", "<|eot_id|>"],
     "gemma3_text": ["<eos>", "<end_of_turn>"],
     "gpt_oss": ["<|return|>", "<|endoftext|>", "<|call|>"],
 }
@@ -50,7 +50,9 @@ def base(tmp_path, published_tokenizer, published_template):
             shutil.copy(published_tokenizer(tokenizer) / file, folder)
         if name == "gpt_oss":  # whose tokeniser is published without
             (folder / "chat_template.jinja").write_text(published_template("openai-gpt-oss-120b"))
-        config = {**_SIZES, **config, "num_hidden_layers": 2, "model_type": name}
+        # The tokeniser of Gemma 3 has more tokens than its models that read texts alone.
+        rows = max(config["vocab_size"], TextTokenizer(folder).size)
+        config = {**_SIZES, **config, "vocab_size": rows, "num_hidden_layers": 2, "model_type": name}
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _ends(name, folder)}))
         model = Decoder(DecoderConfig.from_json(config), key=jax.random.key(0))
