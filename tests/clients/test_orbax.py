@@ -56,4 +56,4 @@ def test_a_run_goes_on(scheme, compare, tmp_path):
         assert a.dtype == b.dtype
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     losses = [_step(x["params"], x["frozen"], x["state"])[2] for x in (found, tree)]
-    compare("Orbax", f"Orbax, {scheme} with LoRA", family("qwen3"), "states, the next loss", *losses)
+    compare("Orbax", "states of runs with LoRA", family("qwen3"), scheme, *losses)
