@@ -32,9 +32,7 @@ class Tokens:
         size = config.get("vocab_size")
         if type(size) is not int:
             raise FinetuneError(f"config.json has vocab_size={size!r}; it must be a whole number.")
-        if (found := self._tokenizer.size) > size:
-            raise FinetuneError(f"{path} has {found} tokens, and config.json a vocab_size of {size}.")
-        self.max_length, self._directory = max_length, directory
+        self.max_length, self._directory, self._size = max_length, directory, size
         eos = config.get("eos_token_id")
         self.eos: list[int] = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int and 0 <= token < size for token in self.eos):
@@ -42,11 +40,21 @@ class Tokens:
 
     def whole(self, text: str, *, special: bool = True) -> list[int]:
         """All tokens of a text, with the special ones that mark its ends unless `special` is False."""
-        return self._tokenizer.encode(text, special=special).ids
+        return self._encoded(text, special).ids
+
+    def _encoded(self, text: str, special: bool = True) -> Any:
+        """Raises for a token that the model has no row for: Gemma 3's tokeniser has one for images."""
+        encoding = self._tokenizer.encode(text, special=special)
+        if (last := max(encoding.ids, default=0)) >= self._size:
+            token = encoding.tokens[encoding.ids.index(last)]
+            raise ValueError(
+                f"the text has the token {token!r}, number {last}, and the model's vocab_size is {self._size}"
+            )
+        return encoding
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """The tokens of a text, without special ones, and which of them contain these characters."""
-        encoding = self._tokenizer.encode(text, special=False)
+        encoding = self._encoded(text, special=False)
         learned = [False] * len(encoding.ids)
         for start, end in written:
             inside = (encoding.char_to_token(i) for i in range(start, end))
@@ -68,7 +76,7 @@ class Tokens:
 
     def cut(self, text: str) -> tuple[list[int], bool]:
         """The tokens of a text, and whether some were cut; the tokens that mark its end are kept."""
-        encoding = self._tokenizer.encode(text)
+        encoding = self._encoded(text)
         ids, excess = encoding.ids, len(encoding.ids) - self.max_length
         if excess <= 0:
             return ids, False

@@ -469,11 +469,19 @@ def test_missing_and_damaged_files(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_vocabulary_that_does_not_fit(run, tmp_path):
+@pytest.mark.parametrize("fields", [{"text": "one {}"}, {"prompt": "one", "completion": "{}"}])
+def test_a_token_that_the_model_has_no_row_for(fields, tmp_path):
+    """It is an error where a text has it. Published tokenisers have such tokens, as Gemma 3's for images."""
     model = checkpoint(tmp_path / "llama", "llama")
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(5000)}, "w0"))
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "last": size - 1, "image": size}, "one"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(model / "tokenizer.json"))
-    assert matches(r"has 5000 tokens, and config.json a vocab_size of \d+", run()[1])
+    tokens = data.Tokens(model, {"vocab_size": size}, 10)
+    filled = lambda word: {name: text.format(word) for name, text in fields.items()}
+    assert NextToken().encode(filled("last"), tokens).texts == ([0, size - 1],)
+    with pytest.raises(ValueError, match=rf"the token 'image', number {size}, and the model's vocab_size is"):
+        NextToken().encode(filled("image"), tokens)
 
 
 @pytest.mark.slow
