@@ -119,7 +119,7 @@ OTHERS = {
         },
     ),
 }  # fmt: skip
-_SIZES = {
+SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "tie_word_embeddings": True,
@@ -133,7 +133,7 @@ TEXTS = [
 LEARNED = "The quick brown fox jumps over the lazy dog, and the dog, 12 years old, does not care at all."
 
 
-def _random(config):
+def random_model(config):
     """A model whose layers matter as much as the embedding."""
     key = jax.random.key(0)
     model = Decoder(DecoderConfig.from_json(config), key=key)
@@ -166,8 +166,8 @@ def checkpoint(tmp_path, published_tokenizer):
 
     def make(name):
         tokenizer, config = (FAMILIES | OTHERS)[name]
-        config = {**_SIZES, **config, "model_type": name}
-        model = _random(config)
+        config = {**SIZES, **config, "model_type": name}
+        model = random_model(config)
         _written(tmp_path / "base", published_tokenizer(tokenizer), config, model)
         return tmp_path / "base", model
 

@@ -4,7 +4,6 @@ tokens: `quaxlike.generate --chat`, llama.cpp and transformers."""
 import json
 import shutil
 
-import jax
 import pytest
 
 from quaxlike import interop
@@ -13,20 +12,15 @@ from quaxlike.generate.__main__ import main as generate
 from quaxlike.generate.stream import Stream
 from quaxlike.interop.chat import ChatTemplate
 from quaxlike.interop.text import TextTokenizer
-from quaxlike.models import Decoder, DecoderConfig
 from quaxlike.surgery.trees import named_arrays
 from tests.clients.suite import client
-from tests.clients.test_llama_cpp import FAMILIES
+from tests.clients.test_llama_cpp import FAMILIES, SIZES, random_model
 
 pytestmark = [
     *client("torch", "transformers", "llama_cpp"),
     pytest.mark.timeout(3600),  # published vocabularies are large
 ]
 
-_SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-}  # fmt: skip
 #: The tokens that end an answer, as in the `generation_config.json` of the published models.
 _ENDS = {
     "qwen3": ["<|im_end|>", "<|endoftext|>"],
@@ -50,11 +44,10 @@ def base(tmp_path, published_tokenizer, published_template):
             shutil.copy(published_tokenizer(tokenizer) / file, folder)
         if name == "gpt_oss":  # whose tokeniser is published without
             (folder / "chat_template.jinja").write_text(published_template("openai-gpt-oss-120b"))
-        config = {**_SIZES, **config, "num_hidden_layers": 2, "model_type": name}
+        config = {**SIZES, **config, "num_hidden_layers": 2, "model_type": name}
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _ends(name, folder)}))
-        model = Decoder(DecoderConfig.from_json(config), key=jax.random.key(0))
-        interop.save(folder / "model.safetensors", named_arrays(model))
+        interop.save(folder / "model.safetensors", named_arrays(random_model(config)))
         return folder
 
     return make
