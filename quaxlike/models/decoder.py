@@ -146,7 +146,7 @@ class Decoder(Part, roles="model lm_head"):
 
     def __init__(self, config: DecoderConfig, *, key: Any) -> None:
         body, head = jax.random.split(key)
-        own = None if config.tie_word_embeddings else _head(config, head)
+        own = None if config.tie_word_embeddings or config.headless else _head(config, head)
         self._fill(config, model=Body(config, body), lm_head=own)
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens vocab"]:
@@ -176,7 +176,7 @@ class Decoder(Part, roles="model lm_head"):
         **Raises:** `ValueError` if there is none: sentence-transformers writes decoders without it.
         """
         head = self.part("lm_head")
-        if head is None and not self.config.tie_word_embeddings:
+        if self.config.headless:
             raise ValueError("This decoder has no output layer, and so no logits: it embeds texts.")
         out = hidden @ self.embedding.T if head is None else each(head, hidden)
         if (divisor := self.config.logits_scaling) != 1:

@@ -212,6 +212,8 @@ class DecoderConfig(Config):
     shared_expert_intermediate_size: int = 0
     swiglu_limit: float | int = 7.0
     tie_word_embeddings: bool = False
+    headless: bool = False
+    """Whether there is no output layer at all, as in decoders that sentence-transformers made embed texts."""
     pad_token_id: int = -1
 
     architecture: str = ""
@@ -243,7 +245,7 @@ class DecoderConfig(Config):
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
-        fields |= dict.fromkeys(("windows", "sparse", "ropes"))  # derived from the others
+        fields |= dict.fromkeys(("headless", "windows", "sparse", "ropes"))  # not in files
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]

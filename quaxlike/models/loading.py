@@ -257,10 +257,10 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
         raise _unknown(path, found, "GGUF", gguf_models.ARCHITECTURES)
     read, make = _architecture(path, config)
     _check_sizes(path, config, weights)
-    model = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
-    if isinstance(model, Decoder) and "lm_head.weight" not in weights and modules_of(Path(directory)):
-        model = eqx.tree_at(lambda model: model.part("lm_head"), model, None, is_leaf=lambda x: x is None)
-    return model, config, weights
+    told = read.from_json(config)
+    if isinstance(told, DecoderConfig) and not told.tie_word_embeddings and "lm_head.weight" not in weights:
+        told = dataclasses.replace(told, headless=bool(modules_of(Path(directory))))
+    return eqx.filter_eval_shape(make, told, key=jax.random.key(0)), config, weights
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
