@@ -43,7 +43,7 @@ class Tokens:
         return self._encoded(text, special).ids
 
     def _encoded(self, text: str, special: bool = True) -> Any:
-        """Raises for a token that the model has no row for: Gemma 3's tokeniser has one for images."""
+        """Encodes a text. Raises for a token that the model has no row for, such as Gemma 3's for images."""
         encoding = self._tokenizer.encode(text, special=special)
         if (last := max(encoding.ids, default=0)) >= self._size:
             token = encoding.tokens[encoding.ids.index(last)]

@@ -37,11 +37,6 @@ class TextTokenizer:
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
 
-    @property
-    def size(self) -> int:
-        """The number of tokens in the vocabulary."""
-        return self._tokenizer.get_vocab_size()
-
     def encode(self, text: str, *, special: bool = True) -> Any:
         """Encodes a text as tokens, with the special ones that mark its ends unless `special` is False.
 
