@@ -1,6 +1,7 @@
 """`quaxify`: runs a function with Values in place of arrays."""
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from . import compat, recording, written
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
 from .trace import Level, QuaxTrace, ValueTracer
-from .values import Value, aval_of, is_value, kind_of, running_levels
+from .values import Value, aval_of, is_value, kind_of, running
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -80,14 +81,15 @@ class _Quaxified(Generic[_P, _T]):
         mark_in_use()
         parent = compat.current_trace()
         trace = QuaxTrace(parent, Level(), resolver(layers))
-        copies = written.Copies() if written.possible() else written.NONE
-        levels = running_levels()
+        nnx = sys.modules.get("flax.nnx")
+        copies = nnx and written.Copies(nnx)
+        levels = running.levels
         levels.append(trace)
         given = self._fn, args, kwargs
         try:
             # Copies of modules are made in it, so that the function may write to them.
             compat.set_trace(trace)
-            fn, args, kwargs = _select(trace, copies.shared, self._filter_spec, *given)
+            fn, args, kwargs = _select(trace, copies.shared if copies else _copy, self._filter_spec, *given)
             out = fn(*args, **kwargs)
         except Exception as error:
             _name_culprit(error, given)
@@ -96,7 +98,8 @@ class _Quaxified(Generic[_P, _T]):
             compat.set_trace(parent)
             levels.pop()
             trace.ended = True
-        copies.write_back(trace.unwrap_tree)
+        if copies:
+            copies.write_back(trace.unwrap_tree)
         return trace.unwrap_tree(out)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -186,6 +189,11 @@ def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
 def _is_outermost() -> bool:
     """Whether the call is neither traced nor recorded."""
     return compat.is_eval_trace(compat.current_trace()) and recording.active() is None
+
+
+def _copy(tree: Any, copy: Any) -> Any:
+    """In place of `Copies.shared`, where there can be no Variables."""
+    return copy
 
 
 def _select(

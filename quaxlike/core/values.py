@@ -236,19 +236,17 @@ def level_of(value: Value | None = None) -> Any:
     # JAX traces the functions of custom derivatives under a trace without a parent; the levels that are
     # running get its program.
     cut = last is not None and not compat.is_eval_trace(last)
-    return next(filter(takes, reversed(running_levels())), None) if cut else None
+    return next(filter(takes, reversed(running.levels)), None) if cut else None
 
 
-def running_levels() -> list[Any]:
-    """The traces of the calls of `quaxify` that this thread is in, outermost first."""
-    try:
-        return _running.levels
-    except AttributeError:
-        _running.levels = levels = []
-        return levels
+class _Running(threading.local):
+    """The traces of the calls of `quaxify` that a thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.levels: list[Any] = []
 
 
-_running = threading.local()
+running = _Running()
 
 
 def not_dispatched(value: Value, what: str) -> str:

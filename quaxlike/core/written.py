@@ -4,7 +4,6 @@ A quaxified function gets a copy of its arguments, with tracers in place of Valu
 copy of a module has to arrive in the module itself, as it does with `nnx.jit`. Flax need not be installed.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +12,11 @@ import jax.tree_util as jtu
 from .values import kind_of
 
 
-def possible() -> bool:
-    """Whether there can be any Variables."""
-    return "flax.nnx" in sys.modules
-
-
 class Copies:
     """Copies of Variables among the arguments of a function, and what they were copied from."""
 
-    def __init__(self) -> None:
-        self._variable = sys.modules["flax.nnx"].Variable
+    def __init__(self, nnx: Any) -> None:
+        self._variable = nnx.Variable
         self._of: dict[int, tuple[Any, Any, Any]] = {}  # the Variable, its copy, and the content of the copy
         self._trees: list[tuple[Any, Any]] = []
 
@@ -56,19 +50,6 @@ class Copies:
 
     def _is_leaf(self, x: Any) -> bool:
         return kind_of(x) == "value" or isinstance(x, self._variable)
-
-
-class _NoCopies:
-    """Where there can be no Variables."""
-
-    def shared(self, tree: Any, copy: Any) -> Any:
-        return copy
-
-    def write_back(self, unwrap: Callable[[Any], Any]) -> None:
-        pass
-
-
-NONE = _NoCopies()
 
 
 def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:

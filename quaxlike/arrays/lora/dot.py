@@ -30,7 +30,7 @@ class DropoutWarning(UserWarning):
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
     for operand in (x, y):
-        if isinstance(operand, LoraArray):
+        if isinstance(operand, LoraArray) and operand.dropout > 0:
             tell_of_dropout(operand)
     return _traced_product(primitive, x, y, **params)
 
