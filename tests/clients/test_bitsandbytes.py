@@ -69,7 +69,7 @@ def test_4_bit_layers_that_are_written(kind, double, compare, tmp_path):
     codes = tensors.pop("weight")
     layer.weight = Params4bit.from_prequantized(codes, tensors, device="cpu")
     assert layer.weight.quant_state.nested is double
-    check("products", _theirs(layer.train(), _X), _forward(w, _X), 1e-5)
+    check("products", _theirs(layer.train(), _X), _forward(w, _X), 1e-4)  # which are as large as 40
     # In evaluation, it computes in bfloat16 on CPUs that can.
     rounded = np.abs(_theirs(layer.eval(), _X) - _forward(w, _X)).max()
     assert rounded < 2**-7 * np.abs(_X).max() * np.abs(_W).sum(1).max()
