@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -21,17 +20,15 @@ from ..arrays.quantized import BlockArray, Int8Array
 from ..sharding.reading import Rows, read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
-from .errors import complain, on_the_hub, quoted
-from .file_pair import Pair, consistent
-from .format import Format
+from .files.errors import complain, quoted
+from .files.file_pair import Pair, consistent
+from .files.json_text import read_json, read_json_file
+from .files.tensors import Tensors, as_jax, open_tensors
 from .formats import FORMATS
-from .gguf import Gguf, holds_gguf, open_gguf
-from .gguf_metadata import plain
-from .gguf_tokenizer import tokenizer_of
-from .json_text import read_json, read_json_file
-from .rows import dense_rows, rows_of_weight
+from .formats.format import Format
+from .formats.rows import dense_rows, rows_of_weight
+from .gguf.container import Gguf, holds_gguf, open_gguf
 from .safetensors import open_values
-from .tensors import Tensors, as_jax, open_tensors
 
 # Tensors about activations and caches, which weights alone do not need.
 _SKIPPED = (
@@ -232,32 +229,6 @@ def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
     if dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer)):
         problem = f"holds {dtype}: codes of a weight whose scales are missing"
         raise complain(tensors.path, name, problem)
-
-
-@checked
-def read_tokenizer(path: str | os.PathLike[str]) -> str:
-    """Reads the tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
-
-    **Arguments:**
-
-    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is converted to this form.
-
-    **Returns:** the text of `tokenizer.json`.
-
-    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is not text, or a GGUF
-    vocabulary that cannot be read.
-    """
-    path = Path(path)
-    file = path / "tokenizer.json"
-    if file.is_file():
-        try:
-            return file.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise complain(file, None, f"is not UTF-8 text: {error}") from None
-    if not holds_gguf(path):
-        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{on_the_hub(path)}")
-    gguf = open_gguf(path)
-    return json.dumps(tokenizer_of(gguf.path, plain(gguf.metadata)))
 
 
 _FLOATS_OF_8 = tuple(map(np.dtype, (float8_e4m3fn, float8_e5m2, float8_e8m0fnu)))

@@ -11,12 +11,13 @@ import numpy as np
 
 from .._checked import a_or_an, checked
 from ..core.values import is_value
-from . import gguf_models, gguf_writer, safetensors
-from .beside import files_beside, module_folders, remove_others, staged
-from .errors import CheckpointError
-from .file_pair import Pair
+from . import safetensors
+from .files.companions import files_beside, module_folders, remove_others, staged
+from .files.errors import CheckpointError
+from .files.file_pair import Pair
+from .files.tensors import write_tensors
 from .formats import FORMATS
-from .tensors import write_tensors
+from .gguf import models, writer
 
 
 @checked
@@ -65,9 +66,9 @@ def save(
     if format == "safetensors":
         safetensors.save(path, dict(mapping))
     elif format == "gguf":
-        keys = gguf_models.metadata_of(config) if config is not None else {}
-        factors = gguf_models.rope_tensors(config) if config is not None else {}
-        gguf_writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
+        keys = models.metadata_of(config) if config is not None else {}
+        factors = models.rope_tensors(config) if config is not None else {}
+        writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
     else:
         _write_folder(path, *writers[format](path, mapping), config or {})
 

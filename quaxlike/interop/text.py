@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from .checkpoint import read_tokenizer
-from .errors import complain
+from .files.errors import complain
+from .tokenizer import read_tokenizer
 
 
 class TextTokenizer:

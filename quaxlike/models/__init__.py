@@ -1,6 +1,6 @@
 """Models in plain Equinox that read the checkpoints of transformers."""
 
-from ..interop.model_config import UnsupportedConfigError
+from ..interop.files.model_config import UnsupportedConfigError
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
 from .families import FAMILIES, DecoderConfig

@@ -15,14 +15,15 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..core.values import is_value
-from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
-from ..interop.beside import modules_of
-from ..interop.errors import on_the_hub, quoted
-from ..interop.file_pair import Pair
-from ..interop.gguf import holds_gguf
-from ..interop.json_text import read_json_file
-from ..interop.model_config import UnsupportedConfigError
-from ..interop.pieces import rows_of, sources_of, taken_apart
+from ..interop import Checkpoint, CheckpointError, open_checkpoint
+from ..interop.assembly import rows_of, sources_of, taken_apart
+from ..interop.files.companions import modules_of
+from ..interop.files.errors import on_the_hub, quoted
+from ..interop.files.file_pair import Pair
+from ..interop.files.json_text import read_json_file
+from ..interop.files.model_config import UnsupportedConfigError
+from ..interop.gguf import models as gguf_models
+from ..interop.gguf.container import holds_gguf
 from ..interop.saving import save_like
 from ..sharding.reading import read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._checked import checked
-from ..interop.beside import modules_of
-from ..interop.errors import complain, quoted
-from ..interop.json_text import read_json_file
+from ..interop.files.companions import modules_of
+from ..interop.files.errors import complain, quoted
+from ..interop.files.json_text import read_json_file
 
 _Tokens = Float[Array, "tokens hidden"]
 _Seen = Bool[Array, " tokens"]

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..interop import CheckpointError, gguf_models, open_checkpoint
-from ..interop.errors import quoted
-from ..interop.gguf_metadata import plain
-from ..interop.gguf_vocabulary import vocabulary_of
-from ..interop.gguf_writer import TYPES, write
+from ..interop import CheckpointError, open_checkpoint
+from ..interop.files.errors import quoted
+from ..interop.gguf import models as gguf_models
+from ..interop.gguf.metadata import plain
+from ..interop.gguf.tokenizer import vocabulary_of
+from ..interop.gguf.writer import TYPES, write
+from ..interop.tokenizer import read_templates
 from .families import FAMILIES, DecoderConfig
 from .rope import Rope
 
@@ -109,7 +111,8 @@ def _of_folder(
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
     rows = next(x.shape[0] for name, x in arrays.items() if name.endswith("embed_tokens.weight"))
-    return {"general.type": "model", **keys, **vocabulary_of(source, config, rows)}, factors
+    keys |= vocabulary_of(source, config, rows, *read_templates(source))
+    return {"general.type": "model", **keys}, factors
 
 
 def _with_output(

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quaxlike.interop.formats.blocks import Weight
 
 import quaxlike as ql
 from quaxlike import interop
 from quaxlike.arrays.quantized import CODECS
 from quaxlike.interop import CheckpointError
-from quaxlike.interop.blocks import Weight
-from quaxlike.interop.format import Format
+from quaxlike.interop.files.tensors import as_jax, write_tensors
 from quaxlike.interop.formats import FORMATS
-from quaxlike.interop.tensors import as_jax, write_tensors
+from quaxlike.interop.formats.format import Format
 from tests.fixtures import fixture
 from tests.samples import normal
 

@@ -16,7 +16,7 @@ import quaxlike as ql
 from quaxlike import interop
 from quaxlike.generate.run import GenerateError, ends_of
 from quaxlike.interop import CheckpointError, bitsandbytes, peft, safetensors
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.interop.text import TextTokenizer
 from quaxlike.models import DecoderConfig, UnsupportedConfigError
 from tests.fixtures import fixture

@@ -15,8 +15,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 
-from ..errors import CheckpointError, shortened
-from ..templates import read_templates
+from ..files.errors import CheckpointError, shortened
+from ..tokenizer import read_templates
 from .answers import find_answers
 from .sandbox import Sandbox
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from ...surgery.loraify import value_for
 from ...surgery.patterns import PatternError, compiled, fullmatch
-from ..errors import complain, quoted
-from ..file_pair import Pair
-from ..json_text import read_json_file
-from ..model_config import is_finite
+from ..files.errors import complain, quoted
+from ..files.file_pair import Pair
+from ..files.json_text import read_json_file
+from ..files.model_config import is_finite
 
 PREFIX = "base_model.model."
 

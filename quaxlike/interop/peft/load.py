@@ -22,9 +22,9 @@ from ...surgery.notation import Layout
 from ...surgery.patterns import PatternError
 from ...surgery.select import select
 from ...surgery.trees import layer_of, named_arrays, near, replace
-from ..errors import CheckpointError, complain, on_the_hub
-from ..file_pair import consistent
-from ..tensors import Tensors, open_tensors
+from ..files.errors import CheckpointError, complain, on_the_hub
+from ..files.file_pair import consistent
+from ..files.tensors import Tensors, open_tensors
 from .axes import Stored, file_name, part_shapes, stored_as, why_not
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
 from .parameters import (

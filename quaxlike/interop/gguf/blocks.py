@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
-from ..kernels import bits as bitstream
+from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
+from ...kernels import bits as bitstream
 
 # Codes, scales, outer scale, zeros and outer zero of some blocks, each (blocks, n).
 Parts = tuple[Any, Any, Any, Any, Any]

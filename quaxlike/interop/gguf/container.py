@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .errors import complain
-from .gguf_blocks import BLOCK_TYPES, read_blocks
-from .gguf_experts import joined, together
-from .gguf_metadata import MAGIC, Cursor, plain, read_value
-from .gguf_models import architecture_of, config_of, name_of, row_order
-from .open_file import OpenFile, foreign
-from .tensors import are_sizes, as_jax
+from ..files.errors import complain
+from ..files.open_file import OpenFile, foreign
+from ..files.tensors import are_sizes, as_jax
+from .blocks import BLOCK_TYPES, read_blocks
+from .experts import joined, together
+from .metadata import MAGIC, Cursor, plain, read_value
+from .models import architecture_of, config_of, name_of, row_order
 
 _PLAIN: dict[int, np.dtype] = {
     0: np.dtype("<f4"),

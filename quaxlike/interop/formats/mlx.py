@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
-from ..arrays.quantized.codecs import E2M1
-from .blocks import UINT8, Layer, Weight, integer, layers, stream, weight
-from .errors import complain
-from .format import Format
-from .tensors import Tensors
+from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
+from ...arrays.quantized.codecs import E2M1
+from ..files.errors import complain
+from ..files.tensors import Tensors
+from .format import UINT8, Format, Layer, Weight, integer, layers, stream, weight
 
 _MODES: dict[str, Codec] = {
     "mxfp4": CODECS["mxfp4"],

@@ -1,20 +1,33 @@
-"""One 4-bit weight of a bitsandbytes checkpoint: its tensors, and the array that they make up."""
+"""bitsandbytes: weights in 4 bits (NF4, FP4), and in 8 bits with one scale per row (LLM.int8).
+
+A 4-bit weight `X` is stored as packed codes under its name, with companions `X.absmax`, `X.quant_map`, for
+double quantisation `X.nested_absmax` and `X.nested_quant_map`, and
+`X.quant_state.bitsandbytes__nf4` (or `__fp4`), the bytes of a JSON object with the statics.
+
+Source: Dettmers et al., LLM.int8(), <https://arxiv.org/abs/2208.07339>, and QLoRA,
+<https://arxiv.org/abs/2305.14314>.
+"""
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import ml_dtypes
 import numpy as np
 
-from ..arrays.quantized import AbstractCodebookArray, FP4Array, NestedScales, NF4Array
-from ..kernels import blockwise
-from ..sharding.reading import Rows
-from .errors import CheckpointError, complain
-from .tensors import Tensors, are_sizes, read_json
+from ..._checked import a_or_an
+from ...arrays.quantized import AbstractCodebookArray, FP4Array, Int8Array, NestedScales, NF4Array
+from ...core.values import is_value
+from ...kernels import blockwise
+from ...sharding.reading import Rows
+from ..files.errors import CheckpointError, complain
+from ..files.tensors import Tensors, are_sizes, as_jax, read_json
+from .format import INT8, UINT8, Format, Layer, Weight, layers, weight
+from .rows import dense_rows
 
 TYPES: dict[str, type[AbstractCodebookArray]] = {"nf4": NF4Array, "fp4": FP4Array}
 _DTYPES = {
@@ -250,3 +263,125 @@ def storage_for(
     if nbytes % dtype.itemsize:
         raise complain(path, name, f"{nbytes:,} bytes of codes cannot be viewed as {dtype}")
     return Storage(dtype, (nbytes // dtype.itemsize, 1))
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The weights of a 4-bit checkpoint by name; each look-up reads one weight.
+
+    **Attributes:**
+
+    - `storage`: how the file stores the codes of each quantised weight; `save` stores them the same way.
+    - `metadata`: the free text entries of the header.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self.states = find_states(tensors)
+        companions = {name + suffix for name in self.states for suffix in COMPANIONS} | {
+            key for key, _ in self.states.values()
+        }
+        self._names = {name: None for name in tensors if name not in companions}  # an ordered set
+        self.storage = {
+            name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self.states
+        }
+        self.metadata = tensors.metadata
+        check_no_orphans(tensors, self.states, self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.states:
+            return read_weight(self._tensors, name, *self.states[name])
+        if name not in self._names:
+            raise KeyError(name)
+        return as_jax(self._tensors[name])
+
+    def rows(self, name: str) -> Rows:
+        """The weight of this name, which can be read by rows if its blocks allow it."""
+        if name in self.states:
+            return rows_of(self._tensors, name, *self.states[name])
+        return dense_rows(self._tensors, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None) -> dict[str, np.ndarray]:
+    """The tensors that `save` writes to `path`."""
+    storage = getattr(mapping, "storage", {})
+    tensors: dict[str, np.ndarray] = {}
+
+    def put(name: str, array: np.ndarray) -> None:
+        if name in tensors:
+            raise complain(path, name, "two entries would have this name")
+        tensors[name] = array
+
+    for name, value in mapping.items():
+        if isinstance(value, NF4Array | FP4Array):
+            view = storage_for(path, name, value, storage.get(name), quant_storage)
+            for key, array in weight_tensors(path, name, value, view).items():
+                put(key, array)
+        elif is_value(value):
+            raise complain(path, name, f"the format has no place for {a_or_an(type(value))}; materialise it")
+        else:
+            put(name, np.asarray(value))
+    return tensors
+
+
+def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of these weights; nothing if none is in 4 bits."""
+    first = next((x for x in mapping.values() if isinstance(x, NF4Array | FP4Array)), None)
+    if first is None:
+        return {}
+    layers = (name.removesuffix(".weight") for name, x in mapping.items() if np.ndim(x) == 2)
+    return {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4" if isinstance(first, NF4Array) else "fp4",
+        "bnb_4bit_use_double_quant": len(jtu.tree_leaves(first)) > 2,
+        "bnb_4bit_compute_dtype": str(first.dtype), "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": sorted(x for x in layers if not is_value(mapping.get(f"{x}.weight"))),
+    }  # fmt: skip
+
+
+def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Weight]:
+    """The quantised weights of a checkpoint, in 4 bits or in 8 bits, by name."""
+    held = Checkpoint(tensors)
+    out: dict[str, Weight] = {}
+    for name, (key, _) in held.states.items():
+        companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
+        read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
+        out[name] = Weight((name, key, *companions), read, rows)
+    return out | _int8_weights(tensors, settings)
+
+
+_INT8_PARTS = ("SCB", "weight_format")
+
+
+def _int8_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+    """The quantised weights of a checkpoint, by name; none unless its settings or its tensors say so."""
+    out: dict[str, Weight] = {}
+    is_used = config or layers(tensors, *_INT8_PARTS)
+    for layer in layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ():
+        out |= weight(layer, ("weight", *_INT8_PARTS), lambda layer=layer: _read_int8(layer))
+    return out
+
+
+def _read_int8(layer: Layer) -> Any:
+    n, k = layer.shape("weight", 2)
+    if "weight_format" in layer:
+        found = layer.get("weight_format", [UINT8], (), (1,))
+        if found != 0:
+            raise layer.bad("weight_format", f"must be 0, row-major; found {found}. Save it again on a CPU")
+    scale = layer.scales("SCB", (n,))
+    codes = layer.get("weight", [INT8], (n, k))
+    rows = (scale / np.float32(127)).astype(np.float32)[:, None]
+    return Int8Array(jnp.asarray(codes), jnp.asarray(rows), block_size=None)
+
+
+FORMAT = Format(
+    ("bitsandbytes",), weights, codes=(".SCB", ".weight_format"), by_rows=True,
+    is_in=lambda tensors: bool(weights(tensors, {})),
+    written=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
+    takes=lambda value: isinstance(value, NF4Array | FP4Array),
+)  # fmt: skip

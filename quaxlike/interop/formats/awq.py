@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import (
+from ..files.errors import complain
+from ..files.tensors import Tensors
+from .format import (
     INT32,
+    Format,
     Layer,
     Weight,
     group_size,
@@ -21,9 +24,6 @@ from .blocks import (
     unpack,
     weight,
 )
-from .errors import complain
-from .format import Format
-from .tensors import Tensors
 
 # Nibble i of a word holds output 8·word + _ORDER[i].
 _ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .errors import complain
-from .gguf_experts import halves_of
-from .model_config import is_finite
+from ..files.errors import complain
+from ..files.model_config import is_finite
+from .experts import halves_of
 
 # From llama.cpp's names to transformers'; those with an ending are of arrays that have none there.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

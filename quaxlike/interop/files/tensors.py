@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .._files import replacing
+from ..._files import replacing
 from .errors import complain, listed, on_the_hub
 from .json_text import read_header, read_json, read_json_of
 from .open_file import OpenFile, foreign

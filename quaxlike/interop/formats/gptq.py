@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..surgery.patterns import PatternError, startmatch
-from .blocks import (
+from ...surgery.patterns import PatternError, startmatch
+from ..files.errors import complain, quoted
+from ..files.json_text import read_json_file
+from ..files.tensors import Tensors
+from .format import (
     INT32,
+    Format,
     Layer,
     Weight,
     group_size,
@@ -26,10 +30,6 @@ from .blocks import (
     unpack,
     weight,
 )
-from .errors import complain, quoted
-from .format import Format
-from .json_text import read_json_file
-from .tensors import Tensors
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 

@@ -3,19 +3,32 @@
 Source: the layouts of <https://github.com/vllm-project/compressed-tensors>.
 """
 
+import dataclasses
+import json
+import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from ..arrays.quantized import CODECS
-from ..surgery.patterns import PatternError, startmatch
-from .blocks import (
+from ..._checked import a_or_an
+from ...arrays.quantized import CODECS, BlockArray, Codec, Int8Array
+from ...core.values import is_value
+from ...kernels import bits as bitstream
+from ...surgery.patterns import PatternError, startmatch
+from ..files.errors import complain, quoted
+from ..files.tensors import Tensors, are_sizes
+from .float8 import read_float8, read_nvfp4
+from .format import (
     E4M3,
     FLOATS,
     INT8,
     INT32,
     UINT8,
+    Format,
     Layer,
     Weight,
     integers,
@@ -29,12 +42,6 @@ from .blocks import (
     unpack,
     weight,
 )
-from .compressed_tensors_writer import is_held, tensors_of
-from .errors import complain, quoted
-from .float8 import read_float8, read_nvfp4
-from .format import Format
-from .sparse_masks import dense_weights
-from .tensors import Tensors, are_sizes
 
 _PARTS = (
     "weight",
@@ -52,7 +59,7 @@ _Scheme = Mapping[str, Any]
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised and the sparse weights of a checkpoint, by name."""
-    out = dense_weights(tensors, settings(config, "sparsity_config", tensors.path))
+    out = _masked_weights(tensors, settings(config, "sparsity_config", tensors.path))
     groups = settings(config, "config_groups", tensors.path)
     if not all(isinstance(g, dict) and _are_targets(g.get("targets") or []) for g in groups.values()):
         raise complain(tensors.path, "config_groups", "must map names to settings, `targets` a list of texts")
@@ -245,7 +252,158 @@ _READERS: dict[str, Callable[[Layer, _Scheme], Any]] = {
 }
 
 
+_MASKED_PARTS = ("compressed", "bitmask", "shape", "row_offsets", "weight_scale")
+_MASKED_FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
+
+
+def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+    """The weights that have a mask, made dense; 8-bit weights become block arrays."""
+    out: dict[str, Weight] = {}
+    for layer in layers(tensors, "bitmask", "compressed", "row_offsets"):
+        kind = config.get("format")
+        if kind not in _MASKED_FORMATS:
+            raise complain(
+                tensors.path, "sparsity_config", f"expected one of {_MASKED_FORMATS}; found {kind!r}"
+            )
+        out |= weight(layer, _MASKED_PARTS, lambda layer=layer, kind=kind: _read_masked(layer, kind))
+    return out
+
+
+def _read_masked(layer: Layer, kind: str) -> Any:
+    int64 = np.dtype(np.int64)
+    n, k = (int(size) for size in layer.get("shape", [int64], (2, 1), (2,)).reshape(-1))
+    if n < 1 or k < 1 or n * k > 16 * math.prod(layer.shape("bitmask", 2)):
+        raise layer.bad("shape", f"does not fit the bitmask; found {(n, k)}")
+    mask = layer.get("bitmask", [UINT8], (n, -(-k // 8)))
+    kept = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
+    if kept[:, k:].any():
+        raise layer.bad("bitmask", "has bits set beyond the last column")
+    kept = kept[:, :k]
+    count = int(kept.sum())
+    if kind == "sparse-24-bitmask":
+        if k % 4 or (kept.reshape(n, -1, 4).sum(-1) != 2).any():
+            raise layer.bad("bitmask", "must keep two of every four columns")
+        shape = (n, k // 2)
+    else:
+        shape = (count,)
+        offsets = layer.get("row_offsets", [int64], (n,))
+        if not np.array_equal(offsets, np.concatenate([[0], np.cumsum(kept.sum(1))[:-1]])):
+            raise layer.bad("row_offsets", "must count the values of the rows before")
+    values = layer.get("compressed", [*FLOATS, E4M3, INT8], shape)
+    dense = np.zeros((n, k), values.dtype)
+    dense[kept] = values.reshape(-1)
+    if values.dtype == E4M3:
+        scale = layer.scales("weight_scale", (n, 1), (1,), ())
+        return small_floats(dense, np.ascontiguousarray(per_row(scale, n)), codec="fp8", block=None)
+    if values.dtype == INT8:
+        raise layer.bad("compressed", "pruned weights in int8 cannot be read")
+    return jnp.asarray(dense)
+
+
+def _is_held(value: Any) -> bool:
+    """Whether a Value is of a type that the format has a place for."""
+    return isinstance(value, Int8Array) or (isinstance(value, BlockArray) and value.codec != CODECS["mxfp4"])
+
+
+def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors of a checkpoint, and its `quantization_config`."""
+    tensors: dict[str, np.ndarray] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in mapping.items():
+        if not is_value(value):
+            tensors[name] = np.asarray(value)
+            continue
+        if not name.endswith(".weight") and name != "weight":
+            raise complain(path, name, "quantised weights must be called ….weight")
+        kind, scheme, parts = _parts(path, name, value)
+        for suffix, array in parts.items():
+            tensors[name.removesuffix("weight") + suffix] = array
+        key = json.dumps([kind, scheme])
+        group = groups.setdefault(key, {"format": kind, "weights": scheme, "targets": []})
+        group["targets"].append(name.removesuffix(".weight"))
+    kinds = {group["format"] for group in groups.values()}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": _group(group) for i, group in enumerate(groups.values())},
+        "ignore": [],
+    }
+    return tensors, config
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {**group, "input_activations": None, "output_activations": None}
+
+
+def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+    """The format of a weight, its scheme, and its tensors by their suffixes."""
+    if len(w.shape) != 2 or getattr(w, "axes", ()):
+        raise complain(path, name, "is not a matrix quantised along its last axis; materialise it")
+    if isinstance(w, Int8Array):
+        scale = np.asarray(w.scale)
+        scheme = _scheme("int", 8, w.block if scale.shape[1] > 1 else None, True)
+        return "int-quantized", scheme, {"weight": np.asarray(w.codes), "weight_scale": scale}
+    floating = isinstance(w, BlockArray) and w.codec.scales == "float" and w.codec.group is None
+    if not floating or w.codec.zeros in ("plus", "minus") or len(w.inner_shape) != 1:
+        raise complain(
+            path,
+            name,
+            f"{a_or_an(type(w))} of this kind has no place in the file: quantise to 'int4_block', "
+            "'uint4_block', 'int8_block' or 'fp8', or materialise it",
+        )
+    n, k = w.shape
+    scale = np.asarray(w.scale.scale)
+    grouped = None if scale.shape[1] == 1 else w.block
+    if grouped is not None and k % grouped:
+        raise complain(path, name, f"blocks of {grouped} do not divide its {k} columns")
+    if w.codec.codes == "e4m3":
+        raw = np.asarray(w.codes).view(ml_dtypes.float8_e4m3fn)
+        scheme = _scheme("float", 8, grouped, True)
+        return "float-quantized", scheme, {"weight": raw, "weight_scale": scale}
+    if w.codec.codes != "integer" or not _is_packable(w.codec):
+        raise complain(path, name, f"the codec has no place in the file: {dataclasses.asdict(w.codec)}")
+    bits, words = w.codec.bits, -(-k * w.codec.bits // 32)
+    parts = {
+        "weight_packed": _words(np.asarray(w.codes), words),
+        "weight_shape": np.array([n, k], np.int64),
+        "weight_scale": scale,
+    }
+    if w.scale.zero is not None:
+        points = np.asarray(w.scale.zero)
+        if not np.issubdtype(points.dtype, np.integer) or points.max(initial=0) >= 1 << bits:
+            raise complain(path, name, f"zero points must be integers of {bits} bits; found {points.dtype}")
+        along_outputs = bitstream.pack(np.ascontiguousarray(points.T.astype(np.uint8)), bits)
+        parts["weight_zero_point"] = np.ascontiguousarray(_words(along_outputs, -(-n * bits // 32)).T)
+    if w.order is not None:
+        index = np.empty(k, np.int32)
+        index[np.asarray(w.order)] = np.arange(k) // w.block
+        parts["weight_g_idx"] = index
+    return "pack-quantized", _scheme("int", bits, grouped, w.scale.zero is None), parts
+
+
+def _is_packable(codec: Codec) -> bool:
+    return codec.zeros == "points" if codec.bias == 0 else codec.bias == 1 << (codec.bits - 1)
+
+
+def _words(packed: np.ndarray, words: int) -> np.ndarray:
+    """Bytes as 32-bit words, the last one padded with zeros."""
+    missing = 4 * words - packed.shape[-1]
+    return np.ascontiguousarray(np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])).view(np.int32)
+
+
+def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": symmetric,
+        "group_size": group,
+        "strategy": "channel" if group is None else "group",
+        "dynamic": False,
+    }
+
+
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
-    written=tensors_of, takes=is_held,
+    written=_written, takes=_is_held,
 )  # fmt: skip

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import E4M3, INT8, Layer, Weight, integers, small_floats, weight
-from .errors import complain
-from .format import Format
-from .tensors import Tensors, read_json
+from ..files.errors import complain
+from ..files.tensors import Tensors, read_json
+from .format import E4M3, INT8, Format, Layer, Weight, integers, small_floats, weight
 
 _CLASSES = ("IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8Tensor")
 _PARTS = ("qdata", "scale", "zero_point")

@@ -1,19 +1,49 @@
-"""The chat templates and the special tokens of a checkpoint, as texts."""
+"""The tokeniser of a checkpoint, its chat templates and its special tokens, as texts."""
 
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError, quoted
-from .gguf import holds_gguf, open_gguf
-from .gguf_metadata import plain
-from .json_text import read_json_file
+from .._checked import checked
+from .files.errors import CheckpointError, complain, on_the_hub, quoted
+from .files.json_text import read_json_file
+from .gguf.container import holds_gguf, open_gguf
+from .gguf.metadata import plain
+from .gguf.tokenizer import tokenizer_of
 
 # By their names in GGUF.
 _TOKENS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
     "pad_token": "padding", "cls_token": "cls", "mask_token": "mask",
 }  # fmt: skip
+
+
+@checked
+def read_tokenizer(path: str | os.PathLike[str]) -> str:
+    """Reads the tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
+
+    **Arguments:**
+
+    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is converted to this form.
+
+    **Returns:** the text of `tokenizer.json`.
+
+    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is not text, or a GGUF
+    vocabulary that cannot be read.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json"
+    if file.is_file():
+        try:
+            return file.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise complain(file, None, f"is not UTF-8 text: {error}") from None
+    if not holds_gguf(path):
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{on_the_hub(path)}")
+    gguf = open_gguf(path)
+    return json.dumps(tokenizer_of(gguf.path, plain(gguf.metadata)))
 
 
 def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:

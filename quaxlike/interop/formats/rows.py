@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..sharding.reading import Rows
-from .blocks import Weight
-from .tensors import TensorInfo, Tensors
+from ...sharding.reading import Rows
+from ..files.tensors import TensorInfo, Tensors
+from .format import Weight
 
 
 def dense_rows(tensors: Any, name: str) -> Rows:

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .._checked import a_or_an
-from ..arrays.quantized import CODECS, BlockArray
-from ..core.values import is_value
-from .blocks import UINT8, Layer, Weight, guarded, layers, small_floats
-from .errors import complain
-from .format import Format
-from .tensors import Tensors
+from ..._checked import a_or_an
+from ...arrays.quantized import CODECS, BlockArray
+from ...core.values import is_value
+from ..files.errors import complain
+from ..files.tensors import Tensors
+from .format import UINT8, Format, Layer, Weight, guarded, layers, small_floats
 
 _PARTS = ("blocks", "scales")
 

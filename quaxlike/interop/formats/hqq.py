@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.quantized import BlockArray, BlockScales, Codec
-from ..arrays.quantized.layout import reshaped
-from .blocks import FLOATS, INT32, UINT8, Layer, Weight, layers, weight
-from .format import Format
-from .tensors import Tensors
+from ...arrays.quantized import BlockArray, BlockScales, Codec
+from ...arrays.quantized.layout import reshaped
+from ..files.tensors import Tensors
+from .format import FLOATS, INT32, UINT8, Format, Layer, Weight, layers, weight
 
 # By number of bits: the packing's name, the dtype of its words, and the slabs per word.
 _PACKINGS = {

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.quaxify import quaxify
-from .errors import complain
+from ...core.quaxify import quaxify
+from ..files.errors import complain
 
 #: transformers' names within a block, and the two tensors of llama.cpp.
 _JOINED = {

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from .errors import complain
+from ..files.errors import complain
 
 MAGIC = b"GGUF"
 _NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")

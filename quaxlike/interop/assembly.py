@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from ..core.quaxify import quaxify
 from ..sharding.reading import Rows
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, listed
-from .mxfp4 import turned
+from .files.errors import CheckpointError, listed
+from .formats.mxfp4 import turned
 
 
 def sources_of(

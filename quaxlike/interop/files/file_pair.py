@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from .._files import replacing
+from ..._files import replacing
 from .errors import CheckpointError, complain
 from .tensors import write_to
 

@@ -7,7 +7,7 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-from .._files import replacing
+from ..._files import replacing
 from .errors import complain, quoted
 from .json_text import read_json_list
 

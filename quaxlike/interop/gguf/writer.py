@@ -11,16 +11,16 @@ import equinox as eqx
 import ml_dtypes
 import numpy as np
 
-from .._checked import a_or_an
-from .._files import replacing
-from ..arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray
-from ..core.quaxify import quaxify
-from ..core.values import is_value
-from .errors import complain
-from .gguf_blocks import write_blocks
-from .gguf_experts import cuts_of, halves_of
-from .gguf_metadata import MAGIC, encode_text, encode_value, plain
-from .gguf_models import Architecture, architecture_of, original_name, row_order
+from ..._checked import a_or_an
+from ..._files import replacing
+from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray
+from ...core.quaxify import quaxify
+from ...core.values import is_value
+from ..files.errors import complain
+from .blocks import write_blocks
+from .experts import cuts_of, halves_of
+from .metadata import MAGIC, encode_text, encode_value, plain
+from .models import Architecture, architecture_of, original_name, row_order
 
 _ALIGNMENT = 32
 

@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.quantized import Codec
-from ..arrays.quantized.codecs import E2M1
-from .blocks import (
+from ...arrays.quantized import Codec
+from ...arrays.quantized.codecs import E2M1
+from ..files.errors import complain, quoted
+from ..files.json_text import read_json_file
+from ..files.tensors import Tensors, are_sizes
+from .format import (
     E4M3,
     E8M0,
     FLOATS,
     UINT8,
+    Format,
     Layer,
     Weight,
     layers,
@@ -26,10 +30,6 @@ from .blocks import (
     spread_tiles,
     weight,
 )
-from .errors import complain, quoted
-from .format import Format
-from .json_text import read_json_file
-from .tensors import Tensors, are_sizes
 
 _PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
 

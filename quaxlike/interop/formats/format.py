@@ -1,5 +1,6 @@
-"""Checks of a checkpoint's tensors, and the block arrays that they make up."""
+"""A format of quantised weights as a record, and the checks of tensors and settings that readers share."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -8,16 +9,19 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ..arrays.quantized import CODECS, BlockArray, BlockScales, Codec
-from ..kernels import bits as bitstream
-from ..sharding.reading import Rows
-from .errors import CheckpointError, complain, quoted
-from .tensors import Tensors
+from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
+from ...kernels import bits as bitstream
+from ...sharding.reading import Rows
+from ..files.errors import CheckpointError, complain, quoted
+from ..files.tensors import Tensors
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
+
+
+Settings = Mapping[str, Any]
 
 
 class Weight(NamedTuple):
@@ -27,6 +31,40 @@ class Weight(NamedTuple):
     read: Callable[[], Any]
     rows: Callable[[], Rows] | None = None
     """Reads it by rows, in a way of its own."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Format:
+    """A format, and how its checkpoints are told from others, read and written.
+
+    **Attributes:**
+
+    - `methods`: the values of `quant_method` in a `config.json` that name it; it is written with the first.
+    - `weights`: the weights of a checkpoint, by their names in the unquantised one, from its tensors and its
+        settings. A weight that lacks a part is among them, and an error when it is read.
+    - `codes`: endings of tensors that are of no use on their own: a checkpoint with one that belongs to no
+        weight is damaged.
+    - `by_rows`: whether the first axis of its tensors has the rows of the weight, tiles of rows, or neither,
+        and `weights` reads a window of rows as if it were a file.
+    - `is_in`: whether a checkpoint without settings has weights of the format.
+    - `settings`: the settings of a checkpoint that states them elsewhere than in `quantization_config`; None
+        if it does not. Called with `config.json` and the folder.
+    - `written`: the tensors of weights by name, and their `quantization_config`. None if it is only read.
+    - `takes`: whether a Value of a model is saved in this format.
+    """
+
+    methods: tuple[str, ...]
+    weights: Callable[[Tensors, Settings], Mapping[str, Weight]]
+    codes: tuple[str, ...] = ()
+    by_rows: bool = False
+    is_in: Callable[[Tensors], bool] = lambda tensors: False
+    settings: Callable[[Settings, Path], Settings | None] = lambda config, folder: None
+    written: Callable[[Path, Mapping[str, Any]], tuple[dict[str, np.ndarray], dict[str, Any]]] | None = None
+    takes: Callable[[Any], bool] = lambda value: False
+
+    @property
+    def name(self) -> str:
+        return self.methods[0]
 
 
 class Layer:
