@@ -17,7 +17,8 @@ from .files.errors import CheckpointError
 from .files.file_pair import Pair
 from .files.tensors import write_tensors
 from .formats import FORMATS
-from .gguf import models, writer
+from .gguf import config as gguf_config
+from .gguf import writer
 
 
 @checked
@@ -66,8 +67,8 @@ def save(
     if format == "safetensors":
         safetensors.save(path, dict(mapping))
     elif format == "gguf":
-        keys = models.metadata_of(config) if config is not None else {}
-        factors = models.rope_tensors(config) if config is not None else {}
+        keys = gguf_config.metadata_of(config) if config is not None else {}
+        factors = gguf_config.rope_tensors(config) if config is not None else {}
         writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
     else:
         _write_folder(path, *writers[format](path, mapping), config or {})

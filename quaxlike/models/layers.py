@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..families import FAMILIES
 from ..sharding.explicit import rows_of
-from .families import FAMILIES, DecoderConfig
+from .decoder_config import DecoderConfig
 
 Ids = Int[Array, " tokens"]
 Seen = Bool[Array, " tokens"]

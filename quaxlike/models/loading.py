@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..core.values import is_value
+from ..families import FAMILIES, TEXT_TOWERS
 from ..interop import Checkpoint, CheckpointError, open_checkpoint
 from ..interop.assembly import rows_of, sources_of, taken_apart
 from ..interop.files.companions import modules_of
@@ -22,7 +23,6 @@ from ..interop.files.errors import on_the_hub, quoted
 from ..interop.files.file_pair import Pair
 from ..interop.files.json_text import read_json_file
 from ..interop.files.model_config import UnsupportedConfigError
-from ..interop.gguf import models as gguf_models
 from ..interop.gguf.container import holds_gguf
 from ..interop.saving import save_like
 from ..sharding.reading import read_onto, usual_rule
@@ -32,16 +32,16 @@ from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
-from .families import FAMILIES, TEXT_TOWERS, DecoderConfig, text_tower
+from .decoder_config import DecoderConfig, text_tower
 from .modern_bert import ModernBert, ModernBertConfig
 from .to_gguf import save_gguf
+from .vocabulary import EMBEDDINGS
 
-# The configuration and the model, by the architecture in `config.json`.
-ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
+# The configuration and the model of encoders, by the architecture in `config.json`.
+_ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
     "ModernBertModel": (ModernBertConfig, ModernBert),
-    **dict.fromkeys(FAMILIES, (DecoderConfig, Decoder)),
 }
 
 
@@ -190,7 +190,7 @@ def save(
 
 #: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
 _ROWS = {
-    "vocab_size": ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight"),
+    "vocab_size": tuple(f"{name}.weight" for name in EMBEDDINGS),
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
     "num_labels": ("classifier.weight",),
@@ -255,7 +255,8 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
         weights = weights.standing_for(dtype)
     if weights.format == "gguf" and not config:
         found = quoted(weights.metadata.get("general.architecture"))
-        raise _unknown(path, found, "GGUF", gguf_models.ARCHITECTURES)
+        known = dict.fromkeys(family.gguf.name for family in FAMILIES.values() if family.gguf)
+        raise _unknown(path, found, "GGUF", known)
     read, make = _architecture(path, config)
     _check_sizes(path, config, weights)
     told = read.from_json(config)
@@ -267,10 +268,11 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
     """The configuration and the model of a `config.json`."""
     names = config.get("architectures")
-    known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
+    supported = (*_ENCODERS, *FAMILIES)
+    known = [name for name in supported if isinstance(names, list) and name in names]
     if not known:
-        raise _unknown(path, quoted(names), "transformers", [*ARCHITECTURES, *TEXT_TOWERS])
-    return ARCHITECTURES[known[0]]
+        raise _unknown(path, quoted(names), "transformers", [*supported, *TEXT_TOWERS])
+    return _ENCODERS.get(known[0], (DecoderConfig, Decoder))
 
 
 def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> UnsupportedConfigError:

@@ -16,9 +16,9 @@ from ..files.errors import complain
 from ..files.open_file import OpenFile, foreign
 from ..files.tensors import are_sizes, as_jax
 from .blocks import BLOCK_TYPES, read_blocks
-from .experts import joined, together
+from .config import config_of
 from .metadata import MAGIC, Cursor, plain, read_value
-from .models import architecture_of, config_of, name_of, row_order
+from .names import family_of, joined, name_of, row_order, together
 
 _PLAIN: dict[int, np.dtype] = {
     0: np.dtype("<f4"),
@@ -76,12 +76,10 @@ class Gguf(Mapping[str, Any]):
             raise complain(path, "split.tensors.count", f"is {total}; the parts hold {len(found)} tensors")
         self._tensors = found
         self._plain = plain(self.metadata)
-        self._architecture = architecture_of(self._plain)
-        stacks = joined(found) if self._architecture else {}
+        self._family = family_of(self._plain)
+        stacks = joined(found) if self._family else {}
         parts = {part for stack in stacks.values() for part in stack}
-        self._sources = {
-            name_of(name, self._architecture): (name,) for name in found if name not in parts
-        } | stacks
+        self._sources = {name_of(name, self._family): (name,) for name in found if name not in parts} | stacks
         if len(self._sources) < len(found) - len(parts) + len(stacks):
             raise complain(path, None, "two tensors have the same name")
         shapes = {name: tensor.shape for name, tensor in found.items()}
@@ -104,7 +102,7 @@ class Gguf(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         parts = [self._read(name) for name in self._sources[key]]
-        interleaved = self._architecture is not None and self._architecture.interleaved
+        interleaved = self._family is not None and self._family.interleaved
         return together(self.path, key, parts, interleaved)
 
     def _read(self, name: str) -> Any:
@@ -114,8 +112,8 @@ class Gguf(Mapping[str, Any]):
         if tensor.kind not in _PLAIN:
             return read_blocks(BLOCK_TYPES[tensor.kind][1], data, tensor.shape, rows)
         plain = data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
-        if self._architecture and self._architecture.norm_offset and name.endswith("norm.weight"):
-            plain = plain - plain.dtype.type(self._architecture.norm_offset)
+        if self._family and self._family.norm_offset and name.endswith("norm.weight"):
+            plain = plain - plain.dtype.type(self._family.norm_offset)
         return as_jax(plain if rows is None else plain[rows])
 
 

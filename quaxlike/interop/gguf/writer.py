@@ -16,11 +16,11 @@ from ..._files import replacing
 from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray
 from ...core.quaxify import quaxify
 from ...core.values import is_value
+from ...families import Family
 from ..files.errors import complain
 from .blocks import write_blocks
-from .experts import cuts_of, halves_of
 from .metadata import MAGIC, encode_text, encode_value, plain
-from .models import Architecture, architecture_of, original_name, row_order
+from .names import cuts_of, family_of, halves_of, original_name, row_order
 
 _ALIGNMENT = 32
 
@@ -93,7 +93,7 @@ def write(
     tensors: dict[str, _Tensor] = {}
     outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else {_EMBEDDING}
     for name, value in mapping.items():
-        for out, part in _parts(name, value, architecture_of(known)):
+        for out, part in _parts(name, value, family_of(known)):
             if out in tensors:
                 raise complain(path, name, f"two entries would be called {out!r}")
             tensors[out] = _tensor(path, name, out, value, part, known, quantize, outputs)
@@ -127,13 +127,11 @@ def _padded(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % _ALIGNMENT)
 
 
-def _parts(
-    name: str, value: Any, architecture: Architecture | None
-) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
+def _parts(name: str, value: Any, family: Family | None) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
     """The tensors that an array is stored in, and functions that cut them out of it."""
-    cuts = cuts_of(name, len(value.shape), architecture.interleaved) if architecture else ()
+    cuts = cuts_of(name, len(value.shape), family.interleaved) if family else ()
     names = halves_of(name) if len(cuts) == 2 else None
-    yield from zip(names or [original_name(name, architecture)], cuts or [None], strict=True)
+    yield from zip(names or [original_name(name, family)], cuts or [None], strict=True)
 
 
 def _tensor(
@@ -152,8 +150,8 @@ def _tensor(
         raise complain(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
     order = row_order(path, out, shape, metadata)
     rows = slice(None) if order is None else np.argsort(order)  # for each row of the file, transformers'
-    architecture = architecture_of(metadata)
-    offset = architecture.norm_offset if architecture and out.endswith("norm.weight") else 0
+    family = family_of(metadata)
+    offset = family.norm_offset if family and out.endswith("norm.weight") else 0
     kind = _kind(path, name, out, stored, quantize, outputs)
 
     def read() -> np.ndarray:

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from ..._checked import checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
+from ...families import names_of
 from ...surgery.conventions import MATRIX
 from ...surgery.inits import initialise
 from ...surgery.layouts import Layouts, layouts_of
@@ -196,7 +197,7 @@ def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
                 del held[name]
         return model
     changed = [*file.adapters, *map(layer_of, file.beside)]
-    apart = any(name.rpartition(".")[2] in ("embed_tokens", "wte", "lm_head") for name in changed)
+    apart = any(name.rpartition(".")[2] in (*names_of("embed_tokens"), "lm_head") for name in changed)
     return untied() if apart else model
 
 

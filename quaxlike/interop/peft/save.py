@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from ..._checked import a_or_an, checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
+from ...families import names_of
 from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
@@ -224,7 +225,7 @@ def _of_tied_head(model: PyTree, tensors: Mapping[str, Any], trained: Mapping[st
         return {}
     out: dict[str, Any] = {}
     for new, array in trained.items():
-        if new.endswith(("embed_tokens.weight", "wte.weight")):
+        if new.endswith(tuple(f"{x}.weight" for x in names_of("embed_tokens"))):
             out["lm_head.weight"] = array
     for key, array in tensors.items():
         if key.endswith("lora_embedding_A"):

@@ -1,49 +1,16 @@
-"""The table of GGUF's architectures: their names and metadata keys, mapped to those of transformers.
+"""The metadata of a GGUF file about its model, and transformers' `config.json`, which say the same."""
 
-Source: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-py/gguf/constants.py` and
-`conversion`.
-"""
-
-import dataclasses
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from ...families import FAMILIES, Gguf
 from ..files.errors import complain
 from ..files.model_config import is_finite
-from .experts import halves_of
-
-# From llama.cpp's names to transformers'; those with an ending are of arrays that have none there.
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-_AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+from .names import family_of
 
 # Entries of `config.json`, by metadata keys without the architecture's prefix.
 _KEYS = {
@@ -60,186 +27,7 @@ _KEYS = {
 }
 _WINDOW = "attention.sliding_window"
 _TYPES = ("full_attention", "sliding_attention")
-_GEMMA_KEYS = {
-    _WINDOW: "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-_EXPERT_KEYS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id", "unknown": "unk_token_id"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """An architecture of llama.cpp, and how its files differ from those of transformers."""
-
-    model: str
-    """The class of transformers."""
-    model_type: str
-    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Names within a block that differ from Llama's."""
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Metadata keys besides the usual ones."""
-    rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Metadata keys besides the usual ones, of entries of `rope_parameters`."""
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that no metadata key determines, or whose defaults differ in llama.cpp."""
-    permuted: bool = False
-    """Whether the rows of q and k are in the order of llama.cpp's rotary embedding."""
-    norm_offset: float | int = 0
-    """The number that has been added to the weights of norms in files."""
-    output: Literal["", "own", "tied"] = ""
-    """Whether files must have an output layer of their own, or must not; either by default."""
-    large: int = 0
-    """The number of layers of the Gemma whose scores are scaled by another head size."""
-    interleaved: bool = False
-    """Whether gates and values of experts alternate in transformers, whose matrices are (in, out) then."""
-    yarn: bool = False
-    """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
-
-
-_GEMMA = Architecture(
-    "Gemma2ForCausalLM", "gemma2", parts={**_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
-    keys=_GEMMA_KEYS, norm_offset=1, output="tied", large=46,
-)  # fmt: skip
-_UNBIASED = {"attention_bias": False, "mlp_bias": False}
-#: By `general.architecture`.
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", "llama", permuted=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", keys=_EXPERT_KEYS, output="own"),
-    "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}
-    ),
-    "gemma2": _GEMMA,
-    "gemma3": dataclasses.replace(
-        _GEMMA, model="Gemma3ForCausalLM", model_type="gemma3_text", output="", large=62
-    ),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", parts=_AFTER, config=_UNBIASED, output="own"),
-    "phi3": Architecture(
-        "Phi3ForCausalLM", "phi3",
-        parts={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        keys={"rope.scaling.original_context_length": "original_max_position_embeddings"},
-    ),
-    "gpt-oss": Architecture(
-        "GptOssForCausalLM", "gpt_oss",
-        parts={"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-        keys={
-            _WINDOW: "sliding_window", "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
-        },
-        config={"attention_bias": True}, output="own", interleaved=True,
-    ),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", config=_UNBIASED, permuted=True),
-    "granite": Architecture(
-        "GraniteForCausalLM", "granite",
-        keys={
-            "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-            "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
-        },
-        config={"attention_multiplier": 0}, permuted=True,
-    ),
-    "mistral3": Architecture(
-        "Ministral3ForCausalLM", "ministral3",
-        rope_keys={"attention.temperature_scale": "llama_4_scaling_beta"}, permuted=True, yarn=True,
-    ),
-}  # fmt: skip
-#: Other models whose files claim to be of an architecture, and the key by which they are told.
-_VARIANTS = {
-    "llama": (
-        "expert_count",
-        dataclasses.replace(
-            ARCHITECTURES["llama"], model="MixtralForCausalLM", model_type="mixtral", keys=_EXPERT_KEYS
-        ),
-    ),
-    "olmo2": (
-        _WINDOW,
-        dataclasses.replace(
-            ARCHITECTURES["olmo2"],
-            model="Olmo3ForCausalLM",
-            model_type="olmo3",
-            keys={_WINDOW: "sliding_window"},
-        ),
-    ),
-}
-#: Names and entries, by `model_type`.
-_BY_TYPE = {
-    **{entry.model_type: (name, entry) for name, entry in ARCHITECTURES.items()},
-    **{entry.model_type: (name, entry) for name, (_, entry) in _VARIANTS.items()},
-    "mistral": ("llama", ARCHITECTURES["llama"]),
-}
-
-
-def architecture_of(metadata: Mapping[str, Any]) -> Architecture | None:
-    """The table's entry for a file; None if its architecture is not in the table."""
-    name = str(metadata.get("general.architecture"))
-    key, variant = _VARIANTS.get(name, ("", None))
-    return variant if variant and metadata.get(f"{name}.{key}") else ARCHITECTURES.get(name)
-
-
-def name_of(name: str, architecture: Architecture | None) -> str:
-    """The transformers name of a llama.cpp tensor; the same name if there is none."""
-    if architecture is None:
-        return name
-    stem, _, kind = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    parts = {**_IN_BLOCK, **architecture.parts}
-    if found is None:
-        return name
-    if whole := parts.get(f"{found[2]}.{kind}"):
-        return f"model.layers.{found[1]}.{whole}"
-    return f"model.layers.{found[1]}.{parts[found[2]]}.{kind}" if found[2] in parts else name
-
-
-def original_name(name: str, architecture: Architecture | None) -> str:
-    """The inverse of `name_of`."""
-    stem, _, kind = name.rpartition(".")
-    top = {hf: gguf for gguf, hf in _TOP.items()}
-    if stem in top:
-        return f"{top[stem]}.{kind}"
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-    if architecture is None or found is None:
-        return name
-    inner = {hf: gguf for gguf, hf in {**_IN_BLOCK, **architecture.parts}.items()}
-    layer, (stem, _, kind) = found[1], found[2].rpartition(".")
-    if found[2] in inner:
-        return f"blk.{layer}.{inner[found[2]]}"
-    return f"blk.{layer}.{inner[stem]}.{kind}" if stem in inner else name
-
-
-def original_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
-    """llama.cpp's names, by those of transformers; a stack that it cuts in two has that of the first part."""
-    architecture = architecture_of(metadata)
-    halves = {name: halves_of(name) if architecture else None for name in names}
-    return {name: pair[0] if pair else original_name(name, architecture) for name, pair in halves.items()}
-
-
-def row_order(
-    path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
-) -> np.ndarray | None:
-    """For each row of q and k in transformers, the row in the file; None if the order is the same."""
-    found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
-    architecture = architecture_of(metadata)
-    if found is None or architecture is None or not architecture.permuted:
-        return None
-    prefix = f"{metadata.get('general.architecture')}.attention."
-    heads = metadata.get(f"{prefix}head_count")
-    if found[1] == "k":
-        heads = metadata.get(f"{prefix}head_count_kv", heads)
-    if len(shape) != (2 if found[2] == "weight" else 1):
-        raise complain(path, name, f"must be a matrix, or the vector of its biases; found the shape {shape}")
-    n = shape[0]
-    if type(heads) is not int or heads < 1 or n % heads or n // heads % 2:
-        raise complain(path, name, f"{heads!r} heads do not divide its {n} rows into pairs")
-    return np.arange(n).reshape(heads, n // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def config_of(
@@ -259,17 +47,18 @@ def config_of(
 
     **Raises:** `CheckpointError` for a value of another type than the key has.
     """
-    architecture, prefix = architecture_of(metadata), f"{metadata.get('general.architecture')}."
-    if architecture is None:
+    family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
+    if family is None or family.gguf is None:
         return {}
+    own = family.gguf
     config: dict[str, Any] = {
-        "architectures": [architecture.model], "model_type": architecture.model_type, "dtype": "float32",
-        **architecture.config,
+        "architectures": [name for name in FAMILIES if FAMILIES[name] is family],
+        "model_type": own.model_type, "dtype": "float32", **own.config,
     }  # fmt: skip
-    for key, entry in {**_KEYS, **architecture.keys}.items():
+    for key, entry in {**_KEYS, **own.keys}.items():
         if (value := _number(path, prefix + key, metadata)) is not None:
             config[entry] = value
-    if _WINDOW in architecture.keys:
+    if _WINDOW in own.keys:
         config |= _pattern(path, prefix, metadata)
     if "token_embd.weight" in shapes:
         config["vocab_size"] = rows = shapes["token_embd.weight"][0]
@@ -279,13 +68,11 @@ def config_of(
     config["tie_word_embeddings"] = "output.weight" not in shapes
     config.setdefault("attention_bias", "blk.0.attn_output.bias" in shapes)
     config.setdefault("mlp_bias", "blk.0.ffn_up.bias" in shapes)
-    if architecture.large and config.get("num_attention_heads") and "hidden_size" in config:
-        config["query_pre_attn_scalar"] = _scalar(architecture, config)
+    if own.large and config.get("num_attention_heads") and "hidden_size" in config:
+        config["query_pre_attn_scalar"] = _scalar(own, config)
     config |= _rope(path, metadata, prefix, config, shapes, read)
-    if architecture.rope_keys:
-        numbers = {
-            name: _number(path, prefix + key, metadata) for key, name in architecture.rope_keys.items()
-        }
+    if own.rope_keys:
+        numbers = {name: _number(path, prefix + key, metadata) for key, name in own.rope_keys.items()}
         original = _number(path, f"{prefix}rope.scaling.original_context_length", metadata)
         rope = {"rope_type": "default", **numbers, "original_max_position_embeddings": original}
         rope |= config.get("rope_scaling", {})
@@ -389,14 +176,14 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
     return out
 
 
-def _yarn_values(rope: Mapping[str, Any], architecture: Architecture) -> dict[str, float]:
+def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
     """The keys that say the same about YaRN as the entries of a `config.json`."""
-    usual = {} if architecture.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
+    usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
             raise ValueError(
                 f"config.json has {name}={found!r} for YaRN; llama.cpp takes {known[-1]!r} in models of type "
-                f"{architecture.model_type!r}. If that does as well, say it in the config.json of a copy, "
+                f"{gguf.model_type!r}. If that does as well, say it in the config.json of a copy, "
                 "and pass that as `source`."
             )
     grown = _grown(rope["factor"])
@@ -419,12 +206,12 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or an entry that
     the format has no key for.
     """
-    kind = str(config.get("model_type"))
-    if kind not in _BY_TYPE:
-        raise ValueError(
-            f"config.json has model_type={kind!r}; metadata of GGUF is known for {', '.join(_BY_TYPE)}."
-        )
-    (name, architecture), rope = _BY_TYPE[kind], _rope_parameters(config)
+    kind, known = config.get("model_type"), [family.gguf for family in FAMILIES.values() if family.gguf]
+    own = next((x for x in known if x.model_type == kind), None)
+    if own is None:
+        names = ", ".join(x.model_type for x in known)
+        raise ValueError(f"config.json has model_type={kind!r}; metadata of GGUF is known for {names}.")
+    rope = _rope_parameters(config)
     config = {**config, "rope_theta": rope["rope_theta"]}
     heads = config.get("num_attention_heads")
     defaults = {
@@ -432,7 +219,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts": config.get("num_local_experts"),
     }  # fmt: skip
     values: dict[str, Any] = {}
-    for key, entry in {**_KEYS, **architecture.keys}.items():
+    for key, entry in {**_KEYS, **own.keys}.items():
         value = defaults.get(entry) if config.get(entry) is None else config[entry]
         if value is None and entry in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
             raise ValueError(f"config.json has no {entry}, which GGUF needs.")
@@ -443,7 +230,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if "attention.key_length" in values:
         values["attention.value_length"] = values["attention.key_length"]
     scalar = config.get("query_pre_attn_scalar")
-    if architecture.large and scalar != (derived := _scalar(architecture, config)):
+    if own.large and scalar != (derived := _scalar(own, config)):
         raise ValueError(
             f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
             f"{derived}."
@@ -452,13 +239,13 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
-        values |= _yarn_values(rope, architecture) if kind == "yarn" else {}
+        values |= _yarn_values(rope, own) if kind == "yarn" else {}
     elif kind == "longrope" and rope.get("attention_factor"):
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
     if original := rope.get("original_max_position_embeddings"):
         values["rope.scaling.original_context_length"] = original
-    values |= {key: float(rope[entry]) for key, entry in architecture.rope_keys.items() if rope.get(entry)}
-    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in values.items()}}
+    values |= {key: float(rope[entry]) for key, entry in own.rope_keys.items() if rope.get(entry)}
+    return {"general.architecture": own.name, **{f"{own.name}.{key}": x for key, x in values.items()}}
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -497,9 +284,9 @@ def _rope_kind(rope: Mapping[str, Any]) -> str:
     return kind
 
 
-def _scalar(architecture: Architecture, config: Mapping[str, Any]) -> int:
+def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
     """The size whose square root divides Gemma's scores."""
-    if config.get("num_hidden_layers") == architecture.large:
+    if config.get("num_hidden_layers") == own.large:
         return config["hidden_size"] // config["num_attention_heads"]
     return _head_size(config)
 
