@@ -17,7 +17,7 @@ import numpy as np
 
 from ..._files import replacing
 from .errors import complain, listed, on_the_hub
-from .json_text import read_header, read_json, read_json_of
+from .json_text import read_json, read_json_of
 from .open_file import OpenFile, foreign
 
 __all__ = [
@@ -260,7 +260,17 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]
         raise complain(
             path, None, f"is cut off: its header takes {length:,} bytes, and {size - 8:,} are there"
         )
-    header, metadata = read_header(path, file.read(8, length, None), _METADATA)
+    text = file.read(8, length, None)
+    if not text.startswith(b"{"):
+        raise complain(path, None, "the header is not JSON: it must begin with '{'")
+    header = read_json(path, text, "the header")
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
+        raise complain(path, _METADATA, "must map names to text")
+    try:
+        "".join([*header, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError as error:  # half of a pair of surrogates
+        raise complain(path, None, f"the header is not JSON: {error}") from None
     data = size - 8 - length
     info = {name: _read_entry(file, name, entry, 8 + length, data) for name, entry in header.items()}
     _check_coverage(path, info, 8 + length, size)
