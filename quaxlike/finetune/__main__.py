@@ -194,6 +194,13 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
     except KeyboardInterrupt:
         console.print(stopped)
         return 130
+    except (RuntimeError, ValueError) as error:  # XLA has several types for a lost connection
+        if settings.coordinator is not None:
+            error.add_note(
+                "If another process is gone, start all of them again with the same commands: they resume "
+                "from the last checkpoint."
+            )
+        raise
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")
     console.print(f"Adapter: {settings.output}")

@@ -23,6 +23,9 @@ _Tree = TypeVar("_Tree")
 def join(settings: Settings) -> None:
     """Makes this process one of several; must be called before JAX is used.
 
+    If one of them gives no sign of life for 20 seconds, JAX names it and ends the others, which could not go
+    on without its devices.
+
     **Raises:** `FinetuneError` if the coordinator cannot be reached.
     """
     if settings.coordinator is None:
@@ -30,8 +33,9 @@ def join(settings: Settings) -> None:
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            settings.coordinator, settings.num_processes, settings.process_id, initialization_timeout=120
-        )
+            settings.coordinator, settings.num_processes, settings.process_id,
+            initialization_timeout=120, heartbeat_timeout_seconds=20,
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise FinetuneError(
             f"Process {settings.process_id} of {settings.num_processes} could not join the others at "

@@ -28,7 +28,6 @@ from .state import RunDirectory
 from .step import State, stored_for
 from .tasks import AbstractTask, task_for
 from .train import Training, steps_of
-from .watch import Watch
 
 
 def merged(settings: Settings) -> Path:
@@ -55,7 +54,6 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     """
     devices = Devices(settings)
     with contextlib.ExitStack() as held:
-        held.enter_context(Watch(settings.output / "processes", jax.process_index(), jax.process_count()))
         return _finetune(settings, console, held, devices)
 
 
