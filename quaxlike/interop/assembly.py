@@ -11,10 +11,10 @@ from ..core.quaxify import quaxify
 from ..sharding.reading import Rows
 from .checkpoint import Checkpoint
 from .files.errors import CheckpointError, listed
-from .formats.mxfp4 import turned
+from .formats.mxfp4 import in_published_layout
 
 
-def sources_of(
+def tensors_of(
     wanted: Iterable[str],
     names: Iterable[str],
     source: Any,
@@ -54,9 +54,9 @@ def sources_of(
 def rows_of(
     name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
 ) -> Rows:
-    """The rows of an array of this shape, checked when they are read; `files` are its tensors.
+    """Reads an array of this shape by rows, from the tensors `files`.
 
-    **Raises:** when they are read, `CheckpointError` for another shape, or a dtype that no model computes
+    **Raises:** when rows are read, `CheckpointError` for another shape, or a dtype that no model computes
     with.
     """
 
@@ -91,17 +91,17 @@ def rows_of(
     rows = weights.rows(file)
 
     def read(*span: int) -> Any:
-        return checked(turned(name, rows.read(*span) if span else weights[file]), *span)
+        return checked(in_published_layout(name, rows.read(*span) if span else weights[file]), *span)
 
     return Rows(rows.count, read, rows.step) if rows.count == shape[0] else Rows(None, read)
 
 
-def taken_apart(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The tensors that these arrays consist of in a file."""
+def split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Splits arrays of a model into the tensors that a file stores; `sources` names them."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
         leaf = arrays[name]
-        parts = [turned(name, leaf)]
+        parts = [in_published_layout(name, leaf)]
         if len(files) > 1:
             each, rows = len(files) // leaf.shape[0], leaf.shape[1]
             cut = quaxify(lambda x, i, at, size=rows // each: x[i, at : at + size])
@@ -112,7 +112,7 @@ def taken_apart(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]])
 
 
 def _joined(parts: list[Any], count: int) -> Any:
-    """A stack of `count` matrices, made of these parts' rows in turn."""
+    """Stacks `count` matrices. The rows of each are those of the next parts, concatenated."""
     each = len(parts) // count
     concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
     rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]

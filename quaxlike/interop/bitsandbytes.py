@@ -84,12 +84,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 @checked
-def save(
-    path: str | os.PathLike[str],
-    mapping: Mapping[str, Any],
-    *,
-    quant_storage: Any = None,
-) -> None:
+def save(path: str | os.PathLike[str], mapping: Mapping[str, Any], *, quant_storage: Any = None) -> None:
     """Writes a checkpoint that bitsandbytes and transformers load.
 
     The result of `load` is written byte for byte as it was read. The file appears only once it is complete.

@@ -27,7 +27,7 @@ from quaxlike.arrays.unitful import Unit
 from .._checked import a_or_an, checked
 from ..core.values import is_value
 from ..surgery.select import path_of
-from .files.errors import CheckpointError, complain
+from .files.errors import CheckpointError, file_error
 from .files.tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
 
 __all__ = ["load", "save"]
@@ -75,7 +75,7 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 
     def put(name: str, array: np.ndarray) -> None:
         if name in tensors:
-            raise complain(path, name, "two arrays of the model have this name")
+            raise file_error(path, name, "two arrays of the model have this name")
         tensors[name] = array
 
     for key_path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value):
@@ -86,7 +86,7 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
             before = len(tensors)
             node = _encode(leaf, name, known, put)
         except TypeError as error:
-            raise complain(path, name, str(error)) from None
+            raise file_error(path, name, str(error)) from None
         if set(node) != {"array"}:
             values[name] = node
             parts = itertools.islice(tensors.items(), before, None)
@@ -135,19 +135,17 @@ def load(
         if name not in nodes and name not in tensors:
             near = difflib.get_close_matches(name, [*nodes, *tensors], n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise complain(tensors.path, name, f"is missing.{hint}")
+            raise tensors.error(name, f"is missing.{hint}")
         try:
             found = _decode(nodes[name], known, get) if name in nodes else get(name)
             shape, dtype = tuple(found.shape), found.dtype
         except CheckpointError:
             raise
         except Exception as error:  # an inconsistent value may make its type raise anything
-            raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
+            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
         if shape != tuple(leaf.shape) or dtype != leaf.dtype:
-            raise complain(
-                tensors.path,
-                name,
-                f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}",
+            raise tensors.error(
+                name, f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}"
             )
         return np.asarray(found) if isinstance(leaf, np.ndarray) and not is_value(found) else found
 
@@ -155,13 +153,15 @@ def load(
     left = sorted(set(tensors) - used)
     if strict and left:
         names = ", ".join(map(repr, left[:5])) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise complain(tensors.path, None, f"the model has no place for {names}; pass strict=False to ignore")
+        raise tensors.error(None, f"the model has no place for {names}; pass strict=False to ignore")
     return out
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """The Values of a file that `save` wrote, by name, each as a function that reads it; and the names of
-    their tensors."""
+    """Finds the Values in a file that `save` wrote.
+
+    **Returns:** functions that read them, by name; and the names of their tensors.
+    """
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
     def names_in(node: Any) -> None:
@@ -179,7 +179,7 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
         try:
             return _decode(nodes[name], known, get)
         except Exception as error:  # an inconsistent value may make its type raise anything
-            raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
+            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
 
     names_in(nodes)
     return {name: lambda name=name: read(name) for name in nodes}, used
@@ -190,20 +190,19 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
         return {}
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     if manifest.get("version") != _VERSION:
-        raise complain(
-            tensors.path,
+        raise tensors.error(
             "version",
             f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}",
         )
     values = manifest.get("values")
     if not isinstance(values, dict):
-        raise complain(tensors.path, "values", "the manifest must hold an object here")
+        raise tensors.error("values", "the manifest must hold an object here")
     dtypes = manifest.get("dtypes", {})  # older files have none
     if not isinstance(dtypes, dict):
-        raise complain(tensors.path, "dtypes", "the manifest must hold an object here")
+        raise tensors.error("dtypes", "the manifest must hold an object here")
     for name, dtype in dtypes.items():
         if name in tensors and (found := tensors.info[name].dtype.name) != dtype:
-            raise complain(tensors.path, name, f"is of {found}, and of {str(dtype)[:40]} in the manifest")
+            raise tensors.error(name, f"is of {found}, and of {str(dtype)[:40]} in the manifest")
     return values
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from .._checked import checked
-from .files.errors import CheckpointError, complain, on_the_hub, quoted
+from .files.errors import CheckpointError, file_error, hub_hint, quoted
 from .files.json_text import read_json_file
 from .gguf.container import holds_gguf, open_gguf
-from .gguf.metadata import plain
+from .gguf.metadata import as_python
 from .gguf.tokenizer import tokenizer_of
 
 # By their names in GGUF.
@@ -39,11 +39,11 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
         try:
             return file.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise complain(file, None, f"is not UTF-8 text: {error}") from None
+            raise file_error(file, None, f"is not UTF-8 text: {error}") from None
     if not holds_gguf(path):
-        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{on_the_hub(path)}")
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{hub_hint(path)}")
     gguf = open_gguf(path)
-    return json.dumps(tokenizer_of(gguf.path, plain(gguf.metadata)))
+    return json.dumps(tokenizer_of(gguf.path, as_python(gguf.metadata)))
 
 
 def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -60,7 +60,7 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     if path.is_file():
         settings = read_json_file(path, "the settings of the tokeniser")
     elif holds_gguf(directory):
-        settings = _of_gguf(plain(open_gguf(directory).metadata))
+        settings = _of_gguf(as_python(open_gguf(directory).metadata))
     found = settings.get("chat_template") or []
     try:
         sources = {"default": found} if isinstance(found, str) else {x["name"]: x["template"] for x in found}

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..._files import replacing
-from .errors import complain, quoted
+from .errors import file_error, quoted
 from .json_text import read_json_list
 
 # As transformers names them. What makes a tokeniser usable is first, and so in place last.
@@ -25,7 +25,7 @@ _OF_MODULES = (_MODULES, "config_sentence_transformers.json", "sentence_*_config
 _OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
 
 
-def files_beside(folder: Path) -> dict[str, Path]:
+def companion_files(folder: Path) -> dict[str, Path]:
     """The files of a checkpoint that belong to its weights, by their names in the folder.
 
     **Raises:** `CheckpointError` for one that is no regular file, or a link out of the folder; those into the
@@ -38,15 +38,15 @@ def files_beside(folder: Path) -> dict[str, Path]:
         file = Path(os.path.realpath(folder / name))
         if not any(file.is_relative_to(root) for root in roots):
             problem = f"links to {file}, outside of the folder; put a copy of that file in its place"
-            raise complain(folder / name, None, problem)
+            raise file_error(folder / name, None, problem)
         if not file.is_file():
-            raise complain(folder / name, None, "is not a regular file, and cannot be copied")
+            raise file_error(folder / name, None, "is not a regular file, and cannot be copied")
         out[name] = file
     return out
 
 
-def staged(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
-    """Copies files into a folder, where they appear under their names when `stack` closes."""
+def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
+    """Copies files into a folder. They appear under their names when `stack` closes."""
     for name, file in files.items():
         target = folder / name
         if target.exists() and target.samefile(file):
@@ -59,8 +59,8 @@ def staged(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
 
 
 def remove_others(folder: Path, files: dict[str, Path]) -> None:
-    """Removes what belongs to the weights in a folder, except for files that are the same as these: weights
-    never lie beside the tokeniser of others, whenever the process is killed."""
+    """Removes the companions that a folder has, unless they equal those in `files`. If the process is killed,
+    weights are never left beside the tokeniser of another model."""
     for name in _present(folder):
         if name not in files:
             (folder / name).unlink()
@@ -82,7 +82,7 @@ def _present(folder: Path) -> list[str]:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """The folders of sentence-transformers' modules besides the model itself, which is the first."""
+    """The folders of sentence-transformers' modules. The first module, the model itself, has none."""
     return [found for _, found in modules_of(folder) if found]
 
 
@@ -99,7 +99,7 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
         found = module.get("path") if isinstance(module, dict) else None
         parts = Path(found).parts if isinstance(found, str) else ("..",)
         if ".." in parts or Path(*parts).is_absolute():
-            raise complain(
+            raise file_error(
                 path, None, f"modules must name folders inside of this one; found {quoted(module)}"
             )
         out.append((str(module.get("type")).rpartition(".")[2], str(found) if parts else ""))

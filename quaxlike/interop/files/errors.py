@@ -27,7 +27,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 class ErrorAboutFiles(ValueError):
-    """An error whose message may quote files; it has a bounded length whatever they hold."""
+    """An error whose message may quote a file. Its length is bounded, whatever the file holds."""
 
     def __init__(self, message: str = "") -> None:
         if len(message) > 4_000:
@@ -39,9 +39,9 @@ class CheckpointError(ErrorAboutFiles):
     """A checkpoint is damaged, incomplete, or of a kind that cannot be read or written."""
 
 
-def on_the_hub(path: Any) -> str:
-    """For messages about a path that is not there and may be a name on the Hugging Face hub: how to get that;
-    an empty text for other paths."""
+def hub_hint(path: Any) -> str:
+    """If a missing path may be a name on the Hugging Face hub, a sentence that says how to get it; else an
+    empty text."""
     name = os.fspath(path)
     files = (".safetensors", ".gguf", ".json")
     if os.path.exists(name) or name.endswith(files) or not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
@@ -52,6 +52,6 @@ def on_the_hub(path: Any) -> str:
     )
 
 
-def complain(path: Any, key: str | None, problem: str) -> CheckpointError:
-    """An error that names the file, and the entry in it."""
+def file_error(path: Any, key: str | None, problem: str) -> CheckpointError:
+    """Returns an error that names the file and the entry in it."""
     return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {quoted(key)}: {problem}")

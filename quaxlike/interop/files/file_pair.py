@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from ..._files import replacing
-from .errors import CheckpointError, complain
+from .errors import CheckpointError, file_error
 from .tensors import write_to
 
 
@@ -28,10 +28,10 @@ _C = TypeVar("_C")
 
 
 def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
-    """Opens tensors, and reads the configuration beside them, which belongs to them: if they are replaced in
-    between, once more.
+    """Opens tensors and reads the configuration that belongs to them. If they are replaced meanwhile, it
+    tries again.
 
-    **Raises:** as both do; `CheckpointError` if they are replaced all the time.
+    **Raises:** what the two functions raise; `CheckpointError` if the files are replaced again and again.
     """
     for last in (False, False, True):
         try:
@@ -47,11 +47,11 @@ def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tu
             continue
         if opened.is_current():
             return opened, config
-    raise complain(path, None, "is replaced again and again while it is read")
+    raise file_error(path, None, "is replaced again and again while it is read")
 
 
 class Pair(NamedTuple):
-    """The files of these names in a folder."""
+    """A file of tensors and its configuration, in one folder."""
 
     folder: Path
     config: str = "config.json"
@@ -65,14 +65,14 @@ class Pair(NamedTuple):
         *,
         last: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes a pair, in place of an existing one; calls `last` once it is complete, before it takes that
-        one's place.
+        """Writes both files, in place of those that are there. `last` is called just before the new tensors
+        take their place.
 
         **Raises:** `CheckpointError` if the folder has tensors in several files, which readers prefer.
         """
         index = self.folder / f"{self.tensors}.index.json"
         if index.exists():
-            raise complain(index, None, "is of a checkpoint in several files; write to another folder")
+            raise file_error(index, None, "is of a checkpoint in several files; write to another folder")
         file_path = self.folder / self.tensors
         with replacing(file_path) as file:
             write_to(file, file_path, tensors, metadata)
@@ -95,7 +95,7 @@ class Pair(NamedTuple):
         return self.folder / self.config
 
     def _waiting(self, tensors: Path) -> Path:
-        """The path at which the configuration for these tensors waits."""
+        """The path where the configuration for these tensors waits until they are in place."""
         with open(tensors, "rb") as file:
             return self.folder / f".{self.config}.for-{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .errors import complain
+from .errors import file_error
 from .open_file import OpenFile, check_regular
 
-_MOST_BYTES = 64 << 20  # far more than any configuration or index
-_MOST_LEVELS = 64  # of lists and objects within each other
+_MAX_BYTES = 64 << 20  # far more than any configuration or index
+_MAX_LEVELS = 64  # of lists and objects within each other
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
     """
     out = _parsed(path, text, what)
     if not isinstance(out, dict):
-        raise complain(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
+        raise file_error(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
     return out
 
 
@@ -41,7 +41,7 @@ def read_json_list(path: Path, what: str) -> list[Any]:
     check_regular(path)
     out = _parsed(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
     if not isinstance(out, list):
-        raise complain(path, None, f"{what} must be a JSON list, found {type(out).__name__}")
+        raise file_error(path, None, f"{what} must be a JSON list, found {type(out).__name__}")
     return out
 
 
@@ -52,8 +52,8 @@ def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
 
 
 def _bounded(path: Path, size: int, read: Callable[[], bytes], what: str) -> bytes:
-    if size > _MOST_BYTES:
-        raise complain(path, None, f"{what} has {size:,} bytes; at most {_MOST_BYTES:,} can be read")
+    if size > _MAX_BYTES:
+        raise file_error(path, None, f"{what} has {size:,} bytes; at most {_MAX_BYTES:,} can be read")
     return read()
 
 
@@ -68,7 +68,7 @@ def _parsed(path: Path, text: bytes | str, what: str) -> Any:
         out = json.loads(text, object_pairs_hook=_without_duplicates)
         _check_levels(out)
     except (ValueError, RecursionError) as error:
-        raise complain(path, None, f"{what} is not JSON: {error}") from None
+        raise file_error(path, None, f"{what} is not JSON: {error}") from None
     return out
 
 
@@ -81,9 +81,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_levels(value: Any) -> None:
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         parts = (x.values() if isinstance(x, dict) else x for x in level)
         level = [x for part in parts for x in part if isinstance(x, dict | list)]
         if not level:
             return
-    raise ValueError(f"lists and objects are within each other to more than {_MOST_LEVELS} levels")
+    raise ValueError(f"lists and objects are within each other to more than {_MAX_LEVELS} levels")

@@ -66,7 +66,10 @@ def is_finite(x: Any) -> bool:
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """An entry that must be a whole number if it is present. **Raises:** `UnsupportedConfigError`."""
+    """Reads an entry that must be a whole number if it is present.
+
+    **Raises:** `UnsupportedConfigError`.
+    """
     value = entries.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise refused(name, value, label, "whole numbers that are not negative")
@@ -83,7 +86,7 @@ def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) 
 
 @contextlib.contextmanager
 def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
-    """Raises `UnsupportedConfigError` if the computation inside fails, or lacks an entry."""
+    """Turns errors of a computation with these entries into `UnsupportedConfigError`."""
     try:
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             yield

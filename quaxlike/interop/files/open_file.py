@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import CheckpointError, complain
+from .errors import CheckpointError, file_error
 
 _TICK = 20_000_000  # nanoseconds; file systems note times in steps of up to 10 ms
-_MOST = 1 << 30  # bytes in one system call
+_MAX = 1 << 30  # bytes in one system call
 _lock = threading.Lock()
 
 
@@ -39,25 +39,28 @@ class OpenFile:
         self.size = self._state[0]
 
     def read(self, offset: int, nbytes: int, name: str | None) -> bytes:
-        """Reads some bytes, of the entry of this name.
+        """Reads some bytes; errors name the entry `name`.
 
         **Raises:** `CheckpointError` if the file was changed since it was opened.
         """
         parts, end = [], offset + nbytes
-        while offset < end and (part := _read_at(self.file.fileno(), min(_MOST, end - offset), offset)):
+        while offset < end and (part := _read_at(self.file.fileno(), min(_MAX, end - offset), offset)):
             parts.append(part)
             offset += len(part)
         self._check(name)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def mapped(self, offset: int, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """A view of an array in the file. Raises like `read`, for changes before it."""
+        """Maps an array of the file into memory.
+
+        **Raises:** like `read`, for changes before this call.
+        """
         self._check(name)
         with _lock:  # NumPy moves the position
             return np.memmap(self.file, dtype, "r", offset, shape)
 
     def is_current(self) -> bool:
-        """Whether the path still leads to what was opened."""
+        """Whether the path still names the file that was opened."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -72,19 +75,19 @@ class OpenFile:
         if (now := self._now()) != self._state:
             how = "cut short" if now[0] < self.size else "written to"
             problem = f"the file has been {how} since its header was read; open the checkpoint again"
-            raise complain(self.path, name, problem)
+            raise file_error(self.path, name, problem)
 
 
 def foreign(file: OpenFile, kind: str) -> CheckpointError:
-    """The error for a file that is not of this kind."""
+    """Returns the error for a file of another kind."""
     start = file.read(0, 40, None)
     if start.startswith(b"version https://git-lfs"):
-        return complain(
+        return file_error(
             file.path,
             None,
             "is a pointer of Git LFS in place of the file: run `git lfs pull` where it came from",
         )
-    return complain(file.path, None, f"is not a {kind} file: it begins with {start!r}")
+    return file_error(file.path, None, f"is not a {kind} file: it begins with {start!r}")
 
 
 def check_regular(path: Path) -> None:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from ..._files import replacing
-from .errors import complain, listed, on_the_hub
+from .errors import CheckpointError, file_error, hub_hint, listed
 from .json_text import read_json, read_json_of
 from .open_file import OpenFile, foreign
 
@@ -100,6 +100,10 @@ class Tensors(Mapping[str, np.ndarray]):
         self.unlisted = unlisted
         self.files = tuple(files)
 
+    def error(self, name: str | None, problem: str) -> CheckpointError:
+        """Returns an error that names the file and one of its tensors, or another entry."""
+        return file_error(self.path, name, problem)
+
     def is_current(self) -> bool:
         """Whether no file has been replaced since it was opened."""
         return all(file.is_current() for file in self.files)
@@ -108,11 +112,11 @@ class Tensors(Mapping[str, np.ndarray]):
         info = self.info[name]
         data = info.file.read(info.offset, info.nbytes, name)
         if info.dtype == np.bool_ and data.strip(b"\0\1"):
-            raise complain(info.file.path, name, "has bytes other than 0 and 1, which are not BOOLs")
+            raise file_error(info.file.path, name, "has bytes other than 0 and 1, which are not BOOLs")
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """A tensor as a view of its file, so that only the parts that are used are read."""
+        """Maps a tensor into memory, so that only the parts that are used are read."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]
@@ -139,7 +143,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     if path.is_dir():
         path = _in_folder(path)
     if not path.exists():
-        raise FileNotFoundError(f"No checkpoint at {path}.{on_the_hub(path)}")
+        raise FileNotFoundError(f"No checkpoint at {path}.{hub_hint(path)}")
     file = OpenFile(path)
     if path.suffix == ".json":
         return _open_index(file)
@@ -165,9 +169,9 @@ def write_to(
     """Writes the contents of a checkpoint to `file`; errors call it `path`."""
     for name, array in tensors.items():
         if array.dtype not in _NAMES:
-            raise complain(path, name, f"the format has no dtype {array.dtype}")
+            raise file_error(path, name, f"the format has no dtype {array.dtype}")
         if name == _METADATA:
-            raise complain(path, name, "the format keeps this name for itself")
+            raise file_error(path, name, "the format keeps this name for itself")
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     ordered = sorted(tensors, key=lambda name: (-_RANK[_NAMES[tensors[name].dtype]], name))
     offset = 0
@@ -183,7 +187,7 @@ def write_to(
     try:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise complain(path, None, f"a name or a text of the metadata is not Unicode: {error}") from None
+        raise file_error(path, None, f"a name or a text of the metadata is not Unicode: {error}") from None
     text += b" " * (-len(text) % 8)
 
     file.write(len(text).to_bytes(8, "little"))
@@ -193,7 +197,7 @@ def write_to(
 
 
 def as_jax(array: np.ndarray) -> Any:
-    """`array` on the default device; unchanged if JAX would truncate its 64 bits."""
+    """Returns `array` on the default device, or unchanged if JAX would truncate its 64 bits."""
     return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
@@ -218,31 +222,31 @@ def _open_index(file: OpenFile) -> Tensors:
     index = read_json_of(file, "the index")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise complain(path, "weight_map", "must map the names of tensors to files")
+        raise file_error(path, "weight_map", "must map the names of tensors to files")
     shards: dict[str, tuple[dict[str, TensorInfo], dict[str, str]]] = {}
     info: dict[str, TensorInfo] = {}
     files = [file]
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise complain(
+            raise file_error(
                 path, name, f"the file must be a plain name beside the index, found {_short(shard)}"
             )
         if shard not in shards:
             try:
                 files.append(OpenFile(path.parent / shard))
             except FileNotFoundError:
-                raise complain(path, name, f"the file {shard!r} is missing") from None
+                raise file_error(path, name, f"the file {shard!r} is missing") from None
             shards[shard] = _read_header(files[-1])
         tensors, _ = shards[shard]
         if name not in tensors:
-            raise complain(path, name, f"is not in the file {shard!r}")
+            raise file_error(path, name, f"is not in the file {shard!r}")
         info[name] = tensors[name]
     held = frozenset(name for tensors, _ in shards.values() for name in tensors)
     return Tensors(path, info, next(iter(shards.values()))[1], held - info.keys(), files)
 
 
 def _is_plain_name(file: str) -> bool:
-    """Whether it names a file beside another, on every system."""
+    """Whether `file` is a plain file name on every system, without a folder."""
     try:
         is_short = len(file.encode()) <= 255
     except UnicodeEncodeError:  # a lone surrogate
@@ -257,20 +261,20 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]
     if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
         if length > _MAX_HEADER or file.read(8, 1, None) != b"{":
             raise foreign(file, "safetensors")
-        raise complain(
+        raise file_error(
             path, None, f"is cut off: its header takes {length:,} bytes, and {size - 8:,} are there"
         )
     text = file.read(8, length, None)
     if not text.startswith(b"{"):
-        raise complain(path, None, "the header is not JSON: it must begin with '{'")
+        raise file_error(path, None, "the header is not JSON: it must begin with '{'")
     header = read_json(path, text, "the header")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
-        raise complain(path, _METADATA, "must map names to text")
+        raise file_error(path, _METADATA, "must map names to text")
     try:
         "".join([*header, *metadata, *metadata.values()]).encode()
     except UnicodeEncodeError as error:  # half of a pair of surrogates
-        raise complain(path, None, f"the header is not JSON: {error}") from None
+        raise file_error(path, None, f"the header is not JSON: {error}") from None
     data = size - 8 - length
     info = {name: _read_entry(file, name, entry, 8 + length, data) for name, entry in header.items()}
     _check_coverage(path, info, 8 + length, size)
@@ -280,25 +284,25 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]
 def _read_entry(file: OpenFile, name: str, entry: Any, start: int, size: int) -> TensorInfo:
     path = file.path
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise complain(path, name, f"expected dtype, shape and data_offsets, found {_short(entry)}")
+        raise file_error(path, name, f"expected dtype, shape and data_offsets, found {_short(entry)}")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise complain(path, name, f"unknown dtype {_short(entry['dtype'])}")
+        raise file_error(path, name, f"unknown dtype {_short(entry['dtype'])}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not are_sizes(shape):
-        raise complain(path, name, f"the shape must be a list of sizes, found {_short(shape)}")
+        raise file_error(path, name, f"the shape must be a list of sizes, found {_short(shape)}")
     if not _is_interval(offsets):
-        raise complain(path, name, f"data_offsets must be a first and a last byte; found {_short(offsets)}")
+        raise file_error(path, name, f"data_offsets must be a first and a last byte; found {_short(offsets)}")
     expected = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != expected:
-        raise complain(
+        raise file_error(
             path,
             name,
             f"{entry['dtype']} of shape {shape} takes {expected:,} bytes, found {offsets[1] - offsets[0]:,}",
         )
     if offsets[1] > size:
         there = f"{start + size:,} bytes are there"
-        raise complain(
+        raise file_error(
             path, name, f"the file is cut off: this ends at byte {start + offsets[1]:,}, and {there}"
         )
     return TensorInfo(file, dtype, tuple(shape), start + offsets[0])
@@ -309,10 +313,10 @@ def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: in
     at = start
     for name, tensor in sorted(info.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
-            raise complain(path, name, f"begins at byte {tensor.offset:,}, the one before ends at {at:,}")
+            raise file_error(path, name, f"begins at byte {tensor.offset:,}, the one before ends at {at:,}")
         at += tensor.nbytes
     if at != end:
-        raise complain(path, None, f"{end - at:,} bytes after the last tensor belong to none")
+        raise file_error(path, None, f"{end - at:,} bytes after the last tensor belong to none")
 
 
 def are_sizes(x: Any) -> TypeGuard[list[int]]:

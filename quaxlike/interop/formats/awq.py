@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..files.errors import complain
 from ..files.tensors import Tensors
 from .format import (
     INT32,
@@ -35,7 +34,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     integer(config, "bits", tensors.path, among=(4,))
     version = str(config.get("version", "gemm")).lower()
     if version not in ("gemm", "gemv"):
-        raise complain(tensors.path, "version", f"gemm and gemv can be read; found {version!r}")
+        raise tensors.error("version", f"gemm and gemv can be read; found {version!r}")
     group = group_size(config, tensors.path)
     read = _read_gemm if version == "gemm" else _read_gemv
     out: dict[str, Weight] = {}
@@ -48,7 +47,7 @@ def _read_gemm(layer: Layer, group: int | None) -> Any:
     k, words = layer.shape("qweight", 2)
     n, block = 8 * words, group or k
     if k % block:
-        raise layer.bad("qweight", f"groups of {block} do not divide the {k} inputs")
+        raise layer.error("qweight", f"groups of {block} do not divide the {k} inputs")
     packed = layer.get("qweight", [INT32])
     zeros = layer.get("qzeros", [INT32], (k // block, words))
     scale = layer.scales("scales", (k // block, n))
@@ -65,7 +64,7 @@ def _read_gemv(layer: Layer, group: int | None) -> Any:
     k = 8 * words
     block = group or k
     if k % block:
-        raise layer.bad("qweight", f"groups of {block} do not divide the {k} inputs")
+        raise layer.error("qweight", f"groups of {block} do not divide the {k} inputs")
     groups, multiple = k // block, {64: 2, 32: 4}.get(block, 1)
     width = -(-num_words(groups, 4) // multiple) * multiple
     packed = layer.get("qweight", [INT32])

@@ -24,7 +24,7 @@ from ...arrays.quantized import AbstractCodebookArray, FP4Array, Int8Array, Nest
 from ...core.values import is_value
 from ...kernels import blockwise
 from ...sharding.reading import Rows
-from ..files.errors import CheckpointError, complain
+from ..files.errors import CheckpointError, file_error
 from ..files.tensors import Tensors, are_sizes, as_jax, read_json
 from .format import INT8, UINT8, Format, Layer, Weight, layers, weight
 from .rows import dense_rows
@@ -51,19 +51,19 @@ class Storage(NamedTuple):
 
 
 def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
-    """For each quantised weight, the name of its statics and its type."""
+    """Finds the quantised weights: for each, the tensor with its statics, and its type."""
     states: dict[str, tuple[str, str]] = {}
     for key in tensors:
         name, found, kind = key.partition(_STATE)
         if not found:
             continue
         if kind not in TYPES:
-            raise complain(tensors.path, key, f"unknown type {kind!r}; there are {', '.join(TYPES)}")
+            raise tensors.error(key, f"unknown type {kind!r}; there are {', '.join(TYPES)}")
         if name in states:
-            raise complain(tensors.path, key, f"the weight has another one, {states[name][0]!r}")
+            raise tensors.error(key, f"the weight has another one, {states[name][0]!r}")
         for needed in (name, name + ".absmax", name + ".quant_map"):
             if needed not in tensors:
-                raise complain(tensors.path, needed, f"is missing beside {key!r}")
+                raise tensors.error(needed, f"is missing beside {key!r}")
         states[name] = key, kind
     return states
 
@@ -71,13 +71,13 @@ def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
 def check_no_orphans(tensors: Tensors, states: Mapping[str, Any], plain: Iterable[str]) -> None:
     for key in sorted(tensors.unlisted):
         if key.partition(_STATE)[0] in tensors:
-            raise complain(tensors.path, key, "is in the files, and the index leaves it out")
+            raise tensors.error(key, "is in the files, and the index leaves it out")
     for key in plain:
         for suffix in COMPANIONS:
             name = key.removesuffix(suffix)
             if name != key and name in tensors and name not in states:
                 needed = f"{name}{_STATE}nf4"
-                raise complain(tensors.path, needed, f"is missing (or __fp4) beside {key!r}")
+                raise tensors.error(needed, f"is missing (or __fp4) beside {key!r}")
 
 
 class _State(NamedTuple):
@@ -107,33 +107,33 @@ _NESTED_FIELDS = {"nested_blocksize", "nested_dtype", "nested_offset"}
 def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
     raw = tensors[key]
 
-    def bad(problem: str) -> CheckpointError:
-        return complain(tensors.path, key, problem)
+    def damaged(problem: str) -> CheckpointError:
+        return tensors.error(key, problem)
 
     if raw.dtype != np.uint8 or raw.ndim != 1:
-        raise bad(f"must be bytes, found {raw.dtype} of shape {raw.shape}")
+        raise damaged(f"must be bytes, found {raw.dtype} of shape {raw.shape}")
     fields = read_json(tensors.path, raw.tobytes(), f"{key!r}")
     nested = bool(_NESTED_FIELDS & set(fields))
     expected = _PLAIN_FIELDS | (_NESTED_FIELDS if nested else set())
     if set(fields) != expected:
         differing = ", ".join(sorted(expected ^ set(fields)))
-        raise bad(f"expected the fields {', '.join(sorted(expected))}; missing or unknown: {differing}")
+        raise damaged(f"expected the fields {', '.join(sorted(expected))}; missing or unknown: {differing}")
     if fields["quant_type"] != kind:
-        raise bad(f"quant_type must be {kind!r}, found {fields['quant_type']!r}")
+        raise damaged(f"quant_type must be {kind!r}, found {fields['quant_type']!r}")
     block_size, shape, offset = fields["blocksize"], fields["shape"], fields.get("nested_offset")
     if type(block_size) is not int:
-        raise bad(f"blocksize must be an integer, found {block_size!r}")
+        raise damaged(f"blocksize must be an integer, found {block_size!r}")
     try:
         blockwise.check_block_size(block_size)
     except ValueError as error:
-        raise bad(str(error)) from None
+        raise damaged(str(error)) from None
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in _DTYPES:
-        raise bad(f"dtype must be one of {', '.join(_DTYPES)}, found {fields['dtype']!r}")
+        raise damaged(f"dtype must be one of {', '.join(_DTYPES)}, found {fields['dtype']!r}")
     if not are_sizes(shape) or not shape or 0 in shape:
-        raise bad(f"shape must be a list of positive sizes, found {shape!r}")
+        raise damaged(f"shape must be a list of positive sizes, found {shape!r}")
     if nested:
         if fields["nested_blocksize"] != blockwise.NESTED_BLOCK or fields["nested_dtype"] != "float32":
-            raise bad(
+            raise damaged(
                 f"scales nested in blocks of {blockwise.NESTED_BLOCK} float32 are supported, found "
                 f"{fields['nested_blocksize']!r} of {fields['nested_dtype']!r}"
             )
@@ -142,12 +142,12 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
             or type(offset) not in (int, float)
             or not abs(offset) < float(np.finfo(np.float32).max)
         ):
-            raise bad(f"nested_offset must be a finite number, found {offset!r}")
+            raise damaged(f"nested_offset must be a finite number, found {offset!r}")
     return _State(block_size, _DTYPES[fields["dtype"]], tuple(shape), offset)
 
 
 def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> Rows:
-    """A weight, which can be read by rows if these are whole blocks and scales are not nested."""
+    """Reads a weight by rows, if rows are whole blocks and scales are not nested."""
     state = _read_state(tensors, key, kind)
     read = lambda *rows: read_weight(tensors, name, key, kind, rows or None)
     count, *rest = state.shape
@@ -166,11 +166,10 @@ def read_weight(
 
     def companion(suffix: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
         if name + suffix not in tensors:
-            raise complain(tensors.path, name + suffix, f"is missing beside {key!r}")
+            raise tensors.error(name + suffix, f"is missing beside {key!r}")
         info = tensors.info[name + suffix]
         if info.dtype != dtype or info.shape != shape:
-            raise complain(
-                tensors.path,
+            raise tensors.error(
                 name + suffix,
                 f"expected {np.dtype(dtype)} of shape {shape} for a weight of shape {state.shape} in blocks "
                 f"of {state.block_size}, found {info.dtype} of shape {info.shape}",
@@ -179,18 +178,17 @@ def read_weight(
 
     info = tensors.info[name]
     if info.nbytes != (size + 1) // 2 or math.prod(info.shape) != max(info.shape, default=1):
-        raise complain(
-            tensors.path,
+        raise tensors.error(
             name,
             f"expected {(size + 1) // 2:,} bytes in a row or a column for a weight of shape {state.shape}, "
             f"found {info.nbytes:,} in shape {info.shape}",
         )
     if not np.array_equal(companion(".quant_map", np.float32, (16,)), cls.codebook):
-        raise complain(tensors.path, name + ".quant_map", f"is not the table of {kind}")
+        raise tensors.error(name + ".quant_map", f"is not the table of {kind}")
     if state.nested_offset is None:
         for suffix in (".nested_absmax", ".nested_quant_map"):
             if name + suffix in tensors:
-                raise complain(tensors.path, name + suffix, f"has no counterpart in {key!r}")
+                raise tensors.error(name + suffix, f"has no counterpart in {key!r}")
         scale = companion(".absmax", np.float32, (blocks,))
         if rows:
             row = size // state.shape[0]
@@ -230,14 +228,14 @@ def weight_tensors(
     kind = next(kind for kind, cls in TYPES.items() if cls is type(w))
     flat = w.flattened()
     if flat is None:
-        raise complain(
+        raise file_error(
             path,
             name,
             "the format stores one row-major matrix; transposed views and stacks of weights "
             "quantised separately have to be saved one by one",
         )
     if w.dtype not in _DTYPES.values():
-        raise complain(path, name, f"the format has no dtype {w.dtype} for quantised weights")
+        raise file_error(path, name, f"the format has no dtype {w.dtype} for quantised weights")
     codes = np.asarray(flat.codes).view(storage.dtype).reshape(storage.shape)
     out = {name: codes, name + ".quant_map": type(w).codebook}
     offset = None
@@ -261,7 +259,7 @@ def storage_for(
         return loaded
     dtype = np.dtype(np.uint8 if quant_storage is None else jnp.dtype(quant_storage))
     if nbytes % dtype.itemsize:
-        raise complain(path, name, f"{nbytes:,} bytes of codes cannot be viewed as {dtype}")
+        raise file_error(path, name, f"{nbytes:,} bytes of codes cannot be viewed as {dtype}")
     return Storage(dtype, (nbytes // dtype.itemsize, 1))
 
 
@@ -314,7 +312,7 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
 
     def put(name: str, array: np.ndarray) -> None:
         if name in tensors:
-            raise complain(path, name, "two entries would have this name")
+            raise file_error(path, name, "two entries would have this name")
         tensors[name] = array
 
     for name, value in mapping.items():
@@ -323,14 +321,16 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
             for key, array in weight_tensors(path, name, value, view).items():
                 put(key, array)
         elif is_value(value):
-            raise complain(path, name, f"the format has no place for {a_or_an(type(value))}; materialise it")
+            raise file_error(
+                path, name, f"the format has no place for {a_or_an(type(value))}; materialise it"
+            )
         else:
             put(name, np.asarray(value))
     return tensors
 
 
 def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` of these weights; nothing if none is in 4 bits."""
+    """The `quantization_config` of these weights; empty if none has 4 bits."""
     first = next((x for x in mapping.values() if isinstance(x, NF4Array | FP4Array)), None)
     if first is None:
         return {}
@@ -359,7 +359,7 @@ _INT8_PARTS = ("SCB", "weight_format")
 
 
 def _int8_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name; none unless its settings or its tensors say so."""
+    """The weights in 8 bits by name. There are none unless the settings or other tensors say so."""
     out: dict[str, Weight] = {}
     is_used = config or layers(tensors, *_INT8_PARTS)
     for layer in layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ():
@@ -372,7 +372,7 @@ def _read_int8(layer: Layer) -> Any:
     if "weight_format" in layer:
         found = layer.get("weight_format", [UINT8], (), (1,))
         if found != 0:
-            raise layer.bad("weight_format", f"must be 0, row-major; found {found}. Save it again on a CPU")
+            raise layer.error("weight_format", f"must be 0, row-major; found {found}. Save it again on a CPU")
     scale = layer.scales("SCB", (n,))
     codes = layer.get("weight", [INT8], (n, k))
     rows = (scale / np.float32(127)).astype(np.float32)[:, None]
@@ -381,7 +381,7 @@ def _read_int8(layer: Layer) -> Any:
 
 FORMAT = Format(
     ("bitsandbytes",), weights, codes=(".SCB", ".weight_format"), by_rows=True,
-    is_in=lambda tensors: bool(weights(tensors, {})),
-    written=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
-    takes=lambda value: isinstance(value, NF4Array | FP4Array),
+    detect=lambda tensors: bool(weights(tensors, {})),
+    write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
+    accepts=lambda value: isinstance(value, NF4Array | FP4Array),
 )  # fmt: skip

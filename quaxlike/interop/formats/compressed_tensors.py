@@ -19,7 +19,7 @@ from ...arrays.quantized import CODECS, BlockArray, Codec, Int8Array
 from ...core.values import is_value
 from ...kernels import bits as bitstream
 from ...surgery.patterns import PatternError, startmatch
-from ..files.errors import complain, quoted
+from ..files.errors import file_error, quoted
 from ..files.tensors import Tensors, are_sizes
 from .float8 import read_float8, read_nvfp4
 from .format import (
@@ -62,7 +62,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     out = _masked_weights(tensors, settings(config, "sparsity_config", tensors.path))
     groups = settings(config, "config_groups", tensors.path)
     if not all(isinstance(g, dict) and _are_targets(g.get("targets") or []) for g in groups.values()):
-        raise complain(tensors.path, "config_groups", "must map names to settings, `targets` a list of texts")
+        raise tensors.error("config_groups", "must map names to settings, `targets` a list of texts")
     for layer in layers(tensors, *_PARTS[1:], dtypes=[INT8, E4M3]):
         if f"{layer.name}.weight" in out:
             continue
@@ -70,10 +70,10 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         kind = group.get("format") or config.get("format")
         if not isinstance(kind, str) or kind not in _READERS:
             known = ", ".join(_READERS)
-            raise layer.bad(None, f"its format must be one of {known}; found {quoted(kind)}")
+            raise layer.error(None, f"its format must be one of {known}; found {quoted(kind)}")
         scheme = group.get("weights")
         if not isinstance(scheme, dict):
-            raise layer.bad(None, "its group of the configuration does not say how weights are quantised")
+            raise layer.error(None, "its group of the configuration does not say how weights are quantised")
         read = lambda layer=layer, kind=kind, scheme=scheme: _READERS[kind](layer, scheme)
         out |= weight(layer, _PARTS, read)
     return out
@@ -84,7 +84,7 @@ def _are_targets(targets: Any) -> bool:
 
 
 def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The group whose targets name the layer, or else the first one that names a class of layers."""
+    """The group whose targets name this layer; failing that, the first one that names a class of layers."""
     by_class = None
     for group in groups.values():
         for target in group.get("targets") or []:
@@ -93,20 +93,20 @@ def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
                     if startmatch(target[3:], layer.name):
                         return group
                 except PatternError as error:
-                    raise layer.bad(None, f"a target is {quoted(target)}: {error}") from None
+                    raise layer.error(None, f"a target is {quoted(target)}: {error}") from None
             elif target == layer.name:
                 return group
             elif by_class is None and target[:1].isupper():
                 by_class = group
     if by_class is None:
-        raise layer.bad(None, "no group in the configuration names it, though it is quantised")
+        raise layer.error(None, "no group in the configuration names it, though it is quantised")
     return by_class
 
 
 def _bits(layer: Layer, scheme: _Scheme, kind: str, among: tuple[int, ...]) -> int:
     bits = scheme.get("num_bits")
     if scheme.get("type") != kind or bits not in among:
-        raise layer.bad(
+        raise layer.error(
             None,
             f"expected type {kind!r} of {among} bits; found {quoted(scheme.get('type'))} of {quoted(bits)}",
         )
@@ -118,7 +118,7 @@ def _block(layer: Layer, scheme: _Scheme, k: int) -> int | None:
     size = scheme.get("group_size")
     if scheme.get("strategy") in ("group", "tensor_group"):
         if type(size) is not int or size < 1 or k % size:
-            raise layer.bad(None, f"its group_size must divide the {k} inputs; found {quoted(size)}")
+            raise layer.error(None, f"its group_size must divide the {k} inputs; found {quoted(size)}")
         return size
     return None
 
@@ -130,7 +130,7 @@ def _packed_integers(layer: Layer, scheme: _Scheme) -> Any:
     per_word = 32 // bits
     dense, whole = num_words(k, bits), -(-k // per_word)
     if rows != n or k < 1 or words not in (dense, whole):
-        raise layer.bad(
+        raise layer.error(
             "weight_packed",
             f"a weight of shape {(n, k)} takes {dense} words in each of {n} rows; found {words} in {rows}",
         )
@@ -147,7 +147,7 @@ def _packed_integers(layer: Layer, scheme: _Scheme) -> Any:
     symmetric = scheme.get("symmetric", True)
     if symmetric == ("weight_zero_point" in layer):
         there = "has" if symmetric else "lacks"
-        raise layer.bad(
+        raise layer.error(
             "weight_zero_point", f"the scheme says symmetric={symmetric}, the file {there} zero points"
         )
     zero = None
@@ -160,15 +160,15 @@ def _packed_integers(layer: Layer, scheme: _Scheme) -> Any:
 
 
 def _order(layer: Layer, scheme: _Scheme, k: int, block: int | None) -> np.ndarray | None:
-    """The columns by groups; None if they are in order."""
+    """The order that sorts the columns by group; None if they are sorted."""
     if "weight_g_idx" not in layer:
         kind = scheme.get("actorder")  # by "weight" and "static", columns are in order
         if (kind is True or str(kind).lower() in ("group", "dynamic")) and block not in (None, k):
-            raise layer.bad("weight_g_idx", f"is missing, though the scheme says actorder={kind!r}")
+            raise layer.error("weight_g_idx", f"is missing, though the scheme says actorder={kind!r}")
         return None
     index = layer.get("weight_g_idx", [INT32], (k,))
     if block is None or not np.array_equal(np.sort(index), np.arange(k) // block):
-        raise layer.bad("weight_g_idx", f"must name each group of {block or k} of the {k} columns so often")
+        raise layer.error("weight_g_idx", f"must name each group of {block or k} of the {k} columns so often")
     return np.argsort(index, kind="stable")
 
 
@@ -184,7 +184,7 @@ def _plain_integers(layer: Layer, scheme: _Scheme) -> Any:
         point = layer.get("weight_zero_point", [INT8], shape)
         zero = _rows(point, n, scheme).view(np.uint8) ^ np.uint8(128)
     elif not scheme.get("symmetric", True):
-        raise layer.bad("weight_zero_point", "is missing, though the scheme says symmetric=False")
+        raise layer.error("weight_zero_point", "is missing, though the scheme says symmetric=False")
     codes = layer.get("weight", [INT8]).view(np.uint8) ^ np.uint8(128)
     order = _order(layer, scheme, k, block)
     codes = codes if order is None else codes[:, order]
@@ -202,7 +202,7 @@ def _scales(layer: Layer, suffix: str, scheme: _Scheme, n: int, k: int) -> tuple
 
 
 def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
-    """The scale of a tensor or the scales of tiles, repeated for each row."""
+    """Repeats the scale of a tensor, or the scales of tiles, for each row."""
     if scheme.get("strategy") == "block":
         return np.ascontiguousarray(spread_tiles(x, n, scheme["block_structure"][0]))
     return np.ascontiguousarray(per_row(x, n)) if x.size == 1 else x
@@ -211,7 +211,7 @@ def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
 def _tile(layer: Layer, scheme: _Scheme) -> list[int]:
     tile = scheme.get("block_structure")
     if not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
-        raise layer.bad(None, f"block_structure must be two positive sizes; found {tile!r}")
+        raise layer.error(None, f"block_structure must be two positive sizes; found {tile!r}")
     return tile
 
 
@@ -220,7 +220,7 @@ def _plain_floats(layer: Layer, scheme: _Scheme) -> Any:
     _, k = layer.shape("weight", 2)
     tile = _tile(layer, scheme) if scheme.get("strategy") == "block" else None
     if _order(layer, scheme, k, _block(layer, scheme, k)) is not None:
-        raise layer.bad("weight_g_idx", "is of a weight of 8-bit floats, whose columns must be in order")
+        raise layer.error("weight_g_idx", "is of a weight of 8-bit floats, whose columns must be in order")
     return read_float8(layer, "weight_scale", tile, column_block=_block(layer, scheme, k))
 
 
@@ -233,10 +233,10 @@ def _mxfp4(layer: Layer, scheme: _Scheme) -> Any:
     _bits(layer, scheme, "float", (4,))
     n, half = layer.shape("weight_packed", 2)
     if half % 16:
-        raise layer.bad("weight_packed", f"blocks of 32 do not divide the {2 * half} inputs")
+        raise layer.error("weight_packed", f"blocks of 32 do not divide the {2 * half} inputs")
     scale = layer.get("weight_scale", [UINT8], (n, half // 16))
     if (scale == 255).any():
-        raise layer.bad("weight_scale", "has a scale of 255, which is NaN")
+        raise layer.error("weight_scale", "has a scale of 255, which is NaN")
     raw = layer.get("weight_packed", [UINT8])
     return small_floats(raw, scale, codec=CODECS["mxfp4"], block=32, count=2 * half)
 
@@ -257,14 +257,12 @@ _MASKED_FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
 
 
 def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The weights that have a mask, made dense; 8-bit weights become block arrays."""
+    """Reads weights with a mask as dense arrays, or as block arrays if they have 8 bits."""
     out: dict[str, Weight] = {}
     for layer in layers(tensors, "bitmask", "compressed", "row_offsets"):
         kind = config.get("format")
         if kind not in _MASKED_FORMATS:
-            raise complain(
-                tensors.path, "sparsity_config", f"expected one of {_MASKED_FORMATS}; found {kind!r}"
-            )
+            raise tensors.error("sparsity_config", f"expected one of {_MASKED_FORMATS}; found {kind!r}")
         out |= weight(layer, _MASKED_PARTS, lambda layer=layer, kind=kind: _read_masked(layer, kind))
     return out
 
@@ -273,22 +271,22 @@ def _read_masked(layer: Layer, kind: str) -> Any:
     int64 = np.dtype(np.int64)
     n, k = (int(size) for size in layer.get("shape", [int64], (2, 1), (2,)).reshape(-1))
     if n < 1 or k < 1 or n * k > 16 * math.prod(layer.shape("bitmask", 2)):
-        raise layer.bad("shape", f"does not fit the bitmask; found {(n, k)}")
+        raise layer.error("shape", f"does not fit the bitmask; found {(n, k)}")
     mask = layer.get("bitmask", [UINT8], (n, -(-k // 8)))
     kept = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
     if kept[:, k:].any():
-        raise layer.bad("bitmask", "has bits set beyond the last column")
+        raise layer.error("bitmask", "has bits set beyond the last column")
     kept = kept[:, :k]
     count = int(kept.sum())
     if kind == "sparse-24-bitmask":
         if k % 4 or (kept.reshape(n, -1, 4).sum(-1) != 2).any():
-            raise layer.bad("bitmask", "must keep two of every four columns")
+            raise layer.error("bitmask", "must keep two of every four columns")
         shape = (n, k // 2)
     else:
         shape = (count,)
         offsets = layer.get("row_offsets", [int64], (n,))
         if not np.array_equal(offsets, np.concatenate([[0], np.cumsum(kept.sum(1))[:-1]])):
-            raise layer.bad("row_offsets", "must count the values of the rows before")
+            raise layer.error("row_offsets", "must count the values of the rows before")
     values = layer.get("compressed", [*FLOATS, E4M3, INT8], shape)
     dense = np.zeros((n, k), values.dtype)
     dense[kept] = values.reshape(-1)
@@ -296,12 +294,12 @@ def _read_masked(layer: Layer, kind: str) -> Any:
         scale = layer.scales("weight_scale", (n, 1), (1,), ())
         return small_floats(dense, np.ascontiguousarray(per_row(scale, n)), codec="fp8", block=None)
     if values.dtype == INT8:
-        raise layer.bad("compressed", "pruned weights in int8 cannot be read")
+        raise layer.error("compressed", "pruned weights in int8 cannot be read")
     return jnp.asarray(dense)
 
 
 def _is_held(value: Any) -> bool:
-    """Whether a Value is of a type that the format has a place for."""
+    """Whether the format can store this Value."""
     return isinstance(value, Int8Array) or (isinstance(value, BlockArray) and value.codec != CODECS["mxfp4"])
 
 
@@ -314,7 +312,7 @@ def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
             tensors[name] = np.asarray(value)
             continue
         if not name.endswith(".weight") and name != "weight":
-            raise complain(path, name, "quantised weights must be called ….weight")
+            raise file_error(path, name, "quantised weights must be called ….weight")
         kind, scheme, parts = _parts(path, name, value)
         for suffix, array in parts.items():
             tensors[name.removesuffix("weight") + suffix] = array
@@ -339,14 +337,14 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     """The format of a weight, its scheme, and its tensors by their suffixes."""
     if len(w.shape) != 2 or getattr(w, "axes", ()):
-        raise complain(path, name, "is not a matrix quantised along its last axis; materialise it")
+        raise file_error(path, name, "is not a matrix quantised along its last axis; materialise it")
     if isinstance(w, Int8Array):
         scale = np.asarray(w.scale)
         scheme = _scheme("int", 8, w.block if scale.shape[1] > 1 else None, True)
         return "int-quantized", scheme, {"weight": np.asarray(w.codes), "weight_scale": scale}
     floating = isinstance(w, BlockArray) and w.codec.scales == "float" and w.codec.group is None
     if not floating or w.codec.zeros in ("plus", "minus") or len(w.inner_shape) != 1:
-        raise complain(
+        raise file_error(
             path,
             name,
             f"{a_or_an(type(w))} of this kind has no place in the file: quantise to 'int4_block', "
@@ -356,13 +354,13 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
     scale = np.asarray(w.scale.scale)
     grouped = None if scale.shape[1] == 1 else w.block
     if grouped is not None and k % grouped:
-        raise complain(path, name, f"blocks of {grouped} do not divide its {k} columns")
+        raise file_error(path, name, f"blocks of {grouped} do not divide its {k} columns")
     if w.codec.codes == "e4m3":
         raw = np.asarray(w.codes).view(ml_dtypes.float8_e4m3fn)
         scheme = _scheme("float", 8, grouped, True)
         return "float-quantized", scheme, {"weight": raw, "weight_scale": scale}
     if w.codec.codes != "integer" or not _is_packable(w.codec):
-        raise complain(path, name, f"the codec has no place in the file: {dataclasses.asdict(w.codec)}")
+        raise file_error(path, name, f"the codec has no place in the file: {dataclasses.asdict(w.codec)}")
     bits, words = w.codec.bits, -(-k * w.codec.bits // 32)
     parts = {
         "weight_packed": _words(np.asarray(w.codes), words),
@@ -372,7 +370,7 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
     if w.scale.zero is not None:
         points = np.asarray(w.scale.zero)
         if not np.issubdtype(points.dtype, np.integer) or points.max(initial=0) >= 1 << bits:
-            raise complain(path, name, f"zero points must be integers of {bits} bits; found {points.dtype}")
+            raise file_error(path, name, f"zero points must be integers of {bits} bits; found {points.dtype}")
         along_outputs = bitstream.pack(np.ascontiguousarray(points.T.astype(np.uint8)), bits)
         parts["weight_zero_point"] = np.ascontiguousarray(_words(along_outputs, -(-n * bits // 32)).T)
     if w.order is not None:
@@ -405,5 +403,5 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
-    written=_written, takes=_is_held,
+    write=_written, accepts=_is_held,
 )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...arrays.quantized import Codec
 from ...arrays.quantized.codecs import E2M1
-from ..files.errors import complain, quoted
+from ..files.errors import quoted
 from ..files.json_text import read_json_file
 from ..files.tensors import Tensors, are_sizes
 from .format import (
@@ -38,9 +38,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised weights of a checkpoint, by name."""
     tile = config.get("weight_block_size")
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
-        raise complain(
-            tensors.path, "weight_block_size", f"expected two positive sizes; found {quoted(tile)}"
-        )
+        raise tensors.error("weight_block_size", f"expected two positive sizes; found {quoted(tile)}")
     out: dict[str, Weight] = {}
     for layer in layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]):
         packed = "weight" in layer and layer.dtype("weight") == UINT8
@@ -53,7 +51,7 @@ def _read(layer: Layer, tile: list[int] | None) -> Any:
     scales = [suffix for suffix in ("weight_scale_inv", "weight_scale") if suffix in layer]
     if len(scales) != 1:
         found = " and ".join(scales) or "none"
-        raise layer.bad(None, f"an 8-bit weight takes weight_scale_inv or weight_scale; found {found}")
+        raise layer.error(None, f"an 8-bit weight takes weight_scale_inv or weight_scale; found {found}")
     return read_float8(layer, scales[0], tile)
 
 
@@ -83,9 +81,9 @@ def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_blo
         scale = scale.view(np.uint8)
     values = scale.astype(np.float32)
     if not np.isfinite(values).all() or (exponents and (scale == 255).any()):
-        raise layer.bad(suffix, "has scales that are not finite")
+        raise layer.error(suffix, "has scales that are not finite")
     if not exponents and (values == 0).any():
-        raise layer.bad(suffix, "has scales that are 0")
+        raise layer.error(suffix, "has scales that are 0")
     raw = layer.get("weight", [E4M3])
     rows = per_row(scale, n) if own is None else spread_tiles(scale, n, own[0])
     codec = Codec(8, "e4m3", scales="e8m0" if exponents else "float")
@@ -102,12 +100,12 @@ def read_nvfp4(layer: Layer, packed: str, outer: np.ndarray, *, over: bool) -> A
     n, half = layer.shape(packed, 2)
     k = 2 * half
     if k % 16:
-        raise layer.bad(packed, f"blocks of 16 do not divide the {k} inputs")
+        raise layer.error(packed, f"blocks of 16 do not divide the {k} inputs")
     if not np.isfinite(outer.astype(np.float32)).all() or not (outer > 0).all():
-        raise layer.bad(None, f"the scale of the whole tensor must be finite and positive; found {outer}")
+        raise layer.error(None, f"the scale of the whole tensor must be finite and positive; found {outer}")
     scale = layer.get("weight_scale", [E4M3], (n, k // 16))
     if np.isnan(scale.astype(np.float32)).any():
-        raise layer.bad("weight_scale", "has scales that are NaN")
+        raise layer.error("weight_scale", "has scales that are NaN")
     codec = Codec(4, "table", table=E2M1, block=16, scales="e4m3", group=0, over=over)
     raw = layer.get(packed, [UINT8])
     rows = np.ascontiguousarray(per_row(outer, n))
@@ -115,7 +113,7 @@ def read_nvfp4(layer: Layer, packed: str, outer: np.ndarray, *, over: bool) -> A
 
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Those of ModelOpt, in a file of their own."""
+    """The settings of ModelOpt, which are in a file of their own."""
     file = folder / "hf_quant_config.json"
     if config.get("quantization_config") is not None or not file.is_file():
         return None

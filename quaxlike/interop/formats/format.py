@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...kernels import bits as bitstream
 from ...sharding.reading import Rows
-from ..files.errors import CheckpointError, complain, quoted
+from ..files.errors import CheckpointError, file_error, quoted
 from ..files.tensors import Tensors
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
@@ -35,7 +35,7 @@ class Weight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
-    """A format, and how its checkpoints are told from others, read and written.
+    """A format, and how its checkpoints are recognised, read and written.
 
     **Attributes:**
 
@@ -46,21 +46,21 @@ class Format:
         weight is damaged.
     - `by_rows`: whether the first axis of its tensors has the rows of the weight, tiles of rows, or neither,
         and `weights` reads a window of rows as if it were a file.
-    - `is_in`: whether a checkpoint without settings has weights of the format.
+    - `detect`: whether a checkpoint without settings has weights of the format.
     - `settings`: the settings of a checkpoint that states them elsewhere than in `quantization_config`; None
         if it does not. Called with `config.json` and the folder.
-    - `written`: the tensors of weights by name, and their `quantization_config`. None if it is only read.
-    - `takes`: whether a Value of a model is saved in this format.
+    - `write`: the tensors of weights by name, and their `quantization_config`. None if it is only read.
+    - `accepts`: whether a Value of a model is saved in this format.
     """
 
     methods: tuple[str, ...]
     weights: Callable[[Tensors, Settings], Mapping[str, Weight]]
     codes: tuple[str, ...] = ()
     by_rows: bool = False
-    is_in: Callable[[Tensors], bool] = lambda tensors: False
+    detect: Callable[[Tensors], bool] = lambda tensors: False
     settings: Callable[[Settings, Path], Settings | None] = lambda config, folder: None
-    written: Callable[[Path, Mapping[str, Any]], tuple[dict[str, np.ndarray], dict[str, Any]]] | None = None
-    takes: Callable[[Any], bool] = lambda value: False
+    write: Callable[[Path, Mapping[str, Any]], tuple[dict[str, np.ndarray], dict[str, Any]]] | None = None
+    accepts: Callable[[Any], bool] = lambda value: False
 
     @property
     def name(self) -> str:
@@ -86,16 +86,16 @@ class Layer:
     def __contains__(self, suffix: str) -> bool:
         return self.at(suffix) in self.tensors
 
-    def bad(self, suffix: str | None, problem: str) -> CheckpointError:
-        return complain(self.tensors.path, self.name if suffix is None else self.at(suffix), problem)
+    def error(self, suffix: str | None, problem: str) -> CheckpointError:
+        return self.tensors.error(self.name if suffix is None else self.at(suffix), problem)
 
     def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
         """The shape of a tensor. Raises if it is missing, is empty, or does not have `ndim` axes."""
         if suffix not in self:
-            raise self.bad(suffix, "is missing")
+            raise self.error(suffix, "is missing")
         shape = self.tensors.info[self.at(suffix)].shape
         if ndim is not None and (len(shape) != ndim or 0 in shape):
-            raise self.bad(suffix, f"expected {ndim} axes, none of them empty; found the shape {shape}")
+            raise self.error(suffix, f"expected {ndim} axes, none of them empty; found the shape {shape}")
         return shape
 
     def dtype(self, suffix: str) -> np.dtype:
@@ -108,22 +108,22 @@ class Layer:
         if dtype not in dtypes or (shapes and shape not in shapes):
             wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
             names = ", ".join(map(str, dtypes))
-            raise self.bad(suffix, f"expected {names} of shape {wanted}; found {dtype} of shape {shape}")
+            raise self.error(suffix, f"expected {names} of shape {wanted}; found {dtype} of shape {shape}")
         return self.tensors[self.at(suffix)]
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
         """Floating-point scales. Raises unless they are finite."""
         scale = self.get(suffix, FLOATS, *shapes)
         if not np.isfinite(scale.astype(np.float32)).all():
-            raise self.bad(suffix, "has scales that are not finite")
+            raise self.error(suffix, "has scales that are not finite")
         return scale
 
 
 def layers(
     tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
 ) -> list[Layer]:
-    """The layers that have a tensor with one of these suffixes, or a `weight` of one of these dtypes: those
-    that lack a part are among them, so that their readers miss it."""
+    """Finds the layers that have a tensor with one of these suffixes, or a `weight` of one of these dtypes.
+    Incomplete layers are included: reading them raises an error that names the missing part."""
     dtypes, found = tuple(dtypes), dict[str, None]()
     for name in tensors:
         layer, _, suffix = name.rpartition(separator)
@@ -133,13 +133,14 @@ def layers(
 
 
 def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, Weight]:
-    """The entry for `layer`, stored in the tensors with these suffixes, as far as they exist."""
+    """The entry for the weight of `layer`. It is stored in the tensors with these suffixes that exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": Weight(taken, guarded(layer, read))}
 
 
 def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:
-    """`read`, with the layer's name added to `ValueError`s that the array type raises about its parts."""
+    """Wraps `read`, so that a `ValueError` of the array type becomes a `CheckpointError` that names the
+    layer."""
 
     def checked() -> Any:
         try:
@@ -147,13 +148,13 @@ def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:
         except CheckpointError:
             raise
         except ValueError as error:
-            raise layer.bad(None, str(error)) from error
+            raise layer.error(None, str(error)) from error
 
     return checked
 
 
 def stream(words: np.ndarray) -> np.ndarray:
-    """Words of any integer dtype as the bytes of a little-endian stream, along the last axis."""
+    """Views words of any integer dtype as a little-endian stream of bytes, along the last axis."""
     return np.ascontiguousarray(words).view(np.uint8)
 
 
@@ -167,8 +168,8 @@ def integers(
     count: int | None = None,
     order: np.ndarray | None = None,
 ) -> BlockArray:
-    """An array of values `scale * (code - zero)`, for unsigned codes of `bits` bits; `zero` None, or the
-    middle of their range everywhere, gives a symmetric codec."""
+    """Makes an array of values `scale * (code - zero)` from unsigned codes of `bits` bits. The codec is
+    symmetric if `zero` is None, or is the middle of the range everywhere."""
     middle = 1 << (bits - 1)
     symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
     codec = Codec(bits, bias=middle) if symmetric else Codec(bits, zeros="points")
@@ -191,7 +192,7 @@ def small_floats(
     outer: np.ndarray | None = None,
     count: int | None = None,
 ) -> BlockArray:
-    """An array whose codes are floats of 8 or 4 bits. Pass `count` if the codes are packed already."""
+    """Makes an array whose codes are floats of 8 or 4 bits. Pass `count` if the codes are packed already."""
     codec = CODECS[codec] if isinstance(codec, str) else codec
     scales = BlockScales(scale, outer=outer)
     return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
@@ -217,7 +218,7 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
     value, among = config.get(key), list(among)
     if type(value) is not int or (among and value not in among):
         wanted = f"one of {', '.join(map(str, among))}" if among else "an integer"
-        raise complain(path, key, f"the quantisation config must give {wanted}; found {quoted(value)}")
+        raise file_error(path, key, f"the quantisation config must give {wanted}; found {quoted(value)}")
     return value
 
 
@@ -225,7 +226,7 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
     """An object from a configuration; an empty one if it is absent."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise complain(path, key, f"the quantisation config must give an object; found {quoted(value)}")
+        raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
     return value or {}
 
 
@@ -233,7 +234,7 @@ def group_size(config: Mapping[str, Any], path: Path) -> int | None:
     """The number of codes that share a scale; None for a whole row."""
     size = integer(config, "group_size", path)
     if size != -1 and not 1 <= size < 2**31:
-        raise complain(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
+        raise file_error(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
     return None if size == -1 else size
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...surgery.patterns import PatternError, startmatch
-from ..files.errors import complain, quoted
+from ..files.errors import quoted
 from ..files.json_text import read_json_file
 from ..files.tensors import Tensors
 from .format import (
@@ -39,11 +39,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     kind = config.get("checkpoint_format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         kind = "marlin" if config.get("is_marlin_format") else kind
-        raise complain(
-            tensors.path,
-            "checkpoint_format",
-            f"gptq and gptq_v2 can be read; found {quoted(kind)}",
-        )
+        raise tensors.error("checkpoint_format", f"gptq and gptq_v2 can be read; found {quoted(kind)}")
     out: dict[str, Weight] = {}
     for layer in layers(tensors, *_PARTS):
         own = _own_config(config, layer)
@@ -60,9 +56,9 @@ def _own_config(config: Mapping[str, Any], layer: Layer) -> Mapping[str, Any]:
         try:
             found = startmatch(pattern, layer.name)
         except PatternError as error:
-            raise layer.bad(None, f"`dynamic` has the pattern {quoted(pattern)}: {error}") from None
+            raise layer.error(None, f"`dynamic` has the pattern {quoted(pattern)}: {error}") from None
         if found and exclude:
-            raise layer.bad(
+            raise layer.error(
                 "qweight", f"is there, though `dynamic` leaves it out by {quoted(f'-:{pattern}')}"
             )
         if found:
@@ -79,7 +75,7 @@ def _read(layer: Layer, config: Mapping[str, Any], plus_one: bool) -> Any:
     block = k if group is None else group
     groups = num_blocks(k, block)
     if bits == 3 and (k % 32 or n % 32):
-        raise layer.bad(None, f"3 bits take multiples of 32 inputs and outputs; found {k} and {n}")
+        raise layer.error(None, f"3 bits take multiples of 32 inputs and outputs; found {k} and {n}")
     packed = layer.get("qweight", [INT32], (num_words(k, bits), n))
     zeros = layer.get("qzeros", [INT32], (groups, num_words(n, bits)))
     scale = layer.scales("scales", (groups, n))
@@ -87,14 +83,16 @@ def _read(layer: Layer, config: Mapping[str, Any], plus_one: bool) -> Any:
     zero = _zeros(zeros, bits, n, plus_one)
     usual = np.arange(k) // block
     if "g_idx" not in layer and ((config.get("desc_act") and groups > 1) or k % 32 or k % block):
-        raise layer.bad("g_idx", f"is missing: the order, or the number, of its {k} columns is unknown")
+        raise layer.error("g_idx", f"is missing: the order, or the number, of its {k} columns is unknown")
     index = layer.get("g_idx", [INT32], (k,)) if "g_idx" in layer else usual
     if index.min() < 0 or index.max() >= groups:
-        raise layer.bad("g_idx", f"expected groups up to {groups - 1}; found {index.min()} to {index.max()}")
+        raise layer.error(
+            "g_idx", f"expected groups up to {groups - 1}; found {index.min()} to {index.max()}"
+        )
     order = None
     if not np.array_equal(index, usual):
         if not config.get("desc_act"):
-            raise layer.bad("g_idx", "the columns are not in order, but the config does not say desc_act")
+            raise layer.error("g_idx", "the columns are not in order, but the config does not say desc_act")
         order = np.argsort(index, kind="stable")
         codes, index = codes[:, order], index[order]
     scale, zero = np.ascontiguousarray(scale.T), np.ascontiguousarray(zero.T)

@@ -47,14 +47,14 @@ def _read(layer: Layer) -> Any:
     bits, axis = _scalar(layer, "nbits"), _scalar(layer, "axis")
     n, k = (int(size) for size in layer.get("shape", _INTEGERS, (2,)))
     if bits not in _PACKINGS or axis not in (0, 1) or min(n, k) < 1:
-        raise layer.bad(None, f"expected 8, 4, 3, 2 or 1 bits along axis 0 or 1; found {bits} along {axis}")
+        raise layer.error(None, f"expected 8, 4, 3, 2 or 1 bits along axis 0 or 1; found {bits} along {axis}")
     name, dtype, slabs = _PACKINGS[bits]
     if "packing" in layer and (found := layer.get("packing", [UINT8]).tobytes()) != name.encode():
-        raise layer.bad("packing", f"{bits} bits are packed as {name}; found {found!r}")
+        raise layer.error("packing", f"{bits} bits are packed as {name}; found {found!r}")
     groups = math.prod(layer.shape("scale", 2))
     size = _scalar(layer, "group_size") if "group_size" in layer else n * k // groups
     if size < 1 or n * k % size:
-        raise layer.bad("group_size", f"groups of {size} do not divide a weight of shape {(n, k)}")
+        raise layer.error("group_size", f"groups of {size} do not divide a weight of shape {(n, k)}")
     groups = n * k // size
     rows, columns = (groups, size) if axis == 1 else (size, groups)
     as_floats = _scalar(layer, "view_as_float") if "view_as_float" in layer else layer.dtype("W_q") in FLOATS
@@ -62,9 +62,8 @@ def _read(layer: Layer) -> Any:
     if as_floats and packed.ndim == 2:
         packed = packed.view(dtype)
     if packed.dtype != dtype or packed.shape != (-(-rows // slabs), columns):
-        raise layer.bad(
-            "W_q",
-            f"expected {dtype}{[-(-rows // slabs), columns]}; found {packed.dtype}{list(packed.shape)}",
+        raise layer.error(
+            "W_q", f"expected {dtype}{[-(-rows // slabs), columns]}; found {packed.dtype}{list(packed.shape)}"
         )
     top = (slabs - 1) * bits
     mask = 2**bits - 1

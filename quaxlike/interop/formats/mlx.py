@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...arrays.quantized.codecs import E2M1
-from ..files.errors import complain
+from ..files.errors import file_error
 from ..files.tensors import Tensors
 from .format import UINT8, Format, Layer, Weight, integer, layers, stream, weight
 
@@ -40,11 +40,11 @@ def _read(layer: Layer, config: Mapping[str, Any]) -> Any:
     group = integer(config, "group_size", path)
     mode = config.get("mode") or "affine"
     if mode not in ("affine", *_MODES):
-        raise complain(path, "mode", f"affine, {', '.join(_MODES)} can be read; found {mode!r}")
+        raise file_error(path, "mode", f"affine, {', '.join(_MODES)} can be read; found {mode!r}")
     n, words = layer.shape("weight", 2)
     k = words * 32 // bits
     if group < 1 or k % group or k * bits != words * 32:
-        raise layer.bad("weight", f"{words} words of {bits} bits do not make groups of {group}")
+        raise layer.error("weight", f"{words} words of {bits} bits do not make groups of {group}")
     packed = stream(layer.get("weight", [_WORDS]))
     if mode == "affine":
         scale = layer.scales("scales", (n, k // group))
@@ -53,7 +53,7 @@ def _read(layer: Layer, config: Mapping[str, Any]) -> Any:
     else:
         codec = _MODES[mode]
         if bits != codec.bits or "biases" in layer:
-            raise layer.bad(None, f"the mode {mode} takes {codec.bits} bits, and no biases")
+            raise layer.error(None, f"the mode {mode} takes {codec.bits} bits, and no biases")
         scales = BlockScales(layer.get("scales", [UINT8], (n, k // group)))
     return BlockArray.from_codes(packed, scales, codec=codec, block_size=group, count=k)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..files.errors import complain
 from ..files.tensors import Tensors, read_json
 from .format import E4M3, INT8, Format, Layer, Weight, integers, small_floats, weight
 
@@ -26,7 +25,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         node = read_json(tensors.path, text, f"the metadata of {name!r}")
         kind, narrow = node.get("_type"), '"int4"' in text
         if kind not in _CLASSES:
-            raise complain(tensors.path, name, f"{', '.join(_CLASSES)} can be read; found {kind!r}")
+            raise tensors.error(name, f"{', '.join(_CLASSES)} can be read; found {kind!r}")
         layer = Layer(tensors, name.removesuffix(".weight"), "._weight_")
         named = node.get("_tensor_data_names")
         named = [part for part in named if part in _PARTS] if isinstance(named, list) else ()
@@ -40,7 +39,7 @@ def _read(layer: Layer, kind: str, narrow: bool, named: Iterable[str]) -> Any:
     n, k = layer.shape("qdata", 2)
     groups = layer.shape("scale", 2)[1]
     if k % groups:
-        raise layer.bad("scale", f"{groups} blocks do not divide the {k} inputs")
+        raise layer.error("scale", f"{groups} blocks do not divide the {k} inputs")
     scale = layer.scales("scale", (n, groups))
     block = k // groups if groups > 1 else None
     if kind == "Float8Tensor":
@@ -49,7 +48,7 @@ def _read(layer: Layer, kind: str, narrow: bool, named: Iterable[str]) -> Any:
     middle = np.int16(1 << (bits - 1))
     codes = layer.get("qdata", [INT8]).astype(np.int16) + middle
     if codes.min() < 0 or codes.max() >= 1 << bits:
-        raise layer.bad("qdata", f"has codes that {bits} bits do not hold")
+        raise layer.error("qdata", f"has codes that {bits} bits do not hold")
     zero = None
     if "zero_point" in layer:
         points = layer.get("zero_point", [INT8], (n, groups)).astype(np.int16) + middle

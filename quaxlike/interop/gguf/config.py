@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...families import FAMILIES, Gguf
-from ..files.errors import complain
+from ..files.errors import file_error, quoted
 from ..files.model_config import is_finite
 from .names import family_of
 
@@ -64,7 +64,7 @@ def config_of(
         config["vocab_size"] = rows = shapes["token_embd.weight"][0]
         tokens = metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, list) and len(tokens) != rows:
-            raise complain(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
+            raise file_error(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
     config["tie_word_embeddings"] = "output.weight" not in shapes
     config.setdefault("attention_bias", "blk.0.attn_output.bias" in shapes)
     config.setdefault("mlp_bias", "blk.0.ffn_up.bias" in shapes)
@@ -91,7 +91,7 @@ def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | 
     is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
     number: Any = value[0] if is_same else value
     if number is not None and type(number) not in (int, float):
-        raise complain(path, key, f"expected one number; found {_short(value)}")
+        raise file_error(path, key, f"expected one number; found {quoted(value)}")
     return float(str(np.float32(number))) if isinstance(number, float) else number
 
 
@@ -104,7 +104,7 @@ def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any]) -> dict[str, 
     if type(found) is int:
         return {"sliding_window_pattern": found}
     if found is not None:
-        raise complain(path, key, f"expected a number, or a list of booleans; found {_short(found)}")
+        raise file_error(path, key, f"expected a number, or a list of booleans; found {quoted(found)}")
     return {}
 
 
@@ -121,8 +121,8 @@ def _rope(
     out: dict[str, Any] = {}
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
-    if isinstance(turned := get("dimension_count"), int) and size and turned != size:
-        out["partial_rotary_factor"] = turned / size
+    if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
+        out["partial_rotary_factor"] = rotated / size
     original = get("scaling.original_context_length") or config.get("max_position_embeddings")
     if "rope_freqs.weight" in shapes:  # the frequencies of Llama 3, say, are divided by these factors
         factors = read("rope_freqs.weight").astype(np.float64).reshape(-1).tolist()
@@ -145,7 +145,9 @@ def _rope(
         out["rope_scaling"] = {"rope_type": kind, "original_max_position_embeddings": original}
         factor: Any = get("scaling.factor")
         if type(factor) not in (int, float):
-            raise complain(path, f"{prefix}rope.scaling.factor", f"expected a number; found {_short(factor)}")
+            raise file_error(
+                path, f"{prefix}rope.scaling.factor", f"expected a number; found {quoted(factor)}"
+            )
         out["rope_scaling"]["factor"] = factor
         if kind == "yarn":
             out["rope_scaling"] |= _yarn(path, f"{prefix}rope.scaling.", metadata, factor)
@@ -162,16 +164,16 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
     found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
     for key, value in found.items():
         if not is_finite(value):
-            raise complain(path, prefix + key, f"expected a number; found {_short(value)}")
+            raise file_error(path, prefix + key, f"expected a number; found {quoted(value)}")
     if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # -1: the default
-        raise complain(path, f"{prefix}yarn_ext_factor", f"expected 1; found {_short(extrapolated)}")
+        raise file_error(path, f"{prefix}yarn_ext_factor", f"expected 1; found {quoted(extrapolated)}")
     out = {f"beta_{x}": found[f"yarn_beta_{x}"] for x in ("fast", "slow") if f"yarn_beta_{x}" in found}
     for key in ("attn_factor", "yarn_attn_factor"):
         if key in found:
             out["attention_factor"] = found[key] * _grown(factor)
     if share := found.get(_LOG):  # mscale_all_dim
         if share < 0:
-            raise complain(path, prefix + _LOG, f"expected a positive number; found {_short(share)}")
+            raise file_error(path, prefix + _LOG, f"expected a positive number; found {quoted(share)}")
         out["attention_factor"] = out.get("attention_factor", _grown(factor)) / _grown(factor, share)
     return out
 
@@ -293,8 +295,3 @@ def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
 
 def _head_size(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}…"

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ..files.errors import complain
+from ..files.errors import file_error
 from ..files.open_file import OpenFile, foreign
 from ..files.tensors import are_sizes, as_jax
 from .blocks import BLOCK_TYPES, read_blocks
 from .config import config_of
-from .metadata import MAGIC, Cursor, plain, read_value
-from .names import family_of, joined, name_of, row_order, together
+from .metadata import MAGIC, Cursor, as_python, read_value
+from .names import expert_stacks, family_of, row_order, stack_experts, transformers_name
 
 _PLAIN: dict[int, np.dtype] = {
     0: np.dtype("<f4"),
@@ -69,19 +69,21 @@ class Gguf(Mapping[str, Any]):
                 self.metadata = metadata
             for name, tensor in tensors.items():
                 if name in found:
-                    raise complain(file.path, name, "is also in another part of the checkpoint")
+                    raise file_error(file.path, name, "is also in another part of the checkpoint")
                 found[name] = tensor
         total = self.metadata.get("split.tensors.count", len(found))
         if total != len(found):
-            raise complain(path, "split.tensors.count", f"is {total}; the parts hold {len(found)} tensors")
+            raise file_error(path, "split.tensors.count", f"is {total}; the parts hold {len(found)} tensors")
         self._tensors = found
-        self._plain = plain(self.metadata)
+        self._plain = as_python(self.metadata)
         self._family = family_of(self._plain)
-        stacks = joined(found) if self._family else {}
+        stacks = expert_stacks(found) if self._family else {}
         parts = {part for stack in stacks.values() for part in stack}
-        self._sources = {name_of(name, self._family): (name,) for name in found if name not in parts} | stacks
+        self._sources = {
+            transformers_name(name, self._family): (name,) for name in found if name not in parts
+        } | stacks
         if len(self._sources) < len(found) - len(parts) + len(stacks):
-            raise complain(path, None, "two tensors have the same name")
+            raise file_error(path, None, "two tensors have the same name")
         shapes = {name: tensor.shape for name, tensor in found.items()}
         self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
 
@@ -103,7 +105,7 @@ class Gguf(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         parts = [self._read(name) for name in self._sources[key]]
         interleaved = self._family is not None and self._family.interleaved
-        return together(self.path, key, parts, interleaved)
+        return stack_experts(self.path, key, parts, interleaved)
 
     def _read(self, name: str) -> Any:
         tensor = self._tensors[name]
@@ -141,7 +143,7 @@ def _parts(path: Path) -> list[Path]:
     parts = [path.with_name(f"{found[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
-            raise complain(path, None, f"the part {part.name!r} is missing")
+            raise file_error(path, None, f"the part {part.name!r} is missing")
     return parts
 
 
@@ -154,20 +156,20 @@ def _read_header(file: OpenFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
     if version not in (2, 3):
         swapped = int.from_bytes(int(version).to_bytes(4, "big"), "little")
         hint = "it is big-endian" if swapped in (1, 2, 3) else "convert it with llama.cpp"
-        raise complain(path, None, f"version 2 or 3 can be read; found {version}: {hint}")
+        raise file_error(path, None, f"version 2 or 3 can be read; found {version}: {hint}")
     count, keys = cursor.number("<u8"), cursor.number("<u8")
     metadata: dict[str, Any] = {}
     cursor.expect(keys, 12, "keys")
     for _ in range(keys):
         key = cursor.text()
         if key in metadata:
-            raise complain(path, key, "appears twice")
+            raise file_error(path, key, "appears twice")
         metadata[key] = read_value(cursor)
     cursor.expect(count, 24, "tensors")
     infos = [_read_info(cursor) for _ in range(count)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise complain(path, "general.alignment", f"must be a power of two; found {alignment!r}")
+        raise file_error(path, "general.alignment", f"must be a power of two; found {alignment!r}")
     start = -(-cursor.at // alignment) * alignment
     return metadata, _place(file, infos, start, alignment)
 
@@ -176,10 +178,10 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.text()
     ndim = cursor.number("<u4")
     if not 1 <= ndim <= 4:
-        raise complain(cursor.path, name, f"must have one to four axes; found {ndim}")
+        raise file_error(cursor.path, name, f"must have one to four axes; found {ndim}")
     shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # the fastest axis is written first
     if not are_sizes(list(shape)):
-        raise complain(cursor.path, name, f"has more elements than an array can have: {shape}")
+        raise file_error(cursor.path, name, f"has more elements than an array can have: {shape}")
     return name, shape, cursor.number("<u4"), cursor.number("<u8")
 
 
@@ -191,11 +193,11 @@ def _place(
     out: dict[str, _Tensor] = {}
     for name, shape, kind, offset in infos:
         if name in out:
-            raise complain(path, name, "appears twice")
+            raise file_error(path, name, "appears twice")
         if kind not in _PLAIN and kind not in BLOCK_TYPES:
             known = ", ".join(label for label, _ in BLOCK_TYPES.values())
             label = _UNREAD.get(kind, f"number {kind}, which is not known")
-            raise complain(
+            raise file_error(
                 path,
                 name,
                 f"is of type {label}; F32, F16, BF16, {known} can be read. `llama-quantize "
@@ -204,12 +206,14 @@ def _place(
         if kind in BLOCK_TYPES:
             block = BLOCK_TYPES[kind][1]
             if 0 in shape or shape[-1] % block.elements:
-                raise complain(path, name, f"is not made of blocks of {block.elements}: its shape is {shape}")
+                raise file_error(
+                    path, name, f"is not made of blocks of {block.elements}: its shape is {shape}"
+                )
             nbytes = math.prod(shape) // block.elements * block.nbytes
         else:
             nbytes = math.prod(shape) * _PLAIN[kind].itemsize
         if offset % alignment or start + offset + nbytes > file.size:
-            raise complain(
+            raise file_error(
                 path,
                 name,
                 f"{nbytes:,} bytes at {offset:,} are not in the file, or not aligned to {alignment}",
@@ -218,7 +222,7 @@ def _place(
     end = 0
     for name, tensor in sorted(out.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if tensor.start < end:
-            raise complain(path, name, "overlaps with another tensor")
+            raise file_error(path, name, "overlaps with another tensor")
         end = tensor.start + tensor.nbytes
     return out
 

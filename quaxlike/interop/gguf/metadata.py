@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from ..files.errors import complain
+from ..files.errors import file_error, quoted
 
 MAGIC = b"GGUF"
 _NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
@@ -56,14 +56,14 @@ class Cursor:
         """Reads the next bytes. Raises if the file is too short."""
         if count > self._size - self.at:
             left = self._size - self.at
-            raise complain(self.path, None, f"expected {count:,} bytes at byte {self.at:,}; found {left:,}")
+            raise file_error(self.path, None, f"expected {count:,} bytes at byte {self.at:,}; found {left:,}")
         self.at += count
         return self._file.read(count)
 
     def expect(self, count: int, each: int, what: str) -> None:
         """Raises unless the rest of the file has room for `count` items of at least `each` bytes."""
         if count * each > self._size - self.at:
-            raise complain(self.path, None, f"claims {count:,} {what}, which the file has no room for")
+            raise file_error(self.path, None, f"claims {count:,} {what}, which the file has no room for")
 
     def number(self, dtype: str) -> Any:
         kind = np.dtype(dtype)
@@ -74,7 +74,7 @@ class Cursor:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise complain(self.path, None, f"a name at byte {self.at:,} is not UTF-8: {error}") from None
+            raise file_error(self.path, None, f"a name at byte {self.at:,} is not UTF-8: {error}") from None
 
 
 def read_value(cursor: Cursor, depth: int = 0) -> Any:
@@ -89,7 +89,7 @@ def _value(cursor: Cursor, kind: int, depth: int) -> Any:
         return raw.decode(errors="replace")  # tokens may be parts of characters
     if kind == _ARRAY:
         if depth > 3:
-            raise complain(cursor.path, None, "arrays are nested more than four deep")
+            raise file_error(cursor.path, None, "arrays are nested more than four deep")
         inner, count = cursor.number("<u4"), cursor.number("<u8")
         dtype = _dtype(cursor, inner)
         if dtype is None:
@@ -107,11 +107,11 @@ def _value(cursor: Cursor, kind: int, depth: int) -> Any:
 
 def _dtype(cursor: Cursor, kind: int) -> np.dtype | None:
     if kind >= len(_DTYPES):
-        raise complain(cursor.path, None, f"unknown value type {kind} at byte {cursor.at:,}")
+        raise file_error(cursor.path, None, f"unknown value type {kind} at byte {cursor.at:,}")
     return _DTYPES[kind]
 
 
-def plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def as_python(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata with numbers and lists of Python in place of NumPy's."""
     return {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in metadata.items()}
 
@@ -197,10 +197,5 @@ def _as_dtype(value: Any, dtype: np.dtype) -> np.ndarray:
         out = given.astype(dtype)
     fits = np.isfinite(given) == np.isfinite(out) if dtype.kind == "f" else given == out
     if not np.all(fits):
-        raise OverflowError(f"{dtype.name} has no place for {_short(value)}")
+        raise OverflowError(f"{dtype.name} has no place for {quoted(value)}")
     return out
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}…"

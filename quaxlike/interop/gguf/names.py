@@ -14,7 +14,7 @@ import numpy as np
 
 from ...core.quaxify import quaxify
 from ...families import FAMILIES, Family
-from ..files.errors import complain
+from ..files.errors import file_error
 
 # From llama.cpp's names to transformers'; those with an ending are of arrays that have none there.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -60,7 +60,7 @@ def _parts(family: Family) -> dict[str, str]:
     return {theirs: family.name(ours) for theirs, ours in parts.items()} | dict(own)
 
 
-def name_of(name: str, family: Family | None) -> str:
+def transformers_name(name: str, family: Family | None) -> str:
     """The transformers name of a llama.cpp tensor; the same name if there is none."""
     if family is None:
         return name
@@ -76,8 +76,8 @@ def name_of(name: str, family: Family | None) -> str:
     return f"{layer}.{parts[found[2]]}.{kind}" if found[2] in parts else name
 
 
-def original_name(name: str, family: Family | None) -> str:
-    """The inverse of `name_of`."""
+def llama_cpp_name(name: str, family: Family | None) -> str:
+    """The inverse of `transformers_name`."""
     stem, _, kind = name.rpartition(".")
     named = family.name if family else str
     top = {named(hf): gguf for gguf, hf in _TOP.items()}
@@ -93,11 +93,11 @@ def original_name(name: str, family: Family | None) -> str:
     return f"blk.{layer}.{inner[stem]}.{kind}" if stem in inner else name
 
 
-def original_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
+def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
     """llama.cpp's names, by those of transformers; a stack that it cuts in two has that of the first part."""
     family = family_of(metadata)
-    halves = {name: halves_of(name) if family else None for name in names}
-    return {name: pair[0] if pair else original_name(name, family) for name, pair in halves.items()}
+    halves = {name: gate_and_up(name) if family else None for name in names}
+    return {name: pair[0] if pair else llama_cpp_name(name, family) for name, pair in halves.items()}
 
 
 def row_order(
@@ -113,10 +113,12 @@ def row_order(
     if found[1] == "k":
         heads = metadata.get(f"{prefix}head_count_kv", heads)
     if len(shape) != (2 if found[2] == "weight" else 1):
-        raise complain(path, name, f"must be a matrix, or the vector of its biases; found the shape {shape}")
+        raise file_error(
+            path, name, f"must be a matrix, or the vector of its biases; found the shape {shape}"
+        )
     n = shape[0]
     if type(heads) is not int or heads < 1 or n % heads or n // heads % 2:
-        raise complain(path, name, f"{heads!r} heads do not divide its {n} rows into pairs")
+        raise file_error(path, name, f"{heads!r} heads do not divide its {n} rows into pairs")
     return np.arange(n).reshape(heads, n // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -132,7 +134,7 @@ _JOINED = {
 _MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def halves_of(name: str) -> tuple[str, str] | None:
+def gate_and_up(name: str) -> tuple[str, str] | None:
     """The two llama.cpp tensors that a stack of experts consists of; None for any other array."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if found is None or found[2] not in _JOINED:
@@ -141,7 +143,7 @@ def halves_of(name: str) -> tuple[str, str] | None:
     return f"blk.{found[1]}.{gate}", f"blk.{found[1]}.{up}"
 
 
-def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """The stacks of experts that two llama.cpp tensors make up: from the stack's name to theirs."""
     out: dict[str, tuple[str, ...]] = {}
     for name in names:
@@ -152,7 +154,7 @@ def joined(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return out
 
 
-def together(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
+def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
     """The array of transformers that these tensors of a file make up.
 
     **Arguments:**
@@ -172,10 +174,10 @@ def together(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> 
         return parts[0]
     if len(parts) == 1:
         if len(shapes[0]) != 3:
-            raise complain(path, name, f"must be a stack of matrices; found the shape {shapes[0]}")
+            raise file_error(path, name, f"must be a stack of matrices; found the shape {shapes[0]}")
         return quaxify(swap)(parts[0])
     if len(shapes[0]) != (3 if matrices else 2) or shapes[0] != shapes[1]:
-        raise complain(path, name, f"must be made of two stacks of the same shape; found {shapes}")
+        raise file_error(path, name, f"must be made of two stacks of the same shape; found {shapes}")
     dtype, count = np.promote_types(*(part.dtype for part in parts)), shapes[0][1]
     order = np.arange(2 * count).reshape(2, count).T.reshape(-1)
 
@@ -186,14 +188,14 @@ def together(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> 
     return quaxify(whole)(list(parts))
 
 
-def cuts_of(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
-    """The inverse of `together`: functions that cut llama.cpp's tensors out of an array of so many axes; none
-    if the array is stored as it is."""
+def expert_slices(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
+    """The inverse of `stack_experts`: functions that cut llama.cpp's tensors out of an array with `n_axes`.
+    There are none if the array is stored as it is."""
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same
     if n_axes != (3 if matrices else 2):
         return ()
-    if halves_of(name) is None:
+    if gate_and_up(name) is None:
         return () if swap is _same else (swap,)
     if interleaved:
         return lambda x: swap(x)[:, ::2], lambda x: swap(x)[:, 1::2]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.errors import CheckpointError, complain, quoted
+from ..files.errors import CheckpointError, file_error, quoted
 from ..files.json_text import read_json_file
 
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -59,20 +59,20 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     **Raises:** `CheckpointError` for another kind of vocabulary, or an inconsistent one.
     """
     get = lambda key, default=None: metadata.get(f"tokenizer.ggml.{key}", default)
-    bad = lambda key, problem: complain(path, f"tokenizer.ggml.{key}", problem)
+    damaged = lambda key, problem: file_error(path, f"tokenizer.ggml.{key}", problem)
     model, tokens = get("model"), get("tokens")
     if model not in ("gpt2", "llama"):
-        raise bad(
+        raise damaged(
             "model", f"'gpt2' and 'llama' can be read; found {quoted(model)}. Use a tokenizer.json instead"
         )
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise bad("tokens", "expected the texts of all tokens")
+        raise damaged("tokens", "expected the texts of all tokens")
     kinds = get("token_type", [1] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise bad("token_type", f"expected one for each of {len(tokens)} tokens")
+        raise damaged("token_type", f"expected one for each of {len(tokens)} tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
-        raise bad("tokens", "two of them have the same text")
+        raise damaged("tokens", "two of them have the same text")
     special = (UNKNOWN, CONTROL)
     added = [
         {
@@ -82,10 +82,12 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (*special, USER_DEFINED)
     ]  # fmt: skip
-    parts = _byte_level(vocab, get, bad) if model == "gpt2" else _sentencepiece(vocab, kinds, get, bad)
+    parts = (
+        _byte_level(vocab, get, damaged) if model == "gpt2" else _sentencepiece(vocab, kinds, get, damaged)
+    )
     begins = get("add_bos_token", model == "llama" or get("pre") in IGNORE_MERGES)
     ends = get("add_eos_token", False)
-    around = [_token(tokens, get(f"{name}_token_id"), name, bad) for name, there in
+    around = [_token(tokens, get(f"{name}_token_id"), name, damaged) for name, there in
               (("bos", begins), ("eos", ends)) if there]  # fmt: skip
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
@@ -93,17 +95,17 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _byte_level(vocab: dict[str, int], get: Any, bad: Any) -> dict[str, Any]:
+def _byte_level(vocab: dict[str, int], get: Any, damaged: Any) -> dict[str, Any]:
     merges, pre = get("merges"), get("pre", "absent")
     if not isinstance(merges, list) or not all(isinstance(m, str) and m.count(" ") == 1 for m in merges):
-        raise bad("merges", "expected pairs of tokens, with a space between them")
+        raise damaged("merges", "expected pairs of tokens, with a space between them")
     pairs = [merge.split(" ") for merge in merges]
     strangers = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocab.keys()]
     if strangers:
-        raise bad("merges", f"{quoted(strangers[0])} are not two tokens that form a third")
+        raise damaged("merges", f"{quoted(strangers[0])} are not two tokens that form a third")
     if not isinstance(pre, str) or pre not in PATTERNS:
         known = ", ".join(PATTERNS)
-        raise bad(
+        raise damaged(
             "pre", f"{known} can be read; found {quoted(pre)}. Use the tokenizer.json of the model instead"
         )
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -120,17 +122,17 @@ def _byte_level(vocab: dict[str, int], get: Any, bad: Any) -> dict[str, Any]:
     }
 
 
-def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, bad: Any) -> dict[str, Any]:
+def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
     """Merges in the order of scores: the neighbours whose union scores highest are merged first."""
     scores = get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocab):
-        raise bad("scores", f"expected one for each of {len(vocab)} tokens")
+        raise damaged("scores", f"expected one for each of {len(vocab)} tokens")
     if not all(type(score) in (int, float) for score in scores):
-        raise bad("scores", "expected numbers")
+        raise damaged("scores", "expected numbers")
     plain = {token: i for token, i in vocab.items() if kinds[i] not in (UNKNOWN, CONTROL, BYTE)}
     if long := next((token for token in plain if len(token) > LONGEST), None):
         problem = f"number {plain[long]} has {len(long):,} characters; at most {LONGEST:,} can be merged"
-        raise bad("tokens", problem)
+        raise damaged("tokens", problem)
     lengths = set(map(len, plain))
     order = sorted((token for token in plain if len(token) > 1), key=lambda token: -scores[plain[token]])
     pairs = [
@@ -164,9 +166,9 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> dict
     return {"type": "BPE", **defaults, **options, "vocab": vocab, "merges": merges}
 
 
-def _token(tokens: list[str], i: Any, name: str, bad: Any) -> tuple[str, int]:
+def _token(tokens: list[str], i: Any, name: str, damaged: Any) -> tuple[str, int]:
     if type(i) is not int or not 0 <= i < len(tokens):
-        raise bad(f"{name}_token_id", f"expected one of {len(tokens)} tokens; found {quoted(i)}")
+        raise damaged(f"{name}_token_id", f"expected one of {len(tokens)} tokens; found {quoted(i)}")
     return tokens[i], i
 
 
@@ -246,7 +248,7 @@ def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
     named = any(word in name.lower() for word in ("phi-3", "phi3"))
     if strips and config.get("model_type") != "phi3":
         problem = "tokens have rstrip=true; llama.cpp keeps the text around tokens, but for those of Phi-3"
-        raise complain(folder / "tokenizer.json", "added_tokens", problem)
+        raise file_error(folder / "tokenizer.json", "added_tokens", problem)
     if strips:
         return name if named else f"Phi-3 {name}"
     return None if named else name
@@ -257,18 +259,18 @@ def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], li
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
-        raise complain(path, "model", f"GGUF is written for 'BPE'; found {quoted(kind)}")
+        raise file_error(path, "model", f"GGUF is written for 'BPE'; found {quoted(kind)}")
     vocab, merges = model.get("vocab"), model.get("merges")
     if not isinstance(vocab, dict) or not all(type(i) is int and i >= 0 for i in vocab.values()):
-        raise complain(path, "vocab", "expected the numbers of tokens by their texts")
+        raise file_error(path, "vocab", "expected the numbers of tokens by their texts")
     pairs = [tuple(m.split(" ")) if isinstance(m, str) else m for m in merges if isinstance(m, str | list)] \
         if isinstance(merges, list) else []  # fmt: skip
     strings = (len(pair) == 2 and all(isinstance(x, str) for x in pair) for pair in pairs)
     if not isinstance(merges, list) or len(pairs) < len(merges) or not all(strings):
-        raise complain(path, "merges", "expected pairs of tokens")
+        raise file_error(path, "merges", "expected pairs of tokens")
     if odd := next((name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
                     if model.get(name)), None):  # fmt: skip
-        raise complain(path, odd, f"llama.cpp does without; found {quoted(model[odd])}")
+        raise file_error(path, odd, f"llama.cpp does without; found {quoted(model[odd])}")
     return vocab, [(a, b) for a, b in pairs]
 
 
@@ -282,26 +284,26 @@ def _tokens(
     for text, i in vocab.items():
         if i >= rows or i in texts:
             problem = f"has the number of {texts[i]!r}" if i in texts else f"the embedding has {rows} rows"
-            raise complain(path, "vocab", f"the token {quoted(text)} is number {i}: {problem}")
+            raise file_error(path, "vocab", f"the token {quoted(text)} is number {i}: {problem}")
         texts[i], kinds[i] = text, _NORMAL
     found = described.get("added_tokens") or []
     if not isinstance(found, list):
-        raise complain(path, "added_tokens", f"expected a list; found {quoted(found)}")
+        raise file_error(path, "added_tokens", f"expected a list; found {quoted(found)}")
     for token in found:
         match token:
             case {"id": int(i), "content": str(text)}:
                 pass
             case _:
-                raise complain(
+                raise file_error(
                     path, "added_tokens", f"expected tokens with id and content; found {quoted(token)}"
                 )
         if flag := next((key for key in ("single_word", "lstrip") if token.get(key)), None):
             problem = f"{quoted(text)} has {flag}=true; llama.cpp keeps the text around tokens"
-            raise complain(path, "added_tokens", problem)
+            raise file_error(path, "added_tokens", problem)
         if not 0 <= i < rows:  # the model has no embedding for it, and cannot take it
             continue
         if texts.get(i, text) != text or vocab.get(text, i) != i or added.get(text, i) != i:
-            raise complain(path, "added_tokens", f"{quoted(text)} is number {i}, which is another token's")
+            raise file_error(path, "added_tokens", f"{quoted(text)} is number {i}, which is another token's")
         texts[i], added[text] = text, i
         kinds[i] = CONTROL if token.get("special") else USER_DEFINED
     for i in range(rows):
@@ -309,7 +311,7 @@ def _tokens(
             texts[i], kinds[i] = f"[PAD{i}]", _UNUSED
     tokens = [texts[i] for i in range(rows)]
     if len(set(tokens)) < rows:
-        raise complain(path, "vocab", "a token has the text of one of the unused rows, such as '[PAD1]'")
+        raise file_error(path, "vocab", "a token has the text of one of the unused rows, such as '[PAD1]'")
     return tokens, [kinds[i] for i in range(rows)], added
 
 
@@ -318,7 +320,7 @@ def _split_by(path: Path, described: Mapping[str, Any]) -> str:
     normal = described.get("normalizer")
     # llama.cpp has no normaliser here; texts are usually in NFC.
     if not isinstance(normal, dict | None) or (normal or {}).get("type", "NFC") != "NFC":
-        raise complain(path, "normalizer", f"llama.cpp does without any but NFC; found {quoted(normal)}")
+        raise file_error(path, "normalizer", f"llama.cpp does without any but NFC; found {quoted(normal)}")
     before = described.get("pre_tokenizer")
     regexes: list[str] = []
     for step in _steps(before, "pretokenizers"):
@@ -335,11 +337,11 @@ def _split_by(path: Path, described: Mapping[str, Any]) -> str:
             case {"type": "ByteLevel", "add_prefix_space": False}:
                 regexes += [GPT2] if step.get("use_regex", True) else []
             case _:
-                raise complain(path, "pre_tokenizer", f"llama.cpp has nothing like {quoted(step)}")
+                raise file_error(path, "pre_tokenizer", f"llama.cpp has nothing like {quoted(step)}")
     names = [name for name, patterns in PATTERNS.items() if patterns == tuple(regexes)]
     if not names:
         known = ", ".join({patterns: name for name, patterns in reversed(PATTERNS.items())}.values())
-        raise complain(
+        raise file_error(
             path,
             "pre_tokenizer",
             f"splits texts in a way that is not known of llama.cpp; known are those of {known}. Found "
@@ -382,18 +384,18 @@ def _check_merges(
 ) -> None:
     """Raises unless llama.cpp, which merges whatever neighbours are a token together, merges the same."""
     if long := next((text for text in vocab if len(text) > LONGEST), None):
-        raise complain(
+        raise file_error(
             path, "vocab", f"number {vocab[long]} has {len(long):,} characters; at most {LONGEST:,} fit"
         )
     if stranger := next(((a, b) for a, b in merges if not {a, b, a + b} <= vocab.keys()), None):
-        raise complain(path, "merges", f"{quoted(list(stranger))} are not two tokens that form a third")
+        raise file_error(path, "merges", f"{quoted(list(stranger))} are not two tokens that form a third")
     pairs = set(merges)
     for text in plain:
         for cut in range(1, len(text)):
             pair = text[:cut], text[cut:]
             if pair[0] in vocab and pair[1] in vocab and pair not in pairs:
                 problem = f"{quoted(list(pair))} are not merged, and llama.cpp would merge them to a token"
-                raise complain(path, "merges", problem)
+                raise file_error(path, "merges", problem)
 
 
 def _space_prefix(path: Path, described: Mapping[str, Any]) -> bool:
@@ -412,7 +414,7 @@ def _space_prefix(path: Path, described: Mapping[str, Any]) -> bool:
         } if not before.get("split", True):
             return scheme == "always"
     found = f"normalizer={quoted(normal)}, pre_tokenizer={quoted(before)}"
-    raise complain(path, None, f"llama.cpp has no such treatment of spaces: {found}")
+    raise file_error(path, None, f"llama.cpp has no such treatment of spaces: {found}")
 
 
 def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
@@ -425,7 +427,7 @@ def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
             case {"type": "TemplateProcessing", "single": list(parts)}:
                 pass
             case _:
-                raise complain(path, "post_processor", f"llama.cpp has nothing like {quoted(step)}")
+                raise file_error(path, "post_processor", f"llama.cpp has nothing like {quoted(step)}")
         match parts:
             case [
                 {"SpecialToken": {"id": str(begins)}},
@@ -441,7 +443,7 @@ def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
                 ...
             case _:
                 problem = f"llama.cpp puts one token before a text, and one after it; found {quoted(parts)}"
-                raise complain(path, "post_processor", problem)
+                raise file_error(path, "post_processor", problem)
     return begins, ends
 
 
@@ -453,7 +455,7 @@ def _steps(described: Any, name: str) -> list[Any]:
 
 def _number(path: Path, ids: Mapping[str, int], token: str) -> int:
     if token not in ids:
-        raise complain(path, None, f"has no token {quoted(token)}, which is a special one")
+        raise file_error(path, None, f"has no token {quoted(token)}, which is a special one")
     return ids[token]
 
 

@@ -17,10 +17,10 @@ from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray
 from ...core.quaxify import quaxify
 from ...core.values import is_value
 from ...families import Family
-from ..files.errors import complain
+from ..files.errors import file_error
 from .blocks import write_blocks
-from .metadata import MAGIC, encode_text, encode_value, plain
-from .names import cuts_of, family_of, halves_of, original_name, row_order
+from .metadata import MAGIC, as_python, encode_text, encode_value
+from .names import expert_slices, family_of, gate_and_up, llama_cpp_name, row_order
 
 _ALIGNMENT = 32
 
@@ -89,13 +89,13 @@ def write(
     **Raises:** `CheckpointError` for what the file cannot hold.
     """
     metadata = {"general.architecture": "llama", **metadata}
-    known = plain(metadata)
+    known = as_python(metadata)
     tensors: dict[str, _Tensor] = {}
     outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else {_EMBEDDING}
     for name, value in mapping.items():
         for out, part in _parts(name, value, family_of(known)):
             if out in tensors:
-                raise complain(path, name, f"two entries would be called {out!r}")
+                raise file_error(path, name, f"two entries would be called {out!r}")
             tensors[out] = _tensor(path, name, out, value, part, known, quantize, outputs)
     keys = {k: v for k, v in metadata.items() if not k.startswith("split.")}
     keys["general.alignment"] = _ALIGNMENT
@@ -109,7 +109,7 @@ def write(
         try:
             head.append(encode_text(key) + encode_value(value, key))
         except (TypeError, ValueError, OverflowError) as error:
-            raise complain(path, key, f"cannot be written: {error}") from None
+            raise file_error(path, key, f"cannot be written: {error}") from None
     offset = 0
     for name, tensor in tensors.items():
         head.append(encode_text(name) + struct.pack("<I", len(tensor.shape)))
@@ -129,9 +129,9 @@ def _padded(raw: bytes) -> bytes:
 
 def _parts(name: str, value: Any, family: Family | None) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
     """The tensors that an array is stored in, and functions that cut them out of it."""
-    cuts = cuts_of(name, len(value.shape), family.interleaved) if family else ()
-    names = halves_of(name) if len(cuts) == 2 else None
-    yield from zip(names or [original_name(name, family)], cuts or [None], strict=True)
+    cuts = expert_slices(name, len(value.shape), family.interleaved) if family else ()
+    names = gate_and_up(name) if len(cuts) == 2 else None
+    yield from zip(names or [llama_cpp_name(name, family)], cuts or [None], strict=True)
 
 
 def _tensor(
@@ -147,7 +147,7 @@ def _tensor(
     stored = value if part is None else eqx.filter_eval_shape(quaxify(part), value)
     shape = tuple(stored.shape)
     if not 1 <= len(shape) <= 4:
-        raise complain(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
+        raise file_error(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
     order = row_order(path, out, shape, metadata)
     rows = slice(None) if order is None else np.argsort(order)  # for each row of the file, transformers'
     family = family_of(metadata)
@@ -167,14 +167,14 @@ def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, out
     """The type of a tensor."""
     own = next((kind for kind in _KINDS if _is_stored(value, kind)), None)
     if is_value(value) and own is None and not (quantize and isinstance(value, AbstractQuantizedArray)):
-        raise complain(
+        raise file_error(
             path,
             name,
             f"{a_or_an(type(value))} has no place in the file: merge adapters, and quantise to 'q8_0' or "
             "'q4_0' along a last axis that blocks of 32 divide, or materialise it",
         )
     if own is None and value.dtype not in _FLOATS:
-        raise complain(path, name, f"float32, float16 and bfloat16 can be written; found {value.dtype}")
+        raise file_error(path, name, f"float32, float16 and bfloat16 can be written; found {value.dtype}")
     if len(value.shape) == 1 or _ALWAYS_F32.fullmatch(out) or (quantize and not out.endswith(".weight")):
         return "f32"
     if quantize is None:
@@ -198,7 +198,7 @@ def _blocks(path: Path, name: str, value: Any, kind: str) -> np.ndarray:
     if not _is_stored(value, kind):
         value = BlockArray.quantize(_dense(value).astype(np.float32), codec=kind)
     if not np.all(np.isfinite(np.asarray(value.scale.scale))):
-        raise complain(path, name, f"has numbers that {kind} has no place for; choose 'bf16' or 'f32'")
+        raise file_error(path, name, f"has numbers that {kind} has no place for; choose 'bf16' or 'f32'")
     return write_blocks(value, kind.upper())
 
 
@@ -209,7 +209,7 @@ def _floats(path: Path, name: str, value: Any, kind: str, offset: float | int) -
     with np.errstate(over="ignore"):
         out = (wide + np.float32(offset) if offset else wide).astype(dtype)
     if kind == "f16" and np.any(np.isinf(out) & np.isfinite(wide)):
-        raise complain(path, name, "has numbers that float16 has no place for; choose 'bf16' or 'f32'")
+        raise file_error(path, name, "has numbers that float16 has no place for; choose 'bf16' or 'f32'")
     return out
 
 
