@@ -20,8 +20,8 @@ class Gguf:
     """An architecture in the files of llama.cpp, as far as they differ from those of transformers."""
 
     name: str
-    """Its `general.architecture`. Several families may share one: the first of them is read, unless
-    `marker`."""
+    """Its `general.architecture`. Of families that share one, a file is read as the one whose `marker` it
+    has, or else as the first."""
     model_type: str
     """Its `model_type` in transformers."""
     marker: str = ""
@@ -112,8 +112,8 @@ class Family:
         return ".".join(self.parts.get(part, part) for part in role.split("."))
 
     def folds(self) -> dict[str, list[str]]:
-        """Which layers take the outputs of others, and nothing else does, as `quaxlike.balance` needs it: by
-        regular expressions. Norms are among them if they multiply by their weight."""
+        """For `quaxlike.balance`: the layers whose outputs go to other layers alone, as regular expressions,
+        and these other layers. Norms are among them if they multiply by their weight."""
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
         wide = ["gate_up_proj"] if self.gated and self.fused else wide

@@ -206,7 +206,7 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     if settings.train_tokens:
         if not isinstance(model, Decoder):
             raise FinetuneError("--train-tokens is for decoders.")
-        tokens = {model.config.family.parts.get("embed_tokens", "embed_tokens"): settings.train_tokens}
+        tokens = {model.config.family.name("embed_tokens"): settings.train_tokens}
     try:
         adapted = ql.loraify(
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",

@@ -226,7 +226,7 @@ class Decoder(Part, roles="model lm_head"):
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
 
     def folds(self) -> dict[str, list[str]]:
-        """Which layers take the outputs of others, for [`quaxlike.balance`][]."""
+        """The layers whose outputs go to other layers alone, for [`quaxlike.balance`][]."""
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:

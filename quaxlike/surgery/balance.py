@@ -51,8 +51,8 @@ def balance(
     - `folds`: a mapping from layers, as regular expressions for their whole names, to the layers that take
         their outputs. Outputs must go nowhere else, and through elementwise operations alone; the names of
         later layers may refer to groups of the expression. A layer is a linear layer, or a norm that
-        multiplies by a `weight` of one axis. Default: what the `folds` method of the
-        model returns ([`quaxlike.models.Decoder`][] has one), or `quaxlike.surgery.balance.LLAMA_FOLDS`.
+        multiplies by a `weight` of one axis. Default: what the model's method `folds` returns
+        ([`quaxlike.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as for [`quaxlike.quantize`][].
 
     **Returns:**

@@ -41,13 +41,9 @@ _IN_BLOCK = {
 def family_of(metadata: Mapping[str, Any]) -> Family | None:
     """The table's entry for a file; None if its architecture is not in the table."""
     name = metadata.get("general.architecture")
-    usual = None
-    for family in FAMILIES.values():
-        if family.gguf and family.gguf.name == name:
-            if family.gguf.marker and metadata.get(f"{name}.{family.gguf.marker}"):
-                return family
-            usual = usual or (None if family.gguf.marker else family)
-    return usual
+    known = [(x.gguf, x) for x in FAMILIES.values() if x.gguf and x.gguf.name == name]
+    marked = [x for gguf, x in known if gguf.marker and metadata.get(f"{name}.{gguf.marker}")]
+    return next(iter([*marked, *(x for gguf, x in known if not gguf.marker)]), None)
 
 
 def _parts(family: Family) -> dict[str, str]:
