@@ -219,15 +219,10 @@ def _adapter_of_experts(
 ) -> Any:
     """Puts the adapters of single experts on their stack; `experts` has their keys, by layer."""
     for layer, keys in experts.items():
-        if config.targets(layer) and not keys:
-            raise file.error(f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer")
-        if keys and not config.targets(layer):
-            raise file.error(
-                next(iter(keys.values())), "is not expected: target_modules does not name this layer"
-            )
-        if keys:
-            _check_plain(config, file, layer, keys)
+        _check_target(file, layer, keys, config.targets(layer))
     adapted = {layer: keys for layer, keys in experts.items() if keys}
+    for layer, keys in adapted.items():
+        _check_plain(config, file, layer, keys)
     if not adapted:
         return leaf
     ranks = {(config.rank(layer), config.alpha(layer)) for layer in adapted}
@@ -342,14 +337,17 @@ def _check_layers(
         parameter = layer if layer in parameters else f"{layer}.weight"
         if layer not in targets and is_targeted(parameter, config.target_parameters):
             targets.append(layer)
-    for layer in targets:
-        if layer not in file.adapters:
-            raise file.error(f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer")
-    for layer, keys in file.adapters.items():
-        if layer not in targets:
-            raise file.error(
-                next(iter(keys.values())), "is not expected: target_modules does not name this layer"
-            )
+    for layer in dict.fromkeys([*targets, *file.adapters]):
+        _check_target(file, layer, file.adapters.get(layer, {}), layer in targets)
+
+
+def _check_target(file: _File, layer: str, keys: Mapping[str, str], is_target: bool) -> None:
+    """Raises if the file has an adapter for a layer that is no target, or none for one that is."""
+    if is_target and not keys:
+        raise file.error(f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer")
+    if keys and not is_target:
+        problem = "is not expected: target_modules does not name this layer"
+        raise file.error(next(iter(keys.values())), problem)
 
 
 def _check_tokens(
