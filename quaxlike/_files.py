@@ -97,25 +97,13 @@ def lock(file: Any) -> bool:
     return True
 
 
-class _Folder:
-    """An open folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = None if fcntl is None else os.open(path, os.O_RDONLY)
-
-    def fileno(self) -> int:
-        return -1 if self._descriptor is None else self._descriptor
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
-
-
-def lock_folder(path: Path) -> _Folder | None:
+def lock_folder(path: Path) -> contextlib.ExitStack | None:
     """Locks a folder until the result is closed; returns None if another process has locked it."""
-    folder = _Folder(path)
-    if lock(folder):
-        return folder
-    folder.close()
-    return None
+    held = contextlib.ExitStack()
+    if fcntl is not None:
+        folder = os.open(path, os.O_RDONLY)
+        held.callback(os.close, folder)
+        if not lock(folder):
+            held.close()
+            return None
+    return held

@@ -34,8 +34,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
     def add(name: str, help: str, **options: Any) -> None:
         default = defaults[name.removeprefix("--").replace("-", "_")]
-        told = default not in (None, False, (), dataclasses.MISSING)
-        parser.add_argument(name, help=f"{help} (default: {default})" if told else help, **options)
+        is_shown = default not in (None, False, (), dataclasses.MISSING)
+        parser.add_argument(name, help=f"{help} (default: {default})" if is_shown else help, **options)
 
     size, share = number(int, 1), number(float, 0, 1)
     add(
@@ -178,14 +178,14 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
     with importing_extra(parser):
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
-        from .devices import join, leads
+        from .devices import is_main_process, join
         from .report import console_on
         from .run import finetune, merged
     console = console_on()
     try:
         take_interrupt()
         join(settings)
-        console.quiet = not leads()
+        console.quiet = not is_main_process()
         metrics = finetune(settings, console)
         take_interrupt()
     except (OSError, CheckpointError, FinetuneError, UnsupportedConfigError) as error:
@@ -194,6 +194,13 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
     except KeyboardInterrupt:
         console.print(stopped)
         return 130
+    except (RuntimeError, ValueError) as error:  # XLA has several types for a lost connection
+        if settings.coordinator is not None:
+            error.add_note(
+                "If another process is gone, start all of them again with the same commands: they resume "
+                "from the last checkpoint."
+            )
+        raise
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")
     console.print(f"Adapter: {settings.output}")

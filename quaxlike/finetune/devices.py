@@ -23,6 +23,9 @@ _Tree = TypeVar("_Tree")
 def join(settings: Settings) -> None:
     """Makes this process one of several; must be called before JAX is used.
 
+    If one of them gives no sign of life for 20 seconds, JAX names it and ends the others, which could not go
+    on without its devices.
+
     **Raises:** `FinetuneError` if the coordinator cannot be reached.
     """
     if settings.coordinator is None:
@@ -30,8 +33,9 @@ def join(settings: Settings) -> None:
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            settings.coordinator, settings.num_processes, settings.process_id, initialization_timeout=120
-        )
+            settings.coordinator, settings.num_processes, settings.process_id,
+            initialization_timeout=120, heartbeat_timeout_seconds=20,
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise FinetuneError(
             f"Process {settings.process_id} of {settings.num_processes} could not join the others at "
@@ -40,7 +44,7 @@ def join(settings: Settings) -> None:
         ) from error
 
 
-def leads() -> bool:
+def is_main_process() -> bool:
     """Whether this process prints and writes the results of all of them."""
     return jax.process_index() == 0
 
@@ -55,10 +59,10 @@ class Follower:
         return []
 
     def save(self, step: int, state: PyTree) -> None:
-        """Another process does."""
+        """Does nothing: the main process saves."""
 
     def note(self, step: int, **entry: Any) -> None:
-        """Another process does."""
+        """Does nothing: the main process notes."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -132,19 +136,19 @@ class Devices:
 
     def place_along(self, tree: _Tree) -> _Tree:
         """Places a tree with arrays under the model's names, such as the state of its optimiser."""
-        return tree if self.mesh is None else shard(tree, self.mesh, self._made(self._by_layers))
+        return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
         """Places a batch: each process places the rows of its own devices."""
         return self._put(batch, jax.P(self._axes)) if self.mesh is not None else batch
 
-    def everywhere(self, tree: _Tree) -> _Tree:
+    def replicate(self, tree: _Tree) -> _Tree:
         """Places small arrays on every device."""
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
-    def used(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
-        """Inside a step: the model to compute with. Weights stored in parts are gathered, still packed; those
-        of scanned layers are gathered one layer at a time."""
+    def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
+        """Returns the model to compute with, inside a step. Weights that are stored in parts are gathered,
+        still packed; those of scanned layers are gathered layer by layer."""
         if self.mesh is None or not self._fsdp:
             return model
         stacked = layers(model)
@@ -153,16 +157,16 @@ class Devices:
         rest = constrain(eqx.tree_at(layers, model, None), self.mesh, None)
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
-    def kept(self, state: _Tree) -> _Tree:
-        """Inside a step: the state, sharded as it is stored."""
-        return state if self.mesh is None else constrain(state, self.mesh, self._made(self._by_layers))
+    def reshard_state(self, state: _Tree) -> _Tree:
+        """Returns the state inside a step, sharded as it is stored."""
+        return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
-    def whole(self, outputs: _Tree) -> _Tree:
-        """Inside a step: outputs that every process can read."""
+    def replicate_outputs(self, outputs: _Tree) -> _Tree:
+        """Returns outputs inside a step so that every process can read them."""
         return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
 
     def on_host(self, tree: _Tree) -> _Tree:
-        """A tree with its arrays in host memory of every process; all processes must call it together."""
+        """Returns a tree with its arrays in host memory of every process. All must call it together."""
         if self.mesh is None:
             return tree
         gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
@@ -170,23 +174,23 @@ class Devices:
             lambda x: x if not isinstance(x, jax.Array) else jnp.asarray(np.asarray(gather(x))), tree
         )
 
-    def from_the_leader(self, tree: _Tree) -> _Tree:
-        """The first process's value, bit for bit, in all processes, which must call it together."""
+    def broadcast_from_main(self, tree: _Tree) -> _Tree:
+        """Returns the main process's value in all processes, bit for bit. All must call it together."""
         if jax.process_count() == 1:
             return tree
         leaves, structure = jax.tree.flatten(tree)
         kinds = [type(leaf) for leaf in leaves]
         arrays = [np.asarray(leaf) for leaf in leaves]
         raw = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
-        told = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
+        sent = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
         out = [
             np.frombuffer(bytes_.tobytes(), x.dtype).reshape(x.shape)
-            for bytes_, x in zip(told, arrays, strict=True)
+            for bytes_, x in zip(sent, arrays, strict=True)
         ]
         out = [kind(x) if kind in (bool, int) else jnp.asarray(x) for kind, x in zip(kinds, out, strict=True)]
         return jax.tree.unflatten(structure, out)
 
-    def _made(self, by_layers: Callable[[str, Any], Any] | None) -> Callable[[str, Any], Any]:
+    def _rule(self, by_layers: Callable[[str, Any], Any] | None) -> Callable[[str, Any], Any]:
         if self._fsdp:
             return fsdp(self.mesh, over=by_layers)
         return by_layers or (lambda name, leaf: None)

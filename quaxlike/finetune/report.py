@@ -31,8 +31,8 @@ def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iter
         bar = progress.add_task("", total=steps, completed=first)
         for step in run:
             yield step
-            told = f"loss {step.loss:.4f}  {step.tokens / step.seconds:,.0f} tokens/s"
-            progress.update(bar, completed=step.number, description=told)
+            description = f"loss {step.loss:.4f}  {step.tokens / step.seconds:,.0f} tokens/s"
+            progress.update(bar, completed=step.number, description=description)
 
 
 class Metrics:

@@ -21,14 +21,13 @@ from ..models.loading import open_model
 from ..models.to_gguf import described
 from ..surgery.trees import named_arrays
 from .data import Example, Tokens, pack, read_examples, split
-from .devices import Devices, Follower, leads
+from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
 from .settings import FinetuneError, Settings
 from .state import RunDirectory
 from .step import State, stored_for
 from .tasks import AbstractTask, task_for
 from .train import Training, steps_of
-from .watch import Watch
 
 
 def merged(settings: Settings) -> Path:
@@ -55,7 +54,6 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     """
     devices = Devices(settings)
     with contextlib.ExitStack() as held:
-        held.enter_context(Watch(settings.output / "processes", jax.process_index(), jax.process_count()))
         return _finetune(settings, console, held, devices)
 
 
@@ -85,14 +83,16 @@ def _finetune(
         f"{table.trainable:,} trained ({table.trainable_share:.2%})"
     )
 
-    directory = held.enter_context(contextlib.closing(RunDirectory(settings) if leads() else Follower()))
-    metrics = Metrics(settings.output, settings.tensorboard) if leads() else Follower()
+    directory = held.enter_context(
+        contextlib.closing(RunDirectory(settings) if is_main_process() else Follower())
+    )
+    metrics = Metrics(settings.output, settings.tensorboard) if is_main_process() else Follower()
     steps = steps_of(settings, len(training))
     params, frozen = eqx.partition(model, ql.trainable(model))
     del base, model
     run = Training(task, frozen, training, settings, steps=steps, max_length=max_length, devices=devices)
     state = devices.on_host(State(params, run.optimiser.init(params)))
-    first, state = devices.from_the_leader(directory.restore(state))
+    first, state = devices.broadcast_from_main(directory.restore(state))
     state = devices.place_along(state)
     if first:
         console.print(
@@ -101,7 +101,7 @@ def _finetune(
 
     with ql.on_materialise("error"):
         before = next((entry["held_out"] for entry in directory.entries() if "held_out" in entry), None)
-        if not devices.from_the_leader(before is not None):
+        if not devices.broadcast_from_main(before is not None):
             before = run.measure(params, held_out)
             directory.note(step=0, held_out=before)
         if first < steps:
@@ -124,7 +124,7 @@ def _finetune(
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
     trained = trained.unstacked() if settings.scan_layers else trained  # all processes must do this together
-    if leads():
+    if is_main_process():
         take_interrupt()
         peft.save_adapter(settings.output, trained, base_model=str(settings.model), task_type=task.peft_type)
         if settings.merge:
@@ -134,7 +134,7 @@ def _finetune(
 
 
 def _base(settings: Settings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
-    """The checkpoint, unchanged; on a mesh, quantised while it is read, so that no device holds all of it."""
+    """Reads the checkpoint. On a mesh it is quantised while it is read, so that no device holds all of it."""
     if devices.mesh is None:
         return load(settings.model)
     shapes, _, weights = open_model(settings.model)
@@ -195,7 +195,7 @@ def read_data(
 
 
 def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
-    """The model, quantised unless its file was, with adapters."""
+    """Returns the model with adapters, quantised unless its file was."""
     arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
     if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
         try:
@@ -206,7 +206,7 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     if settings.train_tokens:
         if not isinstance(model, Decoder):
             raise FinetuneError("--train-tokens is for decoders.")
-        tokens = {model.config.family.parts.get("embed_tokens", "embed_tokens"): settings.train_tokens}
+        tokens = {model.config.family.name("embed_tokens"): settings.train_tokens}
     try:
         adapted = ql.loraify(
             model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
@@ -220,7 +220,7 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
 
 
 def _scanned(model: PyTree, settings: Settings) -> PyTree:
-    """The model, with its layers stacked for a scan if the settings ask for it."""
+    """Returns the model with its layers stacked for a scan, if the settings ask for it."""
     if not settings.scan_layers:
         return model
     if not isinstance(model, Decoder):

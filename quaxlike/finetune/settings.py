@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from ..interop.errors import ErrorAboutFiles
+from ..interop.files.errors import ErrorAboutFiles
 
 
 class FinetuneError(ErrorAboutFiles):

@@ -43,10 +43,10 @@ class Memory(NamedTuple):
     """Temporary arrays of a step; None if the backend does not report them."""
 
     def __str__(self) -> str:
-        told = [
+        parts = [
             f"{name} {size / 2**20:,.1f} MiB" for name, size in self._asdict().items() if size is not None
         ]
-        return ", ".join(told)
+        return ", ".join(parts)
 
 
 class Program:
@@ -65,13 +65,15 @@ class Program:
     ) -> None:
         def update(frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any) -> tuple[State, Any]:
             def loss(params: PyTree) -> Any:
-                model = prepared(devices.used(eqx.combine(params, frozen), task.layers), task, settings)
+                model = prepared(
+                    devices.gather_weights(eqx.combine(params, frozen), task.layers), task, settings
+                )
                 return task.total(outputs_of(task, model, batch, keys), batch) / terms
 
             value, grads = jax.value_and_grad(loss)(state.params)
             updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
             new = State(optax.apply_updates(state.params, updates), optimiser_state)
-            return devices.kept(new), devices.whole(value)
+            return devices.reshard_state(new), devices.replicate_outputs(value)
 
         self._jitted = jax.jit(update, donate_argnames="state")
         self._compiled: dict[Any, Any] = {}

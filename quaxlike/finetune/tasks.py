@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .._checked import a_or_an
-from ..interop.beside import modules_of
+from ..interop.files.companions import modules_of
 from ..models import Bert, BertForSequenceClassification, Decoder, ModernBert, Pooling
 from .data import Batch, Example, Tokens, messages_of, template_options, text_of
 from .settings import FinetuneError, Settings

@@ -79,8 +79,8 @@ class Training:
         self.program = Program(task, self.optimiser, settings, devices)
 
         def evaluate(frozen: PyTree, params: PyTree, batch: Batch) -> PyTree:
-            model = prepared(devices.used(eqx.combine(params, frozen), task.layers), task, settings)
-            return devices.whole(outputs_of(task, model, batch, None))
+            model = prepared(devices.gather_weights(eqx.combine(params, frozen), task.layers), task, settings)
+            return devices.replicate_outputs(outputs_of(task, model, batch, None))
 
         self._evaluate = jax.jit(evaluate)
 
@@ -130,7 +130,7 @@ class Training:
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:
         """The arguments of step `i` besides model and state."""
         devices, keys = self._devices, self._keys(i)
-        return devices.batch(batch), devices.everywhere(jnp.float32(terms)), devices.batch(keys)
+        return devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
 
     def _keys(self, i: int) -> Any:
         """The keys of a batch; None without dropout."""

@@ -77,10 +77,10 @@ def _say(text: str) -> None:
 
 
 def _tell(count: Any, seconds: float) -> None:
-    told = f"{count.tokens} tokens in {seconds:.1f} s"
+    report = f"{count.tokens} tokens in {seconds:.1f} s"
     if count.timed and count.seconds:
-        told += f"; {count.timed / count.seconds:.1f} tokens per second, compilation apart"
-    _say(told)
+        report += f"; {count.timed / count.seconds:.1f} tokens per second, compilation apart"
+    _say(report)
 
 
 if __name__ == "__main__":

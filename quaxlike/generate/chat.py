@@ -9,7 +9,7 @@ import jax
 
 from .._interrupts import interrupts_deferred, take_interrupt
 from ..interop.chat import ChatTemplate
-from ..interop.errors import ErrorAboutFiles
+from ..interop.files.errors import ErrorAboutFiles
 from ..interop.text import TextTokenizer
 from ..models import Conversation, Decoder
 from .stream import Count, Stream

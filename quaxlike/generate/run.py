@@ -12,7 +12,7 @@ from jaxtyping import Int
 from .._checked import a_or_an
 from ..interop import CheckpointError, peft
 from ..interop.chat import ChatTemplate
-from ..interop.json_text import read_json_file
+from ..interop.files.json_text import read_json_file
 from ..interop.text import TextTokenizer
 from ..models import Decoder, UnsupportedConfigError, generate, load
 from ..sharding.meshes import mesh_from_text

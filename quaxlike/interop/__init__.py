@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 from .._lazy import lazily
-from .checkpoint import Checkpoint, load, open_checkpoint, read_tokenizer
-from .errors import CheckpointError
+from .checkpoint import Checkpoint, load, open_checkpoint
+from .files.errors import CheckpointError
 from .saving import save
+from .tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from . import bitsandbytes as bitsandbytes

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -21,17 +20,15 @@ from ..arrays.quantized import BlockArray, Int8Array
 from ..sharding.reading import Rows, read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
 from ..sharding.specs import by_name
-from .errors import complain, on_the_hub, quoted
-from .file_pair import Pair, consistent
-from .format import Format
+from .files.errors import file_error, quoted
+from .files.file_pair import Pair, consistent
+from .files.json_text import read_json, read_json_file
+from .files.tensors import Tensors, as_jax, open_tensors
 from .formats import FORMATS
-from .gguf import Gguf, holds_gguf, open_gguf
-from .gguf_metadata import plain
-from .gguf_tokenizer import tokenizer_of
-from .json_text import read_json, read_json_file
-from .rows import dense_rows, rows_of_weight
+from .formats.format import Format
+from .formats.rows import dense_rows, rows_of_weight
+from .gguf.container import Gguf, holds_gguf, open_gguf
 from .safetensors import open_values
-from .tensors import Tensors, as_jax, open_tensors
 
 # Tensors about activations and caches, which weights alone do not need.
 _SKIPPED = (
@@ -90,7 +87,7 @@ class Checkpoint(Mapping[str, Any]):
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
 
     def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
-        """The same weights, where block arrays have this dtype."""
+        """Returns the same checkpoint, with this dtype for its block arrays."""
         out = copy.copy(self)
         out._dtype = dtype
         return out
@@ -188,7 +185,7 @@ def _of_tensors(
     taken = {*used, *itertools.chain.from_iterable(entry.tensors for entry in found.values())}
     for name, entry in found.items():
         if name in tensors and name not in entry.tensors:
-            raise complain(tensors.path, name, f"is stored twice: plain, and as {', '.join(entry.tensors)}")
+            raise tensors.error(name, f"is stored twice: plain, and as {', '.join(entry.tensors)}")
         weights[name] = entry.read
         if entry.rows is not None:
             rows[name] = entry.rows
@@ -210,54 +207,28 @@ def _of_tensors(
 
 
 def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | None, Mapping[str, Any]]:
-    """The format of a checkpoint, None if it is plain, and its settings, which a header may hold."""
+    """The format, or None if the checkpoint is plain, and its settings, which may be in the header."""
     if not settings and "quantization_config" in tensors.metadata:
         text = tensors.metadata["quantization_config"]
         settings = read_json(tensors.path, text, "the quantisation config in the header")
     method = settings.get("quant_method")
     if method is None:
-        return next((format for format in FORMATS if format.is_in(tensors)), None), settings
+        return next((format for format in FORMATS if format.detect(tensors)), None), settings
     format = next((format for format in FORMATS if method in format.methods), None)
     if format is None:
         known = ", ".join(itertools.chain.from_iterable(format.methods for format in FORMATS))
-        raise complain(tensors.path, "quant_method", f"{known} can be read; found {quoted(method)}")
+        raise tensors.error("quant_method", f"{known} can be read; found {quoted(method)}")
     return format, settings
 
 
 def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
-    """Raises for a tensor of a quantised checkpoint that cannot be a weight, or a buffer, by itself."""
+    """Raises if a tensor that is no part of a quantised weight can be neither a plain one nor a buffer."""
     if name.endswith(tuple(itertools.chain.from_iterable(format.codes for format in FORMATS))):
-        raise complain(tensors.path, name, f"belongs to no weight of the format {format.name!r}")
+        raise tensors.error(name, f"belongs to no weight of the format {format.name!r}")
     dtype = tensors.info[name].dtype
     if dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer)):
         problem = f"holds {dtype}: codes of a weight whose scales are missing"
-        raise complain(tensors.path, name, problem)
-
-
-@checked
-def read_tokenizer(path: str | os.PathLike[str]) -> str:
-    """Reads the tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
-
-    **Arguments:**
-
-    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is converted to this form.
-
-    **Returns:** the text of `tokenizer.json`.
-
-    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is not text, or a GGUF
-    vocabulary that cannot be read.
-    """
-    path = Path(path)
-    file = path / "tokenizer.json"
-    if file.is_file():
-        try:
-            return file.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise complain(file, None, f"is not UTF-8 text: {error}") from None
-    if not holds_gguf(path):
-        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{on_the_hub(path)}")
-    gguf = open_gguf(path)
-    return json.dumps(tokenizer_of(gguf.path, plain(gguf.metadata)))
+        raise tensors.error(name, problem)
 
 
 _FLOATS_OF_8 = tuple(map(np.dtype, (float8_e4m3fn, float8_e5m2, float8_e8m0fnu)))
@@ -268,7 +239,7 @@ def _opened(path: Path) -> Gguf | Tensors:
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The configuration beside a checkpoint, and the settings of its quantisation, which name the method."""
+    """Reads `config.json` beside a checkpoint, and the settings of its quantisation, with its method."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
         return {}, {}
@@ -276,11 +247,13 @@ def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     config = read_json_file(file, "the configuration") if file.is_file() else {}
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, dict | None):
-        raise complain(folder / "config.json", "quantization_config", f"is not an object: {quoted(settings)}")
+        raise file_error(
+            folder / "config.json", "quantization_config", f"is not an object: {quoted(settings)}"
+        )
     elsewhere = (format.settings(config, folder) for format in FORMATS)
     settings = next((found for found in elsewhere if found is not None), settings)
     if settings is not None and not isinstance(settings.get("quant_method"), str):
-        raise complain(folder / "config.json", "quantization_config", "must name its quant_method")
+        raise file_error(folder / "config.json", "quantization_config", "must name its quant_method")
     return config, settings or {}
 
 

@@ -1,10 +1,18 @@
 """Whole models in a safetensors file, with arrays of all shipped types."""
 
+import dataclasses
 import difflib
+import functools
+import importlib
 import itertools
 import json
+import math
 import os
-from collections.abc import Callable, Iterable
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,18 +21,21 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._checked import checked
+import quaxlike.arrays
+from quaxlike.arrays.unitful import Unit
+
+from .._checked import a_or_an, checked
 from ..core.values import is_value
 from ..surgery.select import path_of
-from .errors import CheckpointError, complain
-from .manifest import Types, decode, encode, shipped_types
-from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
+from .files.errors import CheckpointError, file_error
+from .files.tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
 
 __all__ = ["load", "save"]
 
 _VERSION = 1
 _MANIFEST = "quaxlike"
 _Model = TypeVar("_Model")
+_Types = Mapping[str, type]
 
 
 @checked
@@ -64,7 +75,7 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 
     def put(name: str, array: np.ndarray) -> None:
         if name in tensors:
-            raise complain(path, name, "two arrays of the model have this name")
+            raise file_error(path, name, "two arrays of the model have this name")
         tensors[name] = array
 
     for key_path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value):
@@ -73,9 +84,9 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
             continue
         try:
             before = len(tensors)
-            node = encode(leaf, name, known, put)
+            node = _encode(leaf, name, known, put)
         except TypeError as error:
-            raise complain(path, name, str(error)) from None
+            raise file_error(path, name, str(error)) from None
         if set(node) != {"array"}:
             values[name] = node
             parts = itertools.islice(tensors.items(), before, None)
@@ -124,19 +135,17 @@ def load(
         if name not in nodes and name not in tensors:
             near = difflib.get_close_matches(name, [*nodes, *tensors], n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise complain(tensors.path, name, f"is missing.{hint}")
+            raise tensors.error(name, f"is missing.{hint}")
         try:
-            found = decode(nodes[name], known, get) if name in nodes else get(name)
+            found = _decode(nodes[name], known, get) if name in nodes else get(name)
             shape, dtype = tuple(found.shape), found.dtype
         except CheckpointError:
             raise
         except Exception as error:  # an inconsistent value may make its type raise anything
-            raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
+            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
         if shape != tuple(leaf.shape) or dtype != leaf.dtype:
-            raise complain(
-                tensors.path,
-                name,
-                f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}",
+            raise tensors.error(
+                name, f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}"
             )
         return np.asarray(found) if isinstance(leaf, np.ndarray) and not is_value(found) else found
 
@@ -144,13 +153,15 @@ def load(
     left = sorted(set(tensors) - used)
     if strict and left:
         names = ", ".join(map(repr, left[:5])) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise complain(tensors.path, None, f"the model has no place for {names}; pass strict=False to ignore")
+        raise tensors.error(None, f"the model has no place for {names}; pass strict=False to ignore")
     return out
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """The Values of a file that `save` wrote, by name, each as a function that reads it; and the names of
-    their tensors."""
+    """Finds the Values in a file that `save` wrote.
+
+    **Returns:** functions that read them, by name; and the names of their tensors.
+    """
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
     def names_in(node: Any) -> None:
@@ -166,9 +177,9 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
             return as_jax(tensors[part])
 
         try:
-            return decode(nodes[name], known, get)
+            return _decode(nodes[name], known, get)
         except Exception as error:  # an inconsistent value may make its type raise anything
-            raise complain(tensors.path, name, f"cannot be rebuilt: {error}") from error
+            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
 
     names_in(nodes)
     return {name: lambda name=name: read(name) for name in nodes}, used
@@ -179,26 +190,140 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
         return {}
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     if manifest.get("version") != _VERSION:
-        raise complain(
-            tensors.path,
+        raise tensors.error(
             "version",
             f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}",
         )
     values = manifest.get("values")
     if not isinstance(values, dict):
-        raise complain(tensors.path, "values", "the manifest must hold an object here")
+        raise tensors.error("values", "the manifest must hold an object here")
     dtypes = manifest.get("dtypes", {})  # older files have none
     if not isinstance(dtypes, dict):
-        raise complain(tensors.path, "dtypes", "the manifest must hold an object here")
+        raise tensors.error("dtypes", "the manifest must hold an object here")
     for name, dtype in dtypes.items():
         if name in tensors and (found := tensors.info[name].dtype.name) != dtype:
-            raise complain(tensors.path, name, f"is of {found}, and of {str(dtype)[:40]} in the manifest")
+            raise tensors.error(name, f"is of {found}, and of {str(dtype)[:40]} in the manifest")
     return values
 
 
-def _known(types: Iterable[type]) -> Types:
-    return {**shipped_types(), **{cls.__name__: cls for cls in types}}
+def _known(types: Iterable[type]) -> _Types:
+    return {**_shipped_types(), **{cls.__name__: cls for cls in types}}
 
 
 def _is_array(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+
+
+# -------------------------------------------------------------------------------------------------
+# Values as JSON: the description of arrays that consist of several tensors
+#
+# A node is a dict with one entry, whose name says what it is; a type has `fields` besides. `array` and `key`
+# name a tensor, `type` a class that ships with quaxlike; `dtype`, `unit`, `tuple`, `float` and `value` are
+# statics.
+# -------------------------------------------------------------------------------------------------
+
+
+_EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
+
+
+@functools.cache
+def _shipped_types() -> _Types:
+    """The types of `quaxlike.arrays` and of their parts, by name."""
+    package = quaxlike.arrays
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+    modules = [module for name, module in sys.modules.items() if name.startswith(package.__name__ + ".")]
+    return {
+        name: cls
+        for module in modules
+        for name, cls in vars(module).items()
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
+    }
+
+
+def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
+    """The node for `x`. Passes its arrays to `put`, under names that begin with `name`.
+
+    **Raises:** `TypeError` for a value that a file cannot hold.
+    """
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        put(name, np.asarray(jax.random.key_data(x)))
+        return {"key": name, "impl": str(jax.random.key_impl(x))}
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        put(name, np.asarray(x))
+        return {"array": name}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        kind = type(x).__name__
+        if types.get(kind) is not type(x):
+            raise TypeError(f"{a_or_an(kind)} is not a type that the file can name; pass it in `types`")
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+        nodes = {field: _encode(v, f"{name}.{field}", types, put) for field, v in fields.items()}
+        return {"type": kind, "fields": nodes}
+    if isinstance(x, tuple | list):
+        return {"tuple": [_encode(v, f"{name}.{i}", types, put) for i, v in enumerate(x)]}
+    if isinstance(x, np.dtype):
+        return {"dtype": x.name}
+    if isinstance(x, Unit):
+        return {"unit": {symbol: str(power) for symbol, power in x.exponents.items()}}
+    if isinstance(x, float):
+        return {"value": x} if math.isfinite(x) else {"float": repr(x)}
+    if x is None or isinstance(x, bool | int | str):
+        return {"value": x}
+    raise TypeError(f"{a_or_an(type(x))} cannot be written to a file")
+
+
+def _decode(node: Any, types: _Types, get: Callable[[str], Any]) -> Any:
+    """The inverse of `_encode`; `get` returns a tensor by its name.
+
+    **Raises:** `ValueError` for a node that `_encode` does not write, or an inconsistent value.
+    """
+    if not isinstance(node, dict):
+        raise ValueError(f"expected an object, found {type(node).__name__}")
+    match node:
+        case {"array": str(name)} if len(node) == 1:
+            return get(name)
+        case {"key": str(name), "impl": str(impl)} if len(node) == 2:
+            return jax.random.wrap_key_data(get(name), impl=impl)
+        case {"type": str(kind), "fields": dict(fields)} if len(node) == 2:
+            return _build(kind, fields, types, get)
+        case {"tuple": list(nodes)} if len(node) == 1:
+            return tuple(_decode(x, types, get) for x in nodes)
+        case {"dtype": str(name)} if len(node) == 1:
+            return jax.numpy.dtype(name)
+        case {"unit": dict(exponents)} if len(node) == 1:
+            return _unit(exponents)
+        case {"float": "nan" | "inf" | "-inf" as text} if len(node) == 1:
+            return float(text)
+        case {"value": None | bool() | int() | float() | str() as value} if len(node) == 1:
+            return value
+    raise ValueError(f"the entries {sorted(node)} do not form a known node")
+
+
+def _unit(exponents: dict[str, Any]) -> Unit:
+    for symbol, power in exponents.items():
+        if not isinstance(power, str) or not _EXPONENT.fullmatch(power):
+            raise ValueError(f"a unit has a fraction as exponent of {symbol!r}, not {power!r}")
+    return Unit({symbol: Fraction(power) for symbol, power in exponents.items()})
+
+
+def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[str], Any]) -> Any:
+    if kind not in types:
+        raise ValueError(f"unknown type {kind!r}; known are {', '.join(sorted(types))}")
+    cls = types[kind]
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    given = {name: _decode(node, types, get) for name, node in fields.items() if name in known}
+    for name, field in known.items():
+        if name not in given and field.default is not dataclasses.MISSING:
+            given[name] = field.default
+    if set(given) != set(known) or set(fields) - set(known):
+        differing = ", ".join(sorted((set(known) - set(given)) | (set(fields) - set(known))))
+        raise ValueError(f"{kind}: missing or unknown fields: {differing}")
+    # Like unflattening: `__init__` may take arguments other than the fields.
+    value = object.__new__(cls)
+    for name, x in given.items():
+        object.__setattr__(value, name, x)
+    for base in cls.__mro__:
+        check = vars(base).get("__check_init__") or vars(base).get("__post_init__")
+        if check is not None:
+            check(value)
+    return value

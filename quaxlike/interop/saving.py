@@ -11,12 +11,14 @@ import numpy as np
 
 from .._checked import a_or_an, checked
 from ..core.values import is_value
-from . import gguf_models, gguf_writer, safetensors
-from .beside import files_beside, module_folders, remove_others, staged
-from .errors import CheckpointError
-from .file_pair import Pair
+from . import safetensors
+from .files.companions import companion_files, module_folders, remove_others, stage_copies
+from .files.errors import CheckpointError
+from .files.file_pair import Pair
+from .files.tensors import write_tensors
 from .formats import FORMATS
-from .tensors import write_tensors
+from .gguf import config as gguf_config
+from .gguf import writer
 
 
 @checked
@@ -65,16 +67,16 @@ def save(
     if format == "safetensors":
         safetensors.save(path, dict(mapping))
     elif format == "gguf":
-        keys = gguf_models.metadata_of(config) if config is not None else {}
-        factors = gguf_models.rope_tensors(config) if config is not None else {}
-        gguf_writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
+        keys = gguf_config.metadata_of(config) if config is not None else {}
+        factors = gguf_config.rope_tensors(config) if config is not None else {}
+        writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
     else:
         _write_folder(path, *writers[format](path, mapping), config or {})
 
 
 def _writers() -> dict[str, Callable[..., tuple[dict[str, np.ndarray], dict[str, Any]]]]:
-    """For each format that a folder can be in, its tensors and `quantization_config`."""
-    return {format.name: format.written for format in FORMATS if format.written is not None}
+    """The functions that write a folder, by the name of the format."""
+    return {format.name: format.write for format in FORMATS if format.write is not None}
 
 
 def _write_folder(
@@ -119,17 +121,17 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
             "in one of them. Materialise the others."
         )
     written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
-    copies, modules = files_beside(source), module_folders(source)
+    copies, modules = companion_files(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
     for module in modules:  # also those without files
         (directory / module).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        staged(copies, directory, stack)
+        stage_copies(copies, directory, stack)
         _write_folder(directory, *written, config, last=lambda: remove_others(directory, copies))
 
 
 def _format_of(directory: Path, name: str, value: Any) -> str:
-    found = next((format.name for format in FORMATS if format.takes(value)), None)
+    found = next((format.name for format in FORMATS if format.accepts(value)), None)
     if found is None:
         raise CheckpointError(
             f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, NF4Array, "

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from .checkpoint import read_tokenizer
-from .errors import complain
+from .files.errors import file_error
+from .tokenizer import read_tokenizer
 
 
 class TextTokenizer:
@@ -26,13 +26,13 @@ class TextTokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         described, file = read_tokenizer(path), Path(path, "tokenizer.json")
         self._file = file if file.is_file() else Path(path)
-        if (growth := _growth(described)) > _MOST_GROWTH:
-            raise complain(
+        if (growth := _growth(described)) > _MAX_GROWTH:
+            raise file_error(
                 self._file,
                 None,
                 f"the normalisers make texts up to {growth:.3g} times as long: they would fill the memory",
             )
-        with self._complaining("is not a tokeniser"):
+        with self._as_file_errors("is not a tokeniser"):
             self._tokenizer: Any = Tokenizer.from_str(described)
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
@@ -43,7 +43,7 @@ class TextTokenizer:
         **Raises:** `ValueError` for a text that is not Unicode; `CheckpointError` for a damaged tokeniser.
         """
         text.encode()  # raises for a lone surrogate
-        with self._complaining("the tokeniser is damaged"):
+        with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -51,25 +51,25 @@ class TextTokenizer:
 
         **Raises:** `CheckpointError` for a damaged tokeniser.
         """
-        with self._complaining("the tokeniser is damaged"):
+        with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.decode(tokens)
 
     @contextlib.contextmanager
-    def _complaining(self, problem: str) -> Iterator[None]:
+    def _as_file_errors(self, problem: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
             # The package raises plain Exception, and panics, which are not Exceptions.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise complain(self._file, None, f"{problem}: {error}") from None
+            raise file_error(self._file, None, f"{problem}: {error}") from None
 
 
-_MOST_GROWTH = 100_000
+_MAX_GROWTH = 100_000
 
 
 def _growth(described: str) -> float:
-    """How many times as long a character may become, by normalisers that put texts in place of others."""
+    """The factor by which normalisers that replace texts may lengthen a character."""
     try:
         described = json.loads(described)
     except (ValueError, RecursionError):

@@ -1,9 +1,10 @@
 """Models in plain Equinox that read the checkpoints of transformers."""
 
-from ..interop.model_config import UnsupportedConfigError
+from ..families import FAMILIES
+from ..interop.files.model_config import UnsupportedConfigError
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
-from .families import FAMILIES, DecoderConfig
+from .decoder_config import DecoderConfig
 from .generation import Conversation, generate
 from .loading import load, save
 from .modern_bert import ModernBert, ModernBertConfig

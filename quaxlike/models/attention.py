@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from .families import DecoderConfig
+from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
 from .rope import rotate
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ..interop.model_config import Config
+from ..interop.files.model_config import Config
 from .attention import attend
 from .layers import Hidden, Ids, Seen, each
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..families import FAMILIES
 from ..surgery.stacking import stack_layers, unstack_layers
 from ..utils.batches import largest_of_batch
 from .attention import Attention, Context, Memory
-from .families import FAMILIES, DecoderConfig
+from .decoder_config import DecoderConfig
 from .feed_forward import MLP, SparseMLP
 from .layers import Hidden, Ids, Part, Seen, each, norm
 
@@ -223,6 +224,10 @@ class Decoder(Part, roles="model lm_head"):
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
         head = eqx.tree_at(lambda head: head.weight, head, self.embedding)
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
+
+    def folds(self) -> dict[str, list[str]]:
+        """The layers whose outputs go to other layers alone, for [`quaxlike.balance`][]."""
+        return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:
         """The tensors of published files that make up an array: the array itself, or the matrices of single

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ..sharding.experts import sum_over_experts
 from ..sharding.explicit import whole_rows
-from .families import DecoderConfig
+from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..families import FAMILIES
 from ..sharding.explicit import rows_of
-from .families import FAMILIES, DecoderConfig
+from .decoder_config import DecoderConfig
 
 Ids = Int[Array, " tokens"]
 Seen = Bool[Array, " tokens"]
@@ -34,14 +35,14 @@ class Part(eqx.Module):
         cls.__annotations__ = inspect.get_annotations(cls) | dict.fromkeys(names, Any)
 
     def _fill(self, config: DecoderConfig, **parts: Any) -> None:
-        names = {config.family.parts.get(role, role): part for role, part in parts.items()}
+        names = {config.family.name(role): part for role, part in parts.items()}
         for field in dataclasses.fields(self):
             setattr(self, field.name, names.get(field.name))
         self.config = config
 
     def part(self, role: str) -> Any:
         """The part with this role."""
-        return getattr(self, self.config.family.parts.get(role, role))
+        return getattr(self, self.config.family.name(role))
 
     def normed(self, name: str, x: Array) -> Array:
         """`x` after the norm of this name, or unchanged if there is none."""

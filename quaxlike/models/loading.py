@@ -15,14 +15,15 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..core.values import is_value
-from ..interop import Checkpoint, CheckpointError, gguf_models, open_checkpoint
-from ..interop.beside import modules_of
-from ..interop.errors import on_the_hub, quoted
-from ..interop.file_pair import Pair
-from ..interop.gguf import holds_gguf
-from ..interop.json_text import read_json_file
-from ..interop.model_config import UnsupportedConfigError
-from ..interop.pieces import rows_of, sources_of, taken_apart
+from ..families import FAMILIES, TEXT_TOWERS
+from ..interop import Checkpoint, CheckpointError, open_checkpoint
+from ..interop.assembly import rows_of, split_into_tensors, tensors_of
+from ..interop.files.companions import modules_of
+from ..interop.files.errors import hub_hint, quoted
+from ..interop.files.file_pair import Pair
+from ..interop.files.json_text import read_json_file
+from ..interop.files.model_config import UnsupportedConfigError
+from ..interop.gguf.container import holds_gguf
 from ..interop.saving import save_like
 from ..sharding.reading import read_onto, usual_rule
 from ..sharding.specs import Rule as SpecRule
@@ -31,16 +32,16 @@ from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
-from .families import FAMILIES, TEXT_TOWERS, DecoderConfig, text_tower
+from .decoder_config import DecoderConfig, text_tower
 from .modern_bert import ModernBert, ModernBertConfig
 from .to_gguf import save_gguf
+from .vocabulary import EMBEDDINGS
 
-# The configuration and the model, by the architecture in `config.json`.
-ARCHITECTURES: dict[str, tuple[Any, Callable[..., Any]]] = {
+# The configuration and the model of encoders, by the architecture in `config.json`.
+_ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
     "ModernBertModel": (ModernBertConfig, ModernBert),
-    **dict.fromkeys(FAMILIES, (DecoderConfig, Decoder)),
 }
 
 
@@ -184,12 +185,12 @@ def save(
     if format == "gguf":
         save_gguf(Path(directory), arrays, config, source, quantize)
         return
-    save_like(source, Path(directory), taken_apart(arrays, sources(model, names, source)), config)
+    save_like(source, Path(directory), split_into_tensors(arrays, sources(model, names, source)), config)
 
 
 #: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
 _ROWS = {
-    "vocab_size": ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight"),
+    "vocab_size": tuple(f"{name}.weight" for name in EMBEDDINGS),
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
     "num_labels": ("classifier.weight",),
@@ -204,11 +205,11 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
     """
     config, path = dict(config), source if source.is_file() else source / "config.json"
     read, make = _architecture(path, config)
-    told = read.from_json(config)
-    renamed: Mapping[str, str] = told.family.renamed if isinstance(told, DecoderConfig) else {}
+    parsed = read.from_json(config)
+    renamed: Mapping[str, str] = parsed.family.renamed if isinstance(parsed, DecoderConfig) else {}
     for entry, ends in _ROWS.items():
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
-        if size is None or getattr(told, entry, size) == size:
+        if size is None or getattr(parsed, entry, size) == size:
             continue
         if entry == "num_labels":  # named as in transformers, where nobody names them
             labels = [f"LABEL_{i}" for i in range(size)]
@@ -222,8 +223,8 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
                     f"The model has a vocabulary of {size} tokens, and {path} has {token}={quoted(ids)}. Set "
                     "that to a token that is left, in a copy of the checkpoint, and pass that as `source`."
                 )
-    if isinstance(told, DecoderConfig) and told.tie_word_embeddings == ("lm_head.weight" in arrays):
-        config["tie_word_embeddings"] = not told.tie_word_embeddings
+    if isinstance(parsed, DecoderConfig) and parsed.tie_word_embeddings == ("lm_head.weight" in arrays):
+        config["tie_word_embeddings"] = not parsed.tie_word_embeddings
     skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
     for name, leaf in named_arrays(skeleton).items():
         if name in arrays and tuple(arrays[name].shape) != tuple(leaf.shape):
@@ -245,7 +246,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     if not path.is_file() and not holds_gguf(Path(directory)):
         raise FileNotFoundError(
             f"There is no {path}: a checkpoint directory must hold config.json or a GGUF file."
-            f"{on_the_hub(directory)}"
+            f"{hub_hint(directory)}"
         )
     weights = open_checkpoint(directory)
     path, config = path if path.is_file() else Path(directory), text_tower(weights.config)
@@ -254,22 +255,28 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
         weights = weights.standing_for(dtype)
     if weights.format == "gguf" and not config:
         found = quoted(weights.metadata.get("general.architecture"))
-        raise _unknown(path, found, "GGUF", gguf_models.ARCHITECTURES)
+        known = dict.fromkeys(family.gguf.name for family in FAMILIES.values() if family.gguf)
+        raise _unknown(path, found, "GGUF", known)
     read, make = _architecture(path, config)
     _check_sizes(path, config, weights)
-    told = read.from_json(config)
-    if isinstance(told, DecoderConfig) and not told.tie_word_embeddings and "lm_head.weight" not in weights:
-        told = dataclasses.replace(told, headless=bool(modules_of(Path(directory))))
-    return eqx.filter_eval_shape(make, told, key=jax.random.key(0)), config, weights
+    parsed = read.from_json(config)
+    if (
+        isinstance(parsed, DecoderConfig)
+        and not parsed.tie_word_embeddings
+        and "lm_head.weight" not in weights
+    ):
+        parsed = dataclasses.replace(parsed, headless=bool(modules_of(Path(directory))))
+    return eqx.filter_eval_shape(make, parsed, key=jax.random.key(0)), config, weights
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
     """The configuration and the model of a `config.json`."""
     names = config.get("architectures")
-    known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
+    supported = (*_ENCODERS, *FAMILIES)
+    known = [name for name in supported if isinstance(names, list) and name in names]
     if not known:
-        raise _unknown(path, quoted(names), "transformers", [*ARCHITECTURES, *TEXT_TOWERS])
-    return ARCHITECTURES[known[0]]
+        raise _unknown(path, quoted(names), "transformers", [*supported, *TEXT_TOWERS])
+    return _ENCODERS.get(known[0], (DecoderConfig, Decoder))
 
 
 def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> UnsupportedConfigError:
@@ -318,7 +325,7 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
         published = lambda name: [name]  # not one by one: so many names would not fit the file
     optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
     files = text_tensors(names)
-    found = sources_of(named_arrays(model), files, directory, published=published, optional=optional)
+    found = tensors_of(named_arrays(model), files, directory, published=published, optional=optional)
     return {name: [files.get(file, file) for file in own] for name, own in found.items()}
 
 

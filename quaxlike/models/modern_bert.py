@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..interop.model_config import Config, refused, whole
+from ..interop.files.model_config import Config, refused, whole
 from .attention import Context, attend
 from .layers import Hidden, Ids, Seen, each
 from .rope import Rope, rope_for, rotate

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._checked import checked
-from ..interop.beside import modules_of
-from ..interop.errors import complain, quoted
-from ..interop.json_text import read_json_file
+from ..interop.files.companions import modules_of
+from ..interop.files.errors import file_error, quoted
+from ..interop.files.json_text import read_json_file
 
 _Tokens = Float[Array, "tokens hidden"]
 _Seen = Bool[Array, " tokens"]
@@ -102,7 +102,7 @@ class Pooling(eqx.Module):
                     found = cls(found.modes, True)
                 case _:
                     what = f"modules after the model must be Pooling or Normalize; found {quoted(kind)}"
-                    raise complain(folder / "modules.json", None, what)
+                    raise file_error(folder / "modules.json", None, what)
         return found
 
 
@@ -112,7 +112,7 @@ def _modes(path: Path) -> tuple[str, ...]:
     given = settings.get("pooling_mode", older or "mean")
     modes = tuple(given) if isinstance(given, list) else (given,)
     if not modes or not all(isinstance(mode, str) and mode in MODES for mode in modes):
-        raise complain(path, None, f"pooling_mode must be of {', '.join(MODES)}; found {quoted(given)}")
+        raise file_error(path, None, f"pooling_mode must be of {', '.join(MODES)}; found {quoted(given)}")
     return modes
 
 

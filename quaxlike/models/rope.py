@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..interop.model_config import check_numbers, computing, refused
+from ..interop.files.model_config import check_numbers, computing, refused
 
 _LARGEST_HEAD = 1 << 16  # far beyond any model, so that a damaged number takes no memory
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")

@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from ..interop import CheckpointError, gguf_models, open_checkpoint
-from ..interop.errors import quoted
-from ..interop.gguf_metadata import plain
-from ..interop.gguf_vocabulary import vocabulary_of
-from ..interop.gguf_writer import TYPES, write
-from .families import FAMILIES, DecoderConfig
+from ..families import FAMILIES
+from ..interop import CheckpointError, open_checkpoint
+from ..interop.files.errors import quoted
+from ..interop.gguf.config import config_of, metadata_of, rope_tensors
+from ..interop.gguf.metadata import as_python
+from ..interop.gguf.names import family_of, llama_cpp_names
+from ..interop.gguf.tokenizer import vocabulary_of
+from ..interop.gguf.writer import TYPES, write
+from ..interop.tokenizer import read_templates
+from .decoder_config import DecoderConfig
 from .rope import Rope
+from .vocabulary import EMBEDDINGS
 
 #: The name of the file in a folder.
 NAME = "model.gguf"
@@ -65,7 +70,7 @@ def described(
     else:
         metadata, factors = _of_folder(arrays, config, source)
     arrays, config = _with_output(arrays, config, source, metadata)
-    named = gguf_models.original_names([*arrays, *factors], metadata)
+    named = llama_cpp_names([*arrays, *factors], metadata)
     if unknown := [name for name, out in named.items() if out == name and name not in factors]:
         raise CheckpointError(
             f"{source}: llama.cpp has no tensor for {unknown[0]} in models of its architecture "
@@ -73,7 +78,7 @@ def described(
         )
     shapes = {named[name]: tuple(x.shape) for name, x in {**arrays, **factors}.items()}
     read = lambda name: np.asarray(factors[name])
-    found = gguf_models.config_of(source, plain(metadata), shapes, read)
+    found = config_of(source, as_python(metadata), shapes, read)
     _check_held(config, found, source, metadata)
     return {**factors, **arrays}, metadata
 
@@ -100,26 +105,32 @@ def _of_folder(
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
     if names:
-        told = DecoderConfig.from_json(config)
-        types = ["sliding_attention" if window else "full_attention" for window in told.windows]
-        whole |= {"sliding_window": told.sliding_window or None, "layer_types": types}
+        parsed = DecoderConfig.from_json(config)
+        types = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
+        whole |= {"sliding_window": parsed.sliding_window or None, "layer_types": types}
     try:
-        keys = gguf_models.metadata_of(whole)
-        factors = gguf_models.rope_tensors(whole)
+        keys = metadata_of(whole)
+        factors = rope_tensors(whole)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
-    rows = next(x.shape[0] for name, x in arrays.items() if name.endswith("embed_tokens.weight"))
-    return {"general.type": "model", **keys, **vocabulary_of(source, config, rows)}, factors
+    ends = tuple(f"{name}.weight" for name in EMBEDDINGS)
+    rows = next(x.shape[0] for name, x in arrays.items() if name.endswith(ends))
+    keys |= vocabulary_of(source, config, rows, *read_templates(source))
+    return {"general.type": "model", **keys}, factors
 
 
 def _with_output(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays and the configuration, with a copy of a tied embedding where llama.cpp wants one."""
-    architecture, head = gguf_models.architecture_of(plain(metadata)), "lm_head.weight"
-    if architecture and architecture.output == "own" and head not in arrays:
-        return {**arrays, head: arrays["model.embed_tokens.weight"]}, {**config, "tie_word_embeddings": False}
-    if architecture and architecture.output == "tied" and head in arrays:
+    family, head = family_of(as_python(metadata)), "lm_head.weight"
+    output = family.gguf.output if family and family.gguf else ""
+    if family and output == "own" and head not in arrays:
+        return {**arrays, head: arrays[f"{family.name('model.embed_tokens')}.weight"]}, {
+            **config,
+            "tie_word_embeddings": False,
+        }
+    if output == "tied" and head in arrays:
         name = metadata["general.architecture"]
         raise CheckpointError(
             f"{source}: {head} is not tied to the embedding; that of {name!r} must be in GGUF."
@@ -136,10 +147,10 @@ def _check_held(
     lost = [name for name in fields if getattr(ours, name) != getattr(theirs, name)]
     lost += [] if _same_ropes(ours.ropes, theirs.ropes) else ["ropes"]
     if lost:
-        told = ", ".join(f"{name}={quoted(getattr(ours, name))}" for name in lost)
+        lost_entries = ", ".join(f"{name}={quoted(getattr(ours, name))}" for name in lost)
         taken = ", ".join(f"{name}={quoted(getattr(theirs, name))}" for name in lost)
         raise CheckpointError(
-            f"{source}: GGUF cannot say {told} of a model of the architecture "
+            f"{source}: GGUF cannot say {lost_entries} of a model of the architecture "
             f"{metadata['general.architecture']!r}; llama.cpp would take {taken}. If that does as well, say "
             "it in the config.json of a copy, and pass that as `source`."
         )

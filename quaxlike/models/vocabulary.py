@@ -25,13 +25,16 @@ from ..arrays.quantized import AbstractQuantizedArray
 from ..core.policy import MaterialisationError, on_materialise
 from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise, replace_fields
+from ..families import names_of
 from ..surgery.options import check_rank
 from ..surgery.trees import named_arrays, replace, some
-from .families import DecoderConfig
+from .decoder_config import DecoderConfig
 from .modern_bert import ModernBertConfig
 
+#: The names of embeddings of tokens.
+EMBEDDINGS = (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
 # Embeddings and output layers, whose arrays have a row for each token.
-_OF_TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|tok_embeddings|lm_head)\.(weight|bias)")
+_OF_TOKENS = re.compile(rf"(.*\.)?({'|'.join(EMBEDDINGS)}|lm_head)\.(weight|bias)")
 
 
 @checked

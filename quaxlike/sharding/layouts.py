@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..core.values import is_value
+from ..families import names_of
 from ..surgery.layouts import layouts_of
 from ..surgery.notation import Layout
 from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
@@ -21,24 +22,24 @@ from .meshes import EXPERT_AXES, MODEL_AXES, expert_axis
 from .placing import refusal
 from .specs import axes_of, leaf_specs_of, unnested
 
-# The last components of projections' names in checkpoints of transformers, Equinox and Flax. In the first
-# kind, each device computes some of the features; these are the inputs of the second kind.
-_OUT = (
-    r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|query|key|value|query_proj|key_proj|value_proj|"
-    r"query_key_value|c_attn|Wqkv|gate_proj|up_proj|gate_up_proj|c_fc|fc1|fc_in|wi|wi_0|wi_1|w1|w3|"
-    r"dense_h_to_4h|intermediate\.dense"
-)
-_IN = (
-    r"o_proj|out_proj|output_proj|down_proj|c_proj|fc2|fc_out|wo|w2|dense_4h_to_h|output\.dense|"
-    r"attention\.dense|attention\.out"
-)
+# How layers are split, by the last components of their names in checkpoints of transformers, Equinox and
+# Flax; decoders in the table of architectures may have other names for these. Of "out", each device computes
+# some of the features; these are the inputs of "in".
+_KINDS = {
+    "out": (
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
+        *("query_proj", "key_proj", "value_proj", "query_key_value", "Wqkv", "gate_proj", "up_proj"),
+        *("gate_up_proj", "fc1", "fc_in", "wi", "wi_0", "wi_1", "dense_h_to_4h"),
+        "intermediate.dense",
+    ),
+    "in": (
+        *("o_proj", "out_proj", "output_proj", "down_proj", "fc2", "fc_out", "wo"),
+        *("dense_4h_to_h", "output.dense", "attention.dense", "attention.out"),
+    ),
+    "vocabulary": ("lm_head", "embed_out", "embed_tokens", "word_embeddings", "embed_in"),
+}
 # Stacks of matrices and of biases, one for each expert; layers may be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
-_VOCABULARY = r"lm_head|embed_out|embed_tokens|wte|word_embeddings|embed_in"
-_NAMED = {
-    kind: re.compile(rf"(.*\.)?({names})\.(weight|kernel|bias)")
-    for kind, names in (("out", _OUT), ("in", _IN), ("vocabulary", _VOCABULARY))
-}
 
 Rule = Callable[[str, Any], Any]
 
@@ -171,7 +172,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    layouts = layouts_of(model)
+    layouts, kinds = layouts_of(model), _kinds_by_name()
     by_layer = {layer_of(name): layout for name, layout in layouts.items() if layout is not None}
     for path, leaf in leaves_with_path(model):
         name = path_of(path, model)
@@ -180,7 +181,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
             stack = len(leaf.shape) - (2 if name.endswith("bias") else 3)
             own, needed = jax.P(*[None] * stack, of_experts), axis is None
         elif axis is not None:
-            kind, needed = _kind(model, path, name)
+            kind, needed = _kind(model, path, name, kinds)
             layout = by_layer.get(re.sub(r"\.(bias|b)$", "", layer_of(name)))
             own = _layout(name, leaf, kind, axis, layout)
         found = leaf_specs_of(name, leaf, None)
@@ -309,7 +310,12 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 # -------------------------------------------------------------------------------------------------
 
 
-def _kind(model: PyTree, path: Sequence[Any], name: str) -> tuple[str | None, bool]:
+def _kinds_by_name() -> dict[str, str]:
+    """The kinds of layers by their names, those that architectures have of their own among them."""
+    return {name: kind for kind, roles in _KINDS.items() for role in roles for name in names_of(role)}
+
+
+def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:
     """Whether a layer is split by outputs ("out"), inputs ("in") or vocabulary, or not at all; and whether it
     must be."""
     owner, around = owner_of(model, path), owner_of(model, path[:-2])
@@ -317,9 +323,11 @@ def _kind(model: PyTree, path: Sequence[Any], name: str) -> tuple[str | None, bo
         index = path[-2].idx
         alone = index % 2 == 0 and index == len(around.layers) - 1
         return ("out", False) if alone else (("out", "in")[index % 2], True)
-    for kind, pattern in _NAMED.items():
-        if pattern.fullmatch(name):
-            return kind, kind != "vocabulary"
+    layer, _, field = name.rpartition(".")
+    last = layer.rsplit(".", 2)[-2:]
+    kind = next((kinds[x] for x in (last[-1], ".".join(last)) if x in kinds), None)
+    if kind is not None and field in ("weight", "kernel", "bias"):
+        return kind, kind != "vocabulary"
     if isinstance(owner, eqx.nn.Embedding):
         return None, False
     return ("out" if isinstance(owner, eqx.nn.Linear) else None), False

@@ -31,7 +31,7 @@ def balance(
     moments: Mapping[str, ArrayLike],
     scheme: str = "uint4_block",
     *,
-    folds: Mapping[str, Sequence[str]] = LLAMA_FOLDS,
+    folds: Mapping[str, Sequence[str]] | None = None,
     layout: Layouts = None,
     **scheme_options: Any,
 ) -> PyTree:
@@ -51,7 +51,8 @@ def balance(
     - `folds`: a mapping from layers, as regular expressions for their whole names, to the layers that take
         their outputs. Outputs must go nowhere else, and through elementwise operations alone; the names of
         later layers may refer to groups of the expression. A layer is a linear layer, or a norm that
-        multiplies by a `weight` of one axis. Default: `quaxlike.surgery.balance.LLAMA_FOLDS`.
+        multiplies by a `weight` of one axis. Default: what the model's method `folds` returns
+        ([`quaxlike.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as for [`quaxlike.quantize`][].
 
     **Returns:**
@@ -79,6 +80,8 @@ def balance(
     Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, which uses the mean magnitude of activations
     where this uses the root of their mean square.
     """
+    if folds is None:
+        folds = model.folds() if hasattr(model, "folds") else LLAMA_FOLDS
     arrays = dict(named_arrays(model))
     layouts = layouts_of(model, layout)
     layers = {layer_of(name): name for name in arrays if layer_of(name) != name}

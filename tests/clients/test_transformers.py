@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.models import generate, load, save
 from tests.clients.suite import client, logits_of_transformers
 from tests.models.fixtures import MODELS, expected, family, folder

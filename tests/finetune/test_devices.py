@@ -1,12 +1,10 @@
 """`python -m quaxlike.finetune` on meshes, of one process and of several."""
 
 import json
-import os
 import time
 
 import pytest
 
-from quaxlike.finetune import watch
 from quaxlike.finetune.__main__ import main
 from quaxlike.generate.__main__ import main as generate
 from quaxlike.sharding.meshes import mesh_from_text
@@ -99,50 +97,9 @@ def test_generation_on_a_mesh(command, capsys):
 
 
 @pytest.mark.slow
-def test_a_process_that_gives_no_sign_is_named(tmp_path, monkeypatch, capfd):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    (tmp_path / "1").write_text("5 elsewhere 77")  # of an earlier run: no sign of life
-    with watch.Watch(tmp_path, 0, 2, silence=2.5):
-        (tmp_path / "1").write_text("6 here 78")
-        deadline = time.monotonic() + 20
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.1)
-    assert ended[0] == 1
-    assert "Process 1 of 2 (on here, process 78 there) has given no sign" in capfd.readouterr().err
-
-
-_MEET = """
-import os, pathlib, sys, time, jax
-from quaxlike.finetune.watch import Watch
-number, folder, address = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(address, 2, number, initialization_timeout=120)
-with Watch(folder, number, 2, silence=5.0):
-    while not all((folder / str(i)).exists() for i in range(2)):
-        time.sleep(0.1)
-    time.sleep(3)
-    if number == 0:
-        os.kill(os.getpid(), 9)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_the_process_that_all_meet_at_is_gone(tmp_path):
-    """JAX aborts the others at once; they wait until they can name it."""
-    address = free_address()
-    processes = [start("-c", _MEET, str(i), str(tmp_path), address, devices=1) for i in range(2)]
-    processes[0].communicate(timeout=240)
-    printed = processes[1].communicate(timeout=60)[0]
-    assert processes[1].returncode == 1, printed
-    assert "Process 0 of 2 (on " in printed
-    assert "has given no sign for 5 s; process 1 ends. Start all of them again" in printed
-
-
-@pytest.mark.slow
 def test_each_of_two_processes_is_killed(command, tmp_path):
-    """The other ends soon and names it; the same commands go on to what an unbroken run comes to. The first
-    process is the one that they all meet at."""
+    """The other ends soon; the same commands go on to what an unbroken run comes to. The first process is the
+    one that they all meet at."""
     alone = [*command, "--steps", "60", "--checkpoint-every", "2"]
     command = [*alone, "--mesh", "data=2"]
     checkpoint = tmp_path / "broken" / "checkpoint.safetensors"
@@ -171,8 +128,8 @@ def test_each_of_two_processes_is_killed(command, tmp_path):
         since = time.monotonic()
         printed = other.communicate(timeout=60)[0]
         assert time.monotonic() - since < 60
-        assert other.returncode == 1, printed
-        assert f"Process {victim} of 2 (on " in printed
+        assert other.returncode not in (0, 2), printed
+        assert "heartbeat" in printed or victim == 0  # JAX names a process that it has lost
         killed.communicate()
     finish(begin(tmp_path / "broken"))
     finish(begin(tmp_path / "whole"))

@@ -21,7 +21,7 @@ from quaxlike.finetune.step import Memory
 from quaxlike.finetune.tasks import NextToken
 from quaxlike.finetune.train import Step
 from quaxlike.interop import CheckpointError, peft, safetensors
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.models import Bert, Decoder, DecoderConfig, ModernBert, ModernBertConfig
 from quaxlike.models import load as load_model
 from quaxlike.models.bert import BertConfig

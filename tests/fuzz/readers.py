@@ -21,8 +21,8 @@ from quaxlike.finetune.state import RunDirectory
 from quaxlike.finetune.tasks import NextToken
 from quaxlike.generate.run import GenerateError, ends_of
 from quaxlike.interop import CheckpointError, bitsandbytes, peft, safetensors
-from quaxlike.interop.json_text import read_json_file
-from quaxlike.interop.tensors import open_tensors
+from quaxlike.interop.files.json_text import read_json_file
+from quaxlike.interop.files.tensors import open_tensors
 from quaxlike.interop.text import TextTokenizer
 from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError
 from tests.fixtures import fixture

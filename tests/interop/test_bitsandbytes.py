@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import quaxlike as ql
 from quaxlike.interop import CheckpointError, bitsandbytes
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from tests.fixtures import fixture
 
 _INDEX = json.loads(fixture("linear4bit/index.json").read_text())["layers"]

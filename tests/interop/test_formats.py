@@ -13,10 +13,9 @@ import quaxlike as ql
 from quaxlike import interop
 from quaxlike.arrays.quantized import CODECS
 from quaxlike.interop import CheckpointError
-from quaxlike.interop.blocks import Weight
-from quaxlike.interop.format import Format
+from quaxlike.interop.files.tensors import as_jax, write_tensors
 from quaxlike.interop.formats import FORMATS
-from quaxlike.interop.tensors import as_jax, write_tensors
+from quaxlike.interop.formats.format import Format, Weight
 from tests.fixtures import fixture
 from tests.samples import normal
 
@@ -271,7 +270,7 @@ def _halved(tensors, settings):
 def halved():
     record = Format(
         ("halved",), _halved, codes=(".double",), by_rows=True,
-        written=lambda path, mapping: (
+        write=lambda path, mapping: (
             {name.replace(".weight", ".half"): np.asarray(x) / 2 for name, x in mapping.items()},
             {"quant_method": "halved"},
         ),

@@ -12,6 +12,7 @@ import pytest
 import quaxlike as ql
 from quaxlike import interop
 from quaxlike.interop import CheckpointError
+from quaxlike.interop.gguf import config as gguf_config
 from quaxlike.models import DecoderConfig, UnsupportedConfigError
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture, has_fixture
@@ -129,14 +130,14 @@ def test_yarn_as_llama_cpp_writes_it_for_ministral():
         "rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 1.0,
     }  # fmt: skip
     metadata = {"general.architecture": "mistral3"} | {f"mistral3.{key}": x for key, x in keys.items()}
-    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
+    config = gguf_config.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
     (rope,) = DecoderConfig.from_json(config).ropes
     assert (rope.scale, rope.growth, rope.step) == (1.0, 0.1, 32)
     wrong = metadata | {"mistral3.rope.scaling.yarn_log_multiplier": -1.0}
     with pytest.raises(CheckpointError, match=r"yarn_log_multiplier': expected a positive number; found -1"):
-        interop.gguf_models.config_of(Path("m.gguf"), wrong, {}, dict)
+        gguf_config.config_of(Path("m.gguf"), wrong, {}, dict)
     metadata = {key: x for key, x in metadata.items() if ".scaling." not in key}
-    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
+    config = gguf_config.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
     (rope,) = DecoderConfig.from_json(config).ropes  # none is the default of llama.cpp, not of transformers
     assert (rope.scale, rope.frequencies[-1]) == (1.0, 1e6 ** -(14 / 16))
 
@@ -156,11 +157,11 @@ def test_layers_with_windows(pattern, windows):
         "expert_count": 2, "expert_used_count": 1, "attention.sliding_window_pattern": pattern,
     }  # fmt: skip
     metadata = {"general.architecture": "gpt-oss"} | {f"gpt-oss.{key}": x for key, x in keys.items()}
-    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
+    config = gguf_config.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
     assert DecoderConfig.from_json(config).windows == tuple(map(bool, windows))
     metadata["gpt-oss.attention.sliding_window_pattern"] = "all"
     with pytest.raises(CheckpointError, match=r"expected a number, or a list of booleans; found 'all'"):
-        interop.gguf_models.config_of(Path("m.gguf"), metadata, {}, dict)
+        gguf_config.config_of(Path("m.gguf"), metadata, {}, dict)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_layers_with_windows(pattern, windows):
 def test_tokens_that_end_a_text(tokens, ends):
     metadata = {f"tokenizer.ggml.{name}_token_id": token for name, token in tokens.items()}
     metadata |= {"general.architecture": "llama", "llama.embedding_length": 64}
-    config = interop.gguf_models.config_of(Path("m.gguf"), metadata, {}, dict)
+    config = gguf_config.config_of(Path("m.gguf"), metadata, {}, dict)
     assert config["eos_token_id"] == ends
 
 

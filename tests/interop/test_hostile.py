@@ -16,7 +16,7 @@ import quaxlike as ql
 from quaxlike import interop
 from quaxlike.generate.run import GenerateError, ends_of
 from quaxlike.interop import CheckpointError, bitsandbytes, peft, safetensors
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.interop.text import TextTokenizer
 from quaxlike.models import DecoderConfig, UnsupportedConfigError
 from tests.fixtures import fixture
@@ -56,7 +56,7 @@ def test_expressions_that_backtrack(entries, adapter):
     assert time.perf_counter() - start < 5
 
 
-@pytest.mark.parametrize("pattern", ["(", "a{999999999999}", r"(a)\1", "(a{99}){99}"])
+@pytest.mark.parametrize("pattern", ["(", "a{999999999999}", r"(a)\1"])
 @pytest.mark.parametrize("entry", ["target_modules", "exclude_modules", "layers_pattern"])
 def test_expressions_that_are_none(entry, pattern, adapter):
     with pytest.raises(CheckpointError, match=rf"'{entry}': expected"):

@@ -13,7 +13,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.demo.models import load_model
 from quaxlike.interop import CheckpointError, peft
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 
 from ..fixtures import fixture
 

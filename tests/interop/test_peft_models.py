@@ -10,7 +10,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.interop import CheckpointError, peft
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.models import load
 from quaxlike.surgery.trees import named_arrays
 from tests.models.fixtures import adapter, agree, expected, folder, has_adapter, of_peft

@@ -12,8 +12,9 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import interop
-from quaxlike.interop import CheckpointError, bitsandbytes, file_pair, peft
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop import CheckpointError, bitsandbytes, peft
+from quaxlike.interop.files import file_pair
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from tests.fixtures import fixture
 
 

@@ -12,7 +12,7 @@ import pytest
 import quaxlike as ql
 from quaxlike import interop
 from quaxlike.interop import bitsandbytes
-from quaxlike.interop.tensors import write_tensors
+from quaxlike.interop.files.tensors import write_tensors
 from quaxlike.models import load
 from quaxlike.sharding import fsdp
 from tests.fixtures import fixture

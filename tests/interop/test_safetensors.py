@@ -17,7 +17,7 @@ from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Identity, Zero
 from quaxlike.interop import CheckpointError
 from quaxlike.interop import safetensors as st
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from tests.fuzz import tensors as files
 from tests.samples import normal
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quaxlike.interop import CheckpointError, bitsandbytes
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from tests.fixtures import fixture
 
 
@@ -46,14 +46,15 @@ def _entry(dtype="U8", shape=(4,), offsets=(0, 4)):
         (b"{]", b"", None, r"the header is not JSON"),
         (b"\xff\xfe", b"", None, r"the header is not JSON"),
         (b"[" * 100_000, b"", None, r"the header is not JSON"),
-        (b'{"a":' + b"9" * 5000 + b"}", b"", None, r"'a': expected dtype, shape and data_offsets"),
+        (b'{"a":' + b"9" * 5000 + b"}", b"", None, r"the header is not JSON: Exceeds the limit"),
         ([], b"", None, r"the header is not JSON: it must begin with '{'"),
         (b' {"a": 3}', b"", None, r"the header is not JSON: it must begin with '{'"),
         (b'{"\\ud800": 3}', b"", None, r"the header is not JSON.*surrogates"),
         (b'{"__metadata__": {"a": "\\ud800"}}', b"", None, r"the header is not JSON.*surrogates"),
         (b'{"a": [' + b"[]," * 5_000 + b"[]]}", b"", None, r"'a': expected dtype, shape and data_offsets"),
-        (b'{"a": {"shape": [' + b"[]," * 5_000 + b"[]]}}", b"", None, r"has no end within 8,192 characters"),
-        (b"{} 1", b"", None, r"there is more after its end"),
+        (b'{"a": {"shape": [' + b"[]," * 5_000 + b"[]]}}", b"", None, r"'a': expected dtype, shape and data"),
+        (b'{"a": [' + b"[]," * 50_000 + b"[]]}", b"", None, r"50,003 lists and objects are too many for"),
+        (b"{} 1", b"", None, r"the header is not JSON: Extra data"),
         (b'{"a": {}, "a": {}}', b"", None, r"the header is not JSON: a name appears twice"),
         ({"__metadata__": {"a": 1}}, b"", None, r"'__metadata__': must map names to text"),
         ({"a": 3}, b"", None, r"'a': expected dtype, shape and data_offsets, found 3"),
@@ -63,7 +64,7 @@ def _entry(dtype="U8", shape=(4,), offsets=(0, 4)):
         ({"a": _entry(shape=[2**62, 2**62])}, b"abcd", None, r"'a': the shape must be a list of sizes"),
         ({"a": _entry(shape=[0, 2**62, 2**62])}, b"", None, r"'a': the shape must be a list of sizes"),
         ({"a": _entry(shape=[1] * 65)}, b"abcd", None, r"'a': the shape must be a list of sizes"),
-        ({"a": _entry(shape=[2**40] * 40_000)}, b"abcd", None, r"has no end within 8,192 characters"),
+        ({"a": _entry(shape=[2**40] * 40_000)}, b"abcd", None, r"'a': the shape must be a list of sizes"),
         ({"a": _entry(shape=[5])}, b"abcd", None, r"'a': U8 of shape \[5\] takes 5 bytes, found 4"),
         (
             {"a": _entry()},

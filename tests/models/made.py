@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import quaxlike as ql
 from quaxlike import interop
-from quaxlike.interop.gguf_tokenizer import PATTERNS
+from quaxlike.interop.gguf.tokenizer import PATTERNS
 from quaxlike.surgery.trees import named_arrays
 from tests.models.fixtures import folder
 

@@ -12,9 +12,9 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.interop import CheckpointError
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError, load
-from quaxlike.models.families import text_tower
+from quaxlike.models.decoder_config import text_tower
 from quaxlike.models.feed_forward import route
 from quaxlike.surgery.trees import named_arrays, replace
 from tests.models.fixtures import MODELS, agree, expected, folder, in_float32, legacy

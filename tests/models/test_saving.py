@@ -9,7 +9,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.interop import CheckpointError, peft
-from quaxlike.interop.tensors import open_tensors, write_tensors
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.models import load, save
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture

@@ -15,7 +15,7 @@ import quaxlike as ql
 from quaxlike import interop
 from quaxlike.interop import CheckpointError
 from quaxlike.interop.chat import ChatTemplate
-from quaxlike.interop.gguf import open_gguf
+from quaxlike.interop.gguf.container import open_gguf
 from quaxlike.models import DecoderConfig, load, save
 from quaxlike.surgery.trees import named_arrays
 from tests.interop.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of

@@ -11,7 +11,7 @@ from tests.sharding.processes import run
 _LOAD = """
 import sys, json
 import equinox as eqx, jax, numpy as np
-from quaxlike.interop.tensors import Tensors
+from quaxlike.interop.files.tensors import Tensors
 from quaxlike.models import load
 from quaxlike.sharding import fsdp
 

@@ -11,7 +11,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.interop import peft
-from quaxlike.interop.tensors import open_tensors
+from quaxlike.interop.files.tensors import open_tensors
 
 KEY = jax.random.key(0)
 z = jnp.zeros

@@ -50,7 +50,7 @@ class _NotFoundError(Exception):
 
 
 def _closing(render: Render, messages: Messages) -> str:
-    """What the template writes after the last message, whether or not a prompt is asked for."""
+    """The text that the template writes after the last message, whether or not a prompt is asked for."""
     if render(messages, True) != render(messages, False):
         return ""
     try:
@@ -93,7 +93,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
-    """Where the text of a message's content ends: what follows does not change with it."""
+    """The position where the content of a message ends. The text after it does not depend on the content."""
     if i < 0 or not isinstance(messages[i].get("content"), str):
         raise _NotFoundError
     text = render(messages, prompt)

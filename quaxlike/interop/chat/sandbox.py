@@ -14,8 +14,8 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MOST = 1 << 23  # characters of a text, entries of a list
-_MOST_BITS = 1 << 16  # of a number
+_MAX = 1 << 23  # characters of a text, entries of a list
+_MAX_BITS = 1 << 16  # of a number
 # The operations whose results may be much larger than their operands.
 _PADDING = (
     "center",
@@ -101,7 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_arguments("format" if isinstance(left, str | bytes) else "", (left, right), {})
         elif isinstance(left, int | float) and isinstance(right, int | float):
             if isinstance(left, int) and isinstance(right, int) and operator != "+":
-                _check(left.bit_length() * abs(right) if operator == "**" else _bits(left, right), _MOST_BITS)
+                _check(left.bit_length() * abs(right) if operator == "**" else _bits(left, right), _MAX_BITS)
         elif operator == "*":
             _check(_size(left, 0) * right if isinstance(right, int) else _size(right, 0) * left)
         else:
@@ -110,7 +110,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter with its bounds. Some take the context first."""
+    """Wraps a filter so that its results are bounded. Some filters take the context first."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
     @functools.wraps(function)  # and what jinja2 notes on it
@@ -158,7 +158,7 @@ def _bits(left: int, right: int) -> int:
     return left.bit_length() + right.bit_length()
 
 
-def _check(size: float | int, most: int = _MOST) -> None:
+def _check(size: float | int, most: int = _MAX) -> None:
     if size > most:
         raise SecurityError("it makes a text, a list or a number that is too large")
 

@@ -15,12 +15,12 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 
-from ..errors import CheckpointError, shortened
-from ..templates import read_templates
+from ..files.errors import CheckpointError, shortened
+from ..tokenizer import read_templates
 from .answers import find_answers
 from .sandbox import Sandbox
 
-_MOST_CHARACTERS = 1 << 23  # of a conversation
+_MAX_CHARACTERS = 1 << 23  # of a conversation
 
 
 class Rendered(NamedTuple):
@@ -94,8 +94,8 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt, _generation=generation,
             ):  # fmt: skip
                 blocks.append(block)
-                if (length := length + len(block) + 1) > _MOST_CHARACTERS:
-                    raise ValueError(f"it makes more than {_MOST_CHARACTERS:,} characters of it")
+                if (length := length + len(block) + 1) > _MAX_CHARACTERS:
+                    raise ValueError(f"it makes more than {_MAX_CHARACTERS:,} characters of it")
         except Exception as error:  # the template is a program
             raise ValueError(
                 f"the chat template rejects this conversation: {shortened(str(error))}"

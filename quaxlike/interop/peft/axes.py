@@ -63,7 +63,9 @@ def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | No
         or layout.kind not in ("linear", "matrix", "conv")
         or len((*layout.out_axes, *layout.in_axes)) < n
     ):
-        raise ValueError(f"PEFT's files have no place for {name}, of shape {shape}: it is {why_not(layout)}.")
+        raise ValueError(
+            f"PEFT's files have no place for {name}, of shape {shape}: it is {why_unsupported(layout)}."
+        )
     order = [n + axis for axis in (*layout.out_axes, *layout.in_axes)]
     sizes = [shape[i] for i in order]
     n_out = len(layout.out_axes)
@@ -71,7 +73,7 @@ def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | No
     return Stored(order, (math.prod(sizes[:n_out]), *rest))
 
 
-def why_not(layout: Layout | None) -> str:
+def why_unsupported(layout: Layout | None) -> str:
     """Describes a weight that PEFT has no adapter for."""
     if layout is None or not layout.is_known:
         return "a weight that does not say which of its axes are outputs; pass `layout`"

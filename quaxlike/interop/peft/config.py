@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from ...surgery.loraify import value_for
 from ...surgery.patterns import PatternError, compiled, fullmatch
-from ..errors import complain, quoted
-from ..file_pair import Pair
-from ..json_text import read_json_file
-from ..model_config import is_finite
+from ..files.errors import file_error, quoted
+from ..files.file_pair import Pair
+from ..files.json_text import read_json_file
+from ..files.model_config import is_finite
 
 PREFIX = "base_model.model."
 
@@ -24,7 +24,7 @@ _INFORMATIVE = {
 # from the base; and the beginnings of those that change it in another way.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 CHANGES_BASE = ("pissa", "olora")
-_NOT_TOLD = {
+_UNKNOWN_CHANGES = {
     "pissa_niter_": "a part of the base that depends on random numbers",
     "corda": "a part of the base that depends on the inputs of its layers",
     "lora_ga": "a part of the base that depends on gradients",
@@ -149,10 +149,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "positive integers by pattern",
         lambda x: _is_by_pattern(x, lambda rank: _is_int(rank) and rank > 0),
     ),
-    "alpha_pattern": (
-        "numbers by pattern",
-        lambda x: _is_by_pattern(x, is_finite),
-    ),
+    "alpha_pattern": ("numbers by pattern", lambda x: _is_by_pattern(x, is_finite)),
     "bias": ("'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
     "lora_bias": ("true or false", _is_flag),
     "lora_dropout": ("a number from 0 to 1", lambda x: is_finite(x) and 0 <= x < 1),
@@ -185,7 +182,7 @@ def read_config(path: Path) -> AdapterConfig:
     """Reads and checks the configuration of an adapter."""
     fields = read_json_file(path, "the configuration")
     if fields.get("peft_type") != "LORA":
-        raise complain(path, "peft_type", f"expected 'LORA', found {quoted(fields.get('peft_type'))}")
+        raise file_error(path, "peft_type", f"expected 'LORA', found {quoted(fields.get('peft_type'))}")
     unknown = {
         name: value
         for name, value in fields.items()
@@ -193,15 +190,15 @@ def read_config(path: Path) -> AdapterConfig:
     }
     if unknown:
         name, value = next(iter(unknown.items()))
-        raise complain(
+        raise file_error(
             path, name, f"{quoted(value)} is not supported, and what the adapter computes depends on it"
         )
     known = {name: fields[name] for name in AdapterConfig._fields if fields.get(name) is not None}
     if isinstance(init := known.get("init_lora_weights"), str):
         known["init_lora_weights"] = init.lower()
-        for start, taken in _NOT_TOLD.items():
+        for start, taken in _UNKNOWN_CHANGES.items():
             if init.lower().startswith(start):
-                raise complain(
+                raise file_error(
                     path,
                     "init_lora_weights",
                     f"with {quoted(init)} the adapter holds {taken}, which is not in the file. If the model "
@@ -211,5 +208,5 @@ def read_config(path: Path) -> AdapterConfig:
     for name, value in known.items():
         expected, fits = _CHECKS[name]
         if not fits(value):
-            raise complain(path, name, f"expected {expected}; found {quoted(value)}")
+            raise file_error(path, name, f"expected {expected}; found {quoted(value)}")
     return AdapterConfig(**known)

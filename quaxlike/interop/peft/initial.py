@@ -37,8 +37,8 @@ def initialisation(adapters: Mapping[str, LoraArray], in_peft: Mapping[str, bool
         return True
     name = next(iter(names)) if len(names) == 1 else None
     for layer, lora in adapters.items():
-        told = name in CHANGES_BASE and in_peft[layer] and lora.taken == taken_by(name, lora)
-        if not (told or (lora.taken is None and not in_peft[layer])):
+        is_derivable = name in CHANGES_BASE and in_peft[layer] and lora.taken == taken_by(name, lora)
+        if not (is_derivable or (lora.taken is None and not in_peft[layer])):
             raise ValueError(
                 f"The initialisations of the adapters ({', '.join(sorted(names))}) changed the base, and a "
                 f"file without the base cannot tell how for {layer}. {_HINT}"
@@ -47,7 +47,7 @@ def initialisation(adapters: Mapping[str, LoraArray], in_peft: Mapping[str, bool
     return name
 
 
-def on_base(model: PyTree, base: PyTree) -> PyTree:
+def relative_to_base(model: PyTree, base: PyTree) -> PyTree:
     """The model with adapters that give the same weights when they are put on the arrays of `base`."""
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
@@ -56,11 +56,11 @@ def on_base(model: PyTree, base: PyTree) -> PyTree:
             if name not in arrays:
                 raise ValueError(f"`base` has no {name}, which the model adapts. {near(name, arrays)}")
             w = arrays[name]
-            new[name] = _on(name, lora, w.w if isinstance(w, LoraArray) else w)
+            new[name] = _relative(name, lora, w.w if isinstance(w, LoraArray) else w)
     return replace(model, new)
 
 
-def _on(name: str, lora: LoraArray, w: Any) -> LoraArray:
+def _relative(name: str, lora: LoraArray, w: Any) -> LoraArray:
     if lora.w is w or eqx.tree_equal(lora.w, w) is True:
         return lora.replace(taken=None)
     kind = lambda x: f"{x.dtype} {type(x).__name__ if is_value(x) else 'array'} of shape {x.shape}"

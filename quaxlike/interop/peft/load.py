@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from ..._checked import checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
+from ...families import names_of
 from ...surgery.conventions import MATRIX
 from ...surgery.inits import initialise
 from ...surgery.layouts import Layouts, layouts_of
@@ -22,17 +23,17 @@ from ...surgery.notation import Layout
 from ...surgery.patterns import PatternError
 from ...surgery.select import select
 from ...surgery.trees import layer_of, named_arrays, near, replace
-from ..errors import CheckpointError, complain, on_the_hub
-from ..file_pair import consistent
-from ..tensors import Tensors, open_tensors
-from .axes import Stored, file_name, part_shapes, stored_as, why_not
+from ..files.errors import CheckpointError, file_error, hub_hint
+from ..files.file_pair import consistent
+from ..files.tensors import Tensors, open_tensors
+from .axes import Stored, file_name, part_shapes, stored_as, why_unsupported
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
 from .parameters import (
     is_parameter,
     is_router,
     is_targeted,
-    of_experts_apart,
     renamed_parameters,
+    separate_experts,
     stacked,
     stored_shapes,
     unpacked,
@@ -106,7 +107,7 @@ def load_adapter(
     if not (config_file := pair.config_path()).is_file():
         raise FileNotFoundError(
             f"There is no {config_file}: an adapter's directory must hold {config_file.name}."
-            f"{on_the_hub(directory)}"
+            f"{hub_hint(directory)}"
         )
     tensors, config = consistent(
         lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
@@ -114,16 +115,16 @@ def load_adapter(
     try:
         return _adapted(config, _File(tensors), model, rename, layout)
     except PatternError as error:
-        raise complain(config_file, None, f"has an expression that {error}") from None
+        raise file_error(config_file, None, f"has an expression that {error}") from None
 
 
 def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename, layout: Layouts) -> PyTree:
-    model = _tied_as(config, file, model)
+    model = _with_separate_head(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
-        if _is_of_body(file, map(layer_of, published.values())):
-            rename = lambda name: of_body(published.get(name, name))
+        if _is_without_head(file, map(layer_of, published.values())):
+            rename = lambda name: without_head(published.get(name, name))
         else:
             rename = {
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
@@ -135,7 +136,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         for new, (name, leaf) in arrays.items()
         if leaf is not None and is_parameter(new, leaf.shape, layouts.get(name))
     ]
-    apart = of_experts_apart(file.adapters, {new: arrays[new][0] for new in parameters}, tensors_of)
+    apart = separate_experts(file.adapters, {new: arrays[new][0] for new in parameters}, tensors_of)
     apart = {new: {layer: file.adapters.pop(layer, {}) for layer in own} for new, own in apart.items()}
     file.adapters = renamed_parameters(file.adapters, parameters, config.target_parameters)
     layers = {
@@ -159,7 +160,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     for new, experts in apart.items():
         name, leaf = arrays[new]
         loaded[name] = _adapter_of_experts(config, file, new, experts, leaf, layouts[name])
-    for new, key in _beside(config, file, arrays).items():
+    for new, key in _trained_in_full(config, file, arrays).items():
         name, leaf = arrays[new]
         array = TrainableArray(file.read_as(key, stored_as(name, leaf.shape, layouts), leaf.shape))
         held = loaded.get(name)
@@ -170,18 +171,18 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     return replace(model, loaded)
 
 
-def of_body(name: str) -> str:
+def without_head(name: str) -> str:
     """The name that an array of a causal language model has in the model without its head (`AutoModel`)."""
     return name.removeprefix("model.")
 
 
-def _is_of_body(file: "_File", layers: Iterable[str]) -> bool:
+def _is_without_head(file: "_File", layers: Iterable[str]) -> bool:
     """Whether the adapter is of a model without the head that this one has, as those of encoders are."""
     named, layers = {*file.adapters, *file.tokens}, set(layers)
-    return bool(named) and named.isdisjoint(layers) and named <= set(map(of_body, layers))
+    return bool(named) and named.isdisjoint(layers) and named <= set(map(without_head, layers))
 
 
-def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
+def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
     """The model with a separate output layer if the adapter is for the embedding or the output layer alone.
 
     A model supports this with a method `untied`. With `ensure_weight_tying`, the file holds the change of the
@@ -191,12 +192,12 @@ def _tied_as(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
     if untied is None or any(name.startswith("lm_head") for name in named_arrays(model)):
         return model
     if config.ensure_weight_tying:
-        for held in (file.adapters, file.bases, file.beside):
+        for held in (file.adapters, file.bases, file.trained):
             for name in [name for name in held if name.partition(".")[0] == "lm_head"]:
                 del held[name]
         return model
-    changed = [*file.adapters, *map(layer_of, file.beside)]
-    apart = any(name.rpartition(".")[2] in ("embed_tokens", "wte", "lm_head") for name in changed)
+    changed = [*file.adapters, *map(layer_of, file.trained)]
+    apart = any(name.rpartition(".")[2] in (*names_of("embed_tokens"), "lm_head") for name in changed)
     return untied() if apart else model
 
 
@@ -218,23 +219,16 @@ def _adapter_of_experts(
 ) -> Any:
     """Puts the adapters of single experts on their stack; `experts` has their keys, by layer."""
     for layer, keys in experts.items():
-        if config.targets(layer) and not keys:
-            raise file.complain(
-                f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer"
-            )
-        if keys and not config.targets(layer):
-            raise file.complain(
-                next(iter(keys.values())), "is not expected: target_modules does not name this layer"
-            )
-        if keys:
-            _check_plain(config, file, layer, keys)
+        _check_target(file, layer, keys, config.targets(layer))
     adapted = {layer: keys for layer, keys in experts.items() if keys}
+    for layer, keys in adapted.items():
+        _check_plain(config, file, layer, keys)
     if not adapted:
         return leaf
     ranks = {(config.rank(layer), config.alpha(layer)) for layer in adapted}
     if len(ranks) > 1:
         found = next(iter(next(iter(adapted.values())).values()))
-        raise file.complain(found, f"the experts of {stack} must have one rank and one alpha; found {ranks}")
+        raise file.error(found, f"the experts of {stack} must have one rank and one alpha; found {ranks}")
     ((rank, alpha),) = ranks
     each = len(experts) // leaf.shape[0]
     lora = blank(
@@ -250,13 +244,13 @@ def _check_plain(config: AdapterConfig, file: "_File", layer: str, keys: Mapping
     """Raises unless the adapter of a parameter or an expert consists of the two factors alone."""
     other = keys.keys() - {"a", "b"}
     if other:
-        raise file.complain(keys[other.pop()], f"expected lora_A and lora_B alone for {layer}")
+        raise file.error(keys[other.pop()], f"expected lora_A and lora_B alone for {layer}")
     for part in {"a", "b"} - keys.keys():
         (found,) = keys.values()
         missing = found.replace(".lora_B", ".lora_A") if part == "a" else found.replace(".lora_A", ".lora_B")
-        raise file.complain(missing, f"is missing beside {found!r}")
+        raise file.error(missing, f"is missing beside {found!r}")
     if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
-        raise file.complain(keys["a"], "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
+        raise file.error(keys["a"], "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
 
 
 def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, leaf: Any) -> Any:
@@ -266,7 +260,7 @@ def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, lea
         tokens = next(own for name, own in tokens.items() if is_targeted(layer, (name,)))
     rows = file.read(key, (len(tokens), leaf.shape[1]))
     if is_value(leaf) or any(token >= leaf.shape[0] for token in tokens):
-        raise file.complain(key, f"the model's {layer} must be dense and have rows {list(tokens)}")
+        raise file.error(key, f"the model's {layer} must be dense and have rows {list(tokens)}")
     return TrainableRows(leaf, rows, tuple(tokens))
 
 
@@ -276,12 +270,12 @@ class _File:
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
-        self.beside: dict[str, str] = {}  # name in the model -> key
+        self.trained: dict[str, str] = {}  # name in the model -> key
         self.bases: dict[str, str] = {}  # layer -> key: embeddings that are saved along
         self.tokens: dict[str, str] = {}  # layer -> key: rows of embeddings that are trained
         for key in tensors:
             if not key.startswith(PREFIX):
-                raise self.complain(key, f"expected a name that starts with {PREFIX!r}")
+                raise self.error(key, f"expected a name that starts with {PREFIX!r}")
             name = key.removeprefix(PREFIX)
             suffix = next((s for s in SUFFIXES if name.endswith(s)), None)
             if suffix is not None:
@@ -292,23 +286,23 @@ class _File:
                 self.bases[name.removesuffix(".base_layer.weight")] = key
             elif ".original_module." not in name and ".modules_to_save." not in name:
                 # (With bias="all", PEFT writes the biases of such modules again under these names.)
-                self.beside[name.replace(".base_layer.", ".")] = key
+                self.trained[name.replace(".base_layer.", ".")] = key
         for layer, key in self.bases.items():
             if layer not in self.adapters:
-                raise self.complain(key, "is not expected: the layer has no adapter")
+                raise self.error(key, "is not expected: the layer has no adapter")
 
-    def complain(self, key: str, problem: str) -> CheckpointError:
-        return complain(self.tensors.path, key, problem)
+    def error(self, key: str, problem: str) -> CheckpointError:
+        return self.tensors.error(key, problem)
 
     def read(self, key: str, shape: Sequence[int]) -> Any:
         info = self.tensors.info[key]
         if info.shape != tuple(shape):
-            raise self.complain(key, f"expected shape {tuple(shape)}; found {info.shape}")
+            raise self.error(key, f"expected shape {tuple(shape)}; found {info.shape}")
         if (
             not jnp.issubdtype(info.dtype, jnp.floating)
             or jax.dtypes.canonicalize_dtype(info.dtype) != info.dtype
         ):
-            raise self.complain(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
+            raise self.error(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
         return jnp.asarray(self.tensors[key])
 
     def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
@@ -323,7 +317,7 @@ def _check_layers(
     for layer, keys in file.adapters.items():
         if layer not in layers:
             shapes = {layer: leaf for layer, (_, leaf) in layers.items()}
-            raise file.complain(
+            raise file.error(
                 next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, shapes)}"
             )
     if config.target_modules is None and not config.target_parameters:
@@ -343,16 +337,17 @@ def _check_layers(
         parameter = layer if layer in parameters else f"{layer}.weight"
         if layer not in targets and is_targeted(parameter, config.target_parameters):
             targets.append(layer)
-    for layer in targets:
-        if layer not in file.adapters:
-            raise file.complain(
-                f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer"
-            )
-    for layer, keys in file.adapters.items():
-        if layer not in targets:
-            raise file.complain(
-                next(iter(keys.values())), "is not expected: target_modules does not name this layer"
-            )
+    for layer in dict.fromkeys([*targets, *file.adapters]):
+        _check_target(file, layer, file.adapters.get(layer, {}), layer in targets)
+
+
+def _check_target(file: _File, layer: str, keys: Mapping[str, str], is_target: bool) -> None:
+    """Raises if the file has an adapter for a layer that is no target, or none for one that is."""
+    if is_target and not keys:
+        raise file.error(f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer")
+    if keys and not is_target:
+        problem = "is not expected: target_modules does not name this layer"
+        raise file.error(next(iter(keys.values())), problem)
 
 
 def _check_tokens(
@@ -370,13 +365,11 @@ def _check_tokens(
     for layer, key in file.tokens.items():
         if not any(layer in own for own in named.values()):
             problem = "is not expected" if layer in layers else f"the model has no layer {layer!r}"
-            raise file.complain(key, f"{problem}: trainable_token_indices does not name it")
+            raise file.error(key, f"{problem}: trainable_token_indices does not name it")
     for own, found in named.items():
         if not any(layer in file.tokens for layer in found):
             layer = next(iter(found), own)
-            raise file.complain(
-                f"{PREFIX}{layer}{TOKENS}", "is missing: trainable_token_indices names tokens"
-            )
+            raise file.error(f"{PREFIX}{layer}{TOKENS}", "is missing: trainable_token_indices names tokens")
 
 
 def _adapter(
@@ -396,9 +389,9 @@ def _adapter(
     wanted |= {"magnitude": f"{PREFIX}{layer}.lora_magnitude_vector"} if config.use_dora else {}
     for part in wanted.keys() | keys.keys():
         if part not in keys:
-            raise file.complain(wanted[part], "is missing")
+            raise file.error(wanted[part], "is missing")
         if part not in wanted or keys[part] != wanted[part]:
-            raise file.complain(keys[part], "is not expected with this configuration")
+            raise file.error(keys[part], "is not expected with this configuration")
 
     name, leaf = weight
     layout = layouts[name]
@@ -407,11 +400,11 @@ def _adapter(
     elif layout is not None and layout.kind == "embedding":  # its name only looks like an embedding's
         layout = MATRIX
     if layout is None or not layout.is_known or layout.kind == "other conv":
-        raise file.complain(keys["a"], f"the model's {layer} is {why_not(layout)}")
+        raise file.error(keys["a"], f"the model's {layer} is {why_unsupported(layout)}")
     base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
     rank = config.rank(layer)
     if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):  # before allocating that much
-        raise file.complain(
+        raise file.error(
             keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
         )
     lora = blank(
@@ -419,14 +412,14 @@ def _adapter(
         rslora=config.use_rslora, dropout=config.lora_dropout,
     )  # fmt: skip
     if layout.batch_shape(tuple(leaf.shape)):
-        raise file.complain(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
+        raise file.error(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
     if config.init_lora_weights in CHANGES_BASE and not embedding:  # PEFT, too, leaves embeddings alone
         if layout.kind == "conv" or (config.init_lora_weights == "olora" and config.fan_in_fan_out):
-            raise file.complain(keys["a"], f"PEFT has no {config.init_lora_weights} for {layer}")
+            raise file.error(keys["a"], f"PEFT has no {config.init_lora_weights} for {layer}")
         try:
             lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
         except ValueError as error:
-            raise file.complain(keys["a"], str(error)) from None
+            raise file.error(keys["a"], str(error)) from None
     shapes = part_shapes(lora, layout.kind)
     held = {"a": lora.a.shape, "b": lora.b.shape, "magnitude": lora.b.shape[:-1]}
     parts = [part for part in held if part != "magnitude" or config.use_dora]
@@ -440,7 +433,9 @@ def _adapter(
     )
 
 
-def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]) -> dict[str, str]:
+def _trained_in_full(
+    config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]
+) -> dict[str, str]:
     """The arrays that the file trains in full, by their names in the file."""
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -452,15 +447,15 @@ def _beside(config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, 
             new for new in (f"{layer}.bias" for layer in file.adapters) if new in held and new not in wanted
         ]
     for new in wanted:
-        if new not in file.beside:
-            raise file.complain(
+        if new not in file.trained:
+            raise file.error(
                 PREFIX + new, "is missing: modules_to_save or bias of the configuration names it"
             )
-    for new, key in file.beside.items():
+    for new, key in file.trained.items():
         if new not in wanted:
             hint = near(new, held) if new not in arrays else "modules_to_save and bias do not name it."
-            raise file.complain(key, f"is not expected. {hint}")
-    return {new: file.beside[new] for new in wanted}
+            raise file.error(key, f"is not expected. {hint}")
+    return {new: file.trained[new] for new in wanted}
 
 
 def _base(leaf: Any) -> Any:

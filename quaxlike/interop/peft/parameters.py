@@ -84,7 +84,7 @@ def renamed_parameters(
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
 
 
-def of_experts_apart(
+def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
     """The stacks whose experts have separate adapters in the file, with the layers of their matrices.

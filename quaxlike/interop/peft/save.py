@@ -14,13 +14,14 @@ from jaxtyping import PyTree
 from ..._checked import a_or_an, checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
+from ...families import names_of
 from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
-from .axes import part_shapes, stored_as, why_not
+from .axes import part_shapes, stored_as, why_unsupported
 from .config import PREFIX, files_of
-from .initial import initialisation, on_base
-from .load import TOKENS, Rename, names_in_file, of_body
+from .initial import initialisation, relative_to_base
+from .load import TOKENS, Rename, names_in_file, without_head
 from .parameters import is_parameter, is_router, packed, wrapped_names
 
 
@@ -79,10 +80,10 @@ def save_adapter(
     [`quaxlike.train_scales`][]).
     """
     if base is not None:
-        model = on_base(_unstacked(model), _unstacked(base))
+        model = relative_to_base(_unstacked(model), _unstacked(base))
     model = _unstacked(model)
     if rename is None and task_type == "FEATURE_EXTRACTION":
-        rename = of_body
+        rename = without_head
     arrays = names_in_file(model, rename)
     layouts = layouts_of(model, layout)
     adapters = {
@@ -120,7 +121,7 @@ def save_adapter(
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
     tokens = {layer_of(new): leaf for new, leaf in names.items() if isinstance(leaf, TrainableRows)}
     tensors |= {f"{layer}{TOKENS}": leaf.rows for layer, leaf in tokens.items()}
-    tied = _of_tied_head(model, tensors, trained)
+    tied = _tied_head_entries(model, tensors, trained)
     tensors |= tied
     config = {
         "base_model_name_or_path": base_model,
@@ -131,11 +132,11 @@ def save_adapter(
             {new: layouts[name] for new, name, _ in arrays},
             {*parameters, *map(layer_of, routers)},
         ),
-        **_beside(names, adapters, trained),
+        **_trained_config(names, adapters, trained),
         "init_lora_weights": initialisation(
             {layer: adapter.lora for layer, adapter in adapters.items()},
             {
-                layer: _takes_part(adapter) and layer not in parameters and not lora_bias
+                layer: _changes_base(adapter) and layer not in parameters and not lora_bias
                 for layer, adapter in adapters.items()
             },
         ),
@@ -175,12 +176,13 @@ class _Adapter(NamedTuple):
 
 
 def _layout(name: str, lora: LoraArray, layout: Layout | None) -> Layout:
-    """The layout of the layer; if neither it nor its name tells, the one that the adapter was made for."""
+    """The layout of a layer. If neither the layer nor its name says it, it is the one that the adapter was
+    made for."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
     if len(lora.in_axes) > 1:  # the axes of heads, or the window of a convolution
         raise ValueError(
-            f"PEFT's files have no place for {name}, of shape {lora.shape}: it is {why_not(layout)}."
+            f"PEFT's files have no place for {name}, of shape {lora.shape}: it is {why_unsupported(layout)}."
         )
     return Layout(lora.out_axes, lora.in_axes, "matrix")
 
@@ -194,7 +196,7 @@ def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
         )
     a, b = lora.a, lora.b
     if layout.kind == "other conv":
-        raise ValueError(f"{layer} is {why_not(layout)}.")
+        raise ValueError(f"{layer} is {why_unsupported(layout)}.")
     if (lora.in_axes, lora.out_axes) == (layout.out_axes, layout.in_axes):
         # The layer shares its adapter with the embedding that it is tied to.
         if lora.magnitude is not None:
@@ -216,15 +218,18 @@ def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
     return tensors
 
 
-def _of_tied_head(model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
-    """PEFT's entries for an output layer that is tied to the embedding: the embedding's change, repeated."""
+def _tied_head_entries(
+    model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]
+) -> dict[str, Any]:
+    """PEFT's entries for an output layer that is tied to the embedding. They repeat the change of the
+    embedding."""
     if getattr(model, "untied", None) is None or any(name.startswith("lm_head") for name in tensors):
         return {}
     if getattr(model, "lm_head", None) is not None:
         return {}
     out: dict[str, Any] = {}
     for new, array in trained.items():
-        if new.endswith(("embed_tokens.weight", "wte.weight")):
+        if new.endswith(tuple(f"{x}.weight" for x in names_of("embed_tokens"))):
             out["lm_head.weight"] = array
     for key, array in tensors.items():
         if key.endswith("lora_embedding_A"):
@@ -259,8 +264,8 @@ def _is_fan_in_fan_out(adapter: _Adapter) -> bool:
     return is_weight and lora.out_axes == layout.out_axes == (-1,)
 
 
-def _takes_part(adapter: _Adapter) -> bool:
-    """Whether PEFT, with PiSSA or OLoRA, takes a part out of this layer's weight, as they do here."""
+def _changes_base(adapter: _Adapter) -> bool:
+    """Whether PEFT takes the same part out of this layer's weight for PiSSA or OLoRA as was taken here."""
     taken, layout = adapter.lora.taken, adapter.layout
     of_stored = taken is not None and taken[0] == "olora"  # the factors of the weight as it is stored
     return layout.kind in ("linear", "matrix") and not (of_stored and _is_fan_in_fan_out(adapter))
@@ -327,9 +332,7 @@ def _layers(
         "use_dora": shared("use_dora", {layer: lora.magnitude is not None for layer, lora in loras.items()}),
         "fan_in_fan_out": any(map(_is_fan_in_fan_out, adapters.values())),
         "target_modules": _targets(
-            names,
-            {layer: x for layer, x in adapters.items() if layer not in parameters},
-            layouts,
+            names, {layer: x for layer, x in adapters.items() if layer not in parameters}, layouts
         ),
     }
 
@@ -362,7 +365,7 @@ def _trained_tokens(tokens: Mapping[str, TrainableRows]) -> dict[str, Any]:
     return {"trainable_token_indices": found}
 
 
-def _beside(
+def _trained_config(
     names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The part of the configuration about arrays that are trained in full."""

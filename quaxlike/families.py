@@ -1,0 +1,288 @@
+"""The table of architectures of decoders: one entry says all that differs from Llama.
+
+Models are built by it, GGUF files named and described, layers split over devices, and activations folded into
+weights. It knows nothing of the rest of the package.
+
+Source of what is said of GGUF: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>,
+`gguf-py/gguf/constants.py` and `conversion`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+__all__ = ["FAMILIES", "TEXT_TOWERS", "Family", "Gguf", "names_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gguf:
+    """An architecture in the files of llama.cpp, as far as they differ from those of transformers."""
+
+    name: str
+    """Its `general.architecture`. Of families that share one, a file is read as the one whose `marker` it
+    has, or else as the first."""
+    model_type: str
+    """Its `model_type` in transformers."""
+    marker: str = ""
+    """A metadata key that only this family has, of those that share `name`."""
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """transformers' names within a block, by llama.cpp's, where the other fields do not say them."""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Entries of `config.json`, by metadata keys, besides the usual ones."""
+    rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Entries of `rope_parameters`, by metadata keys, besides the usual ones."""
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of `config.json` that no metadata key determines, or whose defaults differ in llama.cpp."""
+    permuted: bool = False
+    """Whether the rows of q and k are in the order of llama.cpp's rotary embedding."""
+    output: Literal["", "own", "tied"] = ""
+    """Whether files must have an output layer of their own, or must not; either by default."""
+    large: int = 0
+    """The number of layers of the Gemma whose scores are scaled by another head size."""
+    yarn: bool = False
+    """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
+
+
+_EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # the entries of the table are compared by identity
+class Family:
+    """The options of a decoder that its architecture determines; the defaults are Llama's."""
+
+    activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
+    fused: bool = False
+    """Whether queries, keys and values are fused into one matrix, and the two halves of a gated layer too."""
+    gated: bool = True
+    qkv_bias: bool | None = None
+    """Whether these projections have biases; None to follow `attention_bias`."""
+    output_bias: bool | None = None
+    qk_norm: Literal["", "heads", "whole"] = ""
+    """Whether queries and keys are normalised, head by head or all heads together."""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """The norms before and after attention, and before and after the feed-forward layer."""
+    layer_norm: bool = False
+    """Whether norms are LayerNorms with biases."""
+    norm_offset: float | int = 0.0
+    """The number that is added to the weights of norms."""
+    scaled_embedding: bool = False
+    learned_positions: bool = False
+    conv1d: bool = False
+    """Whether weights are stored as (in, out)."""
+    sinks: bool = False
+    tied: bool = False
+    """Whether the output layer is tied to the embedding if `tie_word_embeddings` is absent."""
+
+    windows: int | Literal["upper"] | None = None
+    """Which layers see only a window: all but every n-th (0: all of them), those from `max_window_layers` on
+    ("upper"), or none. `layer_types` overrides it."""
+    window_switch: bool = False
+    """Whether windows are off unless `use_sliding_window` is set."""
+    plain_windows: bool = False
+    """Whether rotations in layers with a window are never scaled for longer texts."""
+    unrotated: int = 0
+    """If not 0: every n-th layer does not rotate queries and keys, and only such layers may have windows.
+    `no_rope_layers` overrides it."""
+
+    experts: Literal["", "out_in", "in_out"] = ""
+    """Whether there are experts, and how their matrices are stored."""
+    router: str = "gate"
+    expert_files: tuple[str, ...] = _EXPERT_FILES
+    """The names of an expert's matrices in files that store experts one by one."""
+    expert_bias: bool = False
+    interleaved: bool = False
+    """Whether gates and values of experts alternate, and are clamped."""
+
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The family's names for entries of `config.json`, by their usual names."""
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The family's names for parts of the model, by their usual names."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Parts whose names in files differ from those in the model."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The values of `config.json` entries that are absent."""
+    required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values that entries must have."""
+    gguf: Gguf | None = None
+    """The architecture in files of llama.cpp, if it has it."""
+
+    def name(self, role: str) -> str:
+        """The family's name for a part of the model, such as `self_attn.q_proj`."""
+        return ".".join(self.parts.get(part, part) for part in role.split("."))
+
+    def folds(self) -> dict[str, list[str]]:
+        """For `quaxlike.balance`: the layers whose outputs go to other layers alone, as regular expressions,
+        and these other layers. Norms are among them if they multiply by their weight."""
+        first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
+        wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
+        wide = ["gate_up_proj"] if self.gated and self.fused else wide
+        before, _, before_mlp, _ = self.norms
+        folds: dict[str, list[str]] = {}
+        if not self.norm_offset:
+            folds[before] = [f"self_attn.{x}" for x in first]
+            folds["" if self.experts else before_mlp] = [f"mlp.{x}" for x in wide]
+        if self.gated and not self.fused:
+            folds["mlp.up_proj"] = ["mlp.down_proj"]
+        return {
+            rf"(.*)\.{re.escape(self.name(layer))}": [rf"\1.{self.name(x)}" for x in into]
+            for layer, into in folds.items()
+            if layer
+        }
+
+
+_WINDOW = "attention.sliding_window"
+_GEMMA_KEYS = {
+    _WINDOW: "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_EXPERT_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_UNBIASED = {"attention_bias": False, "mlp_bias": False}
+
+_GEMMA = Family(
+    activation="gelu_pytorch_tanh", norm_offset=1.0, scaled_embedding=True, windows=2, tied=True,
+    norms=(
+        "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+    defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    required={"use_bidirectional_attention": (None, False)},
+)  # fmt: skip
+_QWEN = Family(
+    qkv_bias=True, output_bias=False, windows="upper", window_switch=True, gguf=Gguf("qwen2", "qwen2")
+)
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        required={"pretraining_tp": 1, "sliding_window": None}, gguf=Gguf("llama", "llama", permuted=True)
+    ),
+    "MistralForCausalLM": Family(
+        windows=0, defaults={"sliding_window": 4096}, gguf=Gguf("llama", "mistral", permuted=True)
+    ),
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": dataclasses.replace(
+        _QWEN, qkv_bias=None, output_bias=None, qk_norm="heads", defaults={"head_dim": 128},
+        gguf=Gguf("qwen3", "qwen3"),
+    ),
+    "Gemma2ForCausalLM": dataclasses.replace(
+        _GEMMA, defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        gguf=Gguf("gemma2", "gemma2", keys=_GEMMA_KEYS, output="tied", large=46),
+    ),
+    "Gemma3ForCausalLM": dataclasses.replace(
+        _GEMMA, qk_norm="heads", windows=6,
+        defaults={
+            **_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262208,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+        },
+        required={**_GEMMA.required, "attn_logit_softcapping": None},
+        gguf=Gguf("gemma3", "gemma3_text", keys=_GEMMA_KEYS, large=62),
+    ),
+    "Phi3ForCausalLM": Family(
+        fused=True, windows=0, qkv_bias=False, output_bias=False,
+        gguf=Gguf("phi3", "phi3", keys={
+            "rope.scaling.original_context_length": "original_max_position_embeddings"
+        }),
+    ),
+    "MixtralForCausalLM": Family(
+        windows=0, experts="out_in", expert_files=("w1", "w3", "w2"), files={"mlp": "block_sparse_moe"},
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        gguf=Gguf("llama", "mixtral", marker="expert_count", keys=_EXPERT_KEYS, permuted=True),
+    ),
+    "Qwen2MoeForCausalLM": dataclasses.replace(
+        _QWEN, experts="out_in", gguf=Gguf("qwen2moe", "qwen2_moe", keys=_EXPERT_KEYS, output="own")
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="heads", windows=0, window_switch=True, experts="out_in",
+        gguf=Gguf("qwen3moe", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}),
+    ),
+    "GptOssForCausalLM": Family(
+        windows=2, sinks=True, experts="in_out", router="router", expert_bias=True, interleaved=True,
+        defaults={"attention_bias": True, "norm_topk_prob": True, "head_dim": 64, "sliding_window": 128},
+        required={"swiglu_alpha": 1.702},
+        gguf=Gguf(
+            "gpt-oss", "gpt_oss", parts={"post_attention_norm": "post_attention_layernorm"},
+            keys={
+                _WINDOW: "sliding_window", "expert_count": "num_local_experts",
+                "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
+            },
+            config={"attention_bias": True}, output="own",
+        ),
+    ),
+    "Olmo2ForCausalLM": Family(
+        qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        gguf=Gguf("olmo2", "olmo2", config=_UNBIASED, output="own"),
+    ),
+    "Olmo3ForCausalLM": Family(
+        qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        windows=4, plain_windows=True,
+        defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
+        gguf=Gguf(
+            "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"},
+            config=_UNBIASED, output="own",
+        ),
+    ),
+    "GraniteForCausalLM": Family(
+        defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0},
+        gguf=Gguf(
+            "granite", "granite", permuted=True, config={"attention_multiplier": 0},
+            keys={
+                "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+                "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+            },
+        ),
+    ),
+    "SmolLM3ForCausalLM": Family(
+        window_switch=True, unrotated=4, tied=True, defaults={"rope_theta": 2000000.0},
+        gguf=Gguf("smollm3", "smollm3", config=_UNBIASED, permuted=True),
+    ),
+    "Ministral3ForCausalLM": Family(
+        windows=0, defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        }},
+        gguf=Gguf(
+            "mistral3", "ministral3", permuted=True, yarn=True,
+            rope_keys={"attention.temperature_scale": "llama_4_scaling_beta"},
+        ),
+    ),
+    "GPT2LMHeadModel": Family(
+        activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
+        norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
+        renamed={
+            "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+            "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
+            "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function",
+        },
+        parts={
+            "model": "transformer", "embed_tokens": "wte", "layers": "h", "norm": "ln_f", "self_attn": "attn",
+            "qkv_proj": "c_attn", "o_proj": "c_proj", "up_proj": "c_fc", "down_proj": "c_proj",
+        },
+        defaults={"rms_norm_eps": 1e-5, "mlp_bias": True},
+        required={
+            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False
+        },
+    ),
+}  # fmt: skip
+
+
+#: Architectures of which a decoder is a part, and the architecture of that by its `model_type`.
+TEXT_TOWERS: dict[str, dict[str, str]] = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
+    },
+}  # fmt: skip
+
+
+def names_of(role: str) -> list[str]:
+    """The names that architectures give to a part of a decoder, Llama's first."""
+    names = [family.parts.get(role, role) for family in FAMILIES.values()]
+    if role in _EXPERT_FILES:
+        names += [family.expert_files[_EXPERT_FILES.index(role)] for family in FAMILIES.values()]
+    return list(dict.fromkeys([role, *names]))

@@ -1,0 +1,57 @@
+"""Errors about files."""
+
+import os
+import re
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def quoted(value: Any) -> str:
+    """The `repr` of a value from a file, shortened."""
+    return _SHORT.repr(value)
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of these names, and the number of the others."""
+    first, others = (names := list(names))[:5], len(names) - 5
+    return ", ".join(map(shortened, first)) + (f" and {others:,} more" if others > 0 else "")
+
+
+class ErrorAboutFiles(ValueError):
+    """An error whose message may quote a file. Its length is bounded, whatever the file holds."""
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > 4_000:
+            message = f"{message[:2_000]} … {message[-1_000:]}"
+        super().__init__(message)
+
+
+class CheckpointError(ErrorAboutFiles):
+    """A checkpoint is damaged, incomplete, or of a kind that cannot be read or written."""
+
+
+def hub_hint(path: Any) -> str:
+    """If a missing path may be a name on the Hugging Face hub, a sentence that says how to get it; else an
+    empty text."""
+    name = os.fspath(path)
+    files = (".safetensors", ".gguf", ".json")
+    if os.path.exists(name) or name.endswith(files) or not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
+        return ""
+    return (
+        " Paths are of files on this machine, and nothing is downloaded. If this is a name on the Hugging "
+        f"Face hub, `hf download {name} --local-dir {name.rpartition('/')[2]}` gets it: pass that folder."
+    )
+
+
+def file_error(path: Any, key: str | None, problem: str) -> CheckpointError:
+    """Returns an error that names the file and the entry in it."""
+    return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {quoted(key)}: {problem}")

@@ -1,0 +1,89 @@
+"""JSON from untrusted files, whose size and contents are bounded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import file_error
+from .open_file import OpenFile, check_regular
+
+_MAX_BYTES = 64 << 20  # far more than any configuration or index
+_MAX_LEVELS = 64  # of lists and objects within each other
+
+
+def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
+    """A JSON object from untrusted bytes.
+
+    **Arguments:**
+
+    - `path`: the file, for messages.
+    - `text`: the bytes.
+    - `what`: the name of the text in messages, such as "the index".
+
+    **Raises:** `CheckpointError` if it is not a JSON object, has a name twice, or would take much more memory
+    than the text.
+    """
+    out = _parsed(path, text, what)
+    if not isinstance(out, dict):
+        raise file_error(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
+    return out
+
+
+def read_json_file(path: Path, what: str) -> dict[str, Any]:
+    """Reads a file, like `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
+    check_regular(path)
+    return read_json(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
+
+
+def read_json_list(path: Path, what: str) -> list[Any]:
+    """Reads a file like `read_json_file`, but for a JSON list."""
+    check_regular(path)
+    out = _parsed(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
+    if not isinstance(out, list):
+        raise file_error(path, None, f"{what} must be a JSON list, found {type(out).__name__}")
+    return out
+
+
+def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
+    """Reads an open file, like `read_json`."""
+    text = _bounded(file.path, file.size, lambda: file.read(0, file.size, None), what)
+    return read_json(file.path, text, what)
+
+
+def _bounded(path: Path, size: int, read: Callable[[], bytes], what: str) -> bytes:
+    if size > _MAX_BYTES:
+        raise file_error(path, None, f"{what} has {size:,} bytes; at most {_MAX_BYTES:,} can be read")
+    return read()
+
+
+def _parsed(path: Path, text: bytes | str, what: str) -> Any:
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        text.encode()  # text from inside a file may have lone surrogates
+        # An empty list takes three characters of text, and 64 bytes of memory.
+        containers = text.count("[") + text.count("{")
+        if containers > 10_000 + len(text) // 8:
+            raise ValueError(f"{containers:,} lists and objects are too many for {len(text):,} characters")
+        out = json.loads(text, object_pairs_hook=_without_duplicates)
+        _check_levels(out)
+    except (ValueError, RecursionError) as error:
+        raise file_error(path, None, f"{what} is not JSON: {error}") from None
+    return out
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a name appears twice")
+    return out
+
+
+def _check_levels(value: Any) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_MAX_LEVELS):
+        parts = (x.values() if isinstance(x, dict) else x for x in level)
+        level = [x for part in parts for x in part if isinstance(x, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"lists and objects are within each other to more than {_MAX_LEVELS} levels")

@@ -1,0 +1,157 @@
+"""The blocks of GGUF: bytes to codes, scales and minima, and back for the types that can be written.
+
+Source: the layouts of ggml, <https://github.com/ggml-org/ggml>, `ggml-quants.c`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
+from ...kernels import bits as bitstream
+
+# Codes, scales, outer scale, zeros and outer zero of some blocks, each (blocks, n).
+Parts = tuple[Any, Any, Any, Any, Any]
+
+
+class BlockType(NamedTuple):
+    """A quantised type: the elements and bytes of a block, its codec, and the reader of its bytes."""
+
+    elements: int
+    nbytes: int
+    codec: Codec
+    read: Callable[[np.ndarray], Parts]
+
+
+def _half(raw: np.ndarray, at: int) -> np.ndarray:
+    return np.ascontiguousarray(raw[:, at : at + 2]).view("<f2")
+
+
+def _nibbles(qs: np.ndarray) -> np.ndarray:
+    """Low nibbles first, then high ones."""
+    return np.concatenate([qs & 15, qs >> 4], axis=-1)
+
+
+def _fifth_bits(raw: np.ndarray, at: int) -> np.ndarray:
+    return np.unpackbits(np.ascontiguousarray(raw[:, at : at + 4]), axis=-1, bitorder="little") << np.uint8(4)
+
+
+def _q4_0(raw: np.ndarray) -> Parts:
+    return _nibbles(raw[:, 2:]), _half(raw, 0), None, None, None
+
+
+def _q4_1(raw: np.ndarray) -> Parts:
+    return _nibbles(raw[:, 4:]), _half(raw, 0), None, _half(raw, 2), None
+
+
+def _q5_0(raw: np.ndarray) -> Parts:
+    return _nibbles(raw[:, 6:]) | _fifth_bits(raw, 2), _half(raw, 0), None, None, None
+
+
+def _q5_1(raw: np.ndarray) -> Parts:
+    return _nibbles(raw[:, 8:]) | _fifth_bits(raw, 4), _half(raw, 0), None, _half(raw, 2), None
+
+
+def _q8_0(raw: np.ndarray) -> Parts:
+    return raw[:, 2:] ^ np.uint8(128), _half(raw, 0), None, None, None
+
+
+def _planes_of_2(qs: np.ndarray) -> np.ndarray:
+    """Two halves of 32 bytes, each with four planes of 2 bits: (blocks, 256)."""
+    halves = qs.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    return (halves & 3).reshape(-1, 256)
+
+
+def _q2_k(raw: np.ndarray) -> Parts:
+    return _planes_of_2(raw[:, 16:80]), raw[:, :16], _half(raw, 80), None, _half(raw, 82)
+
+
+def _q3_k(raw: np.ndarray) -> Parts:
+    mask = raw[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # plane j, byte l: bit j of byte l
+    codes = _planes_of_2(raw[:, 32:96]) | mask.reshape(-1, 256) << np.uint8(2)
+    packed = raw[:, 96:108]
+    low = _nibbles(packed[:, :8])
+    high = packed[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    scale = (low | high.reshape(-1, 16) << np.uint8(4)).astype(np.int8) - np.int8(32)
+    return codes, scale, _half(raw, 108), None, None
+
+
+def _scales_of_6(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight minima of 6 bits in 12 bytes."""
+    low, high, last = s[:, :4], s[:, 4:8], s[:, 8:]
+    scale = np.concatenate([low & 63, last & 15 | low >> 6 << 4], axis=1)
+    minimum = np.concatenate([high & 63, last >> 4 | high >> 6 << 4], axis=1)
+    return scale, minimum
+
+
+def _q4_k(raw: np.ndarray) -> Parts:
+    codes = _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
+    scale, minimum = _scales_of_6(raw[:, 4:16])
+    return codes, scale, _half(raw, 0), minimum, _half(raw, 2)
+
+
+def _q5_k(raw: np.ndarray) -> Parts:
+    fifth = raw[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 256) | fifth.reshape(-1, 256) << np.uint8(4)
+    scale, minimum = _scales_of_6(raw[:, 4:16])
+    return codes, scale, _half(raw, 0), minimum, _half(raw, 2)
+
+
+def _q6_k(raw: np.ndarray) -> Parts:
+    low = _nibbles(raw[:, :128].reshape(-1, 2, 64)).reshape(-1, 256)
+    codes = low | _planes_of_2(raw[:, 128:192]) << np.uint8(4)
+    return codes, raw[:, 192:208].view(np.int8), _half(raw, 208), None, None
+
+
+def _iq4_xs(raw: np.ndarray) -> Parts:
+    low = np.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    high = np.ascontiguousarray(raw[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scale = (low | high.astype(np.uint8) << np.uint8(4)).astype(np.int8) - np.int8(32)
+    return _nibbles(raw[:, 8:].reshape(-1, 8, 16)).reshape(-1, 256), scale, _half(raw, 0), None, None
+
+
+def _mxfp4(raw: np.ndarray) -> Parts:
+    return _nibbles(raw[:, 1:]), raw[:, :1], None, None, None
+
+
+#: Names and types, by their numbers in a file.
+BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
+    2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], _q4_0)),
+    3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], _q4_1)),
+    6: ("Q5_0", BlockType(32, 22, CODECS["q5_0"], _q5_0)),
+    7: ("Q5_1", BlockType(32, 24, CODECS["q5_1"], _q5_1)),
+    8: ("Q8_0", BlockType(32, 34, CODECS["q8_0"], _q8_0)),
+    10: ("Q2_K", BlockType(256, 84, CODECS["q2_k"], _q2_k)),
+    11: ("Q3_K", BlockType(256, 110, CODECS["q3_k"], _q3_k)),
+    12: ("Q4_K", BlockType(256, 144, CODECS["q4_k"], _q4_k)),
+    13: ("Q5_K", BlockType(256, 176, CODECS["q5_k"], _q5_k)),
+    14: ("Q6_K", BlockType(256, 210, CODECS["q6_k"], _q6_k)),
+    20: ("IQ4_NL", BlockType(32, 18, CODECS["iq4_nl"], _q4_0)),
+    23: ("IQ4_XS", BlockType(256, 136, CODECS["iq4_xs"], _iq4_xs)),
+    39: ("MXFP4", BlockType(32, 17, CODECS["mxfp4_gguf"], _mxfp4)),
+}
+
+
+def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows: Any = None) -> BlockArray:
+    """The array of this shape from the bytes (uint8) of its blocks; `rows` reorders its second-to-last
+    axis."""
+    lead = shape[:-1]
+    per_row = shape[-1] // kind.elements
+    data = data.reshape(*lead, per_row * kind.nbytes)
+    if rows is not None:
+        data = data[..., rows, :]
+    parts = kind.read(np.ascontiguousarray(data).reshape(-1, kind.nbytes))
+    shaped: list[Any] = [None if part is None else part.reshape(*lead, -1) for part in parts]
+    scales = BlockScales(*shaped[1:])
+    return BlockArray.from_codes(shaped[0], scales, codec=kind.codec, block_size=kind.codec.block)
+
+
+def write_blocks(w: BlockArray, name: str) -> np.ndarray:
+    """The bytes of an array, in the type `Q4_0`, `Q8_0` or `MXFP4`, row by row: (..., bytes)."""
+    codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
+    blocks = codes.reshape(-1, 32)
+    packed = blocks ^ np.uint8(128) if name == "Q8_0" else blocks[:, :16] | blocks[:, 16:] << np.uint8(4)
+    scale = np.asarray(w.scale.scale)
+    raw = scale.astype(scale.dtype.newbyteorder("<")).reshape(-1, 1).view(np.uint8)
+    return np.concatenate([raw, packed], axis=1).reshape(*codes.shape[:-1], -1)
