@@ -17,7 +17,7 @@ from . import precedence
 from .dot_axes import dot_axes
 from .lora.array import LoraArray, frozen
 from .lora.dot import drops, tell_of_dropout
-from .quantized.codebook import AbstractCodebookArray
+from .quantized.array import AbstractCodebookArray
 from .quantized.dot import placed, product_dtype
 from .quantized.scales import NestedScales
 

@@ -15,8 +15,8 @@ from jaxtyping import Array
 
 from ...core.rules import register, register_on_either_side
 from ..factors import is_infinite, reciprocal
+from .array import BlockArray
 from .base import AbstractQuantizedArray
-from .block import BlockArray
 from .dot import contract
 from .scales import BlockScales
 from .shape import with_free_axes
@@ -66,7 +66,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
             return NotImplemented
         factor = factor.transpose([free.permutation.index(i) for i in range(w.ndim)])
         w, factor = free, factor.reshape(*factor.shape[: free.num_lead], 1)
-    return (w.opened() if isinstance(factor, jax.core.Tracer) else w).times(factor)
+    return (w.with_gradients() if isinstance(factor, jax.core.Tracer) else w).times(factor)
 
 
 @register("square")
