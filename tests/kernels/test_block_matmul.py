@@ -42,16 +42,8 @@ def _choice(codec, transpose, platform, **options):
     fn, x, w = _product(codec, transpose, make=jax.eval_shape, **options)
     (eqn,) = [eqn for eqn in equations(jax.make_jaxpr(fn)(x, w)) if eqn.primitive is block_matmul_p]
     with tpu_at_hand() if platform == "tpu" else contextlib.nullcontext():
-        return kernels.chosen_backend(*_operands(eqn), platform=platform, **_params(eqn))
-
-
-def _operands(eqn):
-    tree = eqn.params["in_tree"]
-    return eqn.primitive, *jax.tree.unflatten(tree, [v.aval for v in eqn.invars])
-
-
-def _params(eqn):
-    return {name: value for name, value in eqn.params.items() if name != "in_tree"}
+        operands = (v.aval for v in eqn.invars)
+        return kernels.chosen_backend(eqn.primitive, *operands, platform=platform, **eqn.params)
 
 
 @pytest.mark.quick(16)

@@ -8,7 +8,8 @@ import pytest
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, chunks, nf4_matmul, nf4_matmul_p
-from quaxlike.kernels.nf4_matmul import tpu as nf4_tpu
+from quaxlike.kernels.block_matmul import NIBBLES
+from quaxlike.kernels.block_matmul import tpu as nf4_tpu
 from quaxlike.kernels.product import Product
 from tests.primitives.jaxprs import names
 from tests.samples import normal
@@ -279,7 +280,7 @@ def test_what_the_tpu_kernel_takes(change, reason):
     m, dtype, platform = (given.pop(name) for name in ("m", "dtype", "platform"))
     product = Product(**({"block_size": 64} | given))
     x = jax.ShapeDtypeStruct((m, product.contracted), dtype)
-    params = {"platform": platform, "backend": "tpu", "product": product}
+    params = {"platform": platform, "backend": "tpu", "decode": NIBBLES, "product": product}
     with tpu_at_hand():
         choice = kernels.chosen_backend(nf4_matmul_p, x, None, None, None, **params)
     assert choice.backend == "reference"

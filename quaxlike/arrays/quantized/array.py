@@ -1,6 +1,7 @@
 """Quantised arrays: NF4, FP4, int4 and int8, and any block format."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -10,11 +11,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
-from ...kernels import blockwise, int8_matmul
-from ...kernels.block_matmul import block_matmul
-from ...kernels.nf4_matmul import nf4_matmul
+from ...kernels import blockwise
+from ...kernels.block_matmul import CODECS, NIBBLES, Codec, Decode, Rows
 from .base import AbstractQuantizedArray, shortest
-from .codecs import CODECS, Codec, Rows
 from .encode import encode
 from .scales import BlockScales, NestedScales
 
@@ -90,29 +89,13 @@ class AbstractCodebookArray(AbstractQuantizedArray):
             return None
         return jax.tree.map(lambda leaf: leaf.reshape(-1), self)
 
-    def matmul(
-        self,
-        x: Float[Array, "*batch contracted"],
-        parts: Any,
-        *,
-        shape: tuple[int, int],
-        transpose: bool,
-        out_dtype: np.dtype,
-    ) -> Float[Array, "*batch free"]:
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode]:
         codes, scale, _ = parts
         # Keeps rows of codes if no block crosses them, so that they can be sharded.
         by_rows = codes.ndim > 1 and shape[1] % self.block == 0
         flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
-        return nf4_matmul(
-            x,
-            flat(codes, 2),
-            scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, self.block),
-            self.codebook,
-            shape=shape,
-            block_size=self.block,
-            transpose=transpose,
-            out_dtype=out_dtype,
-        )
+        scale = scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, self.block)
+        return (flat(codes, 2), scale, jnp.asarray(self.codebook)), NIBBLES
 
 
 class NF4Array(AbstractCodebookArray):
@@ -149,24 +132,8 @@ class Int8Array(AbstractQuantizedArray):
     ) -> tuple[Array, Any]:
         return blockwise.quantize_int(x, 127, block)
 
-    def matmul(
-        self,
-        x: Float[Array, "*batch contracted"],
-        parts: Any,
-        *,
-        shape: tuple[int, int],
-        transpose: bool,
-        out_dtype: np.dtype,
-    ) -> Float[Array, "*batch free"]:
-        codes, scale, _ = parts
-        return int8_matmul(
-            x,
-            codes.reshape(shape),
-            scale.reshape(shape[0], -(-shape[1] // max(self.block, 1))),
-            block_size=max(self.block, 1),
-            transpose=transpose,
-            out_dtype=out_dtype,
-        )
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
+        return _rows(self, parts[0], BlockScales(parts[1]), shape)
 
 
 class BlockArray(AbstractQuantizedArray):
@@ -241,31 +208,19 @@ class BlockArray(AbstractQuantizedArray):
         codes, parts = encode(x, codec, size, like=None if like is None else like.parts())
         return codec.pack(codes), BlockScales(*parts)
 
-    def matmul(
-        self,
-        x: Float[Array, "*batch contracted"],
-        parts: Any,
-        *,
-        shape: tuple[int, int],
-        transpose: bool,
-        out_dtype: np.dtype,
-    ) -> Float[Array, "*batch free"]:
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
         codes, scale, order = parts
-        rows, count = math.prod(codes.shape[:-1]) * self.matrix[0], self.matrix[1]
-        if shape[0] == 0 or rows % shape[0] or (order is not None and rows != shape[0]):
-            # Rows of the matrix are parts of rows of codes, which does not occur with the weights of models.
-            whole = eqx.tree_at(
-                lambda w: (w.codes, w.scale, w.order), self, parts, is_leaf=lambda x: x is None
-            )
-            dense = whole.stored().reshape(shape).astype(x.dtype)
-            y = jnp.matmul(x, dense if transpose else dense.T, preferred_element_type=jnp.float32)
-            return y.astype(out_dtype)
-        leaves = jax.tree.leaves((codes, *scale.parts()))
-        present = tuple(part is not None for part in (codes, *scale.parts()))
-        flat = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves]
-        count = count * rows // shape[0]
-        if order is not None and not transpose:
-            x = jnp.take(x, order, axis=-1)
-        decode = Rows(self.codec, count, self.block, present)
-        y = block_matmul(x, flat, decode, shape=shape, transpose=transpose, out_dtype=out_dtype)
-        return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
+        if order is not None and math.prod(codes.shape[:-1]) * self.matrix[0] != shape[0]:
+            return None
+        return _rows(self, codes, scale, shape)
+
+
+def _rows(
+    w: AbstractQuantizedArray, codes: Any, scale: BlockScales, shape: tuple[int, int]
+) -> tuple[Sequence[Any], Decode] | None:
+    """The rows of a matrix, which are rows of codes, or several in one."""
+    if shape[0] == 0 or math.prod(codes.shape[:-1]) * w.matrix[0] % shape[0]:
+        return None
+    leaves = (codes, *scale.parts())
+    flat = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves if leaf is not None]
+    return flat, Rows(w.codec, tuple(leaf is not None for leaf in leaves))

@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, TypeVar
 
@@ -32,11 +32,11 @@ from ...core.jaxprs.unify import dense_apart
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
 from ...kernels import bits as bitstream
-from ...kernels.block_matmul.reference import join
+from ...kernels.block_matmul import Codec, Decode, block_matmul, join
+from ...kernels.block_matmul.reference import times_adapters
 from ...primitives import Partitioning
 from ...primitives.partitioning import is_spread
-from .codecs import Codec, Rows
-from .encode import as_floating, check_block_size, find_codec, quantize_stack
+from .encode import as_floating, check_block_size, find_codec
 from .scales import BlockScales, NestedScales, dense_scales
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
@@ -133,22 +133,21 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             told = f"double_quant is for 4-bit types: NF4, FP4 and int4, not {cls.__name__}."
             raise ValueError(f"A codec says how its scales are stored; {told}")
         own = {} if codec is None else {"codec": find_codec(cls, codec)}
-        if stacked:
-            options = {"codec": codec, "block_size": block_size, "double_quant": double_quant}
-            return quantize_stack(cls, x, axis, stacked, {**options, "train_scales": train_scales})
-        stored, permutation = as_floating(cls, x, axis)
+        stored, permutation = as_floating(cls, x, axis, stacked)
         if stored.ndim == 0 and not cls.flattens:
             raise ValueError(f"{cls.__name__}.quantize takes an array of at least one axis; found a scalar.")
         chosen = own.get("codec", cls.codec)
         block = chosen.block if block_size is None else block_size
         if not cls.flattens:
             check_block_size(block)
-        inner = stored.shape if cls.flattens else stored.shape[-1:]
-        rows = stored.reshape(-1) if cls.flattens else stored
-        codes, scale = cls._encode(rows, chosen, block, nested=double_quant)
+        first = stacked if cls.flattens else stored.ndim - 1
+        lead, inner = stored.shape[:first], stored.shape[first:]
+        codes, scale = cls._encode(
+            stored.reshape(*lead, math.prod(inner)), chosen, block, nested=double_quant
+        )
         dtype = stored.dtype
         out = cls(codes, scale, block, inner, logical_dtype=dtype, train_scales=train_scales, **own)
-        return out.cut(codes.shape[:-1], inner).with_axes(permutation)
+        return out.cut(lead, inner).with_axes(permutation)
 
     def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
         """Quantises rows of the stored array like this one, into packed codes and scales."""
@@ -200,18 +199,9 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         """Quantises rows into packed codes and scales, which are `nested`, or of the dtypes of `like`."""
 
     @abc.abstractmethod
-    def matmul(
-        self,
-        x: Float[Array, "*batch contracted"],
-        parts: Any,
-        *,
-        shape: tuple[int, int],
-        transpose: bool,
-        out_dtype: np.dtype,
-    ) -> Float[Array, "*batch free"]:
-        """Computes `x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `parts` are its
-        leaves, whose leading axes together are axes of the matrix; nested scales have none. Only the statics
-        of `self` are read."""
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
+        """The matrix of this shape as arrays and their decoder, from the arguments of `matmul`; None if its
+        rows are not rows of codes."""
 
     # The logical array
 
@@ -357,10 +347,6 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             changes["block_size"] = block if self.block_size is None and not shared else self.block_size
         return dataclasses.replace(self, **changes)
 
-    def map_lead(self: _Q, fn: Callable[[Array], Array]) -> _Q:
-        """Applies `fn`, which acts on leading axes only, to each leaf."""
-        return jax.tree.map(fn, self)
-
     def stored(self) -> Array:
         """The stored array, dense."""
         return self.with_axes(range(len(self.stored_shape))).materialise()
@@ -369,7 +355,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         """Slice `i` of the stored array along its first axis: an array of this type, or a dense one if blocks
         are cut."""
         if self.num_lead:
-            part = self.map_lead(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False))
+            part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self)
             return part.with_axes(range(len(part.stored_shape)))
         return self.rows_at(jnp.asarray(i))
 
@@ -385,7 +371,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     def _decode(self, codes: Any, scales: BlockScales) -> Float[Array, "*lead columns"]:
         """Decodes rows of codes, with their columns in logical order."""
-        dense = _decoded((codes, *scales.parts()), Rows(self.codec, self.matrix[1], self.block))
+        dense = _decoded((codes, *scales.parts()), self.codec, self.matrix[1], self.block)
         if self.order is None:
             return dense
         back = jnp.broadcast_to(jnp.expand_dims(jnp.argsort(self.order), -2), dense.shape)
@@ -431,6 +417,36 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             return dataclasses.replace(self, scale=scale, codec=codec)
         nested = isinstance(self.scale, NestedScales)
         return dataclasses.replace(self, scale=self.scale.times(factor) if nested else self.scale * factor)
+
+    def matmul(
+        self,
+        x: Float[Array, "*batch contracted"],
+        parts: Any,
+        *,
+        shape: tuple[int, int],
+        transpose: bool,
+        low_rank: Sequence[Array] = (),
+        out_dtype: np.dtype,
+    ) -> Float[Array, "*batch free"]:
+        """Computes `x @ W.T` for the stored matrix `W` of this shape, with adapters if `low_rank`; `x @ W` if
+        `transpose`. `parts` are its leaves, whose leading axes together are axes of the matrix; nested scales
+        have none. Only the statics of `self` are read."""
+        codes, scale, order = parts
+        found = self._for_kernels(parts, shape)
+        if found is None:
+            # Rows of the matrix are parts of rows of codes, which does not occur with the weights of models.
+            leaves = {"codes": codes, "scale": scale} | ({} if order is None else {"order": order})
+            dense = dataclasses.replace(self, axes=(), **leaves).materialise().reshape(shape).astype(x.dtype)
+            y = jnp.matmul(x, dense if transpose else dense.T, preferred_element_type=jnp.float32)
+            if low_rank:
+                t, b = low_rank
+                y += times_adapters(t, b, y.dtype)
+            return y.astype(out_dtype)
+        if order is not None and not transpose:
+            x = jnp.take(x, order, axis=-1)
+        params: Any = {"shape": shape, "block_size": max(self.block, 1), "transpose": transpose}
+        y = block_matmul(x, *found, low_rank=low_rank, out_dtype=out_dtype, **params)
+        return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 
     def requantized(self: _Q, dense: Array) -> _Q:
         """Quantises a dense array of the same shape like this one."""
@@ -507,12 +523,12 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return ""
 
 
-@functools.partial(jax.jit, static_argnames="rows", inline=True)
-def _decoded(parts: Any, rows: Rows) -> Float[Array, "*lead columns"]:
+@functools.partial(jax.jit, static_argnames=("codec", "count", "block"), inline=True)
+def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "*lead columns"]:
     """Decodes rows of codes, with their columns in stored order."""
     if not parts[0].size:
-        return jnp.zeros((*parts[0].shape[:-1], rows.count))
-    return join(rows(parts), rows.count)
+        return jnp.zeros((*parts[0].shape[:-1], count))
+    return join(codec.planes(count, block, parts), count)
 
 
 def shortest(inner: tuple[int, ...], codec: Codec) -> tuple[int, ...] | None:

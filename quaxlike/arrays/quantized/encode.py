@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float32, UInt8
 
-from .codecs import CODECS, Codec
+from ...kernels.block_matmul import CODECS, Codec
 
 Parts = tuple[Array, Array | None, Array | None, Array | None]
 
@@ -119,34 +119,18 @@ def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> t
     return whole.reshape(padded.shape)[..., : x.shape[-1]], outer
 
 
-def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:
-    """`x` with `axis` moved last, and the permutation that moves it back."""
+def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array, list[int]]:
+    """`x` with `axis` moved last, and the permutation that moves it back; behind the axes of stacks."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
-    if x.ndim == 0:
+    if x.ndim == 0 and not stacked:
         return x, []
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"{cls.__name__}.quantize: axis {axis} is not an axis of an array of shape {x.shape}."
-        )
+    if not -x.ndim <= axis < x.ndim or axis % x.ndim < stacked:
+        whole = f"one of the arrays in {stacked} axes of stacks, found the" if stacked else "an array of"
+        raise ValueError(f"{cls.__name__}.quantize: axis {axis} is not an axis of {whole} shape {x.shape}.")
     axis %= x.ndim
     return jnp.moveaxis(x, axis, -1), [*range(axis), x.ndim - 1, *range(axis, x.ndim - 1)]
-
-
-def quantize_stack(cls: Any, x: ArrayLike, axis: int, stacked: int, options: dict[str, Any]) -> Any:
-    """Quantises each array of a stack on its own; `axis` is an axis of the whole stack."""
-    x = jnp.asarray(x)
-    from_end = axis - x.ndim if axis >= 0 else axis
-    if stacked >= x.ndim or not stacked - x.ndim <= from_end < 0:
-        raise ValueError(
-            f"{cls.__name__}.quantize: axis {axis} is not an axis of one of the arrays in {stacked} axes of "
-            f"stacks, found the shape {x.shape}."
-        )
-    quantize = lambda x: cls.quantize(x, axis=from_end, **options)
-    for _ in range(stacked):
-        quantize = jax.vmap(quantize)
-    return quantize(x)
 
 
 def check_block_size(block_size: Any) -> None:
