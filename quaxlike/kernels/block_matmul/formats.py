@@ -1,6 +1,21 @@
-"""The weights that products decode: 4-bit codes whose blocks may cross rows, and rows of any codec."""
+"""The decoders of stored weights: of 4-bit codes whose blocks may cross rows, and of rows of any codec.
 
-import abc
+A decoder is a static parameter of products. It reads the arrays of a weight `W`, its leaves, as float32:
+
+- `tiles`: a function that decodes the tile of so many rows from an even row on, in `stride` planes: columns
+    0, stride, …; columns 1, stride + 1, …; and so on, since interleaving costs as much as decoding.
+- `matrix`: `W`, or some of its rows or columns; parts of many are multiples of the numbers in `aligned`.
+- `scaled_rows`: `W` as values that are exact in any floating dtype and one scale for each row, if it is that.
+- `stored`: the product with the details of the codes that kernels need, None if no kernel supports them, and
+    `operands`: codes, scales, the table of values and zero points as it describes them. `decoded`: whether to
+    make scales and zero points float32, for kernels that take no others.
+- `dimensions`: for `Partitioning`, the names of the dimensions of the leaves, where those of `W` are n and k,
+    and the ones that can be summed over parts; None if XLA divides the product. `local`: that of a part.
+
+`name` is the primitive of its products. `linear` says whether `W` is linear in each floating leaf, `fuses`
+whether compilers for GPUs and TPUs fuse decoding with a product of few rows.
+"""
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -30,80 +45,13 @@ def join(planes: list[Array], count: int) -> Array:
     return jnp.stack(full, axis=-1).reshape(*planes[0].shape[:-1], -1)[..., :count]
 
 
-class Decode(abc.ABC):
-    """Decodes the arrays of a stored weight `W`, `leaves`, to float32; hashable.
-
-    A tile of rows comes in `stride` planes: columns 0, stride, …; columns 1, stride + 1, …; and so on, since
-    interleaving them costs as much as decoding.
-    """
-
-    fuses: ClassVar[bool] = True
-    """Whether compilers for GPUs and TPUs fuse decoding with a product of few rows."""
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The primitive of products with such a weight."""
-
-    @property
-    @abc.abstractmethod
-    def linear(self) -> bool:
-        """Whether the weight is linear in each of its floating leaves."""
-
-    @abc.abstractmethod
-    def stride(self, product: Product) -> int:
-        """The number of planes of a tile."""
-
-    @abc.abstractmethod
-    def tiles(self, leaves: Leaves, product: Product) -> Tiles:
-        """A function that decodes the tile of so many rows from an even row on."""
-
-    @abc.abstractmethod
-    def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL, columns: slice = ALL) -> Array:
-        """`W`, or some of its rows, or of its columns."""
-
-    def aligned(self, product: Product) -> tuple[int, int]:
-        """Of how many rows, and of how many columns, the parts that `matrix` decodes are multiples."""
-        return 1, 1
-
-    def scaled_rows(self, leaves: Leaves) -> tuple[Array, Array] | None:
-        """`W` as values that are exact in any floating dtype and one scale for each row, if it is that."""
-        return None
-
-    def stored(self, product: Product, *, decoded: bool) -> Product | None:
-        """The product with the details of the codes that kernels need; None if no kernel supports them.
-
-        `decoded`: whether to make scales and zero points float32, for kernels that take no others.
-        """
-        return None
-
-    def operands(self, leaves: Leaves, *, decoded: bool) -> tuple[Array, Any, Array, Array | None]:
-        """Codes, scales, the table of values, and zero points if there are any, as `stored` describes."""
-        raise NotImplementedError
-
-    def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
-        """For `Partitioning`, the names of the dimensions of the leaves, where those of `W` are n and k, and
-        the ones that can be summed over parts; None if each device takes the whole weight."""
-        return None
-
-    def local(self, leaves: Leaves, product: Product) -> Product:
-        """The product with a part of the weight."""
-        return product
-
-
 @dataclasses.dataclass(frozen=True)
-class Nibbles(Decode):
+class Nibbles:
     """4-bit codes, `(packed, absmax, codebook)` as of `nf4_matmul`; blocks may cross rows."""
 
-    fuses = False
-
-    @property
-    def name(self) -> str:
-        return "nf4_matmul"
-
-    @property
-    def linear(self) -> bool:
-        return True
+    name: ClassVar[str] = "nf4_matmul"
+    linear: ClassVar[bool] = True
+    fuses: ClassVar[bool] = False
 
     def stride(self, product: Product) -> int:
         return 2
@@ -155,6 +103,9 @@ class Nibbles(Decode):
         block = product.block_size
         return block // math.gcd(block, product.shape[1]), block
 
+    def scaled_rows(self, leaves: Leaves) -> None:
+        return None
+
     def stored(self, product: Product, *, decoded: bool) -> Product:
         return product
 
@@ -176,19 +127,20 @@ class Nibbles(Decode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows(Decode):
+class Rows:
     """Rows of codes, scales and zeros, as a codec reads them: those of its five parts that are `present`."""
 
     codec: Codec
     present: tuple[bool, ...]
-
-    @property
-    def name(self) -> str:
-        return "int8_matmul" if self.codec.codes == "signed" else "block_matmul"
+    fuses: ClassVar[bool] = True
 
     @property
     def linear(self) -> bool:
-        return self.name == "int8_matmul"
+        return self.codec == CODECS["int8"]
+
+    @property
+    def name(self) -> str:
+        return "int8_matmul" if self.linear else "block_matmul"
 
     def planes(self, leaves: Leaves, product: Product) -> list[Array]:
         return self.codec.planes(product.shape[1], product.block_size, self._all(leaves))
@@ -204,14 +156,15 @@ class Rows(Decode):
         planes = self.planes([leaf[rows] for leaf in leaves], product)
         return join(planes, product.shape[1])[:, columns]  # the compiler decodes only these columns
 
+    def aligned(self, product: Product) -> tuple[int, int]:
+        return 1, 1
+
     def scaled_rows(self, leaves: Leaves) -> tuple[Array, Array] | None:
-        codes, scale, *more = leaves
-        whole = self.codec.codes == "signed" and scale.shape[1] == 1 and not more
-        return (codes, scale) if whole else None
+        return (leaves[0], leaves[1]) if self.linear and leaves[1].shape[1] == 1 else None
 
     def stored(self, product: Product, *, decoded: bool) -> Product | None:
         codec = self.codec
-        if codec.bits not in (4, 8) or codec.scales == "nibbles" or codec.codes == "signed":
+        if codec.bits not in (4, 8) or codec.scales == "nibbles" or self.linear:
             return None
         return dataclasses.replace(
             product,
@@ -231,7 +184,7 @@ class Rows(Decode):
         return codes.view(np.uint8), scale, jnp.asarray(self.codec.all_values()), zero
 
     def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
-        if self.codec.codes != "signed" or len(leaves) != 2:
+        if not self.linear:
             return None
         # A partial block at the end of rows keeps columns together; one scale a row goes with all of them.
         whole = product.shape[1] % product.block_size == 0
@@ -253,4 +206,5 @@ class Rows(Decode):
         return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *E8M0)
 
 
+Decode = Nibbles | Rows
 NIBBLES, INTEGERS = Nibbles(), Rows(CODECS["int8"], (True, True, False, False, False))
