@@ -59,7 +59,8 @@ def test_formats(name, transpose):
     form = {"kind": "float32", "zeros": None, "low_first": True, "bits": 4} | FORMATS[name]
     scales, kind = form.pop("scales"), form.pop("kind")
     product = Product((32, 128), transpose=transpose, **form)
-    p = Problem(product, 9, scales=scales, zeros=kind)
+    adapters = {} if transpose else {"adapters": 3, "rank": 16}
+    p = Problem(product, 9, scales=scales, zeros=kind, **adapters)
     y, expected, _ = execute(p, Tiling(4 if transpose else 1, 1, 2, 1))
     assert relative_error(y, expected) < 1e-6
 
