@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quaxlike.kernels.block_matmul import costs, tilings
+from quaxlike.kernels.block_matmul.product import Product
 from quaxlike.kernels.block_matmul.tilings import Problem
-from quaxlike.kernels.product import Product
 
 from .compiled_rows import SHAPES
 from .gpu import NF4_TARGETS, SMALL_NF4_TARGETS

@@ -10,7 +10,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import kernels
-from quaxlike.kernels.block_matmul import block_matmul_p, primitive, reference
+from quaxlike.kernels.block_matmul import block_matmul_p, gpu, primitive, reference
 from tests.primitives.jaxprs import equations
 from tests.samples import normal
 
@@ -127,8 +127,8 @@ def test_the_reference_is_traced_once(quantise, monkeypatch):
 @pytest.mark.parametrize("codec", ["mxfp4", "q6_k"])
 @pytest.mark.parametrize(("few_rows", "products"), [(1, 4), (1024, 2)])
 def test_many_rows_are_decoded_in_chunks(few_rows, products, codec, transpose, monkeypatch):
-    monkeypatch.setattr(kernels.chunks, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(kernels.chunks, "_LEAST", 1)
+    monkeypatch.setattr(gpu, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(gpu, "_LEAST", 1)
     fn, x, w = _product(codec, transpose, jnp.float32, m=65)
     expected = np.float64(x) @ np.float64(ql.materialise(w) if transpose else ql.materialise(w).T)
     with kernels.backend("gpu"):

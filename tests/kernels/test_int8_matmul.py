@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaxlike.kernels import blockwise, chunks, int8_matmul, tiles
+from quaxlike.kernels import blockwise, int8_matmul
 from quaxlike.kernels.block_matmul import INTEGERS, gpu, reference
-from quaxlike.kernels.product import Product
+from quaxlike.kernels.block_matmul.product import Product
 
 
 def _operands(m, shape, block_size, transpose):
@@ -28,7 +28,7 @@ def _relative_error(y, expected):
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("shape", [(67, 40), (8, 33), (1, 1)])
 def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
-    monkeypatch.setattr(tiles, "_TILE_FEW", 512)
+    monkeypatch.setattr(reference, "_TILE_FEW", 512)
     x, codes, scale, expected = _operands(3, shape, block_size, transpose)
     y = int8_matmul(x, codes, scale, block_size=block_size, transpose=transpose)
     assert _relative_error(y, expected) < 1e-6
@@ -43,7 +43,7 @@ def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize(("m", "shape"), [(19, (67, 40)), (3, (8, 33)), (0, (8, 16)), (3, (0, 16))])
 def test_parts_for_gpus_give_the_product(monkeypatch, m, shape, block_size, transpose, dtype):
-    monkeypatch.setattr(chunks, "_LEAST", 64)
+    monkeypatch.setattr(gpu, "_LEAST", 64)
     x, codes, scale, _ = _operands(m, shape, block_size, transpose)
     x = x.astype(dtype).reshape(m, 1, x.shape[1])
     product = Product(shape, block_size or shape[1], transpose, np.dtype("float32"))

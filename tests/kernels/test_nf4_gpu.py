@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
 from quaxlike.kernels.block_matmul import NIBBLES, gpu, mosaic, tilings
+from quaxlike.kernels.block_matmul.product import Product
 from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
-from quaxlike.kernels.product import Product
 
 from . import simt
 from .programs import DTYPES, FORMATS, execute, problem

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaxlike.kernels import blockwise, tiles
+from quaxlike.kernels import blockwise
 from quaxlike.kernels.block_matmul import NIBBLES, reference
-from quaxlike.kernels.product import Product
+from quaxlike.kernels.block_matmul.product import Product
 
 
 def _matmul(x, packed, absmax, codebook, *, shape, block_size, transpose=False, out_dtype=None):
@@ -60,8 +60,8 @@ def test_any_shape(m, shape, block_size, transpose, codebook):
 @pytest.mark.parametrize("m", [2, 33])
 @pytest.mark.parametrize("shape", [(130, 64), (67, 33), (129, 40), (2, 500), (3, 501)])
 def test_many_tiles_and_a_remainder(monkeypatch, m, shape, transpose):
-    monkeypatch.setattr(tiles, "_TILE_FEW", 1024)
-    monkeypatch.setattr(tiles, "_TILE_MANY", 2048)
+    monkeypatch.setattr(reference, "_TILE_FEW", 1024)
+    monkeypatch.setattr(reference, "_TILE_MANY", 2048)
     _check(m, shape, 64, transpose)
 
 

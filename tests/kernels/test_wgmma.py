@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from quaxlike.kernels import blockwise, lanes, lora_matmul, nf4_matmul
 from quaxlike.kernels.block_matmul import costs, gpu, mosaic, wgmma
+from quaxlike.kernels.block_matmul.product import Product
 from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
-from quaxlike.kernels.product import Product
 
 from .programs import FORMATS, execute, in_fixed_point, problem, run
 from .weights import gpu_at_hand, lowered, quantised, relative_error, stored_nf4

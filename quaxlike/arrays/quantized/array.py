@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
+from jaxtyping import Array, Float32, Int, Int8, UInt8
 
 from ...kernels import blockwise
 from ...kernels.block_matmul import CODECS, NIBBLES, Codec, Decode, Rows
@@ -55,20 +55,11 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into the scales.
         """
-        out = cls(
-            codes=codes,
-            scale=scale,
-            block_size=block_size,
-            inner=shape,
-            logical_dtype=jnp.dtype(dtype),
-            train_scales=train_scales,
-        )
-        return out.cut((), shape)
+        options: Any = {"logical_dtype": jnp.dtype(dtype), "train_scales": train_scales}
+        return cls(codes, scale, block_size, shape, **options).cut((), shape)
 
     @classmethod
-    def _encode(
-        cls, x: Float[Array, "*lead n"], codec: Codec, block: Any, *, nested: bool, like: Any = None
-    ) -> tuple[Array, Any]:
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         largest = np.float32(cls.largest)
 
         def encode(row: Array) -> tuple[Array, Any]:
@@ -127,9 +118,7 @@ class Int8Array(AbstractQuantizedArray):
     codec, order = CODECS["int8"], None
 
     @classmethod
-    def _encode(
-        cls, x: Float[Array, "*lead n"], codec: Codec, block: int | None, *, nested: bool, like: Any = None
-    ) -> tuple[Array, Any]:
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         return blockwise.quantize_int(x, 127, block)
 
     def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
@@ -201,9 +190,7 @@ class BlockArray(AbstractQuantizedArray):
         )
 
     @classmethod
-    def _encode(
-        cls, x: Float[Array, "*lead n"], codec: Codec, block: int | None, *, nested: bool, like: Any = None
-    ) -> tuple[Array, BlockScales]:
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         size = max(x.shape[-1], 1) if block is None else block
         codes, parts = encode(x, codec, size, like=None if like is None else like.parts())
         return codec.pack(codes), BlockScales(*parts)

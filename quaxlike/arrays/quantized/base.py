@@ -142,17 +142,15 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             check_block_size(block)
         first = stacked if cls.flattens else stored.ndim - 1
         lead, inner = stored.shape[:first], stored.shape[first:]
-        codes, scale = cls._encode(
-            stored.reshape(*lead, math.prod(inner)), chosen, block, nested=double_quant
-        )
-        dtype = stored.dtype
+        rows, dtype = stored.reshape(*lead, math.prod(inner)), stored.dtype
+        codes, scale = cls._encode(rows, chosen, block, double_quant, None)
         out = cls(codes, scale, block, inner, logical_dtype=dtype, train_scales=train_scales, **own)
         return out.cut(lead, inner).with_axes(permutation)
 
     def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
         """Quantises rows of the stored array like this one, into packed codes and scales."""
         nested = isinstance(self.scale, NestedScales)
-        return self._encode(rows, self.codec, max(self.block, 1), nested=nested, like=self.scale)
+        return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale)
 
     def __check_init__(self) -> None:
         self.check_leaves()
@@ -193,9 +191,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     @abc.abstractmethod
-    def _encode(
-        cls, x: Float[Array, "*lead n"], codec: Codec, block: int | None, *, nested: bool, like: Any = None
-    ) -> tuple[Array, Any]:
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         """Quantises rows into packed codes and scales, which are `nested`, or of the dtypes of `like`."""
 
     @abc.abstractmethod

@@ -14,9 +14,9 @@ from ..._checked import checked
 from ..backends import bind
 from ..blockwise import NestedScales
 from ..multilinear import dot_general, precision_for
-from ..product import Product
 from .formats import INTEGERS, NIBBLES, Decode
 from .primitive import PRODUCTS, lora_matmul_p
+from .product import Product
 
 
 @checked

@@ -28,8 +28,8 @@ from jaxtyping import Array
 
 from .. import bits as bitstream
 from ..blockwise import NestedScales, dense_scales, dequantize_codebook
-from ..product import Product
 from .codecs import CODECS, E8M0, Codec
+from .product import Product
 
 Leaves = Sequence[Any]
 Tiles = Callable[[Array | int, int], list[Array]]

@@ -4,22 +4,25 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
-from .. import chunks
+from ...core import compat
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from ..blockwise import NestedScales, dense_scales
 from ..multilinear import accumulator_dtype
-from ..product import Product
 from . import costs
 from .formats import Decode
+from .product import Product
 from .reference import scaled_outside, times, times_scaled, whole
 from .tilings import Problem, blocks, tiling_for
+
+_Weight = TypeVar("_Weight")
 
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's product. `x @ W` reads them again for every 32.
@@ -28,6 +31,10 @@ FUSED_ROWS = {False: 128, True: 64}
 WIDE_RANK = 256
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
+# Rows of activations up to which a chunk is what the L2 cache of an H100 holds.
+FEW_ROWS = 1024
+# Weights: 8 MiB of bfloat16, as fewer do not keep a GPU busy; 32 MiB; 128 MiB.
+_LEAST, _CACHED, _MOST = 1 << 22, 1 << 24, 1 << 26
 
 
 def choose(platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any) -> Choice | str:
@@ -248,7 +255,7 @@ def chunked(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, p
             return whole(x, leaves, *low_rank, decode=decode, product=product)
         rows = x.reshape(m, n)
         part = lambda w, start, stop: times_scaled(rows[start:stop], w[0], w[1], product)
-        y = chunks.join(part, parts, m, chunks.rows_beside(m, n, k), axis=0)
+        y = join_chunks(part, parts, m, rows_beside(m, n, k), axis=0)
         return y.reshape(*x.shape[:-1], k)
     weight, b = [dense_scales(leaf) for leaf in leaves], None
     if low_rank:
@@ -267,15 +274,71 @@ def chunked(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, p
         return times(x, w, product, product.out_dtype)
 
     rows_at_once, columns_at_once = decode.aligned(product)
-    step = chunks.chunk_size(n, k, m, aligned=rows_at_once)
+    step = chunk_size(n, k, m, aligned=rows_at_once)
     if transpose and step < n:
-        if m <= chunks.FEW_ROWS or rows_at_once > 1:
-            return chunks.add(terms, weight, n, step).astype(product.out_dtype)
+        if m <= FEW_ROWS or rows_at_once > 1:
+            return add_chunks(terms, weight, n, step).astype(product.out_dtype)
         # The sum would be as large as the weight.
-        return chunks.join(columns, weight, k, chunks.chunk_size(k, n, m, aligned=columns_at_once))
-    return chunks.join(columns, weight, product.free, k if transpose else step)
+        return join_chunks(columns, weight, k, chunk_size(k, n, m, aligned=columns_at_once))
+    return join_chunks(columns, weight, product.free, k if transpose else step)
 
 
 def _padded(z: Array) -> Array:
     """Zeros after the last columns: the kernel takes 16 at a time, the library's prefer as many."""
     return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
+
+
+def chunk_size(size: int, other: int, m: int, *, aligned: int = 1) -> int:
+    """How many rows of a weight that has `size` of them, and `other` columns, are decoded at a time for `m`
+    rows of activations: so many that there is no dense copy, unless the weight is small; chunks of one size,
+    a multiple of `aligned`. Or how many columns, of so many rows."""
+    least_chunks, most = (2, _CACHED) if m <= FEW_ROWS else (4, _MOST)
+    weights = min(most, max(_LEAST, -(-size * other // least_chunks)))
+    rows = max(1, weights // max(other, 1) // aligned) * aligned
+    chunks = max(1, -(-size // rows))
+    return -(-size // (chunks * aligned)) * aligned
+
+
+def rows_beside(m: int, n: int, k: int) -> int:
+    """How many of `m` rows of `n` numbers are copied at a time, beside a weight of `n` rows and `k` columns:
+    as many as are a quarter of it, unless that is little; chunks of one size."""
+    rows = max(k // 4, _LEAST // max(n, 1), 1)
+    return -(-m // max(1, -(-m // rows)))
+
+
+def join_chunks(
+    part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int, *, axis: int = -1
+) -> Array:
+    """A product of `size` columns, `step` of them at a time, each written to its place.
+
+    **Arguments:**
+
+    - `part`: `part(weight, start, stop)` computes columns.
+    - `weight`: arrays that `part` decodes. They are handed on from chunk to chunk, so that one is decoded
+        after the other, in the same memory.
+    - `axis`: that of the columns in the result; or that of rows, which are computed instead.
+    """
+    columns = part(weight, 0, min(step, size))
+    if step >= size:
+        return columns
+    aval = jax.typeof(columns)
+    axis %= columns.ndim
+    shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
+    y = lax.empty(shape, aval.dtype, out_sharding=aval.sharding)
+    y = compat.vary_over(y, compat.varying_axes(columns))
+    put = lambda y, columns, start: lax.dynamic_update_slice_in_dim(y, columns, start, axis=axis)
+    y = put(y, columns, 0)
+    for start in range(step, size, step):
+        weight, y = lax.optimization_barrier((weight, y))
+        y = put(y, part(weight, start, min(start + step, size)), start)
+    return y
+
+
+def add_chunks(part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int) -> Array:
+    """A sum over `size` rows of a weight, `step` of them at a time; `part` computes terms, `weight` is as for
+    `join_chunks`."""
+    y = part(weight, 0, min(step, size))
+    for start in range(step, size, step):
+        weight, y = lax.optimization_barrier((weight, y))
+        y += part(weight, start, min(start + step, size))
+    return y

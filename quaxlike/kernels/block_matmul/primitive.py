@@ -16,9 +16,9 @@ from ...primitives import DefinedPrimitive, Partitioning
 from ..backends import Backend, Choice, first_choice, kernel_primitive
 from ..blockwise import NestedScales
 from ..multilinear import accumulator_dtype, map_rows, nonzero, precision_for, sum_tangents
-from ..product import Product
 from . import gpu, tpu
 from .formats import Decode, Nibbles
+from .product import Product
 from .reference import tiled, times_adapters, whole
 
 # Up to this many rows of activations, XLA may fuse decoding into the product.
@@ -82,19 +82,13 @@ def _choose(
 
 
 def _kernel(
-    run: Any,
-    decoded: bool,
-    x: Array,
-    leaves: Sequence[Any],
-    *low_rank: Array,
-    decode: Decode,
-    product: Product,
+    run: Any, decoded: bool, x: Array, leaves: Any, *low_rank: Array, decode: Decode, product: Product
 ) -> Array:
     """Runs a kernel on codes and scales in the form in which it takes them."""
-    stored = decode.stored(product, decoded=decoded)
-    codes, scales, table, zeros = decode.operands(leaves, decoded=decoded)
+    *operands, zeros = decode.operands(leaves, decoded=decoded)
     zero_points = {} if zeros is None else {"zeros": zeros}
-    return run(x, codes, scales, table, *low_rank, product=stored, **zero_points)
+    stored = decode.stored(product, decoded=decoded)
+    return run(x, *operands, *low_rank, product=stored, **zero_points)
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode, **params: Any) -> Any:
