@@ -7,9 +7,9 @@ from the record of the compiler. Nothing of it was measured.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from quaxlike.kernels.nf4_matmul import costs, tilings
-from quaxlike.kernels.nf4_matmul.tilings import Problem
-from quaxlike.kernels.product import Product
+from quaxlike.kernels.block_matmul import costs, tilings
+from quaxlike.kernels.block_matmul.product import Product
+from quaxlike.kernels.block_matmul.tilings import Problem
 
 from .compiled_rows import SHAPES
 from .gpu import NF4_TARGETS, SMALL_NF4_TARGETS
@@ -79,7 +79,7 @@ def rows(recorded: Record) -> Iterator[Row]:
 
 
 def few_rows(recorded: Record, shape: Shape, m: int, *, nested: bool = False, adapters: int = 0) -> Estimate:
-    """A product by the kernel for few rows of `x` (`nf4_matmul/mosaic.py`)."""
+    """A product by the kernel for few rows of `x` (`block_matmul/mosaic.py`)."""
     p = Problem(Product(shape, 64), m, adapters=adapters, rank=_RANK * bool(adapters))
     tiling = tilings.tiling_for(p)
     kind = _lora(adapters) if adapters else "NF4, double" if nested else "NF4"
@@ -115,7 +115,7 @@ def few_rows(recorded: Record, shape: Shape, m: int, *, nested: bool = False, ad
 
 
 def many_rows(shape: Shape, m: int) -> Estimate:
-    """A product as the library's own model has it (`nf4_matmul/costs.py`)."""
+    """A product as the library's own model has it (`block_matmul/costs.py`)."""
     product = Product(shape, 64)
     if not costs.is_faster(product, m, "bfloat16"):
         limits = {"tensor cores": 2 * m * shape[0] * shape[1] / _LIBRARY}

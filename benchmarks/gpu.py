@@ -420,11 +420,11 @@ def block_sparse_rows(
 
 
 def tune(bench: Bench, only: str | None = None) -> None:
-    """Prints the fastest tilings of the fused kernels: for the table in `nf4_matmul/tilings.py`, and for many
-    rows to compare with `nf4_matmul/costs.py`."""
-    from quaxlike.kernels.nf4_matmul import costs, gpu, wgmma
-    from quaxlike.kernels.nf4_matmul.tilings import Problem, Tiling
-    from quaxlike.kernels.product import Product
+    """Prints the fastest tilings of the fused kernels: for the table in `block_matmul/tilings.py`, and for
+    many rows to compare with `block_matmul/costs.py`."""
+    from quaxlike.kernels.block_matmul import costs, gpu, wgmma
+    from quaxlike.kernels.block_matmul.product import Product
+    from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
     candidates = [
         Tiling(*sizes)

@@ -256,7 +256,7 @@ of the L2 cache (5.5 TB/s) and of the shared memory (128 in a cycle of a multipr
 in a cycle), products of the tensor cores, and the steps of a warp one after the other, each of which waits
 for its activations. The expected time is that of the slowest unit, with a tenth for waits, and 2.5 µs for
 each kernel. For 512 rows it is that of the model by which the library chooses
-(`quaxlike/kernels/nf4_matmul/costs.py`). For 4,096 rows the weight is decoded first, and XLA multiplies at
+(`quaxlike/kernels/block_matmul/costs.py`). For 4,096 rows the weight is decoded first, and XLA multiplies at
 70 % of the tensor cores' rate, as the baseline does.
 """
 

@@ -12,22 +12,21 @@ from jaxtyping import ArrayLike
 from ..core.jaxprs.cached import cached_trace
 from ..core.rules import register_on_either_side
 from ..core.values import is_value
-from ..kernels import lora_matmul
+from ..kernels.block_matmul import to_ranks
 from . import precedence
 from .dot_axes import dot_axes
 from .lora.array import LoraArray, frozen
 from .lora.dot import drops, tell_of_dropout
-from .quantized.codebook import AbstractCodebookArray
+from .quantized.base import AbstractQuantizedArray
 from .quantized.dot import placed, product_dtype
-from .quantized.scales import NestedScales
 
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=precedence.LORA_OF_CODES)
 def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A 4-bit weight and its adapter: the kernel adds the low-rank term to its accumulator."""
+    """A quantised weight and its adapter: the kernel adds the low-rank term to its accumulator."""
     on_left = isinstance(lhs, LoraArray)
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
-    if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractCodebookArray):
+    if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractQuantizedArray):
         return NotImplemented
     tell_of_dropout(lora)
     return _fused_product(lora, x, on_left=on_left, **params)
@@ -40,21 +39,14 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
     if of_lora.batch or not _fused(lora, of_lora.contracting, x):
         return NotImplemented
     w = lora.base if lora.w.has_gradients else frozen(lora.w)
-    flat = w.with_axes(range(2))
-    if flat.num_lead != 1 or flat.stored_shape[1] % flat.block:  # else keep rows: devices can share them
-        flat = flat.flattened()
-    if flat is None:
-        return NotImplemented
-    y = lora_matmul(
-        jnp.moveaxis(x, of_x.contracting[0], -1),
-        flat.codes,
-        flat.scale.for_kernels() if isinstance(flat.scale, NestedScales) else flat.scale,
-        w.codebook,
-        lora.a,
-        lora.b,
+    w = (w.joined() if w.num_lead else w).with_axes(range(2))
+    x = jnp.moveaxis(x, of_x.contracting[0], -1)
+    y = w.matmul(
+        x,
+        w.parts,
         shape=w.stored_shape,
-        block_size=w.block,
-        scaling=lora.scaling,
+        transpose=False,
+        low_rank=(to_ranks(x, lora.a[None], lora.scaling), lora.b[None]),
         out_dtype=product_dtype(x, w, params),
     )
     return placed(jnp.moveaxis(y, -1, 0) if on_left else y, params)
@@ -70,4 +62,6 @@ def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
         return False
     # Rows are contiguous in the stored array: the summed axis is that of `a`, and is stored last.
     (axis,) = summed
-    return lora.in_axes == (axis - 2,) and lora.w.permutation[axis] == 1
+    w = lora.w
+    by_rows = w.num_lead == 0 or (w.num_lead == 1 and w.joins(in_columns=False))
+    return by_rows and lora.in_axes == (axis - 2,) and w.permutation[axis] == 1

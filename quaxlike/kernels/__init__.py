@@ -1,7 +1,16 @@
 """Fused operations on the bytes of quantised, adapted and sparse weights, as JAX primitives."""
 
 from .backends import Backend, Choice, KernelFallbackWarning, backend, chosen_backend
+from .block_matmul import (
+    int8_matmul,
+    int8_matmul_p,
+    lora_matmul,
+    lora_matmul_p,
+    nf4_matmul,
+    nf4_matmul_p,
+)
 from .block_sparse_matmul import block_sparse_matmul, block_sparse_matmul_p, transposed_index
+from .blockwise import NestedScales
 from .csr_matmul import (
     CsrIndex,
     csr_index,
@@ -10,9 +19,6 @@ from .csr_matmul import (
     csr_sampled_matmul,
     csr_sampled_matmul_p,
 )
-from .int8_matmul import int8_matmul, int8_matmul_p
-from .lora_matmul import lora_matmul, lora_matmul_p
-from .nf4_matmul import NestedScales, nf4_matmul, nf4_matmul_p
 
 __all__ = [
     "Backend",

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.core
+from jax.extend.core import no_effects
 from jax.interpreters import mlir
 
 from ..core import compat
@@ -109,7 +111,8 @@ def kernel_primitive(
     choose: Callable[..., Choice],
     reference: Callable[..., jax.Array],
     *,
-    partitioning: Callable[..., Partitioning] | None = None,
+    result: Callable[..., jax.ShapeDtypeStruct] | None = None,
+    partitioning: Callable[..., Partitioning | None] | None = None,
     local: Callable[..., dict[str, Any]] | None = None,
     **rules: Any,
 ) -> DefinedPrimitive:
@@ -120,6 +123,8 @@ def kernel_primitive(
     - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`, where a
         `partitioned` operation is in a program that XLA divides between devices.
     - `reference`: computes the operation on any platform; rules that are not given are derived from it.
+    - `result`: `result(*leaves, **params)`: the shape and dtype of the result; the reference is traced for
+        them if None.
     - `partitioning`: `partitioning(*operands, **params)`: how the operation is split over devices, each of
         which then runs the kernel on its part; None if it cannot be split.
     - `local`: `local(*operands, **params)`: the parameters for parts of the operands.
@@ -146,13 +151,15 @@ def kernel_primitive(
         # A reference that is requested by name stays plain JAX, so that it can be exported.
         divided = is_partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
-            run = functools.partial(_split, functools.partial(run_on, platform, False), partitioning)
+            run = functools.partial(_split, functools.partial(run_on, platform), partitioning)
         rule = mlir.lower_fun(run, multiple_results=False)
         return compat.lower_unvaried(rule, context, *leaves, **params)
 
     primitive = define_primitive(name, impl, **rules)
     for platform in ("cpu", "cuda", "rocm", "tpu"):
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
+    if result is not None:
+        _register_result(primitive, result)
     primitive.slot("backend").register(choose)
     if partitioning is not None:
         primitive.slot("partitioning").register(partitioning)
@@ -161,14 +168,33 @@ def kernel_primitive(
     return primitive
 
 
+def _register_result(primitive: DefinedPrimitive, result: Callable[..., jax.ShapeDtypeStruct]) -> None:
+    """Makes JAX ask `result` for the type of the result, where shapes and dtypes determine it."""
+    traced: Any = primitive.abstract_eval
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        # Operands that vary over axes of a mesh, or are sharded by their types, say so of the result.
+        if any(aval != jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type) for aval in avals):
+            return traced(*avals, **params)
+        out = result(*avals, **params)
+        return jax.core.ShapedArray(out.shape, out.dtype), no_effects
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+
+
 def _split(
-    run: Callable[..., jax.Array], partitioning: Callable[..., Partitioning], *leaves: Any, **params: Any
+    run: Callable[..., jax.Array],
+    partitioning: Callable[..., Partitioning | None],
+    *leaves: Any,
+    **params: Any,
 ) -> jax.Array:
-    """Runs the operation on each device's part."""
+    """Runs the operation on each device's part; or leaves it to XLA to divide it."""
     tree = params.get("in_tree")
     operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
     rule = partitioning(*operands, **params)
-    return rule.apply(lambda *leaves: [run(*leaves, **params)])(*leaves)[0]
+    if rule is None:
+        return run(True, *leaves, **params)
+    return rule.apply(lambda *leaves: [run(False, *leaves, **params)])(*leaves)[0]
 
 
 def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
@@ -208,14 +234,16 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
     if primitive.slot("partitioning").registered:
         _ask_for_devices(primitive)
     leaves, tree = jax.tree.flatten(operands)
-    if not is_spread(leaves) or not primitive.slot("partitioning").registered:
+    rule = None
+    if is_spread(leaves) and primitive.slot("partitioning").registered:
+        rule = primitive.slot("partitioning")(*operands, **params)
+    if rule is None:
         return primitive(*vary_alike(operands), **params)
 
     def part(*leaves: Any) -> list[jax.Array]:
         operands = jax.tree.unflatten(tree, leaves)
         return [primitive(*vary_alike(operands), **primitive.slot("local")(*operands, **params))]
 
-    rule = primitive.slot("partitioning")(*operands, **params)
     return rule.apply_to_types(part)(*leaves)[0]
 
 

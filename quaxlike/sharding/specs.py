@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..arrays.quantized.base import AbstractQuantizedArray
-from ..arrays.quantized.layout import untied
+from ..arrays.quantized.shape import with_most_leading_axes
 from ..core.jaxprs.slots import Slot, leaf_specs
 from ..core.values import is_value
 from ..surgery.select import matches, named_arrays, near, path_of
@@ -116,7 +116,9 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 def unnested(value: Any) -> Any:
     """A Value with float32 scales in place of doubly quantised ones, so that more axes can be spread."""
     is_quantized = lambda x: isinstance(x, AbstractQuantizedArray)
-    return jtu.tree_map(lambda x: untied(x) if is_quantized(x) else x, value, is_leaf=is_quantized)
+    return jtu.tree_map(
+        lambda x: with_most_leading_axes(x) if is_quantized(x) else x, value, is_leaf=is_quantized
+    )
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A 4-bit weight with an adapter: one kernel where there is one, the same by redispatch where not."""
+"""A quantised weight with an adapter: one kernel where there is one, the same by redispatch where not."""
 
 import functools
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.quantized import CODECS
 from quaxlike.kernels import lora_matmul_p, nf4_matmul_p
 from tests.primitives.jaxprs import equations
 from tests.samples import normal
@@ -42,6 +43,19 @@ def _agrees(fn, lora, x, tolerance=2e-6):
     assert np.linalg.norm(np.float64(actual) - expected) <= tolerance * np.linalg.norm(expected)
 
 
+def _of_sorted_columns(w):
+    order = np.random.default_rng(2).permutation(K)
+    sorted_ = ql.BlockArray.quantize(w[:, order], codec="uint4_block", block_size=16)
+    return ql.BlockArray.from_codes(
+        sorted_.codes,
+        sorted_.scale,
+        codec=sorted_.codec,
+        block_size=16,
+        order=order,
+        count=K,
+    )
+
+
 DOUBLE = functools.partial(ql.NF4Array.quantize, double_quant=True)
 ONE_KERNEL = {
     "x @ W.T": (_adapted(), lambda w, x: x @ w.T, (3, K)),
@@ -52,6 +66,13 @@ ONE_KERNEL = {
     "blocks across rows": (_adapted(shape=(N, 40)), lambda w, x: x @ w.T, (3, 40)),
     "odd": (_adapted(shape=(7, 9)), lambda w, x: x @ w.T, (3, 9)),
     "another codebook": (_adapted(ql.Int4Array.quantize), lambda w, x: x @ w.T, (3, K)),
+    "int8": (_adapted(ql.Int8Array.quantize), lambda w, x: x @ w.T, (3, K)),
+    "int8 in blocks": (
+        _adapted(functools.partial(ql.Int8Array.quantize, block_size=16)),
+        lambda w, x: w @ x,
+        (K, 5),
+    ),
+    "sorted columns": (_adapted(_of_sorted_columns), lambda w, x: x @ w.T, (3, K)),
 }
 
 
@@ -63,10 +84,45 @@ def test_one_kernel(name):
     _agrees(fn, lora, _x(*shape))
 
 
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec(codec):
+    """One kernel, which makes no dense copy of the weight."""
+    quantise, fn = functools.partial(ql.BlockArray.quantize, codec=codec), lambda w, x: x @ w.T
+    lora = _adapted(quantise)
+    assert _found(ql.quaxify(fn), lora, _x(3, K)) == [lora_matmul_p]
+    _agrees(fn, lora, _x(3, K))
+
+    n = k = 2048
+    of = jax.ShapeDtypeStruct
+    large = lora.replace(
+        w=jax.eval_shape(quantise, of((n, k), jnp.float32)),
+        a=of((RANK, k), jnp.float32),
+        b=of((n, RANK), jnp.float32),
+    )
+    compiled = jax.jit(ql.quaxify(fn)).lower(large, of((4, k), jnp.float32)).compile()
+    # A tile of 1 MiB, and what it is decoded by, where the dense weight would take 16.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 5 * 2**20
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("codec", ["int8", "mxfp4", "q4_k"])
+def test_gradients_over_other_codecs(codec):
+    lora, x = _adapted(functools.partial(ql.BlockArray.quantize, codec=codec)), _x(3, K)
+    dense = lora.replace(w=lora.w.materialise())
+
+    def loss(adapter, lora, x):
+        lora = lora.replace(a=adapter[0], b=adapter[1])
+        return jnp.sum(jnp.sin(ql.quaxify(lambda w, x: x @ w.T)(lora, x)))
+
+    with ql.on_materialise("error"):
+        actual, expected = (jax.grad(loss, (0, 2))((w.a, w.b), w, x) for w in (lora, dense))
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3), actual, expected)
+
+
 REDISPATCHED = {
     "contraction of rows": (_adapted(), lambda w, x: x @ w, (3, N)),
     "both axes": (_adapted(), lambda w, x: jnp.einsum("oi,io->", w, x), (K, N)),
-    "int8": (_adapted(ql.Int8Array.quantize), lambda w, x: x @ w.T, (3, K)),
     "codes along the other axis": (
         _adapted(functools.partial(ql.NF4Array.quantize, axis=0)),
         lambda w, x: x @ w.T,
@@ -154,4 +210,4 @@ def test_explain_names_the_kernel():
 
 
 def test_no_pair_is_ambiguous():
-    ql.check_ambiguities(ql.LoraArray, ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array)
+    ql.check_ambiguities(ql.LoraArray, ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array, ql.BlockArray)

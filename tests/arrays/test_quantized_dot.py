@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quaxlike as ql
-from quaxlike.arrays.quantized.experts import Tiles
+from quaxlike.arrays.quantized.dot import Tiles
 
 _TYPES = [ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array]
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import expected, kernels_check
-from quaxlike.kernels.nf4_matmul import costs
+from quaxlike.kernels.block_matmul import costs
 
 RECORDED = {row["row"]: row for row in json.loads(kernels_check.RECORD.read_text())["h100"]["rows"]}
 ROWS = list(expected.rows(RECORDED))

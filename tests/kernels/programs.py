@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 
 from quaxlike.kernels import blockwise
-from quaxlike.kernels.nf4_matmul import gpu, mosaic, tilings, wgmma
-from quaxlike.kernels.nf4_matmul.tilings import Problem, Tiling
-from quaxlike.kernels.product import Product
+from quaxlike.kernels.block_matmul import gpu, mosaic, tilings, wgmma
+from quaxlike.kernels.block_matmul.product import Product
+from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
 from . import simt
 

@@ -10,11 +10,11 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import kernels
-from quaxlike.kernels.block_matmul import block_matmul_p
+from quaxlike.kernels.block_matmul import block_matmul_p, gpu, primitive, reference
 from tests.primitives.jaxprs import equations
 from tests.samples import normal
 
-from .weights import relative_error, tpu_at_hand
+from .weights import lowered, relative_error, tpu_at_hand
 
 FUSED = [
     "mxfp4",
@@ -42,16 +42,8 @@ def _choice(codec, transpose, platform, **options):
     fn, x, w = _product(codec, transpose, make=jax.eval_shape, **options)
     (eqn,) = [eqn for eqn in equations(jax.make_jaxpr(fn)(x, w)) if eqn.primitive is block_matmul_p]
     with tpu_at_hand() if platform == "tpu" else contextlib.nullcontext():
-        return kernels.chosen_backend(*_operands(eqn), platform=platform, **_params(eqn))
-
-
-def _operands(eqn):
-    tree = eqn.params["in_tree"]
-    return eqn.primitive, *jax.tree.unflatten(tree, [v.aval for v in eqn.invars])
-
-
-def _params(eqn):
-    return {name: value for name, value in eqn.params.items() if name != "in_tree"}
+        operands = (v.aval for v in eqn.invars)
+        return kernels.chosen_backend(eqn.primitive, *operands, platform=platform, **eqn.params)
 
 
 @pytest.mark.quick(16)
@@ -94,13 +86,49 @@ def test_the_tpu_kernel_interpreted(codec, transpose):
     assert relative_error(y, np.float64(x) @ (dense if transpose else dense.T)) < 1e-5
 
 
+def _adapted(codec, dtype, make=lambda fn, *args: fn(*args)):
+    fn, x, w = _product(codec, False, dtype, make=make)
+    a, b = normal(4, K, dtype=dtype, seed=2), normal(N, 4, dtype=dtype, seed=3)
+    return fn, x, ql.LoraArray(w, a, b, alpha=8)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "q8_0"])
+def test_adapters_are_fused_on_devices(codec):
+    fn, x, w = _adapted(codec, jnp.bfloat16, make=jax.eval_shape)
+    assert "mosaic_gpu" in lowered(fn, x, w)
+    with tpu_at_hand():
+        assert "tpu_custom_call" in lowered(fn, x, w, platform="tpu")
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+@pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "q6_k", "int8"])
+def test_adapters_on_other_backends(codec, backend):
+    fn, x, w = _adapted(codec, jnp.float32)
+    with kernels.backend(backend):
+        y = jax.jit(fn)(x, w)
+    dense = np.float64(ql.materialise(w.w)) + w.scaling * np.float64(w.b) @ np.float64(w.a)
+    assert relative_error(y, np.float64(x) @ dense.T) < 1e-5
+
+
+@pytest.mark.parametrize("quantise", [ql.NF4Array.quantize, ql.Int8Array.quantize, ql.BlockArray.quantize])
+def test_the_reference_is_traced_once(quantise, monkeypatch):
+    traced = []
+    count = lambda *args, **params: traced.append(1) or reference.tiled(*args, **params)
+    monkeypatch.setattr(primitive, "tiled", count)
+    w = quantise(normal(24, 64))
+    jax.block_until_ready(ql.quaxify(lambda x, w: x @ w.T)(normal(7, 64), w))
+    assert len(traced) == 1
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("codec", ["mxfp4", "q6_k"])
 @pytest.mark.parametrize(("few_rows", "products"), [(1, 4), (1024, 2)])
 def test_many_rows_are_decoded_in_chunks(few_rows, products, codec, transpose, monkeypatch):
-    monkeypatch.setattr(kernels.chunks, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(kernels.chunks, "_LEAST", 1)
+    monkeypatch.setattr(gpu, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(gpu, "_LEAST", 1)
     fn, x, w = _product(codec, transpose, jnp.float32, m=65)
     expected = np.float64(x) @ np.float64(ql.materialise(w) if transpose else ql.materialise(w).T)
     with kernels.backend("gpu"):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaxlike.kernels import blockwise, chunks, int8_matmul, tiles
-from quaxlike.kernels.int8_matmul import gpu, reference
+from quaxlike.kernels import blockwise, int8_matmul
+from quaxlike.kernels.block_matmul import INTEGERS, gpu, reference
+from quaxlike.kernels.block_matmul.product import Product
 
 
 def _operands(m, shape, block_size, transpose):
@@ -27,12 +28,13 @@ def _relative_error(y, expected):
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("shape", [(67, 40), (8, 33), (1, 1)])
 def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
-    monkeypatch.setattr(tiles, "_TILE_FEW", 512)
+    monkeypatch.setattr(reference, "_TILE_FEW", 512)
     x, codes, scale, expected = _operands(3, shape, block_size, transpose)
     y = int8_matmul(x, codes, scale, block_size=block_size, transpose=transpose)
     assert _relative_error(y, expected) < 1e-6
-    params = {"block_size": block_size or shape[1], "transpose": transpose, "out_dtype": y.dtype}
-    assert _relative_error(reference.whole(x, codes, scale, **params), expected) < 1e-6
+    product = Product(shape, block_size or shape[1], transpose, y.dtype)
+    y = reference.whole(x, (codes, scale), decode=INTEGERS, product=product)
+    assert _relative_error(y, expected) < 1e-6
 
 
 @pytest.mark.quick(2)
@@ -41,12 +43,14 @@ def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize(("m", "shape"), [(19, (67, 40)), (3, (8, 33)), (0, (8, 16)), (3, (0, 16))])
 def test_parts_for_gpus_give_the_product(monkeypatch, m, shape, block_size, transpose, dtype):
-    monkeypatch.setattr(chunks, "_LEAST", 64)
+    monkeypatch.setattr(gpu, "_LEAST", 64)
     x, codes, scale, _ = _operands(m, shape, block_size, transpose)
     x = x.astype(dtype).reshape(m, 1, x.shape[1])
-    params = {"block_size": block_size or shape[1], "transpose": transpose, "out_dtype": np.dtype("float32")}
-    y = gpu.chunked(x, codes, scale, **params)
-    np.testing.assert_allclose(y, reference.whole(x, codes, scale, **params), rtol=1e-5, atol=1e-5)
+    product = Product(shape, block_size or shape[1], transpose, np.dtype("float32"))
+    y, expected = (
+        run(x, (codes, scale), decode=INTEGERS, product=product) for run in (gpu.chunked, reference.whole)
+    )
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("transpose", "products"), [(False, 1), (True, 4)])
@@ -100,10 +104,10 @@ def test_shapes_are_checked():
 def test_one_expression_in_half_precision(block_size, transpose, dtype):
     x, codes, scale, _ = _operands(3, (67, 40), block_size, transpose)
     x = x.astype(dtype) * jnp.asarray(1e-3, dtype)  # in float16 a product with scales would be subnormal
-    params = {"block_size": block_size or 40, "transpose": transpose, "out_dtype": np.dtype("float32")}
-    dense = np.asarray(blockwise.dequantize_int(codes, scale, block_size=params["block_size"]), np.float64)
+    product = Product((67, 40), block_size or 40, transpose, np.dtype("float32"))
+    dense = np.asarray(blockwise.dequantize_int(codes, scale, block_size=product.block_size), np.float64)
     expected = np.asarray(x, np.float64) @ (dense if transpose else dense.T)
-    y = reference.whole(x, codes, scale, **params)
+    y = reference.whole(x, (codes, scale), decode=INTEGERS, product=product)
     # With scales of rows outside of the product nothing is rounded but the sum.
     exact = block_size is None and not transpose
     assert _relative_error(y, expected) < (1e-6 if exact else {"bfloat16": 4e-3, "float16": 5e-4}[dtype])

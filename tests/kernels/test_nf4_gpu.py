@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
-from quaxlike.kernels.nf4_matmul import gpu, mosaic, tilings
-from quaxlike.kernels.nf4_matmul.tilings import Problem, Tiling
-from quaxlike.kernels.product import Product
+from quaxlike.kernels.block_matmul import NIBBLES, gpu, mosaic, tilings
+from quaxlike.kernels.block_matmul.product import Product
+from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
 from . import simt
 from .programs import DTYPES, FORMATS, execute, problem
@@ -59,7 +59,8 @@ def test_formats(name, transpose):
     form = {"kind": "float32", "zeros": None, "low_first": True, "bits": 4} | FORMATS[name]
     scales, kind = form.pop("scales"), form.pop("kind")
     product = Product((32, 128), transpose=transpose, **form)
-    p = Problem(product, 9, scales=scales, zeros=kind)
+    adapters = {} if transpose else {"adapters": 3, "rank": 16}
+    p = Problem(product, 9, scales=scales, zeros=kind, **adapters)
     y, expected, _ = execute(p, Tiling(4 if transpose else 1, 1, 2, 1))
     assert relative_error(y, expected) < 1e-6
 
@@ -149,7 +150,7 @@ def test_adapters_that_the_kernel_cannot_address():
         jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16),
         jax.ShapeDtypeStruct((1200, 14336, 64), jnp.bfloat16),
     )
-    params = {"product": Product((14336, 4096), 64), "platform": "cuda"}
+    params = {"decode": NIBBLES, "product": Product((14336, 4096), 64), "platform": "cuda"}
     choice = kernels.chosen_backend(kernels.lora_matmul_p, x, None, None, None, None, b, **params)
     assert "up to 2 GiB of adapters, not those of shape (1200, 14336, 64)" in choice.reason
 
@@ -244,7 +245,7 @@ def test_what_the_fused_kernel_takes(change, reason):
     m, dtype, platform = (given.pop(name) for name in ("m", "dtype", "platform"))
     product = Product(**given)
     x = jax.ShapeDtypeStruct((m, product.contracted), dtype)
-    params = {"platform": platform, "product": product}
+    params = {"platform": platform, "decode": NIBBLES, "product": product}
     choice = kernels.chosen_backend(kernels.nf4_matmul_p, x, None, None, None, **params)
     assert choice.backend == "gpu"
     assert reason in choice.reason

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from quaxlike import kernels
-from quaxlike.kernels import NestedScales, blockwise, chunks, nf4_matmul, nf4_matmul_p
-from quaxlike.kernels.nf4_matmul import tpu as nf4_tpu
-from quaxlike.kernels.product import Product
+from quaxlike.kernels import NestedScales, blockwise, nf4_matmul, nf4_matmul_p
+from quaxlike.kernels.block_matmul import NIBBLES, gpu
+from quaxlike.kernels.block_matmul import tpu as nf4_tpu
+from quaxlike.kernels.block_matmul.product import Product
 from tests.primitives.jaxprs import names
 from tests.samples import normal
 
@@ -206,9 +207,9 @@ def test_no_dense_copy_between_forward_and_backward():
 @pytest.mark.parametrize("few_rows", [1, 1024])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_chunks_end_where_blocks_do(shape, block_size, few_rows, transpose, monkeypatch):
-    monkeypatch.setattr(chunks, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(chunks, "_LEAST", 1)
-    monkeypatch.setattr(chunks, "_CACHED", 2000)
+    monkeypatch.setattr(gpu, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(gpu, "_LEAST", 1)
+    monkeypatch.setattr(gpu, "_CACHED", 2000)
     w = quantised(shape, block_size)
     x = _x(w, (4,), transpose)
     with kernels.backend("gpu"):
@@ -218,11 +219,11 @@ def test_chunks_end_where_blocks_do(shape, block_size, few_rows, transpose, monk
 
 
 def test_chunks_of_a_large_weight():
-    assert chunks.chunk_size(14336, 4096, 512) == 3584  # 32 MiB at most
-    assert chunks.chunk_size(4096, 4096, 512) == 2048  # a half
-    assert chunks.chunk_size(14336, 4096, 4096) == 3584  # a quarter
-    assert chunks.chunk_size(768, 768, 4096) == 768  # small
-    assert chunks.chunk_size(131072, 8192, 4096, aligned=64) == 8192  # 128 MiB
+    assert gpu.chunk_size(14336, 4096, 512) == 3584  # 32 MiB at most
+    assert gpu.chunk_size(4096, 4096, 512) == 2048  # a half
+    assert gpu.chunk_size(14336, 4096, 4096) == 3584  # a quarter
+    assert gpu.chunk_size(768, 768, 4096) == 768  # small
+    assert gpu.chunk_size(131072, 8192, 4096, aligned=64) == 8192  # 128 MiB
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,7 @@ def test_what_the_tpu_kernel_takes(change, reason):
     m, dtype, platform = (given.pop(name) for name in ("m", "dtype", "platform"))
     product = Product(**({"block_size": 64} | given))
     x = jax.ShapeDtypeStruct((m, product.contracted), dtype)
-    params = {"platform": platform, "backend": "tpu", "product": product}
+    params = {"platform": platform, "backend": "tpu", "decode": NIBBLES, "product": product}
     with tpu_at_hand():
         choice = kernels.chosen_backend(nf4_matmul_p, x, None, None, None, **params)
     assert choice.backend == "reference"

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaxlike.kernels import blockwise, tiles
-from quaxlike.kernels.nf4_matmul import reference
+from quaxlike.kernels import blockwise
+from quaxlike.kernels.block_matmul import NIBBLES, reference
+from quaxlike.kernels.block_matmul.product import Product
+
+
+def _matmul(x, packed, absmax, codebook, *, shape, block_size, transpose=False, out_dtype=None):
+    product = Product(shape, block_size, transpose, np.dtype(out_dtype or x.dtype))
+    return reference.tiled(x, (packed, absmax, jnp.asarray(codebook)), decode=NIBBLES, product=product)
 
 
 def _operands(m, shape, block_size, transpose, codebook=blockwise.NF4, dtype=jnp.float32):
@@ -27,7 +33,7 @@ def _operands(m, shape, block_size, transpose, codebook=blockwise.NF4, dtype=jnp
 def _check(m, shape, block_size, transpose, codebook=blockwise.NF4):
     x, packed, absmax, expected = _operands(m, shape, block_size, transpose, codebook)
     y = jax.jit(
-        lambda *operands: reference.matmul_reference(
+        lambda *operands: _matmul(
             *operands, codebook, shape=shape, block_size=block_size, transpose=transpose
         )
     )(x, packed, absmax)
@@ -54,8 +60,8 @@ def test_any_shape(m, shape, block_size, transpose, codebook):
 @pytest.mark.parametrize("m", [2, 33])
 @pytest.mark.parametrize("shape", [(130, 64), (67, 33), (129, 40), (2, 500), (3, 501)])
 def test_many_tiles_and_a_remainder(monkeypatch, m, shape, transpose):
-    monkeypatch.setattr(tiles, "_TILE_FEW", 1024)
-    monkeypatch.setattr(tiles, "_TILE_MANY", 2048)
+    monkeypatch.setattr(reference, "_TILE_FEW", 1024)
+    monkeypatch.setattr(reference, "_TILE_MANY", 2048)
     _check(m, shape, 64, transpose)
 
 
@@ -65,7 +71,7 @@ def test_many_tiles_and_a_remainder(monkeypatch, m, shape, transpose):
 def test_weights_are_rounded_to_the_dtype_of_x(dtype, transpose):
     x, packed, absmax, expected = _operands(4, (64, 96), 64, transpose, dtype=dtype)
     y = jax.jit(
-        lambda *operands: reference.matmul_reference(
+        lambda *operands: _matmul(
             *operands,
             blockwise.NF4,
             shape=(64, 96),
@@ -80,9 +86,7 @@ def test_weights_are_rounded_to_the_dtype_of_x(dtype, transpose):
 @pytest.mark.slow
 def test_leading_axes_of_x_and_vmap_over_weights():
     x, packed, absmax, expected = _operands(6, (8, 64), 64, False)
-    matmul = lambda x, packed, absmax: reference.matmul_reference(
-        x, packed, absmax, blockwise.NF4, shape=(8, 64), block_size=64
-    )
+    matmul = lambda x, packed, absmax: _matmul(x, packed, absmax, blockwise.NF4, shape=(8, 64), block_size=64)
     y = matmul(x.reshape(2, 3, 64), packed, absmax)
     np.testing.assert_allclose(y, expected.reshape(2, 3, 8), rtol=1e-5, atol=1e-5)
     stacked = [jnp.stack([a, a]) for a in (packed, absmax)]
@@ -94,9 +98,7 @@ def test_leading_axes_of_x_and_vmap_over_weights():
 def test_no_dense_copy_of_the_weight(transpose):
     n = k = 4096
     matmul = jax.jit(
-        lambda *operands: reference.matmul_reference(
-            *operands, blockwise.NF4, shape=(n, k), block_size=64, transpose=transpose
-        )
+        lambda *operands: _matmul(*operands, blockwise.NF4, shape=(n, k), block_size=64, transpose=transpose)
     )
     operands = [
         jax.ShapeDtypeStruct((16, k), jnp.float32),

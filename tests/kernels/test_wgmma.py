@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaxlike.kernels import blockwise, lanes, lora_matmul, nf4_matmul
-from quaxlike.kernels.nf4_matmul import costs, gpu, mosaic, wgmma
-from quaxlike.kernels.nf4_matmul.tilings import Problem, Tiling
-from quaxlike.kernels.product import Product
+from quaxlike.kernels.block_matmul import costs, gpu, mosaic, wgmma
+from quaxlike.kernels.block_matmul.product import Product
+from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
 from .programs import FORMATS, execute, in_fixed_point, problem, run
 from .weights import gpu_at_hand, lowered, quantised, relative_error, stored_nf4
@@ -249,12 +249,12 @@ def test_what_warpgroups_take(change, reason):
     x = jax.ShapeDtypeStruct((m, product.contracted), dtype)
     low_rank = None if b is None else jax.ShapeDtypeStruct(b, dtype)
     choice = gpu.choose(platform, x, product=product, partitioned=False, low_rank=low_rank)
-    assert reason in choice.reason
+    assert reason in (choice if isinstance(choice, str) else choice.reason)
 
 
 @pytest.mark.parametrize(("capability", "m"), [("8.0", 512), ("10.0", 512), ("12.0", 512), ("12.0", 16)])
 def test_other_gpus_get_the_chunks(capability, m):
     x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)
     with gpu_at_hand(capability):
-        choice = gpu.choose("cuda", x, product=Product((14336, 4096), 64), partitioned=False)
-    assert f"not for devices of compute capability {capability}" in choice.reason
+        refusal = gpu.choose("cuda", x, product=Product((14336, 4096), 64), partitioned=False)
+    assert f"not for devices of compute capability {capability}" in refusal

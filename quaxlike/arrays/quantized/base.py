@@ -14,10 +14,9 @@ import abc
 import dataclasses
 import functools
 import math
-import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import NotImplementedType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -28,13 +27,16 @@ import wadler_lindig as wl
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
+from ..._checked import checked
 from ...core.jaxprs.unify import dense_apart
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
-from ...kernels.block_matmul.reference import join
+from ...kernels import bits as bitstream
+from ...kernels.block_matmul import Codec, Decode, block_matmul, join
+from ...kernels.block_matmul.reference import times_adapters
 from ...primitives import Partitioning
 from ...primitives.partitioning import is_spread
-from .codecs import Codec, Rows
+from .encode import as_floating, check_block_size, find_codec
 from .scales import BlockScales, NestedScales, dense_scales
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
@@ -80,6 +82,76 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     order: eqx.AbstractVar[Any]
     """For codes whose columns were sorted: the logical column of each stored one; else None."""
 
+    flattens: ClassVar[bool] = False
+    """Whether `quantize` flattens the array first, as bitsandbytes does, and can nest scales."""
+
+    @classmethod
+    @checked
+    def quantize(
+        cls: type[_Q],
+        x: ArrayLike,
+        *,
+        codec: str | Codec | None = None,
+        block_size: int | None = None,
+        double_quant: bool = False,
+        axis: int = -1,
+        stacked: int = 0,
+        train_scales: bool = False,
+    ) -> _Q:
+        """Quantises an array: each block on its own, to the nearest codes.
+
+        **Arguments:**
+
+        - `x`: any floating dtype, which becomes the logical dtype; computed in float32.
+        - `codec`: only for [`BlockArray`][quaxlike.BlockArray], the format: a name from the table of codecs
+            (`quaxlike.arrays.quantized.CODECS`), or a codec. Default: `"int4_block"`.
+        - `block_size`: how many elements along `axis` share a scale; the last block may be partial. NF4, FP4
+            and int4 take a power of two from 32 to 4096, and flatten the array: blocks may cross rows.
+            Default: that of the codec, which is 64 for these three, and for int8 one scale per channel.
+        - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits as well. Default False.
+        - `axis`: the axis that blocks run along, the contracted one of a weight. Default -1.
+        - `stacked`: how many leading axes count the arrays of a stack, each quantised on its own: those
+            that `vmap` or `lax.scan` will run over. Default 0.
+        - `train_scales`: whether gradients flow into floating scales. Default False.
+
+        **Returns:** `x` rounded, as an array of this type, of the same shape and dtype.
+
+        **Raises:** `ValueError` for a codec or a block size that is not allowed, and for types other than
+        NF4, FP4 and int4 for a scalar or `double_quant`; `TypeError` for an array that is not floating.
+
+        !!! example
+
+            ```python
+            import jax, jax.numpy as jnp, quaxlike as ql
+
+            w = jax.random.normal(jax.random.key(0), (32, 128))
+            ql.quaxify(jnp.dot)(ql.NF4Array.quantize(w), jnp.ones(128))
+            ql.quaxify(jnp.dot)(ql.BlockArray.quantize(w, codec="mxfp4"), jnp.ones(128))
+            ```
+        """
+        if double_quant and not cls.flattens:
+            told = f"double_quant is for 4-bit types: NF4, FP4 and int4, not {cls.__name__}."
+            raise ValueError(f"A codec says how its scales are stored; {told}")
+        own = {} if codec is None else {"codec": find_codec(cls, codec)}
+        stored, permutation = as_floating(cls, x, axis, stacked)
+        if stored.ndim == 0 and not cls.flattens:
+            raise ValueError(f"{cls.__name__}.quantize takes an array of at least one axis; found a scalar.")
+        chosen = own.get("codec", cls.codec)
+        block = chosen.block if block_size is None else block_size
+        if not cls.flattens:
+            check_block_size(block)
+        first = stacked if cls.flattens else stored.ndim - 1
+        lead, inner = stored.shape[:first], stored.shape[first:]
+        rows, dtype = stored.reshape(*lead, math.prod(inner)), stored.dtype
+        codes, scale = cls._encode(rows, chosen, block, double_quant, None)
+        out = cls(codes, scale, block, inner, logical_dtype=dtype, train_scales=train_scales, **own)
+        return out.cut(lead, inner).with_axes(permutation)
+
+    def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
+        """Quantises rows of the stored array like this one, into packed codes and scales."""
+        nested = isinstance(self.scale, NestedScales)
+        return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale)
+
     def __check_init__(self) -> None:
         self.check_leaves()
         if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
@@ -97,41 +169,35 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             wanted = (*self.codes.shape[:-1], rows * size) if there else None
             found = None if leaf is None else tuple(leaf.shape)
             if found != wanted:
-                raise ValueError(f"{self._as_told} takes {name} of shape {wanted}; found {found}.")
+                raise ValueError(f"{self._description} takes {name} of shape {wanted}; found {found}.")
         kinds = "fV" if codec.scales == "float" else "iu"  # V: bfloat16, and other floats of few bits
         if not isinstance(scale, NestedScales) and parts[0].dtype.kind not in kinds:
             wanted = "floats" if codec.scales == "float" else "integers"
-            raise ValueError(f"{self._as_told} takes scales that are {wanted}; found {parts[0].dtype}.")
+            raise ValueError(f"{self._description} takes scales that are {wanted}; found {parts[0].dtype}.")
         if parts[1] is not None and parts[1].dtype.kind not in "fV":
-            raise ValueError(f"{self._as_told} takes outer scales that are floats; found {parts[1].dtype}.")
+            raise ValueError(
+                f"{self._description} takes outer scales that are floats; found {parts[1].dtype}."
+            )
         dtype = np.dtype(np.int8 if codec.codes == "signed" else np.uint8)
         if self.codes.dtype != dtype:
-            raise ValueError(f"{self._as_told} takes codes of dtype {dtype}; found {self.codes.dtype}.")
+            raise ValueError(f"{self._description} takes codes of dtype {dtype}; found {self.codes.dtype}.")
         wanted = (*self.codes.shape[:-1], count)
         if self.order is not None and self.order.shape != wanted:
-            raise ValueError(f"{self._as_told} takes order of shape {wanted}; found {self.order.shape}.")
+            raise ValueError(f"{self._description} takes order of shape {wanted}; found {self.order.shape}.")
 
     @property
-    def _as_told(self) -> str:
+    def _description(self) -> str:
         return f"{type(self).__name__} with inner axes {self.inner_shape} in blocks of {self.block}"
 
+    @classmethod
     @abc.abstractmethod
-    def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
-        """Quantises rows of the stored array like this one, into packed codes and scales."""
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+        """Quantises rows into packed codes and scales, which are `nested`, or of the dtypes of `like`."""
 
     @abc.abstractmethod
-    def matmul(
-        self,
-        x: Float[Array, "*batch contracted"],
-        parts: Any,
-        *,
-        shape: tuple[int, int],
-        transpose: bool,
-        out_dtype: np.dtype,
-    ) -> Float[Array, "*batch free"]:
-        """Computes `x @ W.T` for the stored matrix `W` of this shape; `x @ W` if `transpose`. `parts` are its
-        leaves, whose leading axes together are axes of the matrix; nested scales have none. Only the statics
-        of `self` are read."""
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
+        """The matrix of this shape as arrays and their decoder, from the arguments of `matmul`; None if its
+        rows are not rows of codes."""
 
     # The logical array
 
@@ -229,7 +295,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         """Whether gradients flow into the scales."""
         return self.train_scales or self.open_scales
 
-    def opened(self: _Q, *, train: bool = False) -> _Q:
+    def with_gradients(self: _Q, *, train: bool = False) -> _Q:
         """The same array with gradients through its scales, and with `train_scales` if `train`; they still do
         not reach scales that were frozen."""
         if self.train_scales or (self.open_scales and not train):
@@ -244,9 +310,38 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             kept += 1
         return dataclasses.replace(self, axes=tuple(axis - kept for axis in permutation[kept:]))
 
-    def map_lead(self: _Q, fn: Callable[[Array], Array]) -> _Q:
-        """Applies `fn`, which acts on leading axes only, to each leaf."""
-        return jax.tree.map(fn, self)
+    def cut(self: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
+        """The stored array in the shape `first + inner`, with as few inner axes as possible: only those along
+        which blocks would be cut.
+
+        Nested scales keep all of them, since their own blocks cross rows. A scale for a whole row is repeated
+        for each part of it.
+        """
+        count, block, cuts = math.prod(inner), self.block, self.codec.cuts
+        shared = self.block_size is None and count == self.matrix[1] > 0
+        if isinstance(self.scale, NestedScales):
+            n = len(inner)
+        elif shared and inner[-1:] > (1,) and cuts(inner[-1], inner[-1]):
+            n = 1
+        else:
+            whole = (n for n in range(1, len(inner)) if cuts(math.prod(inner[-n:]), block))
+            n = next(whole, len(inner))
+        at = len(inner) - n
+        lead, inner = (*first, *inner[:at]), inner[at:]
+        changes: dict[str, Any] = {"inner": shortest(inner, self.codec)}
+        if lead != self.codes.shape[:-1]:
+            scale: Any = self.scale
+            in_blocks = isinstance(scale, BlockScales)
+            codes, *sizes = self.codec.sizes(math.prod(inner), math.prod(inner) if shared else block)
+            scales: Any = scale.parts() if in_blocks else (scale, None, None, None)
+            if shared:
+                row = (*first, *[1] * at, 1)
+                scales = [x if x is None else jnp.broadcast_to(x.reshape(row), (*lead, 1)) for x in scales]
+            scales = [x if x is None else x.reshape(*lead, n) for x, n in zip(scales, sizes, strict=True)]
+            changes["codes"] = self.codes.reshape(*lead, codes)
+            changes["scale"] = BlockScales(*scales) if in_blocks else scales[0]
+            changes["block_size"] = block if self.block_size is None and not shared else self.block_size
+        return dataclasses.replace(self, **changes)
 
     def stored(self) -> Array:
         """The stored array, dense."""
@@ -256,7 +351,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         """Slice `i` of the stored array along its first axis: an array of this type, or a dense one if blocks
         are cut."""
         if self.num_lead:
-            part = self.map_lead(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False))
+            part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self)
             return part.with_axes(range(len(part.stored_shape)))
         return self.rows_at(jnp.asarray(i))
 
@@ -272,7 +367,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     def _decode(self, codes: Any, scales: BlockScales) -> Float[Array, "*lead columns"]:
         """Decodes rows of codes, with their columns in logical order."""
-        dense = _decoded((codes, *scales.parts()), Rows(self.codec, self.matrix[1], self.block))
+        dense = _decoded((codes, *scales.parts()), self.codec, self.matrix[1], self.block)
         if self.order is None:
             return dense
         back = jnp.broadcast_to(jnp.expand_dims(jnp.argsort(self.order), -2), dense.shape)
@@ -284,7 +379,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)
         # Each device decodes its rows, or parts of them if no block is shared between devices.
-        lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.tied_by()
+        lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.why_not_shardable()
         last = lambda j, leaf: "k" if cut and leaf.shape[-1] > 1 else f"own{j}"
         names = [lead if leaf.ndim == len(lead) else [*lead, last(j, leaf)] for j, leaf in enumerate(leaves)]
         inner = ["k"] if cut else [f"inner{i}" for i in range(len(self.inner_shape))]
@@ -319,6 +414,36 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         nested = isinstance(self.scale, NestedScales)
         return dataclasses.replace(self, scale=self.scale.times(factor) if nested else self.scale * factor)
 
+    def matmul(
+        self,
+        x: Float[Array, "*batch contracted"],
+        parts: Any,
+        *,
+        shape: tuple[int, int],
+        transpose: bool,
+        low_rank: Sequence[Array] = (),
+        out_dtype: np.dtype,
+    ) -> Float[Array, "*batch free"]:
+        """Computes `x @ W.T` for the stored matrix `W` of this shape, with adapters if `low_rank`; `x @ W` if
+        `transpose`. `parts` are its leaves, whose leading axes together are axes of the matrix; nested scales
+        have none. Only the statics of `self` are read."""
+        codes, scale, order = parts
+        found = self._for_kernels(parts, shape)
+        if found is None:
+            # Rows of the matrix are parts of rows of codes, which does not occur with the weights of models.
+            leaves = {"codes": codes, "scale": scale} | ({} if order is None else {"order": order})
+            dense = dataclasses.replace(self, axes=(), **leaves).materialise().reshape(shape).astype(x.dtype)
+            y = jnp.matmul(x, dense if transpose else dense.T, preferred_element_type=jnp.float32)
+            if low_rank:
+                t, b = low_rank
+                y += times_adapters(t, b, y.dtype)
+            return y.astype(out_dtype)
+        if order is not None and not transpose:
+            x = jnp.take(x, order, axis=-1)
+        params: Any = {"shape": shape, "block_size": max(self.block, 1), "transpose": transpose}
+        y = block_matmul(x, *found, low_rank=low_rank, out_dtype=out_dtype, **params)
+        return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
+
     def requantized(self: _Q, dense: Array) -> _Q:
         """Quantises a dense array of the same shape like this one."""
         stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
@@ -335,13 +460,24 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     # Hooks
 
     def widen(self: _Q, like: Value) -> _Q | Array:
-        """Opens or trains the scales if those of `like` are; dense if `like` has another layout of codes."""
+        """Opens or trains the scales, and widens them to float32, if those of `like` are; dense if `like` has
+        another layout of codes."""
         if not isinstance(like, AbstractQuantizedArray):
             return self
         if self._layout() != like._layout():
             return dense_apart(self)
-        said = dataclasses.replace(self, block_size=like.block_size, inner=like.inner, axes=like.axes)
-        return said.opened(train=like.train_scales) if like.has_gradients else said
+        out = dataclasses.replace(self, block_size=like.block_size, inner=like.inner, axes=like.axes)
+        out = out.with_gradients(train=like.train_scales) if like.has_gradients else out
+        if out._form() == like._form():
+            return out
+        scaled = lambda w: w.times(jnp.float32(1))
+        if scaled(out)._form() == like._form():
+            return scaled(out)
+        return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_apart(self)
+
+    def _form(self) -> Any:
+        """Properties that a factor changes."""
+        return self.codec, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
 
     def _layout(self) -> Any:
         """Properties that cannot change without other codes, independent of how they are specified."""
@@ -359,7 +495,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         lead, inner = stored[: self.num_lead], stored[self.num_lead :]
         if all(axis is None for axis in inner):
             return [jax.P(*lead, *[None] * (leaf.ndim - self.num_lead)) for leaf in jax.tree.leaves(self)]
-        if reason := self.tied_by():
+        if reason := self.why_not_shardable():
             raise ValueError(
                 f"{type(self).__name__} of stored shape {self.stored_shape} cannot be sharded by {spec}: "
                 f"{reason}. Shard leading axes only, or quantise with `block_size` dividing the last axis "
@@ -371,7 +507,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             jax.P(*lead, *([None] * len(inner) if once(leaf) else inner)) for leaf in jax.tree.leaves(self)
         ]
 
-    def tied_by(self) -> str:
+    def why_not_shardable(self) -> str:
         """The reason why inner axes cannot be divided among devices; "" if they can."""
         if self.order is not None:
             return "its columns are out of order"
@@ -383,49 +519,14 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         return ""
 
 
-@functools.partial(jax.jit, static_argnames="rows", inline=True)
-def _decoded(parts: Any, rows: Rows) -> Float[Array, "*lead columns"]:
+@functools.partial(jax.jit, static_argnames=("codec", "count", "block"), inline=True)
+def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "*lead columns"]:
     """Decodes rows of codes, with their columns in stored order."""
     if not parts[0].size:
-        return jnp.zeros((*parts[0].shape[:-1], rows.count))
-    return join(rows(parts), rows.count)
+        return jnp.zeros((*parts[0].shape[:-1], count))
+    return join(codec.planes(count, block, parts), count)
 
 
-def as_floating(cls: type, x: ArrayLike, axis: int) -> tuple[Array, list[int]]:
-    """`x` with `axis` moved last, and the permutation that moves it back."""
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
-    if x.ndim == 0:
-        return x, []
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"{cls.__name__}.quantize: axis {axis} is not an axis of an array of shape {x.shape}."
-        )
-    axis %= x.ndim
-    return jnp.moveaxis(x, axis, -1), [*range(axis), x.ndim - 1, *range(axis, x.ndim - 1)]
-
-
-def quantize_stack(cls: Any, x: ArrayLike, axis: int, stacked: int, options: dict[str, Any]) -> Any:
-    """Quantises each array of a stack on its own; `axis` is an axis of the whole stack."""
-    x = jnp.asarray(x)
-    from_end = axis - x.ndim if axis >= 0 else axis
-    if stacked >= x.ndim or not stacked - x.ndim <= from_end < 0:
-        raise ValueError(
-            f"{cls.__name__}.quantize: axis {axis} is not an axis of one of the arrays in {stacked} axes of "
-            f"stacks, found the shape {x.shape}."
-        )
-    quantize = lambda x: cls.quantize(x, axis=from_end, **options)
-    for _ in range(stacked):
-        quantize = jax.vmap(quantize)
-    return quantize(x)
-
-
-def check_block_size(block_size: Any) -> None:
-    """Raises `ValueError` unless `block_size` is None or positive, `TypeError` if it is not an integer."""
-    if block_size is None:
-        return
-    if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
-        raise TypeError(f"block_size must be a whole number or None, got {block_size!r}.")
-    if block_size < 1:
-        raise ValueError(f"block_size must be positive or None, got {block_size}.")
+def shortest(inner: tuple[int, ...], codec: Codec) -> tuple[int, ...] | None:
+    """`inner`, or None if the number of bytes determines that of the codes."""
+    return None if len(inner) == 1 and inner[0] % bitstream.stride_of(codec.bits) == 0 else tuple(inner)

@@ -1,15 +1,17 @@
-"""Encoding of values as codes, scales and zeros of any codec: each block on its own, to the nearest codes."""
+"""Quantisation of values to codes, scales and zeros of any codec: each block on its own."""
 
+import dataclasses
 import functools
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, UInt8
+from jaxtyping import Array, ArrayLike, Float32, UInt8
 
-from .codecs import Codec
+from ...kernels.block_matmul import CODECS, Codec
 
 Parts = tuple[Array, Array | None, Array | None, Array | None]
 
@@ -115,3 +117,40 @@ def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> t
     whole = jnp.round(jnp.where(spread == 0, 0.0, groups / jnp.where(spread == 0, 1.0, spread)))
     whole = jnp.clip(whole, *limits).astype(jnp.int32)
     return whole.reshape(padded.shape)[..., : x.shape[-1]], outer
+
+
+def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array, list[int]]:
+    """`x` with `axis` moved last, and the permutation that moves it back; behind the axes of stacks."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
+    if x.ndim == 0 and not stacked:
+        return x, []
+    if not -x.ndim <= axis < x.ndim or axis % x.ndim < stacked:
+        whole = f"one of the arrays in {stacked} axes of stacks, found the" if stacked else "an array of"
+        raise ValueError(f"{cls.__name__}.quantize: axis {axis} is not an axis of {whole} shape {x.shape}.")
+    axis %= x.ndim
+    return jnp.moveaxis(x, axis, -1), [*range(axis), x.ndim - 1, *range(axis, x.ndim - 1)]
+
+
+def check_block_size(block_size: Any) -> None:
+    """Raises `ValueError` unless `block_size` is None or positive, `TypeError` if it is not an integer."""
+    if block_size is None:
+        return
+    if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
+        raise TypeError(f"block_size must be a whole number or None, got {block_size!r}.")
+    if block_size < 1:
+        raise ValueError(f"block_size must be positive or None, got {block_size}.")
+
+
+def find_codec(cls: type, codec: Any) -> Codec:
+    """The codec, or that of this name, for a class that takes any."""
+    if all(field.name != "codec" for field in dataclasses.fields(cls)):
+        raise ValueError(f"{cls.__name__} has a codec of its own; BlockArray.quantize takes others.")
+    if isinstance(codec, str):
+        if codec not in CODECS:
+            raise ValueError(f"There is no codec {codec!r}; there are {', '.join(CODECS)}.")
+        codec = CODECS[codec]
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{cls.__name__}.quantize takes a codec or the name of one; found {codec!r}.")
+    return codec

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float32, UInt8
 from ... import kernels
 from ..._checked import checked
 from ...kernels import blockwise
-from .codecs import Codec
+from ...kernels.block_matmul import Codec
 
 
 class BlockScales(eqx.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.quantized import Codec
-from ...arrays.quantized.codecs import E2M1
+from ...kernels.block_matmul.codecs import E2M1
 from ..files.errors import quoted
 from ..files.json_text import read_json_file
 from ..files.tensors import Tensors, are_sizes

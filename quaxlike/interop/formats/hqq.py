@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.quantized import BlockArray, BlockScales, Codec
-from ...arrays.quantized.layout import reshaped
+from ...arrays.quantized.shape import reshaped
 from ..files.tensors import Tensors
 from .format import FLOATS, INT32, UINT8, Format, Layer, Weight, layers, weight
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
-from ...arrays.quantized.codecs import E2M1
+from ...kernels.block_matmul.codecs import E2M1
 from ..files.errors import file_error
 from ..files.tensors import Tensors
 from .format import UINT8, Format, Layer, Weight, integer, layers, stream, weight

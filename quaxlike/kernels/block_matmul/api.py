@@ -1,141 +1,320 @@
-"""The primitive for matmuls with weights in a block format, which picks its backend."""
+"""Products with weights that are stored as codes, with or without adapters."""
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
-from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
-from ..multilinear import map_rows, nonzero
-from ..nf4_matmul import gpu, tpu
-from ..product import Product
-from .gpu import chunked
-from .reference import tiled, whole
-
-# Up to this many rows of activations, XLA may fuse decoding into the product.
-FUSED_ROWS = 64
+from ..._checked import checked
+from ..backends import bind
+from ..blockwise import NestedScales
+from ..multilinear import dot_general, precision_for
+from .formats import INTEGERS, NIBBLES, Decode
+from .primitive import PRODUCTS, lora_matmul_p
+from .product import Product
 
 
-@runtime_checkable
-class Decode(Protocol):
-    """Decodes arrays to the rows of a weight; hashable."""
-
-    def __call__(self, leaves: Any, /) -> list[Array]:
-        """Decodes rows of the leaves to float32 rows of `W`, in `s` planes: columns 0, s, …; columns 1,
-        s + 1, …; and so on."""
-        ...
-
-    def stored(self, product: Product, *, decoded: bool) -> Product | None:
-        """The product with the details of the codes that kernels need; None if no kernel supports them.
-
-        `decoded`: whether to make scales and zero points float32, for kernels that take no others.
-        """
-        ...
-
-    def operands(self, leaves: Any, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
-        """Codes, scales, the table of values, and zero points if there are any, as `stored` describes."""
-        ...
-
-
-def block_matmul(
-    x: Float[Array, "*batch contracted"],
-    leaves: PyTree[Array],
-    decode: Decode,
+@checked
+def nf4_matmul(
+    x: Float[Array, "... contracted"],
+    packed: UInt8[Array, " bytes"] | UInt8[Array, "n bytes"],
+    absmax: Float32[Array, " blocks"] | Float32[Array, "n blocks"] | NestedScales,
+    codebook: ArrayLike,
     *,
     shape: tuple[int, int],
+    block_size: int,
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
-) -> Float[Array, "*batch free"]:
-    """Computes `x @ W.T` for a weight `W` that `decode` decodes row by row; `x @ W` if `transpose`.
+) -> Float[Array, "... free"]:
+    """`x @ W.T` for a weight `W` stored as 4-bit codes with block scales; `x @ W` if transposed.
 
-    It makes no dense copy of `W` on a CPU, nor of a large `W` on a GPU. Differentiable in `x`, and in
-    everything in which `decode` is.
+    The codes are those of bitsandbytes and are read as they are stored, by every backend, and no
+    dense copy of `W` is made. Products are accumulated in float32. Differentiable in `x`,
+    `absmax` and `codebook`; the gradient of `x` is the transposed contraction on the same bytes.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.kernels import nf4_matmul
+        from quaxlike.kernels.blockwise import NF4, quantize_codebook
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        packed, absmax = quantize_codebook(w, NF4, block_size=64)
+        y = nf4_matmul(
+            jnp.ones((4, 128)), packed, absmax, NF4, shape=w.shape, block_size=64
+        )
+        ```
 
     **Arguments:**
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `leaves`: arrays of `N` rows each: codes, scales, minima.
-    - `decode`: decodes rows of `leaves` to rows of `W`; describes the storage of codes to kernels.
+    - `packed`: the codes of `W`, flattened row-major, two to a byte, high nibble first:
+        `(N·K + 1) // 2` bytes. Where blocks do not cross rows, also `(N, K / 2)`: so devices can share rows
+        or columns.
+    - `absmax`: float32 scale of each block of `block_size` consecutive codes; blocks may cross
+        rows. `(N, K / block_size)` for rows of codes.
+        [`NestedScales`][quaxlike.kernels.NestedScales] if scales are quantised in turn.
+    - `codebook`: the 16 values that codes stand for.
     - `shape`: `(N, K)`.
+    - `block_size`: an even number.
+    - `transpose`: contracts over `N` instead of `K`.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+
+    **Raises:** `ValueError` where the operands do not fit `shape` and `block_size`.
+    """
+    codebook = jnp.asarray(codebook, jnp.float32)
+    _check_weight("nf4_matmul", packed, absmax, codebook, shape, block_size)
+    params: dict[str, Any] = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
+    return block_matmul(x, (packed, absmax, codebook), NIBBLES, shape=shape, **params)
+
+
+@checked
+def lora_matmul(
+    x: Float[Array, "*batch features"],
+    packed: UInt8[Array, " bytes"] | UInt8[Array, "n bytes"],
+    absmax: Float32[Array, " blocks"] | Float32[Array, "n blocks"] | NestedScales,
+    codebook: ArrayLike,
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    scaling: float | Float[Array, ""] = 1.0,
+    adapter_index: Int[Array, "..."] | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch out"]:
+    """Computes `x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and adapters `a`, `b`.
+
+    The low-rank term is added to the float32 accumulator of the product with `W`: it costs as much as a few
+    more columns of `W`, without a pass over the result. Differentiable in everything but the codes.
+
+    With several adapters, each row of `x` uses the one that `adapter_index` selects; all rows are
+    computed together, whatever the mixture.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.kernels import lora_matmul
+        from quaxlike.kernels.blockwise import NF4, quantize_codebook
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        packed, absmax = quantize_codebook(w, NF4, block_size=64)
+        a, b = jnp.ones((3, 8, 128)), jnp.zeros((3, 32, 8))  # three adapters of rank 8
+        y = lora_matmul(
+            jnp.ones((4, 128)),
+            packed,
+            absmax,
+            NF4,
+            a,
+            b,
+            shape=w.shape,
+            block_size=64,
+            scaling=2.0,
+            adapter_index=jnp.array([0, 2, 2, 1]),
+        )
+        ```
+
+    **Arguments:**
+
+    - `x`: `(..., in)`.
+    - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight, of shape `(out, in)`, as in
+        [`nf4_matmul`][quaxlike.kernels.block_matmul.api.nf4_matmul].
+    - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Converted to the dtype of `x`,
+        like `b`.
+    - `b`: `(out, rank)`, or `(adapters, out, rank)`.
+    - `scaling`: the factor of the low-rank term.
+    - `adapter_index`: the adapter of each row, of the leading shape of `x`; rows with a negative index
+        use none.
+    - `out_dtype`: the dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., out)`.
+
+    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
+    """
+    codebook = jnp.asarray(codebook, jnp.float32)
+    _check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
+    _check_x("lora_matmul", x, shape, transpose=False)
+    _check_adapters(x, a, b, shape, adapter_index)
+    a, b = a.astype(x.dtype), b.astype(x.dtype)
+    if adapter_index is None:
+        a, b = a[None], b[None]
+    low_rank = to_ranks(x, a, scaling, adapter_index), b
+    params: dict[str, Any] = {"block_size": block_size, "low_rank": low_rank, "out_dtype": out_dtype}
+    return block_matmul(x, (packed, absmax, codebook), NIBBLES, shape=shape, **params)
+
+
+@checked
+def int8_matmul(
+    x: Float[Array, "*batch contracted"],
+    codes: Int8[Array, "n k"],
+    scale: Float32[Array, "n blocks"],
+    *,
+    block_size: int | None = None,
+    transpose: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch free"]:
+    """`x @ W.T` for a weight `W` stored as int8 with scales; `x @ W` if transposed.
+
+    On CPUs and GPUs no dense copy of `W` is made. Differentiable in `x` and `scale`; the gradient of `x` is
+    the transposed contraction on the same integers.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        from quaxlike.kernels import int8_matmul
+        from quaxlike.kernels.blockwise import quantize_int
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        codes, scale = quantize_int(w, largest=127, block_size=None)
+        y = int8_matmul(jnp.ones((4, 128)), codes, scale)
+        ```
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
+    - `codes`: `(N, K)`.
+    - `scale`: `(N, ceil(K / block_size))`: value = integer · scale.
+    - `block_size`: how many integers of a row share a scale; None for all of them.
+    - `transpose`: contracts over `N` instead of `K`.
+    - `out_dtype`: dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+
+    **Raises:** `ValueError` where the operands do not fit each other.
+    """
+    n, k = codes.shape
+    block_size = max(k, 1) if block_size is None else block_size
+    if block_size < 1:
+        raise ValueError(f"int8_matmul: block_size must be at least 1, or None; got {block_size!r}")
+    if scale.shape != (n, -(-k // block_size)):
+        raise ValueError(
+            f"int8_matmul: scale of a weight of shape {(n, k)} in blocks of {block_size} must have shape "
+            f"{(n, -(-k // block_size))}, got {scale.shape}"
+        )
+    params: dict[str, Any] = {"block_size": block_size, "transpose": transpose, "out_dtype": out_dtype}
+    return block_matmul(x, (codes, scale), INTEGERS, shape=(n, k), **params)
+
+
+def block_matmul(
+    x: Float[Array, "*batch contracted"],
+    leaves: Sequence[Any],
+    decode: Decode,
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    transpose: bool = False,
+    low_rank: Sequence[Array] = (),
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch free"]:
+    """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight `W` of any format; with adapters if
+    `low_rank`.
+
+    It makes no dense copy of `W` on a CPU, nor of a large `W` on a GPU. Differentiable in `x`, in `low_rank`,
+    and in everything in which `decode` is.
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
+    - `leaves`: the arrays that `decode` reads: codes, scales, minima.
+    - `decode`: decodes them to `W`; describes the storage of codes to kernels.
+    - `shape`: `(N, K)`.
+    - `block_size`: how many codes share a scale.
     - `transpose`: whether to contract over `N` instead of `K`.
+    - `low_rank`: nothing; or, unless `transpose`, `t` from `to_ranks` and `b`, `(adapters, N, rank)`, whose
+        product `t @ b.T` is added before the result is rounded.
     - `out_dtype`: the dtype of the result; that of `x` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
+    **Raises:** `ValueError` unless the last axis of `x` is the one that is contracted.
     """
-    n, k = shape
-    if any(leaf.shape[0] != n for leaf in jax.tree.leaves(leaves)):
-        found = [leaf.shape for leaf in jax.tree.leaves(leaves)]
-        raise ValueError(f"block_matmul: a weight of shape {shape} takes leaves of {n} rows, got {found}")
-    if x.ndim == 0 or x.shape[-1] != (n if transpose else k):
-        raise ValueError(
-            f"block_matmul: the last axis of x must be {'N' if transpose else 'K'} of the weight's shape "
-            f"{shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
-        )
+    primitive = lora_matmul_p if low_rank else PRODUCTS[decode.name]
+    _check_x(primitive.name, x, shape, transpose)
     out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    product = Product((n, k), max(k, 1), transpose, out_dtype)
-    return bind(block_matmul_p, x, leaves, decode=decode, product=product)
+    product = Product((shape[0], shape[1]), block_size, transpose, out_dtype)
+    return bind(primitive, x, *leaves, *low_rank, decode=decode, product=product)
 
 
-def _choose(
-    platform: str,
-    x: Any,
-    leaves: Any,
-    *,
-    decode: Decode,
-    product: Product,
-    backend: Backend | None = None,
-    partitioned: bool = False,
-) -> Choice:
-    def kernel(name: Backend, platform: str, *operands: Any, **params: Any) -> Choice:
-        stored = decode.stored(product, decoded=name == "tpu")
-        choose = {"gpu": gpu.choose_fused, "tpu": tpu.choose}[name]
-        no_kernel = "the kernel does not take codes of this format"
-        choice = no_kernel if stored is None else choose(platform, x, product=stored, partitioned=partitioned)
-        if isinstance(choice, str):
-            many = math.prod(x.shape[:-1]) > FUSED_ROWS
-            if name == "gpu" and many and not partitioned:
-                return Choice(name, f"decoded in chunks for the library's product: {choice}", chunked)
-            return Choice(name, f"decoded in the expression of the library's product: {choice}", whole)
-        return choice._replace(run=functools.partial(_run, choice.run, name == "tpu"))
-
-    kernels = {name: functools.partial(kernel, name) for name in ("gpu", "tpu")}
-    reference = tiled if backend or platform == "cpu" else whole
-    return first_choice(platform, backend, reference, kernels, x, leaves, partitioned=partitioned)
+def _check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
+    """Raises `ValueError` unless the last axis of `x` is the one that is contracted."""
+    contracted = shape[0] if transpose else shape[1]
+    if x.ndim == 0 or x.shape[-1] != contracted:
+        raise ValueError(
+            f"{op}: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the weight's "
+            f"shape {shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
+        )
 
 
-def _run(
-    run: Callable[..., Array], decoded: bool, x: Array, leaves: Any, *, decode: Decode, product: Product
-) -> Array:
-    stored = decode.stored(product, decoded=decoded)
-    codes, scales, table, zeros = decode.operands(leaves, decoded=decoded)
-    return run(x, codes, scales, table, product=stored, zeros=zeros)
+def _check_weight(
+    op: str, packed: Any, absmax: Any, codebook: Any, shape: tuple[int, int], block_size: int
+) -> None:
+    """Raises `ValueError` unless codes and scales are those of a weight of this shape."""
+    size = math.prod(shape)
+    if block_size <= 0 or block_size % 2:
+        raise ValueError(f"{op}: block_size must be a positive even number, got {block_size}")
+    blocks = -(-size // block_size)
+    expected: dict[str, tuple[Any, tuple[int, ...]]]
+    bytes_, scales = ((size + 1) // 2,), (blocks,)
+    if packed.ndim == 2 and shape[1] % block_size == 0 and not isinstance(absmax, NestedScales):
+        bytes_, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // block_size)
+    expected = {"packed": (packed, bytes_), "codebook": (codebook, (16,))}
+    if isinstance(absmax, NestedScales):
+        shapes = (blocks,), (-(-blocks // 256),), (), (256,)
+        for field, array, want in zip(absmax._fields, absmax, shapes, strict=True):
+            expected[f"absmax.{field}"] = (array, want)
+    else:
+        expected["absmax"] = (absmax, scales)
+    for name, (array, want) in expected.items():
+        if array.shape != want:
+            raise ValueError(
+                f"{op}: {name} of a weight of shape {shape} in blocks of {block_size} must have "
+                f"shape {want}, got {array.shape}"
+            )
 
 
-def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
-    if nonzero(tangents[1]):
-        return NotImplemented  # tangents of scales are derived from the reference
-    return block_matmul_p(tangents[0], primals[1], **params) if nonzero(tangents[0]) else None
+def to_ranks(
+    x: Float[Array, "*batch features"],
+    a: Float[Array, "adapters rank features"],
+    scaling: Any,
+    index: Int[Array, "*batch"] | None = None,
+) -> Float[Array, "*batch adapters rank"]:
+    """`scaling · x @ a.T` for each adapter; with `index`, zero for adapters that a row does not use."""
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
+    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
+    if index is not None:
+        t = t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
+    return t * jnp.asarray(scaling, x.dtype)
 
 
-def _transpose(ct: Any, x: Any, leaves: Any, *, product: Product, **params: Any) -> Any:
-    if not ad.is_undefined_primal(x):
-        return NotImplemented
-    product = product.transposed(np.dtype(x.aval.dtype))
-    return block_matmul_p(ct, leaves, product=product, **params), jax.tree.map(lambda _: None, leaves)
-
-
-def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    return map_rows(block_matmul_p, size, operands, dims, params, rows=(0,))
-
-
-block_matmul_p = kernel_primitive(
-    "block_matmul", _choose, whole, jvp=_jvp, transpose=_transpose, batching=_batching
-)
+def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) -> None:
+    n, k = shape
+    ndim = 2 if index is None else 3
+    if a.ndim != ndim or b.ndim != ndim:
+        raise ValueError(
+            f"lora_matmul: a and b must have {ndim} axes "
+            f"{'without' if index is None else 'with'} adapter_index, got shapes {a.shape}, "
+            f"{b.shape}"
+        )
+    expected = (*a.shape[:-2], n, a.shape[-2])
+    if a.shape[-1] != k or b.shape != expected:
+        raise ValueError(
+            f"lora_matmul: for a weight of shape {shape}, a must be (..., rank, {k}) and b "
+            f"(..., {n}, rank), got shapes {a.shape}, {b.shape}"
+        )
+    if index is not None and index.shape != x.shape[:-1]:
+        raise ValueError(
+            f"lora_matmul: adapter_index must have the leading shape {x.shape[:-1]} of x, got {index.shape}"
+        )

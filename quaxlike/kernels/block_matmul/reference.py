@@ -1,62 +1,170 @@
-"""The matmul with weights in a block format in plain JAX."""
+"""The product with a stored weight in plain JAX: runs everywhere, and is what kernels are held to.
 
+The weight is decoded a few rows at a time. Such a tile stays in the cache, and no dense copy of the weight
+ever exists: XLA on a CPU does not fuse decoding into a dot.
+"""
+
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
+from ...primitives.partitioning import is_spread
 from ..multilinear import accumulator_dtype, precision_for
-from ..product import Product
-from ..tiles import as_weights, contract_columns, contract_rows
+from .formats import Decode, Tiles
+from .product import Product
+
+# Weights decoded at a time. Few: one MiB of float32, which fits in a core's L2. Many: enough work for
+# each step to be shared between cores, and fewer passes over activations and accumulator.
+_TILE_FEW, _TILE_MANY = 2**18, 2**20
+_FEW_ROWS_OF_X = 4
 
 
+def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:
+    """A product to which `t @ b.T` of adapters is added before it is rounded, if there are any."""
+
+    @functools.wraps(product_of)
+    def both(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
+        if not low_rank:
+            return product_of(x, leaves, decode=decode, product=product)
+        accumulator = accumulator_dtype(x.dtype)
+        y = product_of(x, leaves, decode=decode, product=product.of_dtype(accumulator))
+        t, b = low_rank
+        return (y + times_adapters(t, b, accumulator)).astype(product.out_dtype)
+
+    return both
+
+
+@with_low_rank
 def tiled(
-    x: Float[Array, "*batch contracted"],
-    leaves: PyTree[Array],
-    *,
-    decode: Callable[[Any], list[Array]],
-    product: Product,
+    x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
     """Decodes some rows of `W` at a time, to the precision of `x`, and accumulates in float32 or wider."""
     n, k = product.shape
     batch, dtype = x.shape[:-1], x.dtype
     x = x.reshape(math.prod(batch), x.shape[-1]).astype(accumulator_dtype(dtype))
+    of_leaves = decode.tiles(leaves, product)
 
-    def rows_of_w(start: Array | int, rows: int) -> list[Array]:
-        tile = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, rows), leaves)
-        return [as_weights(part, dtype).astype(x.dtype) for part in decode(tile)]
+    def tile(start: Array | int, rows: int) -> list[Array]:
+        return [as_weights(part, dtype).astype(x.dtype) for part in of_leaves(start, rows)]
 
-    planes = len(jax.eval_shape(decode, leaves))
-    y = (contract_rows if product.transpose else contract_columns)(x, rows_of_w, n, k, stride=planes)
+    contract = contract_rows if product.transpose else contract_columns
+    y = contract(x, tile, n, k, stride=decode.stride(product))
     return y.reshape(*batch, y.shape[-1]).astype(product.out_dtype)
 
 
+@with_low_rank
 def whole(
-    x: Float[Array, "*batch contracted"],
-    leaves: PyTree[Array],
-    *,
-    decode: Callable[[Any], list[Array]],
-    product: Product,
+    x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
     """Decodes `W` to the dtype of `x` in one expression, for compilers that fuse it into the dot."""
-    return times(x, join(decode(leaves), product.shape[1]), product)
+    if (parts := scaled_outside(x, leaves, decode, product)) is None:
+        return times(x, decode.matrix(leaves, product), product)
+    return times_scaled(x, *parts, product)
 
 
-def times(x: Float[Array, "*batch contracted"], w: Float[Array, "n k"], product: Product) -> Array:
-    """Multiplies `x` by `W`, or by some of its rows or columns."""
+def scaled_outside(
+    x: Array, leaves: Sequence[Any], decode: Decode, product: Product
+) -> tuple[Array, Array] | None:
+    """Values and scales of rows that meet `x` or the result instead of the weight, if these are all scales.
+
+    Only a cast of the values is fused into the dot; a product with scales would be written to memory as a
+    dense weight. Not for rows that float16 is contracted over, whose exponents do not hold the products of
+    small cotangents and scales.
+    """
+    return None if product.transpose and x.dtype == np.float16 else decode.scaled_rows(leaves)
+
+
+def times_scaled(
+    x: Float[Array, "*batch contracted"], values: Array, scale: Float[Array, "n 1"], product: Product
+) -> Float[Array, "*batch free"]:
+    """Multiplies `x` by values whose rows have scales, which stay outside of the dot."""
+    dtype = accumulator_dtype(x.dtype)
+    scale = scale.reshape(*[1] * (x.ndim - 1), values.shape[0]).astype(dtype)
+    if product.transpose:
+        return times((x.astype(dtype) * scale).astype(x.dtype), values, product)
+    return (times(x, values, product.of_dtype(dtype)) * scale).astype(product.out_dtype)
+
+
+def times(
+    x: Float[Array, "*batch contracted"], w: Float[Array, "n k"], product: Product, dtype: Any = None
+) -> Float[Array, "*batch free"]:
+    """Multiplies `x` by `W`, or by some of its rows or columns, to this dtype. If None, it accumulates in
+    float32 or wider, and rounds to the dtype of the product."""
     contract = ((x.ndim - 1,), (0 if product.transpose else 1,))
-    params = {"precision": precision_for(x.dtype), "preferred_element_type": accumulator_dtype(x.dtype)}
-    return lax.dot_general(x, w.astype(x.dtype), (contract, ((), ())), **params).astype(product.out_dtype)
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": dtype}
+    if dtype is not None:
+        return lax.dot_general(x, w.astype(x.dtype), (contract, ((), ())), **params)
+    return times(x, w, product, accumulator_dtype(x.dtype)).astype(product.out_dtype)
 
 
-def join(planes: list[Array], count: int) -> Array:
-    """Interleaves the planes of a matrix, and returns its first `count` columns."""
-    if len(planes) == 1:
-        return planes[0]
-    width = planes[0].shape[-1]
-    full = [jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, width - p.shape[-1])]) for p in planes]
-    return jnp.stack(full, axis=-1).reshape(*planes[0].shape[:-1], -1)[..., :count]
+def times_adapters(
+    t: Float[Array, "*batch adapters rank"], b: Float[Array, "adapters free rank"], dtype: np.dtype
+) -> Float[Array, "*batch free"]:
+    """`t @ b.T`, summed over adapters, accumulated in `dtype`."""
+    contract = ((t.ndim - 2, t.ndim - 1), (0, 2))
+    params = {"precision": precision_for(t.dtype), "preferred_element_type": dtype}
+    return lax.dot_general(t, b, (contract, ((), ())), **params)
+
+
+def contract_columns(x: Float[Array, "m k"], tile: Tiles, n: int, k: int, stride: int) -> Float[Array, "m n"]:
+    """Computes `x @ W.T` for `W` of shape (n, k)."""
+    columns = [x[:, i::stride] for i in range(stride)]
+
+    def rows_of_y(start: Array | int, rows: int) -> Array:
+        parts = zip(columns, tile(start, rows), strict=True)
+        return functools.reduce(jnp.add, (_dot(c, w, ((1,), (1,))) for c, w in parts))
+
+    tiles, rows = _tiling(x.shape[0], n, k)
+    _, y = lax.scan(lambda _, i: (None, rows_of_y(i * rows, rows)), None, jnp.arange(tiles))
+    y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], tiles * rows)
+    if tiles * rows < n:
+        y = jnp.concatenate([y, rows_of_y(tiles * rows, n - tiles * rows)], axis=1)
+    return y
+
+
+def contract_rows(x: Float[Array, "m n"], tile: Tiles, n: int, k: int, stride: int) -> Float[Array, "m k"]:
+    """Computes `x @ W` for `W` of shape (n, k)."""
+
+    def add(acc: list[Array], start: Array | int, rows: int) -> list[Array]:
+        part = lax.dynamic_slice_in_dim(x, start, rows, axis=1)
+        return [a + _dot(part, w, ((1,), (0,))) for a, w in zip(acc, tile(start, rows), strict=True)]
+
+    tiles, rows = _tiling(x.shape[0], n, k)
+    widths = [len(range(i, k, stride)) for i in range(stride)]
+    acc = [jnp.zeros_like(x, shape=(x.shape[0], width)) for width in widths]
+    if is_spread((x,)):  # sharded over explicit axes of a mesh: rows keep their sharding
+        acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]
+    acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
+    if tiles * rows < n:
+        acc = add(acc, tiles * rows, n - tiles * rows)
+    acc = [jnp.pad(a, ((0, 0), (0, widths[0] - a.shape[1]))) for a in acc]
+    return jnp.stack(acc, axis=-1).reshape(x.shape[0], widths[0] * stride)[:, :k]
+
+
+def as_weights(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """Rounds `values` to the precision of a floating `dtype`, as a cast to it would."""
+    info = jnp.finfo(dtype)
+    # A pair of casts would be elided by XLA.
+    return values if info.bits >= 32 else lax.reduce_precision(values, info.nexp, info.nmant)
+
+
+def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
+    return lax.dot_general(x, w, (contract, ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _tiling(m: Any, n: int, k: int) -> tuple[int, int]:
+    """The number of tiles, and of the rows of each, which is even; the remainder is less than a tile."""
+    # A large weight is never decoded at once: XLA would keep it from the forward to the backward pass.
+    many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
+    few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension of `jax.export` is no int
+    weights = _TILE_FEW if few else many
+    tiles = -(-n // max(2, weights // max(k, 1)))
+    return (tiles, n) if tiles < 2 else (tiles, n // tiles // 2 * 2)

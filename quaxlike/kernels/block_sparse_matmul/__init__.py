@@ -2,5 +2,4 @@
 
 from .api import block_sparse_matmul as block_sparse_matmul
 from .api import block_sparse_matmul_p as block_sparse_matmul_p
-from .layout import column_index as column_index
-from .layout import transposed_index as transposed_index
+from .reference import transposed_index as transposed_index

@@ -1,6 +1,7 @@
 """The block-sparse matmul as a primitive that knows its derivatives and picks its backend."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Int32
 from ..._checked import checked
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import map_rows, sum_tangents
-from . import gpu, tpu
+from . import hopper, mma, tpu
 from .reference import matmul_reference, matmul_sliced, sampled_reference, sampled_sliced
 
 _GPUS = ("cuda", "rocm")
@@ -98,17 +99,24 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
         )
 
 
+def _either(
+    first: Callable[..., Choice | str], second: Callable[..., Choice | str]
+) -> Callable[..., Choice | str]:
+    """The first kernel if it applies, else the second, which may take what the first refuses."""
+
+    def choose(*operands: Any, **params: Any) -> Choice | str:
+        choice = first(*operands, **params)
+        return choice if isinstance(choice, Choice) else second(*operands, **params)
+
+    return choose
+
+
 def _choose(
     platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
-    kernels = {"gpu": gpu.choose, "tpu": tpu.choose}
+    kernels = {"gpu": _either(hopper.choose, mma.choose), "tpu": tpu.choose}
     reference = matmul_sliced if platform in _GPUS else matmul_reference
     return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
-
-
-def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
-    # Bilinear in x and blocks; the indices are integers.
-    return sum_tangents(block_sparse_matmul_p, primals, tangents, params)
 
 
 def _transpose(
@@ -138,10 +146,6 @@ def _transpose(
     return None, ct_blocks, None, None
 
 
-def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    return map_rows(block_sparse_matmul_p, size, operands, dims, params, rows=(0,))
-
-
 def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
     del transposed_idx  # for derivatives
     return sampled_reference(y, x, col_idx, **params)
@@ -155,13 +159,9 @@ def _sampled_in_slices(y: Array, x: Array, col_idx: Array, transposed_idx: Array
 def _choose_sampled(
     platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
-    kernels = {"gpu": gpu.choose_sampled, "tpu": tpu.choose_sampled}
+    kernels = {"gpu": _either(hopper.choose_sampled, mma.choose_sampled), "tpu": tpu.choose_sampled}
     reference = _sampled_in_slices if platform in _GPUS else _sampled
     return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
-
-
-def _sampled_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
-    return sum_tangents(sampled_matmul_p, primals, tangents, params)
 
 
 def _sampled_transpose(
@@ -191,16 +191,19 @@ block_sparse_matmul_p = kernel_primitive(
     "block_sparse_matmul",
     _choose,
     matmul_reference,
-    jvp=_jvp,
+    # Bilinear in x and blocks; the indices are integers.
+    jvp=lambda primals, tangents, **params: sum_tangents(block_sparse_matmul_p, primals, tangents, params),
     transpose=_transpose,
-    batching=_batching,
+    batching=lambda size, operands, dims, **params: map_rows(
+        block_sparse_matmul_p, size, operands, dims, params, rows=(0,)
+    ),
 )
 
 sampled_matmul_p = kernel_primitive(
     "block_sparse_sampled_matmul",
     _choose_sampled,
     _sampled,
-    jvp=_sampled_jvp,
+    jvp=lambda primals, tangents, **params: sum_tangents(sampled_matmul_p, primals, tangents, params),
     transpose=_sampled_transpose,
     batching=_sampled_batching,
 )

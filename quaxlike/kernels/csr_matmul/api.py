@@ -2,21 +2,73 @@
 derivatives."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, mlir
 from jax.typing import DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from ..._checked import checked
 from ...primitives import define_primitive
 from ..backends import requested
 from ..multilinear import map_rows, sum_tangents
 from . import cpu
-from .layout import CsrIndex
 from .reference import matmul_reference, sampled_reference
+
+
+class CsrIndex(NamedTuple):
+    """The index of a matrix `(N, K)` of which only some elements are stored, in the order of their rows.
+
+    Elements past the last pointers are padding; they count as zeros.
+
+    **Attributes:** int32 arrays, with more leading axes for stacks of matrices:
+
+    - `rows`: `(elements,)`, ascending; `N` for padding.
+    - `columns`: `(elements,)`, ascending within a row; `K` for padding.
+    - `row_ptr`: `(N + 1,)`: the elements of row `n` are those from `row_ptr[n]` up to `row_ptr[n + 1]`.
+    - `by_column`: `(elements,)`: the indices of the elements in the order of their columns.
+    - `column_ptr`: `(K + 1,)`: those of column `k` are `by_column[column_ptr[k]:column_ptr[k + 1]]`.
+    """
+
+    rows: Any
+    columns: Any
+    row_ptr: Any
+    by_column: Any
+    column_ptr: Any
+
+
+@checked
+def csr_index(
+    rows: Int[np.ndarray, " elements"], columns: Int[np.ndarray, " elements"], shape: tuple[int, int]
+) -> CsrIndex:
+    """Makes the index of elements that are sorted by rows, and by columns within each row.
+
+    **Arguments:**
+
+    - `rows`, `columns`: the row and column of each element; `N` and `K` for padding, at the end.
+    - `shape`: the shape of the matrix, `(N, K)`.
+
+    **Raises:** `ValueError` if the elements are in another order, or if one occurs twice.
+    """
+    place = rows.astype(np.int64) * (shape[1] + 1) + columns
+    inside = (rows < shape[0]) & (columns < shape[1])
+    if (np.diff(place[inside]) <= 0).any() or not inside[: inside.sum()].all() or (place < 0).any():
+        raise ValueError(
+            f"csr_index takes elements of a matrix of shape {shape} sorted by rows, then by columns, without "
+            "repetition, and with padding at the end."
+        )
+    by_column = np.lexsort((rows, columns))
+    bounds = [np.arange(size + 1) for size in shape]
+    arrays = (
+        rows,
+        columns,
+        np.searchsorted(rows, bounds[0]),
+        by_column,
+        np.searchsorted(columns[by_column], bounds[1]),
+    )
+    return CsrIndex(*(array.astype(np.int32) for array in arrays))
 
 
 @checked
@@ -105,11 +157,6 @@ def _shape(index: CsrIndex) -> tuple[int, int]:
     return index.row_ptr.shape[-1] - 1, index.column_ptr.shape[-1] - 1
 
 
-def _matmul_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
-    # Bilinear in x and data; the index consists of integers.
-    return sum_tangents(csr_matmul_p, primals, tangents, params)
-
-
 def _matmul_transpose(ct: Any, x: Any, data: Any, *index: Any, transpose: bool, **params: Any) -> Any:
     if ad.is_undefined_primal(x):
         params["out_dtype"] = np.dtype(x.aval.dtype)
@@ -120,14 +167,6 @@ def _matmul_transpose(ct: Any, x: Any, data: Any, *index: Any, transpose: bool, 
     return None, csr_sampled_matmul_p(by_rows, by_columns, *index, **params), *[None] * len(index)
 
 
-def _matmul_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    return map_rows(csr_matmul_p, size, operands, dims, params, rows=(0,))
-
-
-def _sampled_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
-    return sum_tangents(csr_sampled_matmul_p, primals, tangents, params)
-
-
 def _sampled_transpose(ct: Any, by_rows: Any, by_columns: Any, *index: Any, **params: Any) -> Any:
     to_rows = ad.is_undefined_primal(by_rows)
     wanted, other = (by_rows, by_columns) if to_rows else (by_columns, by_rows)
@@ -136,16 +175,15 @@ def _sampled_transpose(ct: Any, by_rows: Any, by_columns: Any, *index: Any, **pa
     return (found, None, *[None] * len(index)) if to_rows else (None, found, *[None] * len(index))
 
 
-def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    return map_rows(csr_sampled_matmul_p, size, operands, dims, params, rows=())
-
-
 csr_matmul_p = define_primitive(
     "csr_matmul",
     matmul_reference,
-    jvp=_matmul_jvp,
+    # Bilinear in x and data; the index consists of integers.
+    jvp=lambda primals, tangents, **params: sum_tangents(csr_matmul_p, primals, tangents, params),
     transpose=_matmul_transpose,
-    batching=_matmul_batching,
+    batching=lambda size, operands, dims, **params: map_rows(
+        csr_matmul_p, size, operands, dims, params, rows=(0,)
+    ),
 )
 
 
@@ -163,9 +201,11 @@ csr_sampled_matmul_p = define_primitive(
     "csr_sampled_matmul",
     sampled_reference,
     cpu=cpu.sampled,
-    jvp=_sampled_jvp,
+    jvp=lambda primals, tangents, **params: sum_tangents(csr_sampled_matmul_p, primals, tangents, params),
     transpose=_sampled_transpose,
-    batching=_sampled_batching,
+    batching=lambda size, operands, dims, **params: map_rows(
+        csr_sampled_matmul_p, size, operands, dims, params, rows=()
+    ),
 )
 
 

@@ -10,16 +10,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int
 
-from ...kernels import bits as bitstream
-from ...kernels import blockwise
-from ...kernels.product import Product
+from .. import bits as bitstream
+from .. import blockwise
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 # Powers of two: the number that is subtracted from a byte to get the exponent of a float32.
-_E8M0 = {"e8m0": 0, "e8m0_half": 1}
+E8M0 = {"e8m0": 0, "e8m0_half": 1}
 _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
@@ -157,6 +156,11 @@ class Codec:
         zero = zero.astype(jnp.float32)
         return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
 
+    def stride(self, count: int, block: int) -> int:
+        """The number of planes of `planes`: 1 where blocks do not hold as many codes of each plane."""
+        stride = bitstream.stride_of(self.bits)
+        return stride if block % stride == 0 or -(-count // max(block, 1)) == 1 else 1
+
     def planes(self, count: int, block: int, parts: Sequence[Any]) -> list[Float32[Array, "*lead width"]]:
         """Decodes rows of `count` codes, in the planes of [`bits.planes`].
 
@@ -168,11 +172,10 @@ class Codec:
         scale, zero = self.scales_and_zeros(*scales)
         shrunk = self._shrunk(scales[0])
         packed = self._turned(packed)
-        codes = bitstream.planes(packed, self.bits)
-        stride = len(codes)
-        single = scale.shape[-1] == 1
-        if not single and block % stride:  # blocks do not hold as many codes of each plane
-            codes, stride = [bitstream.unpack(packed, self.bits, count)], 1
+        stride, single = self.stride(count, block), scale.shape[-1] == 1
+        interleaved = stride < bitstream.stride_of(self.bits)
+        unpack = (lambda x, bits: [bitstream.unpack(x, bits, count)]) if interleaved else bitstream.planes
+        codes = unpack(packed, self.bits)
         out = []
         for i, plane in enumerate(codes):
             width = len(range(i, count, stride))
@@ -209,9 +212,9 @@ class Codec:
         return values * scale + zero if self.zeros == "plus" else values * scale - zero
 
     def _inner(self, scale: Array) -> Array:
-        if self.scales in _E8M0:  # from its bits: exponentiation is not exact on every device
-            wide = jnp.maximum(scale.astype(jnp.uint32), np.uint32(1 + _E8M0[self.scales]))
-            raw = (wide - np.uint32(_E8M0[self.scales])) << np.uint32(23)
+        if self.scales in E8M0:  # from its bits: exponentiation is not exact on every device
+            wide = jnp.maximum(scale.astype(jnp.uint32), np.uint32(1 + E8M0[self.scales]))
+            raw = (wide - np.uint32(E8M0[self.scales])) << np.uint32(23)
             if self.scales == "e8m0":
                 raw = jnp.where(scale == 255, np.uint32(0x7FC00000), raw)
             return lax.bitcast_convert_type(raw, jnp.float32)
@@ -222,58 +225,14 @@ class Codec:
     def _shrunk(self, scale: Array) -> Array | None:
         """The remaining factor of scales below the least normal number, 2**-126, which replaces them: devices
         flush such numbers to zero, even if their products with codes are not that small."""
-        if self.scales not in _E8M0:
+        if self.scales not in E8M0:
             return None
-        below = np.int32(1 + _E8M0[self.scales]) - scale.astype(jnp.int32)
+        below = np.int32(1 + E8M0[self.scales]) - scale.astype(jnp.int32)
         return jnp.where(below == 2, np.float32(0.25), jnp.where(below == 1, np.float32(0.5), np.float32(1)))
 
     def _spread(self, outer: Array, blocks: int) -> Array:
         outer = outer.astype(jnp.float32)
         return jnp.repeat(outer, self.group, axis=-1)[..., :blocks] if self.group else outer
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Decodes rows for `block_matmul`, from the parts that are `present`."""
-
-    codec: Codec
-    count: int
-    block: int
-    present: tuple[bool, ...] = (True,) * 5
-
-    def __call__(self, parts: Any) -> list[Array]:
-        return self.codec.planes(self.count, self.block, self._all(parts))
-
-    def _all(self, parts: Any) -> list[Any]:
-        rest = iter(parts)
-        return [next(rest) if p else None for p in self.present]
-
-    def _reads_scales(self, decoded: bool) -> bool:
-        """Whether kernels read stored scales directly."""
-        _, _, outer, _, outer_zero = self.present
-        return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *_E8M0)
-
-    def stored(self, product: Product, *, decoded: bool) -> Product | None:
-        codec = self.codec
-        if codec.bits not in (4, 8) or codec.scales == "nibbles":
-            return None
-        return dataclasses.replace(
-            product,
-            block_size=self.block,
-            bits=codec.bits,
-            bias=codec.bias if codec.codes == "integer" else None,
-            low_first=not codec.high_first,
-            scales=codec.scales if self._reads_scales(decoded) else "float",
-            zeros=codec.zeros,
-        )
-
-    def operands(self, leaves: Any, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
-        codes, scale, outer, zero, outer_zero = self._all(leaves)
-        if not self._reads_scales(decoded):
-            scale, zero = self.codec.scales_and_zeros(scale, outer, zero, outer_zero)
-        elif zero is not None and str(zero.dtype) not in ("uint8", "float32", "bfloat16", "float16"):
-            zero = zero.astype(jnp.float32)
-        return codes.view(np.uint8), scale, jnp.asarray(self.codec.all_values()), zero
 
 
 _integer = lambda bits, **options: Codec(bits, bias=2 ** (bits - 1), **options)

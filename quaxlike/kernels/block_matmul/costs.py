@@ -8,7 +8,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from ..product import Product
+from .product import Product
 
 _SMS = 132
 _L2 = 23.7  # bytes a cycle that each multiprocessor gets from the L2 cache, of 5.5 TB/s in all

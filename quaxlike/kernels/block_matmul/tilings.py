@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-from ..product import Product
 from . import costs
+from .product import Product
 
 BLOCK = 64  # columns that a scale is applied to at once, and that a warp takes
 

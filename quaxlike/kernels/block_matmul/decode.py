@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from ..product import Product
+from .product import Product
 
 TABLE_BYTES = 256 * 32 * 4
 _MAP_BYTES = 256 * 4

@@ -20,8 +20,8 @@ from jax import lax
 from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
-from ..product import Product
-from .scales import NestedScales, dense_scales
+from ..blockwise import NestedScales, dense_scales
+from .product import Product
 
 _LANES, _SUBLANES = 128, 8
 _ROWS_OF_X = 256  # in a tile
@@ -64,7 +64,7 @@ def matmul(
     **Arguments:**
 
     - `packed`, `absmax`, `zeros`: codes, scales and zero points in floating dtypes, of any shape.
-    - `low_rank`: nothing, or `t` and `b` as in `lora_matmul_reference`.
+    - `low_rank`: nothing, or `t` and `b` as in `times_adapters`.
     """
     (n, k), out_dtype, planes = product.shape, product.out_dtype, product.planes
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])

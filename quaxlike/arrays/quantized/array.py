@@ -1,0 +1,213 @@
+"""Quantised arrays: NF4, FP4, int4 and int8, and any block format."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float32, Int, Int8, UInt8
+
+from ...kernels import blockwise
+from ...kernels.block_matmul import CODECS, NIBBLES, Codec, Decode, Rows
+from .base import AbstractQuantizedArray, shortest
+from .encode import encode
+from .scales import BlockScales, NestedScales
+
+_C = TypeVar("_C", bound="AbstractCodebookArray")
+_B = TypeVar("_B", bound="BlockArray")
+
+
+class AbstractCodebookArray(AbstractQuantizedArray):
+    """A 4-bit array: `codebook[codes] * scale`."""
+
+    order = None
+    flattens = True
+
+    codebook: ClassVar[np.ndarray]
+    """The 16 values that codes stand for."""
+
+    largest: ClassVar[float] = 1.0
+    """The value as which the largest magnitude of a block is stored."""
+
+    @classmethod
+    def from_flat(
+        cls: type[_C],
+        codes: UInt8[Array, " bytes"],
+        scale: Float32[Array, " blocks"] | NestedScales,
+        *,
+        shape: tuple[int, ...],
+        block_size: int,
+        dtype: DTypeLike = jnp.float32,
+        train_scales: bool = False,
+    ) -> _C:
+        """Makes an array from codes and scales without leading axes, as files store them.
+
+        **Arguments:**
+
+        - `codes`: `ceil(prod(shape) / 2)` bytes, row-major, high nibble first.
+        - `scale`: one for each block of `block_size` codes.
+        - `shape`: the shape of the array.
+        - `block_size`: how many codes share a scale.
+        - `dtype`: the logical dtype.
+        - `train_scales`: whether gradients flow into the scales.
+        """
+        options: Any = {"logical_dtype": jnp.dtype(dtype), "train_scales": train_scales}
+        return cls(codes, scale, block_size, shape, **options).cut((), shape)
+
+    @classmethod
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+        largest = np.float32(cls.largest)
+
+        def encode(row: Array) -> tuple[Array, Any]:
+            codes, scale = blockwise.quantize_codebook(row, cls.codebook / largest, block)
+            return codes, NestedScales.quantize(scale / largest) if nested else scale / largest
+
+        for _ in x.shape[:-1]:
+            encode = jax.vmap(encode)
+        return encode(x)
+
+    def flattened(self: _C) -> _C | None:
+        """The same codes as one row of bytes, as `from_flat` takes them; None if they do not form one."""
+        if self.axes or (self.num_lead and not self.joins(in_columns=True)):
+            return None
+        if not self.num_lead:
+            return self
+        if isinstance(self.scale, NestedScales):
+            return None
+        return jax.tree.map(lambda leaf: leaf.reshape(-1), self)
+
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode]:
+        codes, scale, _ = parts
+        # Keeps rows of codes if no block crosses them, so that they can be sharded.
+        by_rows = codes.ndim > 1 and shape[1] % self.block == 0
+        flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
+        scale = scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, self.block)
+        return (flat(codes, 2), scale, jnp.asarray(self.codebook)), NIBBLES
+
+
+class NF4Array(AbstractCodebookArray):
+    """A 4-bit NormalFloat array, identical to that of bitsandbytes bit for bit.
+
+    Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
+    """
+
+    codec, codebook = CODECS["nf4"], blockwise.NF4
+
+
+class FP4Array(AbstractCodebookArray):
+    """A 4-bit floating-point array (1 sign, 2 exponent, 1 mantissa bit), identical to that of bitsandbytes
+    bit for bit."""
+
+    codec, codebook = CODECS["fp4"], blockwise.FP4
+
+
+class Int4Array(AbstractCodebookArray):
+    """A 4-bit integer array: integers from -7 to 7, times a scale for each block."""
+
+    codec, codebook = CODECS["int4"], blockwise.INT4
+    largest = 7.0
+
+
+class Int8Array(AbstractQuantizedArray):
+    """An 8-bit integer array: integers from -127 to 127, times a scale for each channel or block."""
+
+    codec, order = CODECS["int8"], None
+
+    @classmethod
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+        return blockwise.quantize_int(x, 127, block)
+
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
+        return _rows(self, parts[0], BlockScales(parts[1]), shape)
+
+
+class BlockArray(AbstractQuantizedArray):
+    """An array in any of the block formats of published weights. A table of codecs describes how codes and
+    scales are read.
+
+    Make one with `quantize`, or read a file with `quaxlike.interop.load`. It does what every quantised
+    array does: products on either side, transposing, slicing and stacking leave codes unchanged.
+
+    **Arguments:**
+
+    - `codes`: `(*lead, bytes)` uint8, a little-endian stream of codes; int8 for the codec `int8`.
+    - `scale`: `BlockScales`, with the same leading axes.
+    - `order`: for codes whose columns were sorted, so that those of a block are adjacent (act-order
+        of GPTQ): the logical column of each stored one, `(*lead, columns)`. The first inner axis of the
+        array then counts rows, which share the order and stay together. None for columns in order.
+    - `codec`: how codes, scales and zeros are stored.
+    - `block_size`, `inner`, `axes`, `logical_dtype`, `train_scales`: as of every quantised array.
+    """
+
+    codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
+    scale: BlockScales
+    order: Int[Array, "*lead columns"] | None = None
+    codec: Codec = eqx.field(static=True, default=CODECS["int4_block"])
+
+    @classmethod
+    def from_codes(
+        cls: type[_B],
+        codes: Any,
+        scale: BlockScales,
+        *,
+        codec: Codec,
+        block_size: int | None,
+        order: Any = None,
+        count: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+        train_scales: bool = False,
+    ) -> _B:
+        """Makes an array from codes, one per byte, and scales; for readers of files.
+
+        **Arguments:**
+
+        - `codes`: `(*lead, n)` uint8; with `order` `(*lead, rows, n)`.
+        - `scale`: with the leading axes of `codes`, rows included.
+        - `codec`, `block_size`: how they are read.
+        - `order`: `(*lead, n)`: the logical column of each stored one.
+        - `count`: if `codes` are already packed, the number of codes in a row.
+        - `dtype`: the logical dtype.
+        - `train_scales`: whether gradients flow into floating scales.
+        """
+        inner = (*codes.shape[-1 if order is None else -2 : -1], codes.shape[-1] if count is None else count)
+        packed = codes if count is not None else codec.pack(codes)
+        if order is not None:
+            flat = lambda leaf: leaf.reshape(*leaf.shape[:-2], -1)
+            packed, scale = flat(packed), jax.tree.map(flat, scale)
+        return cls(
+            codes=jnp.asarray(packed),
+            scale=jax.tree.map(jnp.asarray, scale),
+            order=None if order is None else jnp.asarray(order),
+            codec=codec,
+            block_size=block_size,
+            inner=shortest(inner, codec),
+            logical_dtype=jnp.dtype(dtype),
+            train_scales=train_scales,
+        )
+
+    @classmethod
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+        size = max(x.shape[-1], 1) if block is None else block
+        codes, parts = encode(x, codec, size, like=None if like is None else like.parts())
+        return codec.pack(codes), BlockScales(*parts)
+
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
+        codes, scale, order = parts
+        if order is not None and math.prod(codes.shape[:-1]) * self.matrix[0] != shape[0]:
+            return None
+        return _rows(self, codes, scale, shape)
+
+
+def _rows(
+    w: AbstractQuantizedArray, codes: Any, scale: BlockScales, shape: tuple[int, int]
+) -> tuple[Sequence[Any], Decode] | None:
+    """The rows of a matrix, which are rows of codes, or several in one."""
+    if shape[0] == 0 or math.prod(codes.shape[:-1]) * w.matrix[0] % shape[0]:
+        return None
+    leaves = (codes, *scale.parts())
+    flat = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves if leaf is not None]
+    return flat, Rows(w.codec, tuple(leaf is not None for leaf in leaves))

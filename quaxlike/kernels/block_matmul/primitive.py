@@ -1,0 +1,206 @@
+"""The product with a stored weight as primitives that know their derivatives and pick their backend."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+from jaxtyping import Array
+
+from ...primitives import DefinedPrimitive, Partitioning
+from ..backends import Backend, Choice, first_choice, kernel_primitive
+from ..blockwise import NestedScales
+from ..multilinear import accumulator_dtype, map_rows, nonzero, precision_for, sum_tangents
+from . import gpu, tpu
+from .formats import Decode, Nibbles
+from .product import Product
+from .reference import tiled, times_adapters, whole
+
+# Up to this many rows of activations, XLA may fuse decoding into the product.
+FUSED_ROWS = 64
+
+
+def _parted(operands: Sequence[Any], adapters: bool) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The leaves of the weight, and `t` and `b` of adapters."""
+    return (operands[:-2], operands[-2:]) if adapters else (operands, ())
+
+
+def _on_operands(product_of: Callable[..., Array], adapters: bool) -> Callable[..., Array]:
+    """A product of `x`, the leaves, and `t` and `b`, as a function of the operands of the primitive."""
+
+    def run(x: Array, *operands: Any, **params: Any) -> Array:
+        leaves, low_rank = _parted(operands, adapters)
+        return product_of(x, leaves, *low_rank, **params)
+
+    return run
+
+
+def _reference(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
+    return (whole if decode.fuses else tiled)(x, leaves, *low_rank, decode=decode, product=product)
+
+
+def _choose(
+    platform: str,
+    x: Any,
+    *operands: Any,
+    decode: Decode,
+    product: Product,
+    adapters: bool,
+    backend: Backend | None = None,
+    partitioned: bool = False,
+    **params: Any,
+) -> Choice:
+    run = functools.partial(_on_operands, adapters=adapters)
+
+    def kernel(name: Backend, platform: str, x: Any, **params: Any) -> Choice | str:
+        stored = decode.stored(product, decoded=name == "tpu")
+        low_rank = operands[-1] if adapters else None
+        choice: Choice | str = "the kernel does not take codes of this format"
+        if stored is not None:
+            choose = {"gpu": functools.partial(gpu.choose, low_rank=low_rank), "tpu": tpu.choose}[name]
+            choice = choose(platform, x, product=stored, partitioned=partitioned)
+        nibbles = name == "gpu" and isinstance(decode, Nibbles)
+        if isinstance(choice, str) and nibbles and gpu.is_reduced(x, product):
+            choice = Choice("gpu", "one fused reduction over the rows of W", gpu.reduced)
+        if isinstance(choice, Choice):
+            return choice._replace(run=run(functools.partial(_kernel, choice.run, name == "tpu")))
+        many = math.prod(x.shape[:-1]) > FUSED_ROWS and not partitioned
+        if name == "gpu" and (many or not decode.fuses):
+            return Choice(name, f"decoded in chunks for the library's product: {choice}", run(gpu.chunked))
+        if not decode.fuses:
+            return choice
+        return Choice(name, f"decoded in the expression of the library's product: {choice}", run(whole))
+
+    kernels = {name: functools.partial(kernel, name) for name in ("gpu", "tpu")}
+    reference = tiled if backend or platform == "cpu" or not decode.fuses else whole
+    return first_choice(platform, backend, run(reference), kernels, x, partitioned=partitioned)
+
+
+def _kernel(
+    run: Any, decoded: bool, x: Array, leaves: Any, *low_rank: Array, decode: Decode, product: Product
+) -> Array:
+    """Runs a kernel on codes and scales in the form in which it takes them."""
+    *operands, zeros = decode.operands(leaves, decoded=decoded)
+    zero_points = {} if zeros is None else {"zeros": zeros}
+    stored = decode.stored(product, decoded=decoded)
+    return run(x, *operands, *low_rank, product=stored, **zero_points)
+
+
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode, **params: Any) -> Any:
+    for primal, tangent in zip(primals[1:], tangents[1:], strict=True):
+        if nonzero(tangent) and (not decode.linear or isinstance(primal, NestedScales)):
+            return NotImplemented  # tangents of these scales are derived from the reference
+    return sum_tangents(PRODUCTS[decode.name], primals, tangents, {"decode": decode, **params})
+
+
+def _transpose(ct: Any, x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> Any:
+    if not ad.is_undefined_primal(x):
+        return NotImplemented
+    product = product.transposed(np.dtype(x.aval.dtype))
+    ct_x = PRODUCTS[decode.name](ct, *leaves, decode=decode, product=product, **params)
+    return ct_x, *[None] * len(leaves)
+
+
+def _batching(
+    size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], *, decode: Decode, **params: Any
+) -> Any:
+    return map_rows(PRODUCTS[decode.name], size, operands, dims, {"decode": decode, **params}, rows=(0,))
+
+
+def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    x_dot, *leaves_dot, t_dot, b_dot = tangents
+    _, *leaves, t, b = primals
+    if nonzero(leaves_dot):
+        return NotImplemented
+    out_dtype, terms = params["product"].out_dtype, []
+    if x_dot is not None and t_dot is not None:
+        terms.append(lora_matmul_p(x_dot, *leaves, t_dot, b, **params))
+    elif x_dot is not None:
+        terms.append(PRODUCTS[params["decode"].name](x_dot, *leaves, **params))
+    elif t_dot is not None:
+        terms.append(times_adapters(t_dot, b, out_dtype))
+    if b_dot is not None:
+        terms.append(times_adapters(t, b_dot, out_dtype))
+    return sum(terms[1:], start=terms[0]) if terms else None
+
+
+def _transpose_with_adapters(ct: Any, x: Any, *operands: Any, **params: Any) -> Any:
+    # Linear in x and t together; for products with a tangent of b, the library is used.
+    leaves, (t, b) = _parted(operands, True)
+    if any(map(ad.is_undefined_primal, (*leaves, b))) or not ad.is_undefined_primal(x):
+        return NotImplemented
+    to_t = (((ct.ndim - 1,), (1,)), ((), ()))
+    precision = precision_for(b.dtype)
+    ct_t = lax.dot_general(
+        ct.astype(b.dtype), b, to_t, precision=precision, preferred_element_type=t.aval.dtype
+    )
+    return *_transpose(ct, x, *leaves, **params), ct_t, None
+
+
+def _batching_with_adapters(
+    size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any
+) -> Any:
+    x, *leaves, t, b = operands
+    x_dim, *leaf_dims, t_dim, b_dim = dims
+    if b_dim is None or jax.tree.leaves(leaf_dims):
+        return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, len(operands) - 2))
+    # A batch of adapters on one weight, which is still read only once, for all rows together.
+    product, dtype = params.pop("product"), accumulator_dtype(x.dtype)
+    product_of = functools.partial(PRODUCTS[params["decode"].name], product=product.of_dtype(dtype), **params)
+    x = x[None] if x_dim is None else jnp.moveaxis(x, x_dim, 0)
+    low = jax.vmap(lambda t, b: times_adapters(t, b, dtype), (t_dim, b_dim))(t, b)
+    return (product_of(x, *leaves) + low).astype(product.out_dtype), 0
+
+
+def _partitioning(
+    x: Any, *operands: Any, decode: Decode, product: Product, adapters: bool, **params: Any
+) -> Partitioning | None:
+    leaves, low_rank = _parted(operands, adapters)
+    if (found := decode.dimensions(leaves, product)) is None:
+        return None
+    weight, sums = found
+    rows = [f"rows{i}" for i in range(x.ndim - 1)]
+    contracted, free = ("n", "k") if product.transpose else ("k", "n")
+    names, shared = f"{' '.join([*rows, contracted])}, {weight}", ()
+    if low_rank:
+        names += f", {' '.join(rows)} adapters rank, adapters n rank"
+        shared = (1 + len(jax.tree.leaves(leaves)),)
+    # What weights are spread over comes after the rows of `x`: with both over the same devices they are
+    # gathered, as codes.
+    rule = f"{names} -> {' '.join([*rows, free])}"
+    return Partitioning(rule, sums, first=(*rows, "n", "k"), shared=shared)
+
+
+def _local(x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> dict[str, Any]:
+    """The parameters for parts of the weight."""
+    return {"decode": decode, "product": decode.local(leaves, product), **params}
+
+
+def _result(x: Any, *operands: Any, product: Product, **params: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:-1], product.free), product.out_dtype)
+
+
+def _primitive(name: str, *, adapters: bool = False, divided: bool = True) -> DefinedPrimitive:
+    of = functools.partial
+    return kernel_primitive(
+        name,
+        of(_choose, adapters=adapters),
+        _on_operands(_reference, adapters),
+        result=_result,
+        partitioning=of(_partitioning, adapters=adapters) if divided else None,
+        local=_local if divided else None,
+        jvp=_jvp_with_adapters if adapters else _jvp,
+        transpose=_transpose_with_adapters if adapters else _transpose,
+        batching=_batching_with_adapters if adapters else _batching,
+    )
+
+
+PRODUCTS = {name: _primitive(name) for name in ("nf4_matmul", "int8_matmul")}
+PRODUCTS["block_matmul"] = _primitive("block_matmul", divided=False)
+nf4_matmul_p, int8_matmul_p, block_matmul_p = PRODUCTS.values()
+lora_matmul_p = _primitive("lora_matmul", adapters=True)
