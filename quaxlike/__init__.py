@@ -44,8 +44,6 @@ MaterializationError, MaterializationWarning = MaterialisationError, Materialisa
 
 if TYPE_CHECKING:
     from . import arrays as arrays
-    from . import finetune as finetune
-    from . import generate as generate
     from . import implicit as implicit
     from . import interop as interop
     from . import kernels as kernels
@@ -141,7 +139,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
 __getattr__, __dir__ = lazily(
     __name__,
     (
-        *("arrays", "finetune", "generate", "implicit", "interop", "kernels", "models", "numpy"),
+        *("arrays", "implicit", "interop", "kernels", "models", "numpy"),
         *("online_learning", "primitives", "sharding", "surgery", "testing", "utils"),
     ),
     globals(),

@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from ..core import compat
-from ..primitives.derive import symbolic_tangents
+from ..primitives.forms import symbolic_tangents
 from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops
 from .mixing import Mixed, Positions, own_place
 from .primitive import ETPPrimitive, get_trainable_invars
