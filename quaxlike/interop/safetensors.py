@@ -15,7 +15,7 @@ import numpy as np
 
 from .._checked import checked
 from ..core.values import is_value
-from ..surgery.select import path_of
+from ..surgery.trees import path_of
 from .errors import CheckpointError, complain
 from .manifest import Types, decode, encode, shipped_types
 from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors

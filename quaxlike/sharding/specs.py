@@ -14,7 +14,7 @@ from ..arrays.quantized.base import AbstractQuantizedArray
 from ..arrays.quantized.layout import untied
 from ..core.jaxprs.slots import Slot, leaf_specs
 from ..core.values import is_value
-from ..surgery.select import matches, named_arrays, near, path_of
+from ..surgery.trees import matches, named_arrays, path_of, suggestion
 
 NamedRule = Callable[[str, Any], Any]
 Rule = NamedRule | Mapping[str, jax.P]
@@ -79,7 +79,7 @@ def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None =
     names = list(names)
     for pattern in rule:
         if not any(matches(pattern, name, regex=True) for name in names):
-            hint = f"There are {', '.join(names[:8])}." if arrays is None else near(pattern, arrays)
+            hint = f"There are {', '.join(names[:8])}." if arrays is None else suggestion(pattern, arrays)
             raise ValueError(f"{pattern!r} matches none of the arrays of the model. {hint}")
     return lambda name, _: next((spec for p, spec in rule.items() if matches(p, name, regex=True)), None)
 
