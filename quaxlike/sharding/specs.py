@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..arrays.quantized.base import AbstractQuantizedArray
 from ..arrays.quantized.layout import untied
-from ..core.jaxprs.slots import Slot, leaf_specs
+from ..core.jaxprs.slots import LeafLayout, leaf_specs
 from ..core.values import is_value
 from ..surgery.trees import matches, named_arrays, path_of, suggestion
 
@@ -110,7 +110,7 @@ def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
 def _follow(leaf: Any, spec: jax.P) -> Any:
     leaves, treedef = jtu.tree_flatten(leaf)
     avals = (jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(lambda x: x, leaves))
-    return jtu.tree_unflatten(treedef, leaf_specs(Slot(treedef, tuple(avals)), spec))
+    return jtu.tree_unflatten(treedef, leaf_specs(LeafLayout(treedef, tuple(avals)), spec))
 
 
 def unnested(value: Any) -> Any:

@@ -28,7 +28,7 @@ import wadler_lindig as wl
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
-from ...core.jaxprs.unify import dense_apart
+from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
 from ...kernels.block_matmul.reference import join
@@ -339,7 +339,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         if not isinstance(like, AbstractQuantizedArray):
             return self
         if self._layout() != like._layout():
-            return dense_apart(self)
+            return dense_when_incompatible(self)
         said = dataclasses.replace(self, block_size=like.block_size, inner=like.inner, axes=like.axes)
         return said.opened(train=like.train_scales) if like.has_gradients else said
 

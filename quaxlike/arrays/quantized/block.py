@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, Int8, UInt8
 
 from ..._checked import checked
-from ...core.jaxprs.unify import dense_apart
+from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.values import Value
 from ...kernels.block_matmul import block_matmul
 from .base import AbstractQuantizedArray, as_floating, check_block_size, quantize_stack
@@ -162,7 +162,7 @@ class BlockArray(AbstractQuantizedArray):
         scaled = lambda w: w.times(jnp.float32(1))
         if scaled(out)._form() == like._form():
             return scaled(out)
-        return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_apart(self)
+        return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_when_incompatible(self)
 
     def _form(self) -> Any:
         return self.codec, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
