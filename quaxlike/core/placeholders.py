@@ -210,7 +210,8 @@ def note_constant(array: Any, number: Any) -> None:
 
 
 def constant_of(x: Any) -> Any:
-    """The number, or `OPEN`, that is known to fill the plain array `x`; None if unknown or not an array."""
+    """The constant that `x` is known to be filled with: a number, `OPEN` (0, infinity or NaN, unknown which),
+    or None."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]

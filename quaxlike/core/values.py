@@ -56,8 +56,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """Whether the value is linear in its array leaves, so that its tangents and cotangents are of its class.
 
     A value counts as linear if both it and the Values that it holds declare so; a type need not check
-    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them. Where a leaf
-    stands for several elements, or for a part of one, its cotangent is not that of any element, and the
+    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them. If a leaf is
+    shared by several elements, or is only a part of one, no cotangent belongs to a single element, and the
     backward function of a `jax.custom_vjp` receives a dense cotangent.
     """
 
@@ -118,8 +118,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
         If `like` may be None (which is then its default), and rules of this type raise
         [`quaxlike.OperandMismatch`][] in a loop, it is called without `like` on the zeros that the loop
-        starts from. It returns a value whose one leaf is `array` and which is compatible with anything; an
-        iteration shows what the zeros become.
+        starts from. It must return a placeholder that is compatible with any value, and whose one leaf is
+        `array`; the first iteration then determines the real type.
 
         Without it, the Value side is materialised under the policy.
         """
@@ -140,8 +140,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
         """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives. `ct` is a value
-        of this type (which is `linear`), or an array beside such values. Override it in types whose static
-        fields a cotangent does not share, such as units.
+        of this type (which is `linear`), or a plain array where only other results have this type. Override
+        it in types whose static fields a cotangent does not share, such as units.
         """
         return ct
 

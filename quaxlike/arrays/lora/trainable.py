@@ -112,7 +112,7 @@ class TrainableRows(TransparentValue):
     """A frozen matrix, some of whose rows are replaced by trained ones.
 
     `loraify(..., trainable_token_indices=...)` inserts it: the embeddings of a few tokens are trained, and
-    an adapter's file holds only these. Looking rows up reads no more of the matrix than without it. A product
+    an adapter's file holds only these. Lookups read only the requested rows. A product
     with it, as in an output layer that is tied to an embedding, is computed as one with the matrix and one
     with the rows; neither the combined matrix nor its gradient is ever formed. All other computations use the
     combined matrix as a plain array.

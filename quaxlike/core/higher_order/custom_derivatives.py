@@ -1,8 +1,8 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the user's functions, called with Values.
 
 The primitive is bound again on the leaves. A tangent of a Value that is linear in its leaves is a Value of
-the same class and pattern; so is a cotangent, if each leaf is an element. The parts of any other Value that
-are not linear are made dense: this conversion pushes tangents forward, and pulls cotangents back.
+the same class and pattern; so is a cotangent, if each leaf is an element. Other Values are first converted to
+a linear form, by making parts that are not linear dense; the tangent (cotangent) is that of the conversion.
 """
 
 import contextlib
