@@ -270,8 +270,8 @@ def cached_trace(rule: _Fn) -> _Fn:
 
     The layers of a model repeat the same product, so the computation of the rule is cached as a jaxpr, by the
     structures and avals of the operands. If an outer transform is tracing, its equations are bound again;
-    eagerly it runs as one compiled function. Use it only for pure, expensive rules: the lookup costs more than
-    a cheap rule.
+    eagerly it runs as one compiled function. Use it only for pure, expensive rules: the lookup costs more
+    than a cheap rule.
     """
     known: dict[Any, _TracedRule | None] = {}
     lock = threading.Lock()
