@@ -4,7 +4,6 @@ Batching is kept outermost: the derivative of a batched primitive is the batched
 that a hand-written derivative applies under `vmap` in either order.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.extend.core import mapped_aval
 from jax.interpreters import ad
 
 from .forms import (
+    Arrays,
     Batch,
     Jvp,
     Params,
@@ -33,9 +33,7 @@ from .forms import (
 from .primitive import DefinedPrimitive
 
 
-def jvp(
-    p: DefinedPrimitive, primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any
-) -> tuple[Any, Any]:
+def jvp(p: DefinedPrimitive, primals: Arrays, tangents: Arrays, /, **params: Any) -> tuple[Any, Any]:
     out = p.bind(*primals, **params)
     results = out if p.multiple_results else [out]
     tangents_out = result_tangents(p, primals, results, tangents, params)
@@ -53,11 +51,7 @@ def transpose(p: DefinedPrimitive, cotangent: Any, /, *operands: Any, **params: 
 
 
 def result_tangents(
-    p: DefinedPrimitive,
-    primals: Sequence[Any],
-    results: Sequence[Any],
-    tangents: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
     """The tangents of the results, as symbolic zeros where they are zero."""
     nonzero = tuple(not is_zero(t) for t in tangents)
@@ -81,11 +75,7 @@ def result_tangents(
 
 
 def _batched_tangents(
-    p: DefinedPrimitive,
-    primals: Sequence[Any],
-    results: Sequence[Any],
-    tangents: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     assert p.parent is not None
@@ -107,11 +97,7 @@ def _batched_tangents(
 
 
 def _jvp_by_hand(
-    p: DefinedPrimitive,
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    zeros: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, primals: Arrays, tangents: Arrays, zeros: Arrays, params: Params
 ) -> list[Any] | None:
     assert p.rules.jvp is not None
     in_tree, static = without_tree(params)
@@ -130,9 +116,7 @@ def _jvp_by_hand(
 # -------------------------------------------------------------------------------------------------
 
 
-def _cotangents(
-    p: DefinedPrimitive, cotangents: Sequence[Any], operands: Sequence[Any], params: Params
-) -> list[Any]:
+def _cotangents(p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params) -> list[Any]:
     """The cotangents of the undefined operands; None for other operands and for zeros."""
     undefined = tuple(ad.is_undefined_primal(x) for x in operands)
     nonzero = tuple(not is_zero(ct) for ct in cotangents)
@@ -159,11 +143,7 @@ def _cotangents(
 
 
 def _transpose_jvp(
-    parent: DefinedPrimitive,
-    live: list[Any],
-    nonzero: tuple[bool, ...],
-    operands: Sequence[Any],
-    params: Params,
+    parent: DefinedPrimitive, live: list[Any], nonzero: tuple[bool, ...], operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     primals, results, tangents = form.groups(operands)
@@ -187,11 +167,7 @@ def _transpose_jvp(
 
 
 def _transpose_vjp(
-    parent: DefinedPrimitive,
-    live: list[Any],
-    nonzero: tuple[bool, ...],
-    operands: Sequence[Any],
-    params: Params,
+    parent: DefinedPrimitive, live: list[Any], nonzero: tuple[bool, ...], operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     primals, cotangents = operands[: len(form.nonzero)], operands[len(form.nonzero) :]
@@ -204,10 +180,7 @@ def _transpose_vjp(
 
 
 def _transpose_transpose(
-    parent: DefinedPrimitive,
-    cotangents: Sequence[Any],
-    operands: Sequence[Any],
-    params: Params,
+    parent: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     num_held = form.mask.count(False)
@@ -222,7 +195,7 @@ def _transpose_transpose(
 
 
 def _batched_cotangents(
-    p: DefinedPrimitive, cotangents: Sequence[Any], operands: Sequence[Any], params: Params
+    p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     assert p.parent is not None
@@ -258,11 +231,7 @@ def _batched_cotangents(
 
 
 def _vjp_by_hand(
-    p: DefinedPrimitive,
-    cotangents: Sequence[Any],
-    primals: Sequence[Any],
-    results: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, cotangents: Arrays, primals: Arrays, results: Arrays, params: Params
 ) -> list[Any] | None:
     assert p.rules.vjp is not None
     in_tree, static = without_tree(params)
@@ -276,7 +245,7 @@ def _vjp_by_hand(
 
 
 def _transpose_by_hand(
-    p: DefinedPrimitive, cotangents: Sequence[Any], operands: Sequence[Any], params: Params
+    p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params
 ) -> list[Any] | None:
     assert p.rules.transpose is not None
     in_tree, static = without_tree(params)
@@ -289,7 +258,7 @@ def _transpose_by_hand(
     return operand_leaves(p.name, "transpose", in_tree, len(operands), out)
 
 
-def _require_defined(p: DefinedPrimitive, operands: Sequence[Any]) -> None:
+def _require_defined(p: DefinedPrimitive, operands: Arrays) -> None:
     if any(map(ad.is_undefined_primal, operands)):
         raise TypeError(
             f"cannot transpose a derivative of primitive {p.name!r} with respect to the point where it was "
@@ -303,7 +272,7 @@ def _require_defined(p: DefinedPrimitive, operands: Sequence[Any]) -> None:
 
 
 def batch(
-    p: DefinedPrimitive, axis: Any, operands: Sequence[Any], dims: Sequence[Any], /, **params: Any
+    p: DefinedPrimitive, axis: Any, operands: Arrays, dims: Arrays, /, **params: Any
 ) -> tuple[Any, Any]:
     # JAX marks an axis without a name by a bare object.
     axis_name = None if type(axis.name) is object else axis.name
@@ -319,7 +288,7 @@ def batch(
     return (out, [0] * len(out)) if p.multiple_results else (out[0], 0)
 
 
-def _uses_axis(p: DefinedPrimitive, name: Any, operands: Sequence[Any], params: Params) -> bool:
+def _uses_axis(p: DefinedPrimitive, name: Any, operands: Arrays, params: Params) -> bool:
     if name is None:
         return False
     effects = p.jaxpr([jax.typeof(x) for x in operands], params).effects
@@ -327,7 +296,7 @@ def _uses_axis(p: DefinedPrimitive, name: Any, operands: Sequence[Any], params: 
 
 
 def _batch_by_hand(
-    p: DefinedPrimitive, size: Any, operands: Sequence[Any], dims: Sequence[Any], params: Params
+    p: DefinedPrimitive, size: Any, operands: Arrays, dims: Arrays, params: Params
 ) -> tuple[Any, Any] | None:
     assert p.rules.batching is not None
     in_tree, static = without_tree(params)

@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 _LEAF = jtu.tree_structure(0)
 
 Params = dict[str, Any]
+Arrays = Sequence[Any]
 
 Flat = Callable[..., list[Any]]
 """A function of flat operands with a list of flat results."""

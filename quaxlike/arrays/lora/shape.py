@@ -300,11 +300,7 @@ def _cut(x: LoraArray, cut: Callable[[Any, Labels], Any], touched: Sequence[int]
 
 @register("slice")
 def _slice(
-    x: LoraArray,
-    *,
-    start_indices: Sequence[int],
-    limit_indices: Sequence[int],
-    strides: Sequence[int] | None,
+    x: LoraArray, *, start_indices: Sequence[int], limit_indices: Sequence[int], strides: Sequence[int] | None
 ):
     strides = strides or [1] * x.ndim
 

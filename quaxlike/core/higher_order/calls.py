@@ -13,19 +13,18 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
 
 from .. import compat
 from ..jaxprs.evaluate import call_on_values, evaluate, subjaxpr
 from ..jaxprs.slots import LeafLayout, flatten, leaf_specs, per_slot, spread, unflatten
 from ..jaxprs.unify import convert_to
-from ..trace import QuaxTrace, builtin
+from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import is_value
 
 
 @builtin("jit", "pjit")
-def _jit(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     jaxpr = params["jaxpr"]
     eager = compat.is_eval_trace(trace.parent_trace)
     # JAX looks for NaN and infinity in the results of a jitted function, not in what it computes on the way.
@@ -69,9 +68,7 @@ def leaf_layouts(layouts: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[A
 
 
 @builtin("remat2", "checkpoint", "remat")
-def _checkpoint(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _checkpoint(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     jaxpr = compat.closed(params["jaxpr"])
     leaves, slots = flatten(operands)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):  # nothing to recompute later
@@ -82,9 +79,7 @@ def _checkpoint(
 
 
 @builtin("sequential_call")
-def _sequential_call(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _sequential_call(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     if compat.is_eval_trace(trace.parent_trace):  # there is no vmap under which to keep it sequential
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
@@ -93,9 +88,7 @@ def _sequential_call(
 
 
 @builtin("custom_vmap_call")
-def _custom_vmap(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _custom_vmap(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     call, what = compat.closed(params["call"]), "custom_vmap"
     if compat.is_eval_trace(trace.parent_trace):  # no transform below batches
         return evaluate(trace, call, operands)
@@ -139,9 +132,7 @@ def _custom_vmap(
 
 
 @builtin("custom_dce_call")
-def _custom_dce(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     rule, what = params["rule"], f"custom_dce of {params['name']}"
     if compat.is_eval_trace(trace.parent_trace):  # no transform below eliminates dead code
         return evaluate(trace, params["jaxpr"], operands)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from .. import compat
 from ..jaxprs.evaluate import Flat, subjaxpr, with_leading_inputs
@@ -34,14 +35,12 @@ from ..jaxprs.unify import (
 )
 from ..placeholders import as_carry, marked, with_constant, with_revealed_types
 from ..policy import dense
-from ..trace import QuaxTrace, builtin
+from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import Value, aval_of, is_value
 
 
 @builtin("cond")
-def _cond(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     found, (slot,) = flatten(operands[:1])
     index = found[0] if is_read_by_its_leaf(slot, "cond") else dense(operands[0], "cond", operands)
     leaves, slots = flatten(operands[1:])
@@ -61,9 +60,7 @@ def _cond(
 
 
 @builtin("while")
-def _while(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     cond_operands, body_operands, init = split(operands, params["cond_nconsts"], params["body_nconsts"])
     cond_leaves, cond_slots = flatten(cond_operands)
     body_leaves, body_slots = flatten(body_operands)
@@ -159,9 +156,7 @@ def carry_fixed_point(
 
 
 @builtin("scan")
-def _scan(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     n_consts, n_carry = compat.scan_arity(params)
     consts, init, xs = split(operands, n_consts, n_carry)
     xs = [_cuttable(x, operands) for x in xs]

@@ -14,6 +14,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from .. import compat
@@ -22,16 +23,14 @@ from ..jaxprs.linearity import has_tangent
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, per_slot, split, spread, unflatten
 from ..policy import dense
 from ..quaxify import value_of
-from ..trace import QuaxTrace, builtin
+from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import aval_of, is_value
 from .custom_derivatives import cotangents_in, cotangents_out
 from .linear import linear_call
 
 
 @builtin("composite", "eval_jaxpr")
-def _inline(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     # The composite itself is dropped: its name promises a backend certain operands, and these are others.
     jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     return evaluate(trace, compat.closed(jaxpr), operands)
@@ -39,7 +38,7 @@ def _inline(
 
 @builtin("call_hi_primitive")
 def _call_hi_primitive(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+    trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
 ) -> list[Any]:
     hi = params["_prim"]
 
@@ -152,9 +151,7 @@ def _is_zero(tangent: Any) -> bool:
 
 
 @builtin("linear_solve", "vprim")
-def _vprim(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     def implementation(*flat: Any) -> list[Any]:
         return list(_implementation(primitive)(*flat, **params))
 
@@ -170,12 +167,12 @@ def _vprim(
     return call_inline(trace, primitive.name, implementation, jvp, transpose, operands)
 
 
-def _unbatched(primitive: jexc.Primitive, params: dict[str, Any]) -> jexc.Primitive:
+def _unbatched(primitive: Primitive, params: dict[str, Any]) -> Primitive:
     """The primitive that `vmap`, perhaps several times, made a "vprim"."""
     return _unbatched(params["prim"], dict(params["params"])) if primitive.name == "vprim" else primitive
 
 
-def _implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
+def _implementation(primitive: Primitive) -> Callable[..., Any]:
     """The implementation that Equinox maps to batch a primitive of its own. (`primitive.impl` may refuse to
     be mapped, to catch tracers that were closed over.)"""
     from equinox.internal import _primitive  # pyright: ignore[reportPrivateUsage]
@@ -184,7 +181,7 @@ def _implementation(primitive: jexc.Primitive) -> Callable[..., Any]:
 
 
 @builtin("defined")
-def _defined(trace: QuaxTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+def _defined(trace: QuaxTrace, primitive: Any, operands: Operands, params: Params) -> Any:
     avals = [aval_of(x) if is_value(x) else jax.typeof(x) for x in operands]
     out = evaluate(trace, primitive.jaxpr(avals, params), operands)
     return out if primitive.multiple_results else out[0]

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..jaxprs.evaluate import Flat, subjaxpr
@@ -13,14 +14,14 @@ from ..jaxprs.linearity import held, map_parts
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, split, unflatten
 from ..jaxprs.unify import with_dense_parts
 from ..policy import dense
-from ..trace import QuaxTrace, builtin
+from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import is_value
 
 # Takes the operands (an `UndefinedPrimal` for each linear one) and the cotangents of the results;
 # returns one for each operand, of which those of the linear ones count.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
-_linear_call_p = jexc.Primitive("linear_call_on_leaves")
+_linear_call_p = Primitive("linear_call_on_leaves")
 _linear_call_p.multiple_results = True
 
 
@@ -106,9 +107,7 @@ _HINT = "It is not linear in all of its leaves, as the solution of a linear syst
 
 
 @builtin("custom_linear_solve")
-def _linear_solve(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     *groups, b = split(operands, *lengths)
     consts = [flatten(group) for group in groups]

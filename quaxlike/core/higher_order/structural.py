@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.extend.core as jexc
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import Primitive
 
 from .. import compat
 from ..jaxprs.linearity import has_tangent, is_linear, same_pattern
 from ..jaxprs.slots import flatten, spread, unflatten
 from ..jaxprs.unify import StructureError, convert_to, unify, widened, without_placeholder
 from ..policy import by_default
-from ..trace import QuaxTrace, builtin, value_types
+from ..trace import Operands, Params, QuaxTrace, builtin, value_types
 from ..values import aval_of, is_value
 from .calls import leaf_layouts, leaf_shardings
 
@@ -32,9 +32,7 @@ from .calls import leaf_layouts, leaf_shardings
     "optimization_barrier",
     "non_differentiable_tangent",
 )
-def leafwise(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     leaves, slots = flatten(operands)
     if primitive.multiple_results:
         return unflatten(slots, primitive.bind(*leaves, **params))
@@ -42,9 +40,7 @@ def leafwise(
 
 
 @builtin("pvary", "pcast")
-def _pvary(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Makes each leaf vary over the axes over which it does not vary yet."""
     leaves, slots = flatten(operands)
     out = []
@@ -55,9 +51,7 @@ def _pvary(
 
 
 @builtin("device_put")
-def _device_put(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _device_put(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     leaves, slots = flatten(operands)
     params = params | {
         "devices": leaf_shardings(params["devices"], slots),
@@ -68,9 +62,7 @@ def _device_put(
 
 
 @builtin("sharding_constraint")
-def _sharding_constraint(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _sharding_constraint(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     leaves, slots = flatten(operands)
     shardings = leaf_shardings([params["sharding"]], slots)
     layouts = leaf_layouts([params["layout"]], slots)
@@ -83,9 +75,7 @@ def _sharding_constraint(
 
 
 @builtin("select_n")
-def select(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Selects between whole Values if the predicate is a scalar; otherwise it would look at elements."""
     which, *cases = operands
     if is_value(which) or np.shape(which) != ():
@@ -102,9 +92,7 @@ def select(
 
 
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
-def _write(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Writes a Value into a buffer that a library allocated, which is lifted to its type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
@@ -116,9 +104,7 @@ def _write(
 
 
 @builtin("add_any", "add_jaxvals")
-def _add_jaxvals(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Adds two cotangents: leaf by leaf for Values of the same pattern that are linear in their leaves."""
     x, y = operands
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
@@ -129,9 +115,7 @@ def _add_jaxvals(
 
 
 @builtin("convert_element_type")
-def _convert_element_type(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Converts a Value to the dtype that it has, as loops do to a carry that starts from weak types."""
     (x,) = operands
     aval = aval_of(x)
@@ -151,9 +135,7 @@ builtin("select_if_vmap")(select)
 
 
 @builtin("maybe_set")
-def _maybe_set(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     """Writes a Value into a buffer of Equinox's loops, which is lifted to its type."""
     which, buffer, x, *index = operands
     if not is_value(x) or any(map(is_value, (which, *index))):
@@ -169,7 +151,7 @@ def _maybe_set(
 
 @builtin("debug_callback")
 def _debug_callback(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+    trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
 ) -> Sequence[Any]:
     callback = params["callback"]
     leaves, slots = flatten(operands)
@@ -181,9 +163,7 @@ def _debug_callback(
 
 
 @builtin("debug_print")
-def _debug_print(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Sequence[Any]:
+def _debug_print(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Sequence[Any]:
     leaves, slots = flatten(operands)
     inputs = unflatten(slots, range(len(leaves)))
     in_tree = jtu.tree_structure(jtu.tree_unflatten(params["in_tree"], inputs))
@@ -191,17 +171,13 @@ def _debug_print(
 
 
 @builtin("pallas_call")
-def _pallas_call(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> NoReturn:
+def _pallas_call(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> NoReturn:
     name = params.get("name") or compat.debug_info_of(params["jaxpr"]).func_name
     raise _takes_arrays(f"The Pallas kernel {name!r}", operands)
 
 
 @builtin("new_ref", "ref", "mutable_array")
-def _new_ref(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> NoReturn:
+def _new_ref(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> NoReturn:
     raise _takes_arrays("`jax.new_ref`", operands)
 
 

@@ -8,12 +8,13 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..jaxprs.linearity import has_tangent, is_linear
 from ..jaxprs.slots import LeafLayout
 from ..policy import dense
-from ..trace import QuaxTrace, builtin, stage, value_p
+from ..trace import Operands, Params, QuaxTrace, builtin, stage, value_p
 from ..values import Value, materialise, not_dispatched
 from .control_flow import stacks
 
@@ -24,9 +25,7 @@ _HINT = (
 
 
 @builtin("quaxlike_value")
-def _value(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _value(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     value = jtu.tree_unflatten(params["treedef"], operands)
     return value if trace.dispatches_on(value) else stage(value)
 
