@@ -25,18 +25,18 @@ from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters
 from .surgery.balance import balance
 from .surgery.dropout import with_dropout_key
 from .surgery.eva import eva, eva_ranks, input_moments
-from .surgery.layouts import layouts
 from .surgery.loftq import loftq
 from .surgery.loraify import loraify
 from .surgery.merge import merge, unmerge
-from .surgery.notation import Layout
 from .surgery.quantize import fake_quantize, quantize
+from .surgery.records import layouts
 from .surgery.select import select
 from .surgery.stacking import stack_layers, unstack_layers
 from .surgery.summary import summary
 from .surgery.traced import traced_layouts
 from .surgery.trainable import train_scales, trainable
 from .surgery.trees import path_of
+from .surgery.weight_axes import Layout
 
 # American spellings of the same objects.
 materialize, on_materialize = materialise, on_materialise
@@ -44,8 +44,6 @@ MaterializationError, MaterializationWarning = MaterialisationError, Materialisa
 
 if TYPE_CHECKING:
     from . import arrays as arrays
-    from . import finetune as finetune
-    from . import generate as generate
     from . import implicit as implicit
     from . import interop as interop
     from . import kernels as kernels
@@ -141,7 +139,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
 __getattr__, __dir__ = lazily(
     __name__,
     (
-        *("arrays", "finetune", "generate", "implicit", "interop", "kernels", "models", "numpy"),
+        *("arrays", "implicit", "interop", "kernels", "models", "numpy"),
         *("online_learning", "primitives", "sharding", "surgery", "testing", "utils"),
     ),
     globals(),

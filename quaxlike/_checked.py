@@ -4,13 +4,15 @@ import contextlib
 import functools
 import inspect
 import linecache
+import math
+import numbers
 import re
 import reprlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -23,24 +25,84 @@ _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _HERE = str(Path(__file__).parent)
 
 
-def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+@overload
+def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]: ...
+@overload
+def checked(*, options: Sequence[str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
+def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
     """Makes a function that fails deep inside report which argument does not match its annotation.
 
     Calls that succeed cost nothing, and errors that the library itself raises are left unchanged.
+
+    **Arguments:**
+
+    - `options`: names of arguments that are checked before the call, since a wrong one would count as
+        something else (`"no"` is true) or fail much later: see `check_option`.
     """
+    if fn is None:
+        return functools.partial(checked, options=options)
 
     @functools.wraps(fn)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if options:
+            _check_options(fn, options, args, kwargs)
         try:
             return fn(*args, **kwargs)
         except Exception as error:
-            told = None if _is_ours(error.__traceback__) else _wrong_argument(fn, args, kwargs)
-            if told is None:
+            message = None if _is_ours(error.__traceback__) else _wrong_argument(fn, args, kwargs)
+            if message is None:
                 raise
             cause = error
-        raise TypeError(told) from cause
+        raise TypeError(message) from cause
 
-    return wrapped
+    return wrapper
+
+
+def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kwargs: Any) -> None:
+    try:
+        given = inspect.signature(fn).bind(*args, **kwargs).arguments
+    except TypeError:  # the call itself says which argument is missing or not known
+        return
+    hints = typing.get_type_hints(fn)
+    for option in options:
+        if option in given and not (given[option] is None and type(None) in typing.get_args(hints[option])):
+            check_option(fn.__name__, option, given[option], hints[option])
+
+
+def check_option(function: str, option: str, value: Any, hint: Any) -> None:
+    """Raises unless the value of an option is of its annotated type. Whole numbers must be at least 1, other
+    numbers finite and above 0. Each value of a mapping to numbers counts as an option."""
+    origin, kinds = typing.get_origin(hint), typing.get_args(hint)
+    given: Any = value
+    is_several = isinstance(value, Iterable) and not isinstance(value, str)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if origin is typing.Literal:
+        if value not in kinds:
+            listed = ", ".join(map(repr, kinds))
+            raise ValueError(f"{function} takes one of {listed} as {option}; found {value!r}.")
+        return
+    if hint is bool:
+        wanted, fits = "True or False", isinstance(value, bool)
+    elif origin is Mapping:
+        wanted, fits = "a mapping", isinstance(value, Mapping)
+    elif origin is Sequence and kinds == (str,):
+        wanted, fits = "a sequence of names", is_several and all(isinstance(x, str) for x in given)
+    elif origin is Sequence:
+        wanted, fits = "a sequence", is_several and hasattr(value, "__len__")
+    elif float in kinds:
+        wanted, fits = "a number", is_number
+    else:
+        wanted, fits = "a whole number", is_number and isinstance(value, numbers.Integral)
+    if not fits:
+        example = f" Write [{value!r}]." if kinds == (str,) and isinstance(value, str) else ""
+        raise TypeError(f"{function} takes {wanted} as {option}; found {value!r}.{example}")
+    if origin is Mapping and kinds[1] in (int, float | int):
+        for key, entry in given.items():
+            check_option(function, f"{option}[{key!r}]", entry, kinds[1])
+    elif wanted == "a whole number" and given < 1:
+        raise ValueError(f"{function} takes a {option} of at least 1; found {value}.")
+    elif wanted == "a number" and not (math.isfinite(given) and given > 0):
+        raise ValueError(f"{function} takes a finite {option} above 0; found {value}.")
 
 
 def a_or_an(kind: type | str, *, capital: bool = False) -> str:

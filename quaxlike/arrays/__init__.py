@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from .._lazy import lazily
-from . import kernel_notes as _kernel_notes  # noqa: F401  # pyright: ignore[reportUnusedImport] (explain)
 from . import pairs as _pairs  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .annotated import AnnotatedArray
 

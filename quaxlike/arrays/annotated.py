@@ -124,9 +124,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
         return primitive.bind(*dense_operands(primitive, values), **primitive.get_bind_params(params))
 
     @classmethod
-    def promote(cls, array: Any, like: Any = None) -> Any:
-        if like is None:
-            return NotImplemented
+    def promote(cls, array: Any, like: Any) -> Any:
         lifted = type(like.array).promote(array, like.array) if is_value(like.array) else array
         return like.with_array(array if lifted is NotImplemented else lifted)
 

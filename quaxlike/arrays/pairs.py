@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ..core.jaxprs.cached import cached_trace
+from ..core.jaxprs.evaluate import cached_trace
 from ..core.rules import register_on_either_side
 from ..core.values import is_value
 from ..kernels.block_matmul import to_ranks
 from . import precedence
 from .dot_axes import dot_axes
-from .lora.array import LoraArray, frozen
-from .lora.dot import drops, tell_of_dropout
+from .lora.array import LoraArray, drops, frozen, tell_of_dropout
 from .quantized.base import AbstractQuantizedArray
 from .quantized.dot import placed, product_dtype
 
@@ -28,7 +27,8 @@ def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **param
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
     if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractQuantizedArray):
         return NotImplemented
-    tell_of_dropout(lora)
+    if lora.dropout:
+        tell_of_dropout(lora)
     return _fused_product(lora, x, on_left=on_left, **params)
 
 

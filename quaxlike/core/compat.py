@@ -162,8 +162,8 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr
     n = len(consts)
-    opened = jaxpr.replace(constvars=jaxpr.invars[:n], invars=jaxpr.invars[n:])
-    return jexc.ClosedJaxpr(opened, list(consts))
+    own = jaxpr.replace(constvars=jaxpr.invars[:n], invars=jaxpr.invars[n:])
+    return jexc.ClosedJaxpr(own, list(consts))
 
 
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> jexc.ClosedJaxpr:
@@ -183,7 +183,7 @@ _closed: "weakref.WeakKeyDictionary[Any, jexc.ClosedJaxpr]" = weakref.WeakKeyDic
 _closed_lock = threading.Lock()
 
 
-def opened(jaxpr: jexc.ClosedJaxpr) -> Any:
+def open_jaxpr(jaxpr: jexc.ClosedJaxpr) -> Any:
     """The open jaxpr of a closed one without constants, for the primitives that carry an open one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -437,7 +437,7 @@ def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
 
 def lowers_with_devices(jaxpr: Any) -> bool:
     """Whether any equation of a closed jaxpr asks for the devices when it is lowered."""
-    return dispatch.jaxpr_has_prim_requiring_devices(opened(jaxpr))
+    return dispatch.jaxpr_has_prim_requiring_devices(open_jaxpr(jaxpr))
 
 
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
@@ -468,7 +468,7 @@ def dce(
     jaxpr: jexc.ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
     """A closed jaxpr that computes only the used results, and which inputs it still has."""
-    live, used_ins = partial_eval.dce_jaxpr(opened(jaxpr), list(used_outs), keep_inputs)
+    live, used_ins = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else jexc.ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
 

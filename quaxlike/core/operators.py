@@ -9,12 +9,12 @@ import jax
 
 from .._checked import a_or_an
 from .quaxify import quaxify
-from .values import check_whole, is_value, level_of
+from .values import check_complete, is_value, level_of
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `fn(value, ...)` under the level of `quaxify` that dispatches on `value`, or under a new one."""
-    check_whole(value)
+    check_complete(value)
     level = level_of(value)
     if level is not None and level.holds(value):
         return fn(level.enter_late(value), *args, **kwargs)

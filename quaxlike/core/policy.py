@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 
 from . import compat, recording
 from .recording import describe, in_bytes, user_source
-from .rules import Rule, active_layers, need_stack, signature_of
+from .rules import Rule, active_layers, require_stack_depth, signature_of
 from .values import ArrayValue, Value, aval_of, is_value, materialise, probing
 
 Mode = Literal["allow", "warn", "error"]
@@ -217,7 +217,7 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
     loss = _Loss(values, what, operands, hint)
     if (recorder := recording.active()) is not None:
         notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
-        recorder.lose(what, operands, loss.size, loss.remedy, notes)
+        recorder.record_materialisation(what, operands, loss.size, loss.remedy, notes)
         return [_materialised_or_stand_in(v, recorder) for v in values]
     if mode == "error":
         raise MaterialisationError(loss.message())
@@ -326,7 +326,7 @@ class _Loss:
     def _nearest(self) -> Iterator[tuple[str, Rule]]:
         """At most two rules of the primitive: those for the types of the operands come first, and among
         them those that fit the most operands."""
-        need_stack()
+        require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
         mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
 

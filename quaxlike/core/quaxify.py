@@ -13,9 +13,9 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import a_or_an
-from . import compat, recording, written
+from . import compat, recording
 from .policy import MaterialisationError
-from .rules import GLOBAL, RuleError, RuleSet, active_layers, asking, mark_in_use, resolver
+from .rules import GLOBAL, RuleError, RuleSet, active_layers, mark_in_use, resolver, use_rule_sets
 from .trace import Level, QuaxTrace, ValueTracer
 from .values import Value, aval_of, is_value, kind_of, running
 
@@ -76,20 +76,19 @@ class _Quaxified(Generic[_P, _T]):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         layers = active_layers.get()
         if self._rules is not None and self._rules is not layers[0]:
-            with asking((self._rules, *(x for x in layers if x is not self._rules))):
+            with use_rule_sets((self._rules, *(x for x in layers if x is not self._rules))):
                 return self._call(*args, **kwargs)
         mark_in_use()
         parent = compat.current_trace()
         trace = QuaxTrace(parent, Level(), resolver(layers))
-        nnx = sys.modules.get("flax.nnx")
-        copies = nnx and written.Copies(nnx)
+        copies = _Copies() if "flax.nnx" in sys.modules else None
         levels = running.levels
         levels.append(trace)
         given = self._fn, args, kwargs
         try:
             # Copies of modules are made in it, so that the function may write to them.
             compat.set_trace(trace)
-            fn, args, kwargs = _select(trace, copies.shared if copies else _copy, self._filter_spec, *given)
+            fn, args, kwargs = _select(trace, copies, self._filter_spec, *given)
             out = fn(*args, **kwargs)
         except Exception as error:
             _name_culprit(error, given)
@@ -98,7 +97,7 @@ class _Quaxified(Generic[_P, _T]):
             compat.set_trace(parent)
             levels.pop()
             trace.ended = True
-        if copies:
+        if copies is not None:
             copies.write_back(trace.unwrap_tree)
         return trace.unwrap_tree(out)
 
@@ -198,7 +197,7 @@ def _copy(tree: Any, copy: Any) -> Any:
 
 def _select(
     trace: QuaxTrace,
-    shared: Callable[[Any, Any], Any],
+    copies: "_Copies | None",
     filter_spec: PyTree,
     fn: Any,
     args: tuple[Any, ...],
@@ -208,6 +207,9 @@ def _select(
 
     def box(leaf: Any) -> Any:
         return trace.enter(leaf) if is_value(leaf) else leaf
+
+    def shared(tree: Any, copy: Any) -> Any:
+        return copy if copies is None else copies.shared(tree, copy)
 
     def box_tree(tree: Any) -> Any:
         kind = kind_of(tree)
@@ -229,7 +231,7 @@ def _select(
             f"{' '.join(str(error).split())}"
         ) from None
     passed_by = [x for x in jtu.tree_leaves(static, is_leaf=_is_instance) if is_value(x)]
-    trace.tag.takes = functools.partial(_takes, filter_spec, passed_by)
+    trace.tag.dispatches_on = functools.partial(_dispatches_on, filter_spec, passed_by)
     boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
     return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))
 
@@ -258,7 +260,7 @@ def _is_instance(x: Any) -> bool:
     return kind_of(x) == "value"
 
 
-def _takes(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
+def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
     """Whether the filter selects a Value that it passed by, or that was not passed in. If the filter is a
     prefix of `(fn, args, kwargs)`, the latter counts as part of `fn`."""
     if any(value is x for x in passed_by):
@@ -274,3 +276,62 @@ def value_of(x: Any) -> Any:
     (its static fields, for instance), or to compute something that no primitive expresses.
     """
     return x.quax_value if isinstance(x, ValueTracer) else x
+
+
+class _Copies:
+    """Copies of the Variables of Flax NNX among the arguments of a function, which it may write to.
+
+    A quaxified function gets a copy of its arguments, with tracers in place of Values. What it changes in the
+    copy of a module has to arrive in the module itself, as with `nnx.jit`. Flax need not be installed.
+    """
+
+    def __init__(self) -> None:
+        self._variable = sys.modules["flax.nnx"].Variable
+        self._of: dict[int, tuple[Any, Any, Any]] = {}  # the Variable, its copy, and the content of the copy
+        self._trees: list[tuple[Any, Any]] = []
+
+    def shared(self, tree: Any, copy: Any) -> Any:
+        """`copy`, a copy of `tree`, with one copy for each Variable, however often it occurs."""
+        leaves = jtu.tree_leaves(tree, is_leaf=self._is_leaf)
+        if not any(isinstance(x, self._variable) for x in leaves):
+            return copy
+        copies, treedef = jtu.tree_flatten(copy, is_leaf=self._is_leaf)
+        for i, (x, y) in enumerate(zip(leaves, copies, strict=True)):
+            if isinstance(x, self._variable):
+                copies[i] = self._of.setdefault(id(x), (x, y, y.get_raw_value()))[1]
+        self._trees.append((tree, copy := treedef.unflatten(copies)))
+        return copy
+
+    def write_back(self, unwrap: Callable[[Any], Any]) -> None:
+        """Writes to the Variables what was written to their copies, and adds those that are new.
+
+        **Arguments:**
+
+        - `unwrap`: turns what a Variable holds inside the function into what it holds outside.
+        """
+        for variable, copy, before in self._of.values():
+            if (after := copy.get_raw_value()) is not before:
+                variable.set_raw_value(unwrap(after))
+        for tree, copy in self._trees:
+            known = dict(jtu.tree_leaves_with_path(tree, is_leaf=self._is_leaf))
+            for path, x in jtu.tree_leaves_with_path(copy, is_leaf=self._is_leaf):
+                if path not in known and isinstance(x, self._variable):
+                    _add(tree, path, unwrap(x))
+
+    def _is_leaf(self, x: Any) -> bool:
+        return kind_of(x) == "value" or isinstance(x, self._variable)
+
+
+def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:
+    """Adds a Variable that was made during the call, as `nnx.Module.sow` does."""
+    *above, last = path
+    for key in above:
+        tree = getattr(tree, key.name) if isinstance(key, jtu.GetAttrKey) else tree[_index(key)]
+    if isinstance(last, jtu.GetAttrKey):
+        setattr(tree, last.name, variable)
+    else:
+        tree[_index(last)] = variable
+
+
+def _index(key: Any) -> Any:
+    return key.idx if isinstance(key, jtu.SequenceKey) else key.key

@@ -46,11 +46,11 @@ class Event:
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
     @property
-    def leaves_nothing(self) -> bool:
+    def is_inlined_jit(self) -> bool:
         """Whether this is an inlined jit, which its equations replace."""
         return self.outcome == "built-in" and self.primitive in ("jit", "pjit") and [*self.inside] == [None]
 
-    def into(self, key: Any, what: str) -> list["Event"]:
+    def events_inside(self, key: Any, what: str) -> list["Event"]:
         return self.inside.setdefault(key, (what, []))[1]
 
 
@@ -59,7 +59,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.root = self._open = Event("", (), "", "")
-        self._into = self.root.into(None, "")
+        self._events = self.root.events_inside(None, "")
         self._traced: dict[Any, tuple[Any, list[Event]]] = {}
 
     def follow(
@@ -71,15 +71,15 @@ class Recorder:
         what = ""
         if isinstance(rule, Rule):
             event.outcome, event.rule, what = "rule", rule, f"rule of {rule.primitive}"
-        before = self._open, self._into
-        self._open, self._into = event, event.into(None, what)
+        before = self._open, self._events
+        self._open, self._events = event, event.events_inside(None, what)
         try:
             out = handler(primitive, operands, params)
         finally:
-            self._open, self._into = before
+            self._open, self._events = before
         if out is not NotImplemented:
             event.results = tuple(map(describe, out if primitive.multiple_results else [out]))
-            self._into.append(event)
+            self._events.append(event)
         return out
 
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
@@ -87,15 +87,15 @@ class Recorder:
         known = self._traced.get((jaxpr, key))
         if known is None:
             events: list[Event] = []
-            before, self._into = self._into, events
+            before, self._events = self._events, events
             try:
                 known = self._traced[jaxpr, key] = tracing(), events
             finally:
-                self._into = before
+                self._events = before
         self._open.inside[jaxpr, what] = what, known[1]
         return known[0]
 
-    def lose(
+    def record_materialisation(
         self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
     ) -> None:
         """Records that Values among the operands are materialised: in the event of the current primitive, if
@@ -104,7 +104,7 @@ class Recorder:
         asks = event is not self.root and primitive.startswith(event.primitive)
         if not asks or event.outcome == "rule":
             event = self._new(primitive, operands)
-            self._into.append(event)
+            self._events.append(event)
         event.outcome = "materialised"
         event.size += size
         event.hint = event.hint or hint
@@ -118,11 +118,11 @@ class Recorder:
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
         """Shows the events that are recorded in the block as inside `what`."""
-        before, self._into = self._into, self._open.into(what, what)
+        before, self._events = self._events, self._open.events_inside(what, what)
         try:
             yield
         finally:
-            self._into = before
+            self._events = before
 
     def note(self, text: str) -> None:
         if self._open is not self.root:
@@ -141,7 +141,7 @@ def _walk(where: tuple[str, ...], event: Event) -> Iterator[tuple[tuple[str, ...
     for what, events in event.inside.values():
         inner = (*where, what) if what else where
         for e in events:
-            if not e.leaves_nothing:
+            if not e.is_inlined_jit:
                 yield inner, e
             yield from _walk(inner, e)
 

@@ -12,10 +12,24 @@ import jax.tree_util as jtu
 from jax import lax
 
 from . import compat, recording
-from .known_constants import asks_for_constants, follow, has_placeholders
+from .placeholders import follow, has_placeholders, holds_type_with_placeholders
 from .policy import by_default, dense
 from .rules import Resolver
-from .values import KINDS, Value, asking, aval_of, check_whole, is_value, kind_of, level_of, not_dispatched
+from .values import (
+    KINDS,
+    Value,
+    aval_of,
+    check_complete,
+    is_value,
+    kind_of,
+    level_of,
+    named_in_frames,
+    not_dispatched,
+    placeholder_types,
+)
+
+Operands = Sequence[Any]
+Params = dict[str, Any]
 
 # -------------------------------------------------------------------------------------------------
 # The tracer
@@ -134,13 +148,13 @@ class Level(jexc.TraceTag):
 
     **Arguments:**
 
-    - `takes`: tells whether the level dispatches on a given Value that was not passed in. Default: on any.
+    - `dispatches_on`: whether the level dispatches on a Value that was not passed in. Default: on any.
     """
 
     follows_constants = False  # True once the level holds a Value of a type that has placeholders
 
-    def __init__(self, takes: Callable[[Value], bool] | None = None) -> None:
-        self.takes = takes
+    def __init__(self, dispatches_on: Callable[[Value], bool] | None = None) -> None:
+        self.dispatches_on = dispatches_on
 
 
 class QuaxTrace(jax.core.Trace):
@@ -169,7 +183,7 @@ class QuaxTrace(jax.core.Trace):
         key: list[Any] = [primitive]
         plain = True
         for i, x in enumerate(unwrapped):
-            if type(x) is ValueTracer and (x.quax_tag is tag or self.takes_over(x)):
+            if type(x) is ValueTracer and (x.quax_tag is tag or self.claims(x)):
                 unwrapped[i] = value = x.quax_value
                 key.append(type(value))
                 plain = False
@@ -183,9 +197,9 @@ class QuaxTrace(jax.core.Trace):
         before = compat.current_trace()
         compat.set_trace(self.parent_trace)
         try:
-            out = NotImplemented if plain else self.ask_rules(tuple(key), unwrapped, params)
+            out = NotImplemented if plain else self.try_rules(tuple(key), unwrapped, params)
             if out is NotImplemented:
-                out = self.without_rule(primitive, unwrapped, params)
+                out = self.fallback(primitive, unwrapped, params)
         finally:
             compat.set_trace(before)
         if primitive.multiple_results:
@@ -194,10 +208,10 @@ class QuaxTrace(jax.core.Trace):
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """As `dispatch`, for a key of the caches: the primitive and the types of the operands."""
-        out = self.ask_rules(key, operands, params)
-        return self.without_rule(key[0], operands, params) if out is NotImplemented else out
+        out = self.try_rules(key, operands, params)
+        return self.fallback(key[0], operands, params) if out is NotImplemented else out
 
-    def without_rule(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
+    def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """The result of a built-in of the interpreter, or else of the default."""
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = by_default if builtin is None else functools.partial(builtin, self)
@@ -205,7 +219,7 @@ class QuaxTrace(jax.core.Trace):
             return recorder.follow(rest, primitive, operands, params)
         return rest(primitive, operands, params)
 
-    def ask_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
+    def try_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """The result of the first rule that does not decline; `NotImplemented` if there is none."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
@@ -225,9 +239,9 @@ class QuaxTrace(jax.core.Trace):
 
     # Late Values: closed over, built in the body of the function, or used inside a rule
 
-    def takes(self, value: Value) -> bool:
+    def dispatches_on(self, value: Value) -> bool:
         """Whether the level dispatches on a Value that was not passed in."""
-        return self.tag.takes is None or self.tag.takes(value)
+        return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
     def holds(self, value: Value) -> bool:
         """Whether the arrays of a late Value live where those of the Values of this level do. Otherwise they
@@ -236,7 +250,7 @@ class QuaxTrace(jax.core.Trace):
 
     def adopt(self, value: Value) -> Any:
         """A late Value as an operand of primitives: a tracer of this level, or what becomes one."""
-        check_whole(value)
+        check_complete(value)
         return self.enter_late(value) if self.holds(value) else stage(value)
 
     def enter_late(self, value: Value) -> "ValueTracer":
@@ -245,14 +259,14 @@ class QuaxTrace(jax.core.Trace):
         tracer.quax_is_late = True
         return tracer
 
-    def takes_over(self, tracer: ValueTracer) -> bool:
+    def claims(self, tracer: ValueTracer) -> bool:
         """Whether another level adopted the Value of a tracer, and this level takes it as well.
 
         JAX caches what it traces: if a function that was made outside closes over a Value, and goes through
         `jax.jit`, a scan or the like within `quaxify`, the tracer of that call is among the cached constants.
         """
         late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
-        return late and self.takes(tracer.quax_value) and _lives_below(self, tracer.quax_value)
+        return late and self.dispatches_on(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
     # Primitives that carry functions, for which JAX calls methods of their own
 
@@ -279,19 +293,19 @@ class QuaxTrace(jax.core.Trace):
 
     def enter(self, value: Value) -> ValueTracer:
         """Boxes a Value from outside the level as a tracer of it."""
-        if not self.tag.follows_constants and asks_for_constants(value):
+        if placeholder_types and not self.tag.follows_constants and holds_type_with_placeholders(value):
             self.tag.follows_constants = True
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
         """Turns the result of a rule into something that JAX code can use."""
         if KINDS[type(x)] != "value":
-            return self.settle(x)
-        if has_placeholders(type(x)):
+            return self.as_array(x)
+        if placeholder_types and has_placeholders(type(x)):
             self.tag.follows_constants = True
         return ValueTracer(self, x)
 
-    def settle(self, x: Any) -> Any:
+    def as_array(self, x: Any) -> Any:
         """Turns the result of a rule, which may be a NumPy array or a scalar, into an array or a Value."""
         if kind_of(x) != "other" or _is_no_array(x):
             return x
@@ -304,7 +318,7 @@ class QuaxTrace(jax.core.Trace):
 
     def unwrap(self, x: Any) -> Any:
         """The Value behind a tracer of this level; returns anything else unchanged."""
-        ours = type(x) is ValueTracer and (x.quax_tag is self.tag or self.takes_over(x))
+        ours = type(x) is ValueTracer and (x.quax_tag is self.tag or self.claims(x))
         return x.quax_value if ours else x
 
     def unwrap_tree(self, tree: Any) -> Any:
@@ -367,10 +381,10 @@ def _holds_value(jaxpr: Any) -> bool:
 
 def _adopted(value: Value) -> Any:
     """Boxes a Value that is an operand of a primitive as a tracer of the level that takes it."""
-    check_whole(value)
+    check_complete(value)
     level = level_of(value)
     if level is None:
-        asked = asking(compat.calling_frame(), "self", jexc.Primitive)
+        asked = named_in_frames(compat.calling_frame(), "self", jexc.Primitive)
         raise RuntimeError(not_dispatched(value, asked or "a JAX primitive"))
     return level.adopt(value)
 

@@ -3,9 +3,10 @@
 import abc
 import dataclasses
 import functools
+import inspect
 import threading
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -21,6 +22,16 @@ from . import compat
 from .construction import ValueMeta, derivative_alone, is_derivative_alone, probing
 
 _M = TypeVar("_M", bound=eqx.Module)
+
+
+def takes_no_like(cls: Any) -> bool:
+    """Whether `promote` of a class may be called without `like`: see `Value.promote`."""
+    like = inspect.signature(cls.promote).parameters.get("like")
+    return like is not None and like.default is not like.empty
+
+
+# The types of which that holds. While there are none, no placeholders are looked for (core/placeholders.py).
+placeholder_types: list[type] = []
 
 
 class Value(eqx.Module, metaclass=ValueMeta):
@@ -45,8 +56,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """Whether the value is linear in its array leaves, so that its tangents and cotangents are of its class.
 
     A value counts as linear if both it and the Values that it holds declare so; a type need not check
-    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them. Where a leaf
-    stands for several elements, or for a part of one, its cotangent is not that of any element, and the
+    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them. If a leaf is
+    shared by several elements, or is only a part of one, no cotangent belongs to a single element, and the
     backward function of a `jax.custom_vjp` receives a dense cotangent.
     """
 
@@ -59,6 +70,11 @@ class Value(eqx.Module, metaclass=ValueMeta):
     # Equinox looks attributes up in Python, to make bound methods pytrees. On Values that lookup would be
     # most of the cost of a rule, so their methods are bound like those of any other Python object.
     __getattribute__ = object.__getattribute__
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if takes_no_like(cls):
+            placeholder_types.append(cls)
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
@@ -102,8 +118,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
         If `like` may be None (which is then its default), and rules of this type raise
         [`quaxlike.OperandMismatch`][] in a loop, it is called without `like` on the zeros that the loop
-        starts from. It returns a value whose one leaf is `array` and which is compatible with anything; an
-        iteration shows what the zeros become.
+        starts from. It must return a placeholder that is compatible with any value, and whose one leaf is
+        `array`; the first iteration then determines the real type.
 
         Without it, the Value side is materialised under the policy.
         """
@@ -124,8 +140,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
         """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives. `ct` is a value
-        of this type (which is `linear`), or an array beside such values. Override it in types whose static
-        fields a cotangent does not share, such as units.
+        of this type (which is `linear`), or a plain array where only other results have this type. Override
+        it in types whose static fields a cotangent does not share, such as units.
         """
         return ct
 
@@ -215,7 +231,7 @@ class ArrayValue(Value):
             reflected = caller.f_code.co_name.startswith("_operator_") and hasattr(self, "__rmatmul__")
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
-            raise TypeError(not_dispatched(self, asking(caller, "fun_name", str) or "jax.numpy"))
+            raise TypeError(not_dispatched(self, named_in_frames(caller, "fun_name", str) or "jax.numpy"))
         return None
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,16 +243,16 @@ class ArrayValue(Value):
 def level_of(value: Value | None = None) -> Any:
     """The trace of the innermost running `quaxify`, or of the innermost that dispatches on `value`; None if
     there is none."""
-    takes = lambda trace: hasattr(trace, "takes") and (value is None or trace.takes(value))
+    ours = lambda trace: hasattr(trace, "dispatches_on") and (value is None or trace.dispatches_on(value))
     trace = last = compat.current_trace()
     while trace is not None:
-        if takes(trace):
+        if ours(trace):
             return trace
         trace, last = getattr(trace, "parent_trace", None), trace
     # JAX traces the functions of custom derivatives under a trace without a parent; the levels that are
     # running get its program.
     cut = last is not None and not compat.is_eval_trace(last)
-    return next(filter(takes, reversed(running.levels)), None) if cut else None
+    return next(filter(ours, reversed(running.levels)), None) if cut else None
 
 
 class _Running(threading.local):
@@ -259,7 +275,7 @@ def not_dispatched(value: Value, what: str) -> str:
     )
 
 
-def asking(frame: Any, variable: str, kind: type) -> str | None:
+def named_in_frames(frame: Any, variable: str, kind: type) -> str | None:
     """The function or primitive that a Value was passed to: what a variable of this type holds in the frames
     of JAX."""
     for _ in range(4):
@@ -301,10 +317,10 @@ def is_value(x: Any) -> bool:
     A Value with missing parts, such as a half made by `eqx.partition`, stands for no array: it does not count
     as a Value here, but as a pytree like any other.
     """
-    return KINDS[type(x)] == "value" and not is_hollow(x)
+    return KINDS[type(x)] == "value" and not has_missing_parts(x)
 
 
-def is_hollow(value: Value) -> bool:
+def has_missing_parts(value: Value) -> bool:
     """Whether parts of a Value are missing, as in the halves that `eqx.partition` makes of it.
 
     `None`, or a part without leaves, counts as missing if its field neither allows `None` nor defaults to
@@ -330,7 +346,7 @@ def _required_fields(cls: type) -> list[str]:
 
 def _is_missing(part: Any) -> bool:
     if isinstance(part, Value):
-        return is_hollow(part)
+        return has_missing_parts(part)
     if type(part) in (tuple, list):
         return any(map(_is_missing, part))
     return not jtu.tree_leaves(part)
@@ -389,52 +405,46 @@ def _is_array(leaf: Any) -> bool:
 
 def aval_of(value: Value) -> Any:
     """`value.aval()` on the mesh of its leaves, memoised by their avals and the statics."""
-    key: list[Any] = [compat.x64_enabled()]
+    statics: list[Any] = []
     leaf_avals: list[Any] = []
-    if not _describe(value, key, leaf_avals):
-        return _aval_of_tree(value)
-    hashable = (*key, *leaf_avals)
     try:
-        aval = _avals.get(hashable)
-    except TypeError:  # an unhashable static field; a treedef only compares its statics
-        return _aval_of_tree(value)
-    return _remember(_avals, hashable, _make_aval(value, leaf_avals)) if aval is None else aval
+        _describe(value, statics, leaf_avals)
+        key = (compat.x64_enabled(), *statics, *leaf_avals)
+        aval = _avals.get(key)
+    except TypeError:  # an unhashable static field, or a leaf that is no array
+        leaves, treedef = jtu.tree_flatten(value)  # a treedef compares its statics, and does not hash them
+        try:
+            leaf_avals = [_leaf_aval(leaf) for leaf in leaves]
+        except TypeError:
+            for leaf in leaves:
+                if not hasattr(leaf, "shape") and not _is_array(leaf):
+                    raise not_an_array(value, leaf) from None
+            return _make_aval(value, ())
+        key = (compat.x64_enabled(), treedef, *leaf_avals)
+        aval = _avals.get(key)
+    return _remember(_avals, key, _make_aval(value, leaf_avals)) if aval is None else aval
 
 
-def _describe(value: Value, key: list[Any], leaf_avals: list[Any]) -> bool:
-    """Adds classes and statics to `key`; returns False if a part is neither an array nor a Value."""
+def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
+    """Adds what decides about the aval of a Value: its class and statics, and the avals of its leaves."""
     cls = type(value)
     fields = _fields.get(cls)
     if fields is None:
         fields = _fields[cls] = [(f.name, bool(f.metadata.get("static"))) for f in dataclasses.fields(cls)]
-    key.append(cls)
+    statics.append(cls)
     for name, static in fields:
         part = getattr(value, name)
         if static:
-            key += (type(part), part)  # 1, 1.0 and True are equal
+            statics += (type(part), part)  # 1, 1.0 and True are equal
         elif (kind := KINDS[type(part)]) == "array":
             leaf_avals.append(part.aval)
-        elif kind != "value" or not _describe(part, key, leaf_avals):
-            return False
-    return True
-
-
-def _aval_of_tree(value: Value) -> Any:
-    leaves, treedef = jtu.tree_flatten(value)
-    try:
-        leaf_avals = [_leaf_aval(leaf) for leaf in leaves]
-    except TypeError:
-        for leaf in leaves:
-            if not hasattr(leaf, "shape") and not _is_array(leaf):
-                raise not_an_array(value, leaf) from None
-        return _make_aval(value, ())
-    key = (compat.x64_enabled(), treedef, *leaf_avals)
-    aval = _avals.get(key)
-    if aval is None:
-        stand_ins = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        make = _make_aval_of_shapes if stand_ins else _make_aval
-        aval = _remember(_avals, key, make(value, leaf_avals))
-    return aval
+        elif kind == "value":
+            statics.append(name)
+            _describe(part, statics, leaf_avals)
+        else:  # None, a number, a shape, or a pytree
+            leaves, treedef = jtu.tree_flatten(part)
+            statics += (name, treedef)
+            leaf_avals += map(_leaf_aval, leaves)
 
 
 def _leaf_aval(leaf: Any) -> Any:
@@ -454,9 +464,9 @@ _fields: dict[type, list[tuple[str, bool]]] = {}
 _avals: dict[Any, Any] = {}
 
 
-def check_whole(value: Value) -> None:
+def check_complete(value: Value) -> None:
     """Raises a `ValueError` if parts of a Value are missing."""
-    if is_hollow(value):
+    if has_missing_parts(value):
         raise ValueError(
             f"Parts of {a_or_an(type(value))} are missing, as in the halves that `eqx.partition` makes, "
             f"so that it stands for no array. Join the halves with `eqx.combine` first; found {value}."
@@ -476,24 +486,14 @@ def not_an_array(value: Value, leaf: Any) -> ValueError:
     )
 
 
-def _make_aval_of_shapes(value: Value, leaf_avals: Sequence[Any]) -> Any:
-    """As `_make_aval`, for leaves that are shapes: `aval` may compute with them, so they are traced."""
-    aval = None
-
-    def look(value: Value) -> None:
-        nonlocal aval
-        aval = _make_aval(value, leaf_avals)
-
-    with probing():
-        jax.eval_shape(look, value)
-    return aval
-
-
 def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     if is_derivative_alone(leaf_avals):
         raise derivative_alone(type(value))
+    ask = type(value).aval
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(value)):
+        ask = _traced(ask)
     try:
-        aval = type(value).aval(value)
+        aval = ask(value)
     except TypeError as error:
         raise ValueError(f"{type(value).__name__} has no shape: its hooks raise {error!r}.") from error
     if isinstance(aval, jax.ShapeDtypeStruct):
@@ -506,6 +506,18 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     if jax.config.jax_enable_checks and type(value).aval is not ArrayValue.aval:
         _check_aval(value, aval)
     return compat.place_aval_like(aval, leaf_avals)
+
+
+def _traced(hook: Callable[[Value], Any]) -> Callable[[Value], Any]:
+    """`hook` for a Value whose leaves are shapes, with tracers in their place: it may compute with them."""
+
+    def on_shapes(value: Value) -> Any:
+        found: list[Any] = []
+        with probing():
+            jax.eval_shape(lambda value: found.append(hook(value)), value)
+        return found[0]
+
+    return on_shapes
 
 
 def _check_aval(value: Value, aval: Any) -> None:

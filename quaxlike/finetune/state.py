@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .._files import lock_folder, naming, replacing
 from ..interop import safetensors
 from ..interop.files.json_text import read_json_file
-from ..surgery.select import path_of
+from ..surgery.trees import path_of
 from .settings import FinetuneError, Settings
 
 

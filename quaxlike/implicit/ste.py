@@ -150,14 +150,14 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
             return materialise(results_of(at))
 
         @jax.custom_jvp
-        def owing(outs: list[Any], arrays: list[Any], values: list[Any]) -> list[Any]:
+        def with_missing_tangent(outs: list[Any], arrays: list[Any], values: list[Any]) -> list[Any]:
             return outs
 
-        @owing.defjvp
+        @with_missing_tangent.defjvp
         def _(primals: Any, tangents: Any) -> Any:
             d_outs, d_arrays, d_values = tangents
             _, owed = jax.jvp(dense, primals[1:], (d_arrays, d_values))
-            return owing(*primals), [
+            return with_missing_tangent(*primals), [
                 o.astype(d.dtype) if _is_inexact(out) else d
                 for out, d, o in zip(primals[0], d_outs, owed, strict=True)
             ]
@@ -165,7 +165,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
         outs = results_of(values)
         # A Value has no derivative of its own kind; an array of its shape carries it instead.
         carriers = [jnp.zeros(x.shape, x.dtype) if is_value(x) else x for x in outs]
-        carriers = owing(carriers, arrays, values)
+        carriers = with_missing_tangent(carriers, arrays, values)
         results = [
             StraightThrough(out, carrier) if is_value(out) else carrier
             for out, carrier in zip(outs, carriers, strict=True)

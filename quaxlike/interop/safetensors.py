@@ -26,7 +26,7 @@ from quaxlike.arrays.unitful import Unit
 
 from .._checked import a_or_an, checked
 from ..core.values import is_value
-from ..surgery.select import path_of
+from ..surgery.trees import path_of
 from .files.errors import CheckpointError, file_error
 from .files.tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
 

@@ -11,7 +11,7 @@ import jax.core
 from jax.extend.core import no_effects
 from jax.interpreters import mlir
 
-from ..core import compat
+from ..core import compat, recording
 from ..primitives import DefinedPrimitive, Partitioning, define_primitive
 from ..primitives.partitioning import is_spread
 from .multilinear import vary_alike
@@ -20,10 +20,6 @@ Backend = Literal["reference", "gpu", "tpu"]
 
 # Part of JAX's trace context: a function that was traced under one choice is not reused under another.
 _forced = jax.make_user_context(default_value=None)
-
-# Called with the name of each operation that is traced, and with a function that returns its choice on
-# the current device.
-listeners: list[Callable[[str, Callable[[], "Choice"]], None]] = []
 
 _NATIVE: dict[str, Backend] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
@@ -227,10 +223,11 @@ def _is_partitioned(context: mlir.LoweringRuleContext) -> bool:
 
 
 def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
-    """Calls a kernel primitive for the requested backend, and notifies the listeners."""
+    """Calls a kernel primitive for the requested backend; `explain` shows the choice for this device."""
     params["backend"] = _forced.value
-    for listener in listeners:
-        listener(primitive.name, functools.partial(chosen_backend, primitive, *operands, **params))
+    if recording.active() is not None:
+        choice = chosen_backend(primitive, *operands, **params)
+        recording.note(f"{primitive.name} on {choice.backend}: {choice.reason}")
     if primitive.slot("partitioning").registered:
         _ask_for_devices(primitive)
     leaves, tree = jax.tree.flatten(operands)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._checked import checked
+from .._checked import check_option, checked
 from ..arrays.lora import (
     LoraArray,
     LoraBias,
@@ -26,8 +26,7 @@ from ..core.policy import MaterialisationError, on_materialise
 from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise, replace_fields
 from ..families import names_of
-from ..surgery.options import check_rank
-from ..surgery.trees import named_arrays, replace, some
+from ..surgery.trees import listing, named_arrays, replace
 from .decoder_config import DecoderConfig
 from .modern_bert import ModernBertConfig
 
@@ -76,11 +75,11 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
 
     Hewitt, Initializing New Word Embeddings for Pretrained Language Models (2021), as in transformers.
     """
-    check_rank("resize_vocabulary", "n", n)
+    check_option("resize_vocabulary", "n", n, int)
     arrays = named_arrays(model)
     chosen = {name: x for name, x in arrays.items() if _OF_TOKENS.fullmatch(name)}
     if not chosen:
-        raise ValueError(f"The model has no embedding of tokens to resize: it has {some(arrays)}.")
+        raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
     done: dict[int, Any] = {}  # tied weights stay tied
     for name, x in chosen.items():
         if id(x) not in done:

@@ -123,7 +123,7 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None
 def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> list[Any]:
     """Runs a jaxpr, and the calls in it equation by equation. Those in jaxprs that JAX keeps have no lines of
     the user's, and get those of the call."""
-    opened = compat.opened(jaxpr)
+    opened = compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
     env |= dict(zip(opened.invars, args, strict=True))
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]

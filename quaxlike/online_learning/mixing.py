@@ -79,7 +79,7 @@ class Positions:
 
     def run(self, jaxpr: Any, arguments: Sequence[Places]) -> list[Places]:
         """The places of the results, given those of the arguments. Raises `Mixed`."""
-        opened = compat.opened(jaxpr)
+        opened = compat.open_jaxpr(jaxpr)
         env: dict[Any, Places] = dict(zip(opened.invars, arguments, strict=True))
         for eqn in _needed(opened):
             operands = [{} if isinstance(a, Literal) else env.get(a, {}) for a in eqn.invars]

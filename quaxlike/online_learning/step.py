@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from ..core import compat
-from ..primitives.derive import symbolic_tangents
+from ..primitives.forms import symbolic_tangents
 from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops
 from .mixing import Mixed, Positions, own_place
 from .primitive import ETPPrimitive, get_trainable_invars
@@ -27,9 +27,9 @@ class Step:
     def __init__(
         self, jaxpr: Any, num_params: int, num_state: int, num_held: int, state_names: Sequence[str]
     ) -> None:
-        avals = [v.aval for v in compat.opened(jaxpr).invars]
+        avals = [v.aval for v in compat.open_jaxpr(jaxpr).invars]
         self.closed = jax.make_jaxpr(lambda *args: inline(jaxpr, args))(*avals)
-        self.jaxpr = compat.opened(self.closed)
+        self.jaxpr = compat.open_jaxpr(self.closed)
         self.num_params, self.num_state = num_params, num_state
         self.state_names = state_names
         self.eqns: list[JaxprEqn] = list(self.jaxpr.eqns)
@@ -251,7 +251,7 @@ class Step:
         names = [f"state {self.state_names[i]!r}" for i in moving]
         names += [f"the y of ETP primitive {self.ops[k].primitive.name!r}" for k in ops]
         own = [own_place(aval.shape) for group in sources for aval in group]
-        primals = len(compat.opened(jaxpr).invars) - len(own)
+        primals = len(compat.open_jaxpr(jaxpr).invars) - len(own)
         found = Positions()
         try:
             results = found.run(jaxpr, [*[{}] * primals, *({k: place} for k, place in enumerate(own))])
@@ -259,7 +259,7 @@ class Step:
                 for k, place in places.items():
                     shape = self.state_avals[i].shape
                     if place != own_place(shape, len(shape) - len(own[k])):
-                        raise found.mixed(compat.opened(jaxpr).eqns[-1], k, place)
+                        raise found.mixed(compat.open_jaxpr(jaxpr).eqns[-1], k, place)
         except Mixed as mixed:
             return f"{names[mixed.argument]} acts on the state through {mixed}"
         return None

@@ -1,8 +1,8 @@
 """JAX primitives from one function, for authors of operations."""
 
 from .custom_dce import custom_dce
-from .define import DefinedPrimitive, define_primitive
+from .define import define_primitive
 from .partitioning import Partitioning
-from .slots import MissingRuleError, Slot
+from .primitive import DefinedPrimitive, MissingRuleError, Slot
 
 __all__ = ["DefinedPrimitive", "MissingRuleError", "Partitioning", "Slot", "custom_dce", "define_primitive"]

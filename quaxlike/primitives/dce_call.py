@@ -16,9 +16,7 @@ from jax.extend.core.primitives import while_p
 from jax.interpreters import ad, batching, mlir
 
 from ..core import compat
-from .derive import symbolic_tangents
-from .forms import merge, split
-from .layout import is_zero, zero_tangent
+from .forms import is_zero, merge, split, symbolic_tangents, zero_tangent
 
 Used = tuple[bool, ...]
 Narrowed = tuple[Any, Used]

@@ -3,314 +3,23 @@
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import jax
-import jax.core
-import jax.tree_util as jtu
-import numpy as np
-from jax.extend.core import Primitive, mapped_aval
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching
 
 from .._checked import checked
 from ..core import compat
-from . import costs, derive, taylor
-from .batch import batch
-from .forms import Batch, Flat, Form, Jvp, Transpose, Vjp
-from .layout import Rules, unflatten, without_form, without_tree
+from . import derive, experimental
+from .forms import Rules
 from .partitioning import Partitioning
-from .slots import Slot
+from .primitive import DefinedPrimitive, where
 
-_lock = threading.RLock()
+_lock = threading.Lock()
 _defined: dict[str, str] = {}
 
 # Our own parameters, and one of JAX's `apply_primitive`.
 _RESERVED = ("in_tree", "forms", "prim")
-
-_Impls = Mapping[str | None, Callable[..., Any]]
-_Static = tuple[str | None, tuple[tuple[str, Hashable], ...]]
-
-
-class DefinedPrimitive(Primitive):
-    """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
-
-    It is an ordinary `jax.extend.core.Primitive`: equations carry it, and rules can be registered for it. Its
-    derivatives and batched forms are primitives too, so that they can be recognised in a jaxpr and given
-    their own rules: `jvp_p` (tangents of its results), `vjp_p` (cotangents of its operands), `transpose_p`
-    (itself, transposed in operands it is linear in) and `batch_p` (itself, mapped over an axis). Each of them
-    has the same four in turn. The parameters of a derived primitive are those of its root and `forms`, a
-    tuple whose last entry says how its operands and results relate to its parent's; it always has multiple
-    results.
-
-    **Attributes:**
-
-    - `root`: the primitive this one was derived from; itself for one that was defined.
-    - `parent`: the primitive this one is a form of; None for one that was defined.
-    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None for one that was defined.
-    - `impl_fn`: the function the root was defined from.
-    """
-
-    # The interpreter of Values recognises all of these primitives by this.
-    family: ClassVar[str] = "defined"
-
-    def __init__(
-        self,
-        name: str,
-        impls: _Impls,
-        *,
-        multiple_results: bool,
-        rules: Rules,
-        partitioning: Partitioning | Callable[..., Partitioning] | None = None,
-        parent: "DefinedPrimitive | None" = None,
-        form: type[Form] | None = None,
-    ) -> None:
-        super().__init__(name)
-        self.multiple_results = multiple_results
-        self.rules = rules
-        self.parent = parent
-        self.form = None if form is None else form.__name__.lower()
-        self._impls = impls
-        self._partitioning = partitioning
-        self._slots: dict[str, Slot] = {}
-        self._forms: dict[type[Form], DefinedPrimitive] = {}
-        # JAX caches traces by function object and static arguments, so trace these instead of closures over
-        # the parameters.
-        self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
-        self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
-        self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
-        self._results_tree = functools.lru_cache(maxsize=None)(self._find_results_tree)
-
-        self.def_impl(functools.partial(xla.apply_primitive, self))
-        self.def_effectful_abstract_eval(self._abstract_eval)
-        ad.primitive_jvps[self] = functools.partial(derive.jvp, self)
-        ad.primitive_transposes[self] = functools.partial(derive.transpose, self)
-        batching.fancy_primitive_batchers[self] = functools.partial(batch, self)
-        taylor.register(self)
-        costs.register(self)
-        for platform in impls:
-            lowered = functools.partial(self._evaluate_on, platform)
-            rule = mlir.lower_fun(lowered, multiple_results=multiple_results)
-            mlir.register_lowering(self, rule, platform=platform)
-
-    def __call__(self, *args: Any, **params: Any) -> Any:
-        """Binds the primitive.
-
-        **Arguments:**
-
-        - `args`: the operands: arrays, or pytrees of arrays.
-        - `params`: static parameters; hashable.
-
-        **Returns:** the result of the function that the primitive was defined from.
-
-        **Raises:** `TypeError` for an operand that is not an array, and for a parameter that is an
-        array or cannot be hashed.
-        """
-        for name, value in params.items():
-            self._check_param(name, value)
-        paths_and_leaves, in_tree = jtu.tree_flatten_with_path(args)
-        leaves = [leaf for _, leaf in paths_and_leaves]
-        avals = tuple(self._aval_of(path, leaf) for path, leaf in paths_and_leaves)
-        if self.parent is None and in_tree != _flat_tree(len(args)):
-            params["in_tree"] = in_tree
-        out = self.bind(*leaves, **params)
-        if not self.multiple_results:
-            return out
-        return jtu.tree_unflatten(self.results_tree(avals, params), out)
-
-    def bind(self, *args: Any, **params: Any) -> Any:
-        try:
-            return super().bind(*args, **params)
-        except TypeError:
-            for name, value in params.items():
-                self._check_param(name, value)
-            raise
-
-    @property
-    def root(self) -> "DefinedPrimitive":
-        return self if self.parent is None else self.parent.root
-
-    @property
-    def impl_fn(self) -> Callable[..., Any]:
-        return self.root._impls[None]
-
-    @property
-    def jvp_p(self) -> "DefinedPrimitive":
-        return self._derived(Jvp)
-
-    @property
-    def vjp_p(self) -> "DefinedPrimitive":
-        return self._derived(Vjp)
-
-    @property
-    def transpose_p(self) -> "DefinedPrimitive":
-        return self._derived(Transpose)
-
-    @property
-    def batch_p(self) -> "DefinedPrimitive":
-        return self._derived(Batch)
-
-    def slot(self, name: str) -> Slot:
-        """The slot for the rule called `name`.
-
-        Register a rule with `p.slot("cost").register(rule)`, and call it with `p.slot("cost")(...)`.
-
-        **Arguments:**
-
-        - `name`: any name; slots are created on demand.
-
-        **Returns:** the [`Slot`][quaxlike.primitives.Slot].
-        """
-        with _lock:
-            return self._slots.setdefault(name, Slot(self.name, name))
-
-    def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        """The primitive's function, on flat operands of the types `avals`."""
-        return self._trace((None, _sorted_items(params)), *avals)
-
-    def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
-        """The structure of the primitive's result for flat operands of the types `avals`."""
-        return self._results_tree(tuple(avals), _sorted_items(params))
-
-    def nonzero_tangents(
-        self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
-    ) -> tuple[bool, ...]:
-        """Which results can have nonzero tangents if the `nonzero` operands do."""
-        tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
-        _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
-        return tuple(tangent is not None for tangent in out)
-
-    def _evaluate_flat(self, static: _Static, *operands: Any) -> list[Any]:
-        platform, params = static
-        return self._flat(platform, dict(params))(*operands)
-
-    def _evaluate_tree(self, static: _Static, *operands: Any) -> Any:
-        platform, params = static
-        return self._call(platform, dict(params))(*operands)
-
-    def _tangents(
-        self, static: _Static, nonzero: Sequence[bool], primals: list[Any], tangents: list[Any]
-    ) -> list[Any]:
-        platform, params = static
-        fn = self._flat(platform, dict(params))
-        return derive.symbolic_tangents(fn, nonzero, primals, tangents)
-
-    def _derived(self, form: type[Form]) -> "DefinedPrimitive":
-        with _lock:
-            if form not in self._forms:
-                # Another backend's kernel can be mapped over an axis, not differentiated.
-                impls: _Impls = self._impls if form is Batch else {None: self._impls[None]}
-                self._forms[form] = DefinedPrimitive(
-                    f"{self.name}.{form.__name__.lower()}",
-                    impls,
-                    multiple_results=True,
-                    rules=Rules(),
-                    parent=self,
-                    form=form,
-                )
-            return self._forms[form]
-
-    def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
-        """The primitive's function of flat operands, which returns a list of results."""
-        if self.parent is not None:
-            form, below = without_form(params)
-            return functools.partial(form.evaluate, self.parent._flat(platform, below))
-        fn = self._call(platform, params)
-        return lambda *operands: jtu.tree_leaves(fn(*operands))
-
-    def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
-        """The primitive's function of flat operands, which returns the tree of results."""
-        if self.parent is not None:
-            return self._flat(platform, params)
-        in_tree, static = without_tree(params)
-        impl = self._impls[platform]
-
-        def fn(*operands: Any) -> Any:
-            out = impl(*unflatten(in_tree, operands), **static)
-            if not self.multiple_results and not jtu.all_leaves([out]):
-                raise TypeError(
-                    f"primitive {self.name!r} has one result, but {_where(impl)} returned "
-                    f"{jtu.tree_structure(out)}; define it with `multiple_results=True`"
-                )
-            return out
-
-        return fn
-
-    def _evaluate_on(self, platform: str | None, /, *operands: Any, **params: Any) -> Any:
-        fn = functools.partial(self._evaluate_flat, (platform, _sorted_items(params)))
-        avals = [jax.typeof(x) for x in operands]
-        partitioning = self._partitioning_of(avals, params)
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            partitioning = None  # JAX cannot partition by hand within a `shard_map` over some of the axes
-        out = (fn if partitioning is None else partitioning.apply(fn))(*operands)
-        if platform is not None:
-            expected: Any = self.jaxpr(avals, params).out_avals
-            found: Any = [jax.typeof(x) for x in out]
-            if [(a.shape, a.dtype) for a in expected] != [(a.shape, a.dtype) for a in found]:
-                raise TypeError(
-                    f"the {platform} implementation of primitive {self.name!r} "
-                    f"({_where(self._impls[platform])}) returned {_short(found)}, where its "
-                    f"default implementation returns {_short(expected)}"
-                )
-        return out if self.multiple_results else out[0]
-
-    def _partitioning_of(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Partitioning | None:
-        if self.parent is None:
-            if self._partitioning is None or isinstance(self._partitioning, Partitioning):
-                return self._partitioning
-            return self._partitioning(*avals, **without_tree(params)[1])
-        if self.form != "batch":
-            return None
-        form, below = without_form(params)
-        if form.axis_name is not None:  # the examples may exchange data, so they stay together
-            return None
-        avals = [
-            aval if dim is None else mapped_aval(form.size, dim, aval)
-            for aval, dim in zip(avals, form.dims, strict=True)
-        ]
-        partitioning = self.parent._partitioning_of(avals, below)
-        return None if partitioning is None else partitioning.batched(form.dims)
-
-    def _abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, Any]:
-        jaxpr = self.jaxpr(avals, params)
-        if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
-            raise jax.errors.UnexpectedTracerError(
-                f"the function of primitive {self.name!r}, {_where(self.impl_fn)}, closes over an array that "
-                "is being traced. Pass it as an operand"
-            )
-        if self._partitioning_of(avals, params) or compat.lowers_with_devices(jaxpr):
-            compat.lower_with_devices(self)
-        out = jaxpr.out_avals if self.multiple_results else jaxpr.out_avals[0]
-        return out, jaxpr.effects
-
-    def _find_results_tree(self, avals: tuple[Any, ...], params: Any) -> Any:
-        return jtu.tree_structure(self._trace_tree((None, params), *avals)[1])
-
-    def _aval_of(self, path: Any, leaf: Any) -> Any:
-        try:
-            return jax.typeof(leaf)
-        except TypeError as error:
-            index, *inside = path
-            raise TypeError(
-                f"operand {index.idx} of primitive {self.name!r} holds {leaf!r}"
-                f"{' at ' + jtu.keystr(tuple(inside)) if inside else ''}, which is not an array; "
-                "pass static values as keyword arguments"
-            ) from error
-
-    def _check_param(self, name: str, value: Any) -> None:
-        if isinstance(value, jax.Array | np.ndarray):
-            raise TypeError(
-                f"parameter {name!r} of primitive {self.name!r} is an array of type "
-                f"{jax.typeof(value).str_short()}; keyword arguments are static, pass it by "
-                "position"
-            )
-        try:
-            hash(value)
-        except TypeError as error:
-            raise TypeError(
-                f"parameter {name!r} of primitive {self.name!r} is static and must be hashable, got {value!r}"
-            ) from error
-
 
 _DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
 
@@ -394,7 +103,7 @@ def define_primitive(
     for reserved in _RESERVED:
         if reserved in parameters:
             raise ValueError(
-                f"primitive {name!r}: {_where(impl)} has a parameter {reserved!r}, which "
+                f"primitive {name!r}: {where(impl)} has a parameter {reserved!r}, which "
                 "is reserved; give it another name"
             )
     with _lock:
@@ -405,7 +114,7 @@ def define_primitive(
             )
         if name not in _defined and name in compat.named_primitives():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX or of a library")
-        _defined[name] = _where(impl)
+        _defined[name] = where(impl)
     platforms: dict[str | None, Callable[..., Any] | None]
     platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}
     return cls(
@@ -413,24 +122,14 @@ def define_primitive(
         {platform: fn for platform, fn in platforms.items() if fn is not None},
         multiple_results=multiple_results,
         rules=Rules(jvp, vjp, vjp_with_results, transpose, batching),
+        install=_install,
         partitioning=partitioning,
     )
 
 
-@functools.cache
-def _flat_tree(num_leaves: int) -> Any:
-    return jtu.tree_structure((0,) * num_leaves)
-
-
-def _sorted_items(params: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
-    return tuple(sorted(params.items()))
-
-
-def _short(avals: Sequence[Any]) -> str:
-    return "(" + ", ".join(aval.str_short() for aval in avals) + ")"
-
-
-def _where(fn: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    name = getattr(fn, "__qualname__", repr(fn))
-    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+def _install(p: DefinedPrimitive) -> None:
+    """Registers the rules of a primitive, defined or derived, in the tables of JAX."""
+    ad.primitive_jvps[p] = functools.partial(derive.jvp, p)
+    ad.primitive_transposes[p] = functools.partial(derive.transpose, p)
+    batching.fancy_primitive_batchers[p] = functools.partial(derive.batch, p)
+    experimental.register(p)

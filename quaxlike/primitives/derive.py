@@ -1,61 +1,48 @@
-"""Derivatives and transposes of a defined primitive, by its hand-written rule or by a form.
+"""Derivatives, transposes and batching of a primitive, by its hand-written rule or by a form.
 
 Batching is kept outermost: the derivative of a batched primitive is the batched derivative of its parent, so
 that a hand-written derivative applies under `vmap` in either order.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.extend.core import TraceTag, mapped_aval, set_current_trace, take_current_trace
+from jax.extend.core import mapped_aval
 from jax.interpreters import ad
 
-from .forms import Flat, Jvp, Transpose, Vjp, merge, split
-from .layout import (
+from .forms import (
+    Arrays,
+    Batch,
+    Jvp,
     Params,
+    Transpose,
+    Vjp,
     flatten_like,
     is_zero,
+    merge,
     operand_leaves,
+    split,
     unflatten,
     with_form,
     without_form,
     without_tree,
     zero_tangent,
 )
-
-if TYPE_CHECKING:
-    from .define import DefinedPrimitive
+from .primitive import DefinedPrimitive
 
 
-def jvp(
-    p: "DefinedPrimitive", primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any
-) -> tuple[Any, Any]:
+def jvp(p: DefinedPrimitive, primals: Arrays, tangents: Arrays, /, **params: Any) -> tuple[Any, Any]:
     out = p.bind(*primals, **params)
     results = out if p.multiple_results else [out]
     tangents_out = result_tangents(p, primals, results, tangents, params)
     return out, (tangents_out if p.multiple_results else tangents_out[0])
 
 
-def transpose(p: "DefinedPrimitive", cotangent: Any, /, *operands: Any, **params: Any) -> list[Any]:
+def transpose(p: DefinedPrimitive, cotangent: Any, /, *operands: Any, **params: Any) -> list[Any]:
     cotangents = cotangent if p.multiple_results else [cotangent]
     return _cotangents(p, cotangents, operands, params)
-
-
-def symbolic_tangents(
-    fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
-) -> list[Any]:
-    """The tangents of `fn`'s results; None for those that are zero for all operands."""
-    with take_current_trace() as parent:
-        trace = ad.JVPTrace(parent, TraceTag())
-        live, held = split(nonzero, primals)
-        live = [ad.JVPTracer(trace, x, t) for x, t in zip(live, tangents, strict=True)]
-        with set_current_trace(trace):
-            results = fn(*merge(nonzero, live, held))
-        tangents_out = [trace.to_primal_tangent_pair(x)[1] for x in results]
-    return [None if is_zero(t) else t for t in tangents_out]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -64,11 +51,7 @@ def symbolic_tangents(
 
 
 def result_tangents(
-    p: "DefinedPrimitive",
-    primals: Sequence[Any],
-    results: Sequence[Any],
-    tangents: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
     """The tangents of the results, as symbolic zeros where they are zero."""
     nonzero = tuple(not is_zero(t) for t in tangents)
@@ -92,11 +75,7 @@ def result_tangents(
 
 
 def _batched_tangents(
-    p: "DefinedPrimitive",
-    primals: Sequence[Any],
-    results: Sequence[Any],
-    tangents: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     assert p.parent is not None
@@ -118,11 +97,7 @@ def _batched_tangents(
 
 
 def _jvp_by_hand(
-    p: "DefinedPrimitive",
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    zeros: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, primals: Arrays, tangents: Arrays, zeros: Arrays, params: Params
 ) -> list[Any] | None:
     assert p.rules.jvp is not None
     in_tree, static = without_tree(params)
@@ -141,9 +116,7 @@ def _jvp_by_hand(
 # -------------------------------------------------------------------------------------------------
 
 
-def _cotangents(
-    p: "DefinedPrimitive", cotangents: Sequence[Any], operands: Sequence[Any], params: Params
-) -> list[Any]:
+def _cotangents(p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params) -> list[Any]:
     """The cotangents of the undefined operands; None for other operands and for zeros."""
     undefined = tuple(ad.is_undefined_primal(x) for x in operands)
     nonzero = tuple(not is_zero(ct) for ct in cotangents)
@@ -170,11 +143,7 @@ def _cotangents(
 
 
 def _transpose_jvp(
-    parent: "DefinedPrimitive",
-    live: list[Any],
-    nonzero: tuple[bool, ...],
-    operands: Sequence[Any],
-    params: Params,
+    parent: DefinedPrimitive, live: list[Any], nonzero: tuple[bool, ...], operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     primals, results, tangents = form.groups(operands)
@@ -198,11 +167,7 @@ def _transpose_jvp(
 
 
 def _transpose_vjp(
-    parent: "DefinedPrimitive",
-    live: list[Any],
-    nonzero: tuple[bool, ...],
-    operands: Sequence[Any],
-    params: Params,
+    parent: DefinedPrimitive, live: list[Any], nonzero: tuple[bool, ...], operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     primals, cotangents = operands[: len(form.nonzero)], operands[len(form.nonzero) :]
@@ -215,10 +180,7 @@ def _transpose_vjp(
 
 
 def _transpose_transpose(
-    parent: "DefinedPrimitive",
-    cotangents: Sequence[Any],
-    operands: Sequence[Any],
-    params: Params,
+    parent: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     num_held = form.mask.count(False)
@@ -233,7 +195,7 @@ def _transpose_transpose(
 
 
 def _batched_cotangents(
-    p: "DefinedPrimitive", cotangents: Sequence[Any], operands: Sequence[Any], params: Params
+    p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params
 ) -> list[Any]:
     form, below = without_form(params)
     assert p.parent is not None
@@ -269,11 +231,7 @@ def _batched_cotangents(
 
 
 def _vjp_by_hand(
-    p: "DefinedPrimitive",
-    cotangents: Sequence[Any],
-    primals: Sequence[Any],
-    results: Sequence[Any],
-    params: Params,
+    p: DefinedPrimitive, cotangents: Arrays, primals: Arrays, results: Arrays, params: Params
 ) -> list[Any] | None:
     assert p.rules.vjp is not None
     in_tree, static = without_tree(params)
@@ -283,11 +241,11 @@ def _vjp_by_hand(
     out = p.rules.vjp(cotangent, *kept, *unflatten(in_tree, primals), **static)
     if out is NotImplemented:
         return None
-    return operand_leaves(p, "vjp", in_tree, len(primals), out)
+    return operand_leaves(p.name, "vjp", in_tree, len(primals), out)
 
 
 def _transpose_by_hand(
-    p: "DefinedPrimitive", cotangents: Sequence[Any], operands: Sequence[Any], params: Params
+    p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params
 ) -> list[Any] | None:
     assert p.rules.transpose is not None
     in_tree, static = without_tree(params)
@@ -297,12 +255,56 @@ def _transpose_by_hand(
     out = p.rules.transpose(cotangent, *unflatten(in_tree, operands), **static)
     if out is NotImplemented:
         return None
-    return operand_leaves(p, "transpose", in_tree, len(operands), out)
+    return operand_leaves(p.name, "transpose", in_tree, len(operands), out)
 
 
-def _require_defined(p: "DefinedPrimitive", operands: Sequence[Any]) -> None:
+def _require_defined(p: DefinedPrimitive, operands: Arrays) -> None:
     if any(map(ad.is_undefined_primal, operands)):
         raise TypeError(
             f"cannot transpose a derivative of primitive {p.name!r} with respect to the point where it was "
             "taken: it is not linear in that"
         )
+
+
+# -------------------------------------------------------------------------------------------------
+# Batching
+# -------------------------------------------------------------------------------------------------
+
+
+def batch(
+    p: DefinedPrimitive, axis: Any, operands: Arrays, dims: Arrays, /, **params: Any
+) -> tuple[Any, Any]:
+    # JAX marks an axis without a name by a bare object.
+    axis_name = None if type(axis.name) is object else axis.name
+    if all(d is None for d in dims) and not _uses_axis(p, axis_name, operands, params):
+        out = p.bind(*operands, **params)
+        return out, ([None] * len(out) if p.multiple_results else None)
+    if p.rules.batching is not None:
+        by_hand = _batch_by_hand(p, axis.size, operands, dims, params)
+        if by_hand is not None:
+            return by_hand
+    form = Batch(tuple(dims), axis.size, axis_name, axis.spmd_name)
+    out = p.batch_p.bind(*operands, **with_form(params, form))
+    return (out, [0] * len(out)) if p.multiple_results else (out[0], 0)
+
+
+def _uses_axis(p: DefinedPrimitive, name: Any, operands: Arrays, params: Params) -> bool:
+    if name is None:
+        return False
+    effects = p.jaxpr([jax.typeof(x) for x in operands], params).effects
+    return any(getattr(effect, "name", None) == name for effect in effects)
+
+
+def _batch_by_hand(
+    p: DefinedPrimitive, size: Any, operands: Arrays, dims: Arrays, params: Params
+) -> tuple[Any, Any] | None:
+    assert p.rules.batching is not None
+    in_tree, static = without_tree(params)
+    by_hand = p.rules.batching(size, unflatten(in_tree, operands), unflatten(in_tree, dims), **static)
+    if by_hand is NotImplemented:
+        return None
+    out, out_dims = by_hand
+    if not p.multiple_results:
+        return out, out_dims
+    out_leaves, out_tree = jtu.tree_flatten(out)
+    return out_leaves, flatten_like(out_tree, out_dims, f"the batching rule of {p.name!r}")

@@ -44,8 +44,8 @@ class Partitioning:
         every result.
     - `first`: names that take precedence, in this order, if the same devices could split several. Default:
         those that results are split over, then those that operands are.
-    - `shared`: operands (leaves) without summed dimensions, in which a part of every result is linear. If a
-        sum is split, each device uses its share of them.
+    - `shared`: operands (leaves) that enter every result additively, such as a bias. When a summed dimension
+        is split, they are divided by the number of devices.
 
     **Raises:** `ValueError` for a rule that cannot be read.
     """

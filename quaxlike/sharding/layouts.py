@@ -15,9 +15,9 @@ from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..core.values import is_value
 from ..families import names_of
-from ..surgery.layouts import layouts_of
-from ..surgery.notation import Layout
+from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
+from ..surgery.weight_axes import Layout
 from .meshes import EXPERT_AXES, MODEL_AXES, expert_axis
 from .placing import refusal
 from .specs import axes_of, leaf_specs_of, unnested
@@ -172,8 +172,8 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    layouts, kinds = layouts_of(model), _kinds_by_name()
-    by_layer = {layer_of(name): layout for name, layout in layouts.items() if layout is not None}
+    kinds = _kinds_by_name()
+    by_layer = {layer_of(name): layout for name, layout in layouts(model).items() if layout is not None}
     for path, leaf in leaves_with_path(model):
         name = path_of(path, model)
         own, needed = jax.P(), False

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .._checked import a_or_an, checked
 from ..core.values import is_value
-from ..surgery.select import path_of
+from ..surgery.trees import path_of
 from .specs import axes_of, leaf_specs_of, specs_for, unnested
 
 _Model = TypeVar("_Model")

@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..arrays.quantized.base import AbstractQuantizedArray
 from ..arrays.quantized.shape import with_most_leading_axes
-from ..core.jaxprs.slots import Slot, leaf_specs
+from ..core.jaxprs.slots import LeafLayout, leaf_specs
 from ..core.values import is_value
-from ..surgery.select import matches, named_arrays, near, path_of
+from ..surgery.trees import matches, named_arrays, path_of, suggestion
 
 NamedRule = Callable[[str, Any], Any]
 Rule = NamedRule | Mapping[str, jax.P]
@@ -79,7 +79,7 @@ def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None =
     names = list(names)
     for pattern in rule:
         if not any(matches(pattern, name, regex=True) for name in names):
-            hint = f"There are {', '.join(names[:8])}." if arrays is None else near(pattern, arrays)
+            hint = f"There are {', '.join(names[:8])}." if arrays is None else suggestion(pattern, arrays)
             raise ValueError(f"{pattern!r} matches none of the arrays of the model. {hint}")
     return lambda name, _: next((spec for p, spec in rule.items() if matches(p, name, regex=True)), None)
 
@@ -110,7 +110,7 @@ def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
 def _follow(leaf: Any, spec: jax.P) -> Any:
     leaves, treedef = jtu.tree_flatten(leaf)
     avals = (jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(lambda x: x, leaves))
-    return jtu.tree_unflatten(treedef, leaf_specs(Slot(treedef, tuple(avals)), spec))
+    return jtu.tree_unflatten(treedef, leaf_specs(LeafLayout(treedef, tuple(avals)), spec))
 
 
 def unnested(value: Any) -> Any:

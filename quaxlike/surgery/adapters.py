@@ -29,11 +29,10 @@ from ..core.quaxify import value_of
 from ..core.values import is_value
 from .agreement import difference
 from .inits import factored
-from .options import check_choice, check_rank, check_several
 from .trees import named_arrays, replace
 
 
-@checked
+@checked(options=("models",))
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     """Puts the adapters of several models side by side on the base of the first.
 
@@ -126,7 +125,7 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     return out
 
 
-@checked
+@checked(options=("models", "weights", "method", "rank"))
 def combine_adapters(
     models: Sequence[PyTree],
     weights: Sequence[float | int],
@@ -156,15 +155,10 @@ def combine_adapters(
 
     The methods are those of PEFT's `add_weighted_adapter`.
     """
-    check_several("combine_adapters", "models", models)
-    check_several("combine_adapters", "weights", weights)
     if len(weights) != len(models):
         raise ValueError(
             f"combine_adapters takes one weight a model; found {len(weights)} for {len(models)} models."
         )
-    check_choice("combine_adapters", "method", method, ("linear", "cat", "svd"))
-    if rank is not None:
-        check_rank("combine_adapters", "rank", rank)
     combined = {
         name: _combined(name, loras, weights, method, rank)
         for name, loras in _adapters("combine_adapters", models).items()
@@ -174,7 +168,6 @@ def combine_adapters(
 
 def _adapters(function: str, models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
     """Each model's adapter on every weight that any of them adapts; of rank 0 where a model has none."""
-    check_several(function, "models", models)
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
     arrays = [named_arrays(model) for model in models]

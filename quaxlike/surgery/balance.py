@@ -10,9 +10,9 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an, checked
 from ..core.values import is_value, materialise
-from .layouts import Layouts, known, layouts_of
 from .quantize import quantize_array
-from .trees import bias_of, layer_of, named_arrays, near, replace
+from .records import Layouts, records_of, require_layout
+from .trees import bias_of, layer_of, replace, suggestion
 
 #: Which layers feed which, in decoders with Llama's names (Mistral, Qwen2, Qwen3; Phi-3 has some of its own):
 #: norms that multiply by their weight, and the half of a gated unit that is not gated.
@@ -82,8 +82,8 @@ def balance(
     """
     if folds is None:
         folds = model.folds() if hasattr(model, "folds") else LLAMA_FOLDS
-    arrays = dict(named_arrays(model))
-    layouts = layouts_of(model, layout)
+    records = records_of(model, layout)
+    arrays = {name: record.array for name, record in records.items()}
     layers = {layer_of(name): name for name in arrays if layer_of(name) != name}
     pairs = [
         (layer, [match.expand(later) for later in laters])
@@ -98,8 +98,10 @@ def balance(
         for name in (layer, *laters):
             if name not in layers:
                 known_layers = {layer: arrays[weight] for layer, weight in layers.items()}
-                raise ValueError(f"`folds` names {name}, which is not a layer. {near(name, known_layers)}")
-        into = {name: known(name, arrays[name], layouts[name]) for name in (layers[x] for x in laters)}
+                raise ValueError(
+                    f"`folds` names {name}, which is not a layer. {suggestion(name, known_layers)}"
+                )
+        into = {name: require_layout(name, records[name]) for name in (layers[x] for x in laters)}
         columns = {name: _columns(name, arrays[name], axes.in_axes) for name, axes in into.items()}
         moment = _moment_of(columns, moments)
         size = len(moment)
@@ -122,7 +124,7 @@ def balance(
         for name in {earlier, bias_of(earlier, arrays)} - {None}:
             axis = -1
             if arrays[name].ndim > 1:
-                axis = known(name, arrays[name], layouts[name]).out_axes[0]
+                axis = require_layout(name, records[name]).out_axes[0]
             if is_value(arrays[name]) or arrays[name].shape[axis] != size:
                 raise ValueError(
                     f"{name} must be a dense array with {size} outputs, the inputs of {', '.join(laters)}; "

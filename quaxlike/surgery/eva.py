@@ -19,9 +19,8 @@ from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
 from ..core.values import ArrayValue
 from .inits import Init, with_factors
-from .layouts import Layouts, known, layouts_of
 from .loraify import blank
-from .options import check_mapping, check_rank
+from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import layer_of, replace
 
@@ -60,11 +59,11 @@ def input_moments(
     """
 
     def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
+        records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
         sums: dict[str, Any] = {}
         probes = {}
-        for name, w in select_matrices(model, where, (), layouts).items():
-            found = known(name, w, layouts[name])
+        for name, record in select_matrices(model, records, where, ()).items():
+            w, found = record.array, require_layout(name, record)
             lora = blank(w, found, 1, dtype=jnp.float32)
             if found.kind not in ("linear", "matrix") or lora.a.ndim != 1 + len(lora.in_axes):
                 raise ValueError(
@@ -106,7 +105,7 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
     return init
 
 
-@checked
+@checked(options=("moments", "rank", "most"))
 def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None = None) -> dict[str, int]:
     """Distributes ranks among layers: to the directions that explain most of their layer's inputs.
 
@@ -136,10 +135,6 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
     Paischer et al., EVA (2024).
     """
-    check_mapping("eva_ranks", "moments", moments)
-    check_rank("eva_ranks", "rank", rank)
-    if most is not None:
-        check_rank("eva_ranks", "most", most)
     explained: list[tuple[float, str]] = []
     for name, moment in moments.items():
         variances = np.linalg.eigvalsh(np.asarray(moment, np.float64))[::-1]

@@ -8,8 +8,8 @@ from .._checked import checked
 from ..arrays.lora import LoraArray
 from ..core.values import materialise
 from .inits import Init, as_matrix, dense_base, svd, with_factors
-from .notation import Layout
 from .quantize import quantize_array
+from .weight_axes import Layout
 
 
 @checked

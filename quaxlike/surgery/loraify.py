@@ -13,15 +13,17 @@ from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, in_float32, row_norm
 from ..core.values import is_value, materialise
 from .inits import Init, as_matrix, initialise
-from .layouts import Layouts, known, layouts_of
-from .notation import Layout
-from .options import check_choice, check_flags, check_mapping, check_names, check_rank, check_scale
 from .patterns import PatternError, fullmatch
+from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
-from .trees import bias_of, layer_of, named_arrays, near, replace
+from .trees import bias_of, layer_of, map_arrays, named_arrays, replace, suggestion
+from .weight_axes import Layout
+
+_OPTIONS = ("rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "bias")
+_FLAGS = ("rslora", "dora", "lora_bias", "train_base")
 
 
-@checked
+@checked(options=_OPTIONS + _FLAGS)
 def loraify(
     model: PyTree,
     *,
@@ -105,21 +107,16 @@ def loraify(
 
     Conventions and names of the options follow PEFT.
     """
-    _check_numbers(rank, alpha, rank_pattern, alpha_pattern)
-    check_choice("loraify", "bias", bias, ("none", "all", "lora_only"))
-    check_names("loraify", "modules_to_save", modules_to_save)
     if not isinstance(init, str) and not callable(init):
         raise TypeError(
             f"loraify takes the name of an init, or the result of loftq or eva, as init; found {init!r}."
         )
-    check_flags("loraify", rslora=rslora, dora=dora, lora_bias=lora_bias, train_base=train_base)
     tied, (model, head, embedding) = model, _with_own_head(model)
-    layouts = layouts_of(model, layout, fan_in_fan_out=fan_in_fan_out)
-    targets = select_matrices(model, where, exclude, layouts)
-    saved = _inside(model, modules_to_save)
-    tokens = _token_rows(model, trainable_token_indices)
-    saved |= tokens
-    targets = {name: w for name, w in targets.items() if name not in saved}
+    records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
+    arrays = {name: record.array for name, record in records.items()}
+    targets = select_matrices(model, records, where, exclude)
+    saved = _inside(arrays, modules_to_save) | _token_rows(arrays, trainable_token_indices)
+    targets = {name: record for name, record in targets.items() if name not in saved}
     for chosen in (targets, saved):
         if embedding in chosen:  # one array, and one adapter
             chosen.pop(head, None)
@@ -134,56 +131,40 @@ def loraify(
             except PatternError as error:
                 raise ValueError(f"{pattern!r} in {option}: {error}.") from None
             if not found:
-                raise ValueError(
-                    f"{pattern!r} in {option} matches none of the adapted layers. {near(pattern, targets)}"
-                )
-
-    adapters: dict[str, LoraArray] = {}
-    done: dict[int, LoraArray] = {}  # by the identity of the weight, which `targets` keeps alive
+                hint = suggestion(pattern, {name: arrays[name] for name in targets})
+                raise ValueError(f"{pattern!r} in {option} matches none of the adapted layers. {hint}")
     # In the order of names, so that adapters start alike in frameworks that order fields otherwise.
     keys = dict(zip(sorted(targets, key=_natural), jax.random.split(key, len(targets)), strict=True))
-    for name, w in targets.items():
+
+    def adapted_array(name: str, w: Any) -> LoraArray:
         if isinstance(w, LoraArray | TrainableArray | TrainableRows):
             raise ValueError(
                 f"{name} is {a_or_an(type(w))} already. Merge the model before you adapt it again, or "
                 "leave it out with `exclude`."
             )
-        if id(w) not in done:
-            r = value_for(rank_pattern, name, rank)
-            found = known(name, w, layouts[name])
-            lora = blank(
-                w, found, r, dtype=dtype,
-                alpha=value_for(alpha_pattern, name, r if alpha is None else alpha),
-                rslora=rslora, dropout=dropout, train_base=train_base,
-            )  # fmt: skip
-            lora = initialise(init, found.kind, name, lora, keys[name])
-            done[id(w)] = with_magnitude(lora) if dora else lora
-        adapters[name] = done[id(w)]
-    return with_beside(replace(model, adapters), adapters, saved, bias, lora_bias)
+        found, r = require_layout(name, targets[name]), value_for(rank_pattern, name, rank)
+        lora = blank(
+            w, found, r, dtype=dtype,
+            alpha=value_for(alpha_pattern, name, r if alpha is None else alpha),
+            rslora=rslora, dropout=dropout, train_base=train_base,
+        )  # fmt: skip
+        lora = initialise(init, found.kind, name, lora, keys[name])
+        return with_magnitude(lora) if dora else lora
+
+    adapters = map_arrays(adapted_array, {name: arrays[name] for name in targets})
+    return with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
 
 
 def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
     """The model with an output layer of its own, and if it had none, the names of that layer's weight and of
     the embedding that it was tied to. A model supports this with a method `untied`."""
-    own = model.untied() if hasattr(model, "untied") else model
+    if not hasattr(model, "untied"):
+        return model, "", ""
+    own = model.untied()
     arrays, before = named_arrays(own), named_arrays(model)
     head = next((name for name in arrays if name not in before), "")
     embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
     return own, head, embedding
-
-
-def _check_numbers(
-    rank: Any, alpha: Any, rank_pattern: Mapping[str, Any], alpha_pattern: Mapping[str, Any]
-) -> None:
-    check_rank("loraify", "rank", rank)
-    if alpha is not None:
-        check_scale("loraify", "alpha", alpha)
-    check_mapping("loraify", "rank_pattern", rank_pattern)
-    check_mapping("loraify", "alpha_pattern", alpha_pattern)
-    for pattern, r in rank_pattern.items():
-        check_rank("loraify", f"rank_pattern[{pattern!r}]", r)
-    for pattern, a in alpha_pattern.items():
-        check_scale("loraify", f"alpha_pattern[{pattern!r}]", a)
 
 
 def _natural(name: str) -> list[Any]:
@@ -214,7 +195,7 @@ def with_magnitude(lora: LoraArray) -> LoraArray:
     return lora.replace(magnitude=norm.reshape(lora.b.shape[:-1]).astype(lora.a.dtype))
 
 
-def with_beside(
+def with_trained_extras(
     model: PyTree,
     adapters: Mapping[str, LoraArray],
     saved: Mapping[str, Any],
@@ -245,26 +226,29 @@ def with_beside(
     return replace(model, beside)
 
 
-def _inside(model: PyTree, modules: Sequence[str]) -> dict[str, Any]:
+def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
     """All floating-point arrays of the parts of the model that have these names."""
-    arrays = named_arrays(model)
     inside: dict[str, Any] = {}
     for module in modules:
         pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")
         found = {name: leaf for name, leaf in arrays.items() if pattern.fullmatch(name)}
         if not found:
-            raise ValueError(f"{module!r} in modules_to_save is not in the model. {near(module, arrays)}")
+            raise ValueError(
+                f"{module!r} in modules_to_save is not in the model. {suggestion(module, arrays)}"
+            )
         inside |= found
     return {name: leaf for name, leaf in inside.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
 
 
-def _token_rows(model: PyTree, tokens: Sequence[int] | Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _token_rows(
+    arrays: Mapping[str, Any], tokens: Sequence[int] | Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
     """Embeddings, some of whose rows are trained."""
     if not isinstance(tokens, Mapping):
         tokens = {"embed_tokens": tokens} if len(tokens) else {}
     out: dict[str, Any] = {}
     for module, indices in tokens.items():
-        for name, leaf in _inside(model, [module]).items():
+        for name, leaf in _inside(arrays, [module]).items():
             chosen = tuple(map(int, indices))
             fine = all(0 <= i < leaf.shape[0] for i in chosen) and len(set(chosen)) == len(chosen) > 0
             if is_value(leaf) or leaf.ndim != 2 or not fine:

@@ -15,7 +15,7 @@ from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
 from .agreement import difference
 from .calibrate import fit
-from .trees import named_arrays, replace
+from .trees import map_arrays, named_arrays, replace
 
 
 @checked
@@ -50,15 +50,9 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
         ```
     """
     requantised: list[str] = []
-    done: dict[int, Any] = {}  # tied weights stay tied
-
-    new: dict[str, Any] = {}
-    for name, leaf in named_arrays(model).items():
-        if isinstance(leaf, LoraArray | LoraBias | TrainableArray | TrainableRows):
-            if id(leaf) not in done:
-                done[id(leaf)] = _merged(name, leaf, requantised, exact or {})
-            new[name] = done[id(leaf)]
-    out = replace(model, new)
+    kinds = LoraArray | LoraBias | TrainableArray | TrainableRows
+    adapted = {name: leaf for name, leaf in named_arrays(model).items() if isinstance(leaf, kinds)}
+    out = replace(model, map_arrays(lambda name, x: _merged(name, x, requantised, exact or {}), adapted))
     if requantised:
         warnings.warn(
             f"Adapters were merged into quantised weights, which rounds them: {', '.join(requantised)}. "

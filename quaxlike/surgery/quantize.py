@@ -23,11 +23,10 @@ from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
 from .calibrate import fit
-from .conventions import MATRIX
-from .layouts import Layouts, known, layouts_of
-from .notation import Layout
+from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
-from .trees import named_arrays, replace
+from .trees import map_arrays, named_arrays, replace
+from .weight_axes import MATRIX, Layout
 
 _TYPES: dict[str, Callable[..., Any]] = {
     "nf4": NF4Array.quantize,
@@ -94,17 +93,13 @@ def quantize(
 
     Schemes and their names follow bitsandbytes.
     """
-    done: dict[int, Any] = {}  # by the identity of the weight, which the model keeps alive
-    quantized: dict[str, Any] = {}
-    arrays = named_arrays(model)
-    chosen = quantizers(model, scheme, where=where, exclude=exclude, layout=layout, **scheme_options)
-    for name, make in chosen.items():
-        w = arrays[name]
-        if id(w) not in done:
-            q = make(w)
-            done[id(w)] = q if calibrate is None else _calibrated(name, w, q, calibrate)
-        quantized[name] = done[id(w)]
-    return replace(model, quantized)
+    chosen = select_matrices(model, records_of(model, layout), where, exclude)
+
+    def quantized(name: str, w: Any) -> Any:
+        q = quantize_array(name, w, scheme, require_layout(name, chosen[name]), **scheme_options)
+        return q if calibrate is None else _calibrated(name, w, q, calibrate)
+
+    return replace(model, map_arrays(quantized, {name: record.array for name, record in chosen.items()}))
 
 
 def quantizers(
@@ -117,12 +112,11 @@ def quantizers(
     **scheme_options: Any,
 ) -> dict[str, Callable[[Any], Any]]:
     """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
-    layouts = layouts_of(model, layout)
+    chosen = select_matrices(model, records_of(model, layout), where, exclude)
 
     def quantized(name: str, w: Any) -> Any:
-        return quantize_array(name, w, scheme, known(name, w, layouts[name]), **scheme_options)
+        return quantize_array(name, w, scheme, require_layout(name, chosen[name]), **scheme_options)
 
-    chosen = select_matrices(model, where, exclude, layouts)
     return {name: functools.partial(quantized, name) for name in chosen}
 
 

@@ -2,22 +2,15 @@
 
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import PyTree
 
-from .._checked import checked
-from .conventions import FUSED
-from .layouts import Layouts, hint, layouts_of
-from .notation import Layout
-from .options import check_names
-from .trees import layer_of, matches, named_arrays, near, owner_of, path_of, replace, some
-
-__all__ = [
-    "Where", "layer_kinds", "layer_of", "matches", "named_arrays", "near", "owner_of", "path_of", "replace",
-    "select", "select_matrices",
-]  # fmt: skip
+from .._checked import check_option, checked
+from .records import Layouts, Record, how_to_state_layout, records_of
+from .trees import layer_of, listing, matches, suggestion
+from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
@@ -65,22 +58,30 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         ql.select(mlp, [r"layers.0"]).keys()  # layers.0.weight
         ```
     """
-    arrays = named_arrays(model)
+    records = records_of(model, layout)
+    return {name: records[name].array for name in _chosen(model, records, where)}
+
+
+def _chosen(
+    model: PyTree, records: Mapping[str, Record], where: Where, excluded: Container[str] = ()
+) -> Collection[str]:
+    """The names that `where` selects, in the order of the model."""
+    if where == "all-linear":
+        return _all_linear(records, excluded)
+    arrays = {name: record.array for name, record in records.items()}
     if callable(where):
-        chosen = {name: leaf for name, leaf in arrays.items() if where(name, leaf)}
+        chosen = [name for name, array in arrays.items() if where(name, array)]
         if not chosen:
             raise ValueError(
-                f"`where` selects none of the {len(arrays)} arrays of the model: {some(arrays)}."
+                f"`where` selects none of the {len(arrays)} arrays of the model: {listing(arrays)}."
             )
         return chosen
-    if where == "all-linear":
-        return _all_linear(arrays, layouts_of(model, layout))
     if not isinstance(where, str):
-        check_names("select", "where", where)
+        check_option("select", "where", where, Sequence[str])
     return _by_name(model, arrays, where)
 
 
-def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> dict[str, Any]:
+def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> list[str]:
     """The arrays that a regular expression or a sequence of names selects."""
     hits = lambda pattern, names: {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
     forms = [(name, parts) for name in arrays for parts in _parts(model, name, arrays)]
@@ -88,7 +89,9 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
     for pattern in [where] if isinstance(where, str) else where:
         found, inside = hits(pattern, arrays), hits(pattern, (part for _, own in forms for part in own))
         if not found | inside:
-            raise ValueError(f"{pattern!r} matches none of the arrays of the model. {near(pattern, arrays)}")
+            raise ValueError(
+                f"{pattern!r} matches none of the arrays of the model. {suggestion(pattern, arrays)}"
+            )
         if not found:
             only_in_one[pattern] = inside
         wanted, named = wanted | found, named | inside
@@ -100,8 +103,8 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
             raise ValueError(f"{pattern!r} matches none of the arrays of the model. {told[0]}")
     if left:
         others = f", nor are {len(left) - 1} others" if len(left) > 1 else ""
-        warnings.warn(f"{_in_one(*next(iter(left.items())))} It is not selected{others}.", stacklevel=4)
-    return {name: leaf for name, leaf in arrays.items() if name in wanted}
+        warnings.warn(f"{_in_one(*next(iter(left.items())))} It is not selected{others}.", stacklevel=5)
+    return [name for name in arrays if name in wanted]
 
 
 def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
@@ -120,48 +123,42 @@ def _in_one(name: str, parts: Iterable[str]) -> str:
     return f"{name} is {' and '.join(short)} in one array: name {own}, or all of {', '.join(short)}."
 
 
-def _all_linear(
-    arrays: Mapping[str, Any], layouts: Mapping[str, Layout | None], excluded: Container[str] = ()
-) -> dict[str, Any]:
-    kinds = {name: x.kind for name, x in layouts.items() if x is not None and not _HEAD.fullmatch(name)}
-    unknown = {name: arrays[name] for name in kinds if kinds[name] == "unknown" and name not in excluded}
+def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list[str]:
+    kinds = {
+        name: record.layout.kind
+        for name, record in records.items()
+        if record.layout is not None and not _HEAD.fullmatch(name)
+    }
+    unknown = {name: records[name].array for name, kind in kinds.items() if kind == "unknown"}
+    unknown = {name: array for name, array in unknown.items() if name not in excluded}
     if unknown:
         name, leaf = next(iter(unknown.items()))
         raise ValueError(
             f"'all-linear' cannot tell whether these are weights of linear layers, and which of their axes "
-            f"are outputs: {some(unknown)}. {hint(name, tuple(leaf.shape))}"
+            f"are outputs: {listing(unknown)}. {how_to_state_layout(name, tuple(leaf.shape))}"
         )
-    chosen = {name: arrays[name] for name, kind in kinds.items() if kind in ("linear", "matrix")}
+    chosen = [name for name, kind in kinds.items() if kind in ("linear", "matrix")]
     if not chosen:
+        arrays = {name: record.array for name, record in records.items()}
         raise ValueError(
-            f"'all-linear' finds no linear layer in the model; name the weights instead: {some(arrays)}."
+            f"'all-linear' finds no linear layer in the model; name the weights instead: {listing(arrays)}."
         )
     return chosen
 
 
 def select_matrices(
-    model: PyTree, where: Where, exclude: str | Sequence[str], layouts: Mapping[str, Layout | None]
-) -> dict[str, Any]:
+    model: PyTree, records: Mapping[str, Record], where: Where, exclude: str | Sequence[str]
+) -> dict[str, Record]:
     """The selected weights that can be adapted or quantised: no biases, norms or integers."""
-    excluded = select(model, exclude) if exclude else {}
-    if where == "all-linear":
-        chosen = _all_linear(named_arrays(model), layouts, excluded)
-    else:
-        chosen = select(model, where)
-    matrices = {name: leaf for name, leaf in chosen.items() if layouts[name] is not None}
+    excluded = _chosen(model, records, exclude) if exclude else ()
+    chosen = {name: records[name] for name in _chosen(model, records, where, excluded)}
+    matrices = {name: record for name, record in chosen.items() if record.layout is not None}
     if not matrices:
+        found = listing({name: record.array for name, record in chosen.items()})
         raise ValueError(
-            f"`where` selects no weight of two or more axes and floating-point dtype, only {some(chosen)}."
+            f"`where` selects no weight of two or more axes and floating-point dtype, only {found}."
         )
-    matrices = {name: leaf for name, leaf in matrices.items() if name not in excluded}
+    matrices = {name: record for name, record in matrices.items() if name not in excluded}
     if not matrices:
         raise ValueError("`exclude` leaves nothing of what `where` selects.")
     return matrices
-
-
-def layer_kinds(model: PyTree, layout: Layouts = None) -> dict[str, str | None]:
-    """The kind of layer that each array is the weight of; None if it is not a weight, or cannot be told."""
-    return {
-        name: x.kind if x is not None and x.is_known else None
-        for name, x in layouts_of(model, layout).items()
-    }

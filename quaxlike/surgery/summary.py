@@ -16,10 +16,9 @@ from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..arrays.quantized import BlockArray
 from ..core.values import is_value
-from .layouts import Layouts, layouts_of
-from .notation import Layout
+from .records import Layouts, records_of
 from .trainable import trained_leaves
-from .trees import named_arrays
+from .weight_axes import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +164,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
         print(ql.summary(ql.loraify(mlp, rank=4, key=jax.random.key(1))))
         ```
     """
-    layouts = layouts_of(model, layout)
-    return Summary([_row(name, x, layouts[name]) for name, x in named_arrays(model).items()])
+    return Summary([_row(name, x.array, x.layout) for name, x in records_of(model, layout).items()])
 
 
 def _row(path: str, x: Any, layout: Layout | None) -> Row:

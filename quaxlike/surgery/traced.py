@@ -7,9 +7,9 @@ from typing import Any
 
 import equinox as eqx
 
-from . import conventions
-from .notation import Layout
+from . import weight_axes
 from .trees import named_arrays
+from .weight_axes import Layout
 
 
 def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Layout]:
@@ -49,7 +49,7 @@ def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
         for name, x in named_arrays(params).items():
             if len(x.shape) < 2 or "." in name:  # of an inner module
                 continue
-            layout = conventions.by_class(module, name, tuple(x.shape))
+            layout = weight_axes.by_class(module, name, tuple(x.shape))
             if isinstance(layout, Layout):
                 found[f"{path}.{name}" if path else name] = layout
 

@@ -13,7 +13,7 @@ from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import is_value
 from .select import Where, select
-from .trees import named_arrays, replace, some
+from .trees import listing, named_arrays, replace
 
 
 @checked
@@ -107,7 +107,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
         w = dataclasses.replace(w, train_scales=True)
         trained[name] = x.replace(w=w) if isinstance(x, LoraArray) else w
     if not trained:
-        raise ValueError(f"There are no quantised weights, only {some(arrays)}.")
+        raise ValueError(f"There are no quantised weights, only {listing(arrays)}.")
     return replace(model, trained)
 
 

@@ -6,11 +6,9 @@ Flax keeps arrays in boxes: `nnx.Variable`, and Linen's axis metadata. A box doe
 import difflib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
@@ -96,11 +94,8 @@ def _is_box(node: Any) -> bool:
 
 def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
     """All arrays and Values of a model with their key paths."""
-    return [
-        (path, leaf)
-        for path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value)
-        if is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) or _is_numpy(leaf)
-    ]
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
+    return [(path, leaf) for path, leaf in leaves if is_value(leaf) or _is_array(leaf)]
 
 
 def named_arrays(model: PyTree) -> dict[str, Any]:
@@ -108,7 +103,17 @@ def named_arrays(model: PyTree) -> dict[str, Any]:
     return {path_of(path, model): leaf for path, leaf in leaves_with_path(model)}
 
 
-def _is_numpy(leaf: Any) -> bool:
+def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """`change(name, array)` for each of these arrays, by name. An array that appears several times, such as a
+    tied weight, is changed once, and stays tied."""
+    done: dict[int, Any] = {}  # by identity: `arrays` keeps the arrays alive
+    for name, array in arrays.items():
+        if id(array) not in done:
+            done[id(array)] = change(name, array)
+    return {name: done[id(array)] for name, array in arrays.items()}
+
+
+def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
@@ -161,25 +166,25 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
     return any(n == pattern or n.endswith((f".{pattern}", f"/{pattern}")) for n in names)
 
 
-def near(pattern: str, arrays: Mapping[str, Any]) -> str:
+def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
     """A hint for a pattern that matches none of these names."""
     plain = re.sub(r"[\\^$()*+?\[\]{}|]|\.(?=[*+])", "", pattern).strip(".")
     inside = {name: leaf for name, leaf in arrays.items() if f".{plain}." in f".{name}."}
     if plain and inside:
-        return f"It is a part of the model, with the arrays {some(inside)}."
+        return f"It is a part of the model, with the arrays {listing(inside)}."
     layers = list(dict.fromkeys(layer_of(name) for name in arrays))
     by_tail: dict[str, str] = {}
     depth = plain.count(".") + 1
     for layer in layers:
         by_tail.setdefault(".".join(layer.split(".")[-depth:]), layer)
-    near = [by_tail[tail] for tail in difflib.get_close_matches(plain, by_tail, n=3, cutoff=0.5)]
-    near += [n for n in difflib.get_close_matches(plain, layers, n=3) if n not in near]
-    if near:
-        return f"Did you mean {', '.join(map(repr, near))}?"
-    return f"There are {some(arrays)}."
+    close = [by_tail[tail] for tail in difflib.get_close_matches(plain, by_tail, n=3, cutoff=0.5)]
+    close += [n for n in difflib.get_close_matches(plain, layers, n=3) if n not in close]
+    if close:
+        return f"Did you mean {', '.join(map(repr, close))}?"
+    return f"There are {listing(arrays)}."
 
 
-def some(arrays: Mapping[str, Any], at_most: int = 8) -> str:
+def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:
     """The first few of these names, with shapes."""
     names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most

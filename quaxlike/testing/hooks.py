@@ -13,9 +13,9 @@ import numpy as np
 
 from ..core.construction import leaves_of
 from ..core.jaxprs.linearity import is_linear
-from ..core.jaxprs.slots import Slot, leaf_specs
+from ..core.jaxprs.slots import LeafLayout, leaf_specs
 from ..core.jaxprs.unify import OperandMismatch
-from ..core.known_constants import has_placeholders
+from ..core.placeholders import has_placeholders
 from ..core.values import Value, as_shapes, aval_of, is_value
 from ..sharding import shard
 from .compare import disagreement, is_inexact
@@ -69,7 +69,7 @@ class Subject:
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
         try:
-            specs = leaf_specs(Slot(treedef, tuple(map(jax.typeof, leaves))), spec)
+            specs = leaf_specs(LeafLayout(treedef, tuple(map(jax.typeof, leaves))), spec)
         except ValueError:
             return None
         sizes = [] if axis < 0 else [self.dense.shape[axis]]

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,6 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from .._checked import checked
-from ..primitives.forms import merge, split
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -50,26 +50,24 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(func)
     def sequential(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        leaves, in_tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-        arrays, others = split(is_array, leaves)
+        arrays, others = eqx.partition((args, kwargs), lambda x: isinstance(x, jax.Array | np.ndarray))
 
-        def of_arrays(*arrays: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(in_tree, merge(is_array, arrays, others))
+        def of_arrays(arrays: Any) -> Any:
+            args, kwargs = eqx.combine(arrays, others)
             return call(*args, **kwargs)
 
-        traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
         # Values that `func` closes over become operands, so that transforms see them.
-        n = len(traced.consts)
-        operands = [*traced.consts, *arrays]
-        outs = _bind(lambda *xs: eval_jaxpr(traced.jaxpr, xs[:n], *xs[n:]), operands)
+        outs = _bind(
+            lambda consts, xs: eval_jaxpr(traced.jaxpr, consts, *xs), traced.consts, jax.tree.leaves(arrays)
+        )
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
     return sequential
 
 
-def _bind(fun: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
-    return sequential_call_p.bind(*operands, jaxpr=jax.make_jaxpr(fun)(*operands))
+def _bind(fun: Callable[..., Any], *args: Any) -> list[Any]:
+    return sequential_call_p.bind(*jax.tree.leaves(args), jaxpr=jax.make_jaxpr(fun)(*args))
 
 
 def _call(*operands: Any, jaxpr: ClosedJaxpr) -> list[Any]:
@@ -87,14 +85,12 @@ def _batch(
     if all(dim is None for dim in dims):
         outs = sequential_call_p.bind(*operands, jaxpr=jaxpr)
         return outs, [None] * len(outs)
-    is_mapped = [dim is not None for dim in dims]
-    _, shared = split(is_mapped, operands)
-    pairs = zip(operands, dims, strict=True)
-    mapped = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
+    shared, mapped = eqx.partition(list(operands), [dim is None for dim in dims])
+    mapped = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(mapped, dims, strict=True)]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
         # Bind again, so that another vmap around this one finds the call.
-        return None, sequential_call_p.bind(*merge(is_mapped, items, shared), jaxpr=jaxpr)
+        return None, sequential_call_p.bind(*eqx.combine(items, shared), jaxpr=jaxpr)
 
     _, outs = jax.lax.scan(step, None, mapped)
     return outs, [0] * len(outs)
@@ -105,43 +101,37 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     # Two calls, so that reverse mode evaluates the first and transposes the second.
     outs = sequential_call_p.bind(*primals, jaxpr=jaxpr)
-    varies = [type(t) is not ad.Zero for t in tangents]
+    tangents = [None if type(t) is ad.Zero else t for t in tangents]
+    varying, fixed = eqx.partition(list(primals), [t is not None for t in tangents])
     has_tangent = [jnp.issubdtype(out.dtype, jnp.inexact) for out in outs]
 
-    def tangents_out(*operands: Any) -> list[Any]:
-        primals, tangents = operands[: len(varies)], operands[len(varies) :]
-        varying, fixed = split(varies, primals)
+    def tangents_out(varying: Any, fixed: Any, tangents: Any) -> list[Any]:
+        def of_varying(varying: Any) -> list[Any]:
+            outs = jaxpr_as_fun(jaxpr)(*eqx.combine(varying, fixed))
+            return [out for out, has in zip(outs, has_tangent, strict=True) if has]
 
-        def of_varying(*varying: Any) -> list[Any]:
-            outs = jaxpr_as_fun(jaxpr)(*merge(varies, varying, fixed))
-            return split(has_tangent, outs)[0]
+        return jax.jvp(of_varying, [varying], [tangents])[1]
 
-        return jax.jvp(of_varying, varying, list(tangents))[1]
-
-    nonzero, _ = split(varies, tangents)
-    given = _bind(tangents_out, [*primals, *nonzero])
-    _, without = split(has_tangent, outs)
-    zeros = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in without]
-    return outs, merge(has_tangent, given, zeros)
+    given = iter(_bind(tangents_out, varying, fixed, tangents))
+    pairs = zip(outs, has_tangent, strict=True)
+    return outs, [next(given) if has else ad.Zero(jax.typeof(out).to_tangent_aval()) for out, has in pairs]
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr) -> list[Any]:
-    is_linear = [ad.is_undefined_primal(x) for x in operands]
-    linear, known = split(is_linear, operands)
-    avals = [x.aval for x in linear]
+    linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
+    known = [None if ad.is_undefined_primal(x) else x for x in operands]
     is_given = [type(ct) is not ad.Zero for ct in cts]
-    given, _ = split(is_given, cts)
 
-    def transposed(*operands: Any) -> list[Any]:
-        known, cts = operands[: is_linear.count(False)], operands[is_linear.count(False) :]
+    def transposed(known: Any, cts: Any) -> list[Any]:
+        def of_linear(linear: Any) -> list[Any]:
+            outs = jaxpr_as_fun(jaxpr)(*eqx.combine(linear, known))
+            return [out for out, given in zip(outs, is_given, strict=True) if given]
 
-        def of_linear(*linear: Any) -> list[Any]:
-            outs = jaxpr_as_fun(jaxpr)(*merge(is_linear, linear, known))
-            return split(is_given, outs)[0]
+        return jax.linear_transpose(of_linear, linear)(cts)[0]
 
-        return list(jax.linear_transpose(of_linear, *avals)(list(cts)))
-
-    return merge(is_linear, _bind(transposed, [*known, *given]), [None] * len(known))
+    cts = [ct for ct, given in zip(cts, is_given, strict=True) if given]
+    found = iter(_bind(transposed, known, cts))
+    return [None if aval is None else next(found) for aval in linear]
 
 
 # A call of `jaxpr`, whose constants are concrete. Every derivative of it is again such a call, so

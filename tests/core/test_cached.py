@@ -9,7 +9,7 @@ import pytest
 from jax import Array
 
 import quaxlike as ql
-from quaxlike.core.jaxprs.cached import cached_trace
+from quaxlike.core.jaxprs.evaluate import cached_trace
 from tests.samples import normal
 
 CALLS: list[str] = []

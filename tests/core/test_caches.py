@@ -14,7 +14,7 @@ import pytest
 from jax import Array, lax
 
 import quaxlike as ql
-from quaxlike.core.jaxprs import subjaxpr
+from quaxlike.core.jaxprs import evaluate
 from tests.samples import normal
 from tests.strict import Strict, strict
 
@@ -107,12 +107,12 @@ def test_no_growth_over_fresh_functions():
     run(5)
     jax.clear_caches()
     gc.collect()
-    before = len(subjaxpr.memo)
+    before = len(evaluate.memo)
     for _ in range(10):
         run(100)
         jax.clear_caches()
         gc.collect()
-    assert len(subjaxpr.memo) <= before + 2
+    assert len(evaluate.memo) <= before + 2
 
 
 def test_repeated_eager_control_flow_is_traced_once():
@@ -130,9 +130,9 @@ def test_repeated_eager_control_flow_is_traced_once():
     x = strict(jnp.ones(2))
     with ql.on_materialise("error"):
         f(x)
-        n = len(subjaxpr.memo)
+        n = len(evaluate.memo)
         f(x)
-    assert len(subjaxpr.memo) == n
+    assert len(evaluate.memo) == n
     assert traced == 1
 
 

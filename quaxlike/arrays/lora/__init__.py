@@ -1,13 +1,12 @@
 """Low-rank adapters: a frozen weight plus a small trained correction."""
 
+from ..dot_axes import arrange, in_float32
+
 # Imported to register rules.
-from . import convolution, dot, elementwise, indexing  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from .array import RANK, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
-from .dot import DropoutWarning
-from .einsum import arrange, in_float32
+from . import dot, elementwise  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from .array import RANK, DropoutWarning, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
 from .shape import has_all_axes, without_adapter
-from .trainable import LoraBias, TrainableArray
-from .trainable_rows import TrainableRows
+from .trainable import LoraBias, TrainableArray, TrainableRows
 
 __all__ = [
     "RANK",

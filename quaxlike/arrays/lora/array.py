@@ -1,6 +1,7 @@
 """`LoraArray`: a weight with a low-rank adapter."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal
@@ -13,14 +14,15 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ..._checked import checked
+from ...core import compat
 from ...core.jaxprs.slots import leading_axes
-from ...core.jaxprs.unify import dense_apart, widened, widened_part
+from ...core.jaxprs.unify import dense_when_incompatible, widened, widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
 from ...primitives.partitioning import spread_like
 from ..batch_axes import with_batch_of
-from .einsum import Labels, arrange, cast, common_dtype, contract
+from ..dot_axes import Labels, arrange, cast, common_dtype, contract
 
 # The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
 RANK = -1
@@ -189,10 +191,10 @@ class LoraArray(ArrayOperators, ArrayValue):
             return NotImplemented
         x = _swapped(self) if (self.out_axes, self.in_axes) == (like.in_axes, like.out_axes) else self
         if x._kind() != like._kind():
-            return NotImplemented if x.dropout or like.dropout else dense_apart(x)
+            return NotImplemented if x.dropout or like.dropout else dense_when_incompatible(x)
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
-        x = opened(x, train=like.train_base) if like.train_base or like.open_base else x
+        x = with_trainable_base(x, train=like.train_base) if like.train_base or like.open_base else x
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
@@ -234,7 +236,7 @@ def frozen(x: Any) -> Any:
 # -------------------------------------------------------------------------------------------------
 
 
-def opened(x: LoraArray, *, train: bool = False) -> LoraArray:
+def with_trainable_base(x: LoraArray, *, train: bool = False) -> LoraArray:
     """The same array with gradients through its base, and with `train_base` if `train`; they still do not
     reach a base that was frozen."""
     train = train or x.train_base
@@ -244,7 +246,8 @@ def opened(x: LoraArray, *, train: bool = False) -> LoraArray:
 def alike_in_training(loras: Sequence[LoraArray]) -> list[LoraArray]:
     """The same arrays; if the base of any is trained or open, those of all are."""
     train = any(x.train_base for x in loras)
-    return [opened(x, train=train) for x in loras] if train or any(x.open_base for x in loras) else [*loras]
+    reached = train or any(x.open_base for x in loras)
+    return [with_trainable_base(x, train=train) for x in loras] if reached else [*loras]
 
 
 def _swapped(x: LoraArray) -> LoraArray:
@@ -388,3 +391,24 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     cross = contract(2 * s * wa + s * s * baa, thin, b, other_b, out)
     squares = arrange(*contract(w, w_labels, w, w_labels, out), out) + arrange(*cross, out)
     return jnp.sqrt(jnp.maximum(squares, 0)), out
+
+
+class DropoutWarning(UserWarning):
+    """Adapters with dropout are trained without a key to draw from, so that nothing is dropped."""
+
+
+def drops(lora: LoraArray) -> bool:
+    """Whether dropout is on."""
+    return lora.key is not None and lora.dropout > 0
+
+
+def tell_of_dropout(lora: LoraArray) -> None:
+    """Warns if an adapter with dropout, but without a key, is being differentiated: it is trained."""
+    if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
+        warnings.warn(
+            f"An adapter with dropout={lora.dropout} is trained without a key, so nothing is dropped. Call "
+            "`quaxlike.with_dropout_key(model, key)` at each step, with a new key; or adapt the model with "
+            "`dropout=0`.",
+            DropoutWarning,
+            stacklevel=2,
+        )

@@ -1,30 +1,24 @@
-"""Products with a `LoraArray`: `dot_general` with any dimension numbers, the array on either side."""
+"""Products with a `LoraArray`: `dot_general`, convolutions with an adapted kernel, stacks of experts."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
 
-from ...core import compat
-from ...core.jaxprs.cached import cached_trace
+from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
-from ...core.rules import register_on_either_side
-from ...core.values import is_value
+from ...core.rules import register, register_on_either_side
+from ...core.values import ArrayValue, is_value
 from ...primitives.partitioning import is_spread, spread_like
 from .. import precedence
-from ..dot_axes import dot_axes, in_order
-from .array import LoraArray, labels, row_scale
-from .einsum import Labels, arrange, cast, common_dtype, contract
+from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
+from .array import RANK, LoraArray, drops, labels, row_scale, tell_of_dropout
 
 # Tried before the rules of arrays with a special storage, which then receive the parts; and after those of
 # arrays with known contents (zeros).
-
-
-class DropoutWarning(UserWarning):
-    """Adapters with dropout are trained without a key to draw from, so that nothing is dropped."""
 
 
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
@@ -135,23 +129,6 @@ def multiply(y: Any, z: Any) -> Any:
     return cast(cast(y, dtype) * cast(z, dtype), y.dtype)
 
 
-def drops(lora: LoraArray) -> bool:
-    """Whether dropout is on."""
-    return lora.key is not None and lora.dropout > 0
-
-
-def tell_of_dropout(lora: LoraArray) -> None:
-    """Warns if an adapter with dropout, but without a key, is being differentiated: it is trained."""
-    if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
-        warnings.warn(
-            f"An adapter with dropout={lora.dropout} is trained without a key, so nothing is dropped. Call "
-            "`quaxlike.with_dropout_key(model, key)` at each step, with a new key; or adapt the model with "
-            "`dropout=0`.",
-            DropoutWarning,
-            stacklevel=2,
-        )
-
-
 def dropped(lora: LoraArray, x: Any) -> Any:
     """`x` after dropout, as the adapter receives it."""
     if not drops(lora):
@@ -160,3 +137,119 @@ def dropped(lora: LoraArray, x: Any) -> Any:
     key: Any = lora.key
     mask = jax.random.bernoulli(jnp.ravel(key)[0], keep, x.shape)
     return x * (cast(mask, x.dtype) / keep)
+
+
+@register("conv_general_dilated", precedence=precedence.LORA)
+def _conv(
+    primitive: Primitive,
+    x: ArrayLike | ArrayValue,
+    lora: LoraArray,
+    *,
+    dimension_numbers: jax.lax.ConvDimensionNumbers,
+    feature_group_count: int,
+    batch_group_count: int,
+    **params: Any,
+):
+    """Computes a convolution with `a`, down to `rank` channels, and a pointwise one with `b`, back up. In a
+    gradient it is the other way round: the inputs of the kernel are the outputs of the forward pass."""
+    tell_of_dropout(lora)
+    n, groups = lora.ndim, feature_group_count
+    out, into, *window = dimension_numbers.rhs_spec
+    w_labels, a_labels, b_labels = labels(lora)
+    backward = b_labels == [into, RANK] and groups == 1 and not drops(lora)
+    ends = {RANK, out if backward else into, *window}
+    if batch_group_count > 1 or not (backward or b_labels == [out, RANK]) or set(a_labels) != ends:
+        return NotImplemented
+
+    scale, rows = (None, ()) if lora.magnitude is None else row_scale(lora)
+    if scale is not None and scale.size != lora.shape[b_labels[0]]:
+        return NotImplemented  # the scale also varies over the window
+
+    def conv(x: Any, kernel: Any, **params: Any) -> Any:
+        return primitive.bind(
+            x,
+            kernel,
+            dimension_numbers=dimension_numbers,
+            feature_group_count=groups,
+            batch_group_count=1,
+            **params,
+        )
+
+    pointwise = params | {
+        "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
+        "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
+    }  # fmt: skip
+
+    def adapter(a: Any, b: Any, x: Any) -> Any:
+        dtype = common_dtype(a, b, x)
+        # Both kernels have the axes of the base: the rank replaces `out` in one, and `in` in the other.
+        if backward:
+            down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
+            up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
+            thin = conv(cast(x, dtype), down, **pointwise | {"preferred_element_type": None})
+            thin = thin if lora.scaling == 1 else thin * lora.scaling
+            return conv(thin, up, **widened(params, dtype))
+        down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
+        down = jnp.concatenate([down] * groups, axis=out)  # all groups of channels share `a`
+        up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
+        thin = conv(cast(x, dtype), down, **params | {"preferred_element_type": None})
+        thin = thin if lora.scaling == 1 else thin * lora.scaling
+        return conv(thin, up, **widened(pointwise, dtype))
+
+    def product(w: Any, a: Any, b: Any, x: Any) -> Any:
+        if scale is None:
+            return add(conv(x, w, **params), adapter(a, b, dropped(lora, x)))
+        axis = (dimension_numbers.lhs_spec if backward else dimension_numbers.out_spec)[1]
+        channels = arrange(scale, rows, rows).reshape([-1 if i == axis else 1 for i in range(n)])
+        if backward:
+            x = multiply(x, channels)
+            return add(conv(x, w, **params), adapter(a, b, x))
+        y, seen = conv(x, w, **params), dropped(lora, x)
+        if not drops(lora):
+            return multiply(add(y, adapter(a, b, x)), channels)
+        change = multiply(conv(seen, w, **params), channels - 1)
+        return add(y, add(change, multiply(adapter(a, b, seen), channels)))
+
+    base = lora.base
+    if len(w_labels) < n:
+        base = quaxify(lambda w: jnp.broadcast_to(w, lora.shape))(base)
+    return quaxify(product)(base, lora.a, lora.b, x)
+
+
+@register("ragged_dot_general", precedence=precedence.LORA)
+def _ragged_dot(
+    primitive: Primitive,
+    x: ArrayLike | ArrayValue,
+    lora: LoraArray,
+    group_sizes: ArrayLike,
+    *,
+    ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+    **params: Any,
+):
+    """Multiplies rows of `x` by the expert of their group, with two thin products for the adapter."""
+    dims = ragged_dot_dimension_numbers
+    ((_, lora_summed), batch), rows = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions
+    parts = labels(lora)
+    experts = dims.rhs_group_dimensions
+    whole = lora.ndim == 3 and all(set(experts) <= set(own) for own in parts)
+    if not whole or batch != ((), ()) or len(lora_summed) != 1 or rows != (0,) or lora.magnitude is not None:
+        return NotImplemented
+    (expert,), (summed,) = experts, lora_summed
+    _, a_labels, b_labels = parts
+
+    def dot(x: Any, part: Any, own: Labels, summed: int, **params: Any) -> Any:
+        numbers = jax.lax.RaggedDotDimensionNumbers(
+            (((1,), (own.index(summed),)), ((), ())), rows, (own.index(expert),)
+        )
+        return primitive.bind(x, part, group_sizes, ragged_dot_dimension_numbers=numbers, **params)
+
+    def product(w: Any, a: Any, b: Any, x: Any) -> Any:
+        y = primitive.bind(x, w, group_sizes, ragged_dot_dimension_numbers=dims, **params)
+        first, then = ((a, a_labels), (b, b_labels)) if summed in a_labels else ((b, b_labels), (a, a_labels))
+        dtype = common_dtype(a, b, x)
+        plain = params | {"preferred_element_type": None}
+        thin = dot(cast(dropped(lora, x), dtype), cast(first[0], dtype), first[1], summed, **plain)
+        thin = thin if lora.scaling == 1 else thin * lora.scaling
+        return add(y, dot(thin, cast(then[0], dtype), then[1], RANK, **widened(params, dtype)))
+
+    return quaxify(product)(lora.base, lora.a, lora.b, x)

@@ -9,9 +9,9 @@ from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..dot_axes import arrange, cast
 from ..factors import is_infinite, reciprocal
-from .array import RANK, LoraArray, alike_in_training, labels, opened, plainly_scaled
-from .einsum import arrange, cast
+from .array import RANK, LoraArray, alike_in_training, labels, plainly_scaled, with_trainable_base
 from .shape import alike, each, has_all_axes, joined
 
 
@@ -91,7 +91,7 @@ def _plus(x: LoraArray, y: Any) -> Any:
 
 def _kept(x: LoraArray, y: Any) -> LoraArray:
     """`x` with gradients through its base if they may have to reach `y`."""
-    return opened(x) if isinstance(y, jax.core.Tracer) else x
+    return with_trainable_base(x) if isinstance(y, jax.core.Tracer) else x
 
 
 @register("add")

@@ -1,4 +1,4 @@
-"""Arrays that are trained along with the adapters: in full, or as biases of adapters."""
+"""Arrays that are trained along with adapters: in full, some rows of an embedding, or biases of adapters."""
 
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -8,31 +8,38 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
+from ..._checked import checked
 from ...core.jaxprs.slots import leading_axes
-from ...core.jaxprs.unify import widened
+from ...core.jaxprs.unify import dense_when_incompatible, widened
 from ...core.operators import ArrayOperators
 from ...core.policy import map_values
 from ...core.quaxify import quaxify
+from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, Value, is_value, materialise
+from .. import precedence
+from ..dot_axes import dot_axes
 from .array import frozen
 from .dot import add
 
 
-class Beside(ArrayOperators, ArrayValue):
+class TransparentValue(ArrayOperators, ArrayValue):
     """Marks an array for `trainable`; every computation uses the plain array."""
 
     @staticmethod
     def default(
         primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
     ) -> Any:
-        under = lambda values: [materialise(x) if isinstance(x, Beside) else x for x in values]
+        under = lambda values: [materialise(x) if isinstance(x, TransparentValue) else x for x in values]
         plain = map_values(under, values)
         return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
 
 
-class TrainableArray(Beside):
+class TrainableArray(TransparentValue):
     """An array that is trained in full, in a model that is otherwise frozen.
 
     `loraify(..., modules_to_save=...)` and `bias=` insert it.
@@ -69,7 +76,7 @@ class TrainableArray(Beside):
         return self.array.shard_spec(spec) if is_value(self.array) else [spec]
 
 
-class LoraBias(Beside):
+class LoraBias(TransparentValue):
     """The bias of a layer whose adapter has its own bias: `w + scaling * b`, where `b` is trained.
 
     `loraify(..., lora_bias=True)` inserts it.
@@ -99,3 +106,126 @@ class LoraBias(Beside):
     def _sum(self, w: Any) -> jax.Array:
         scaled = self.b * self.scaling
         return scaled if w is None else add(materialise(w), scaled)
+
+
+class TrainableRows(TransparentValue):
+    """A frozen matrix, some of whose rows are replaced by trained ones.
+
+    `loraify(..., trainable_token_indices=...)` inserts it: the embeddings of a few tokens are trained, and
+    an adapter's file holds only these. Lookups read only the requested rows. A product
+    with it, as in an output layer that is tied to an embedding, is computed as one with the matrix and one
+    with the rows; neither the combined matrix nor its gradient is ever formed. All other computations use the
+    combined matrix as a plain array.
+
+    **Arguments:**
+
+    - `w`: the matrix, `(n, size)`.
+    - `rows`: the trained rows, `(len(indices), size)`.
+    - `indices`: the rows of the matrix that these replace, without repetition.
+    - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are not transposed.
+        Default: False.
+    """
+
+    w: Any
+    rows: Any
+    indices: tuple[int, ...] = eqx.field(static=True)
+    transposed: bool = eqx.field(static=True, default=False)
+
+    @checked
+    def __init__(
+        self,
+        w: ArrayLike | ArrayValue,
+        rows: ArrayLike | ArrayValue,
+        indices: Sequence[int],
+        transposed: bool = False,
+    ) -> None:
+        self.w, self.rows, self.indices, self.transposed = w, rows, tuple(indices), transposed
+
+    def __check_init__(self) -> None:
+        w: Any = getattr(self.w, "shape", ())
+        rows: Any = getattr(self.rows, "shape", ())
+        different = len({*self.indices}) == len(self.indices)
+        inside = len(w) == 2 and all(0 <= i < w[0] for i in self.indices)
+        if not (different and inside and rows == (len(self.indices), w[1])):
+            raise ValueError(
+                "TrainableRows takes a row for each of indices, which are different rows of w; found "
+                f"w {w or self.w!r}, rows {rows or self.rows!r} and indices {self.indices}."
+            )
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(self.w.shape[::-1] if self.transposed else self.w.shape, self.w.dtype)
+
+    def materialise(self) -> jax.Array:
+        w = frozen(self.w)
+        dense = _replaced(materialise(w) if is_value(w) else w, self)
+        return dense.T if self.transposed else dense
+
+    def merged(self) -> jax.Array:
+        """The matrix with the trained rows in it."""
+        return self.materialise()
+
+    def widen(self, like: Value) -> Any:
+        """Makes this dense if `like` has other rows or another layout."""
+        same = not isinstance(like, TrainableRows) or self._layout() == like._layout()
+        return NotImplemented if same else dense_when_incompatible(self)
+
+    def _layout(self) -> Any:
+        return self.indices, self.transposed, self.w.shape, self.rows.shape
+
+
+def _replaced(w: Any, x: TrainableRows) -> jax.Array:
+    return w.at[jnp.asarray(x.indices)].set(x.rows.astype(w.dtype), unique_indices=True)
+
+
+@register("gather")
+def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice_sizes: Any, **params: Any):
+    d, (n, size) = dimension_numbers, x.shape
+    whole_rows = tuple(slice_sizes) == (1, size) and tuple(d.collapsed_slice_dims) == (0,)
+    if x.transposed or not whole_rows or tuple(d.start_index_map) != (0,) or d.operand_batching_dims:
+        return NotImplemented
+    look_up = lambda w, at: lax.gather_p.bind(w, at, dimension_numbers=d, slice_sizes=slice_sizes, **params)
+    start = jnp.asarray(start)
+    known = jnp.asarray(x.indices, start.dtype).reshape((1,) * (start.ndim - 1) + (-1,))
+    at = jnp.clip(start, 0, n - 1) if params["mode"] == lax.GatherScatterMode.CLIP else start
+    same = at == known  # the last axis of `start` has one entry
+    own = look_up(x.rows.astype(x.dtype), jnp.argmax(same, axis=-1, keepdims=True).astype(start.dtype))
+    found = jnp.expand_dims(jnp.any(same, axis=-1), d.offset_dims)
+    return jnp.where(found, own, quaxify(look_up)(frozen(x.w), start))
+
+
+@register("transpose")
+def _transpose(x: TrainableRows, *, permutation: Sequence[int]):
+    if tuple(permutation) == (0, 1):
+        return x
+    return TrainableRows(x.w, x.rows, x.indices, not x.transposed)
+
+
+@register_on_either_side("dot_general", TrainableRows, precedence=precedence.TRAINABLE_ROWS)
+def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
+    if isinstance(x, TrainableRows):
+        return _dot_general(x, y, True, **params)
+    return _dot_general(y, x, False, **params)
+
+
+def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
+    """If rows are summed over, each part is multiplied by its own entries of `other`. Otherwise both products
+    are computed, and entries of the second replace those of the first."""
+    of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
+    if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:
+        return NotImplemented
+    (summed,), other_summed = of_x.contracting, of_other.contracting
+    at, axis = jnp.asarray(x.indices), 1 - summed if x.transposed else summed
+    contract = ((axis,), other_summed) if on_left else (other_summed, (axis,))
+
+    def times(part: Any, other: Any) -> Any:
+        operands = (part, other) if on_left else (other, part)
+        return lax.dot_general(*operands, (contract, ((), ())), **params)
+
+    def product(w: Any, rows: Any, other: Any) -> Any:
+        if axis == 0:
+            own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
+            return times(w, other.at[own].set(nothing, unique_indices=True)) + times(rows, other[own])
+        own = (at,) if on_left else (..., at)
+        return times(w, other).at[own].set(times(rows, other), unique_indices=True)
+
+    return quaxify(product)(frozen(x.w), x.rows.astype(x.dtype), other)

@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
 from ..._checked import checked
-from ...core.jaxprs.unify import dense_apart
+from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value
 from ...kernels import bits as bitstream
@@ -465,7 +465,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         if not isinstance(like, AbstractQuantizedArray):
             return self
         if self._layout() != like._layout():
-            return dense_apart(self)
+            return dense_when_incompatible(self)
         out = dataclasses.replace(self, block_size=like.block_size, inner=like.inner, axes=like.axes)
         out = out.with_gradients(train=like.train_scales) if like.has_gradients else out
         if out._form() == like._form():
@@ -473,7 +473,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         scaled = lambda w: w.times(jnp.float32(1))
         if scaled(out)._form() == like._form():
             return scaled(out)
-        return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_apart(self)
+        return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_when_incompatible(self)
 
     def _form(self) -> Any:
         """Properties that a factor changes."""

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from ...core.jaxprs.cached import cached_trace
+from ...core.jaxprs.evaluate import cached_trace
 from ...core.rules import register, register_on_either_side
 from ...kernels.multilinear import vary_alike
 from ..dot_axes import dot_axes, in_order

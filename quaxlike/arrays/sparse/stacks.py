@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ...core.jaxprs.unify import dense_apart
+from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.values import ArrayValue, Value, is_value
 from ..batch_axes import transpose_batch
 from ..dot_axes import dot_axes, in_order
@@ -80,7 +80,7 @@ class SparseStack(ArrayValue):
     def widen(self, like: Value) -> Any:
         """Makes this dense if `like` is stored differently: by columns, or in other shapes."""
         same = not isinstance(like, SparseStack) or self._layout() == like._layout()
-        return NotImplemented if same else dense_apart(self)
+        return NotImplemented if same else dense_when_incompatible(self)
 
     def _layout(self) -> Any:
         shapes = lambda x: jax.tree.map(lambda leaf: leaf.shape, x, is_leaf=is_value)

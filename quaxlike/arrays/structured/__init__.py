@@ -5,7 +5,7 @@ Products, linear systems and determinants exploit the structure: `jnp.linalg.sol
 """
 
 # Imported to register rules.
-from . import dot, elementwise, indexing, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from . import dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import StructuredMatrix
 from .diagonal import DiagonalMatrix
 from .kronecker import KroneckerMatrix

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..._checked import as_array
 from ...core.jaxprs.slots import leading_axes
-from ...core.jaxprs.unify import can_be_unified, dense_apart, widened_part
+from ...core.jaxprs.unify import can_be_unified, dense_when_incompatible, widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, replace_fields
@@ -209,7 +209,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
             other, core = getattr(like, name), self.CORE[name]
             part = with_batch_of(part, other, core)
             if part.shape[-core:] != other.shape[-core:] or not can_be_unified(part, other):
-                return dense_apart(self)
+                return dense_when_incompatible(self)
             parts[name] = widened_part(part, other)
         return self.with_parts(parts)
 
@@ -237,14 +237,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 def inside(fn: Callable[..., Any], *operands: Any) -> Any:
     """Calls `fn(*operands)` inside `quaxify`, which dispatches on the parts of structured operands."""
 
-    def opened(*parts: Any) -> Any:
+    def on_parts(*parts: Any) -> Any:
         pairs = zip(operands, parts, strict=True)
         # All operations are on parts of one dtype.
         return fn(
             *(x.with_parts(p).converted(x.dtype) if isinstance(x, StructuredMatrix) else p for x, p in pairs)
         )
 
-    return quaxify(opened)(*(x.parts if isinstance(x, StructuredMatrix) else x for x in operands))
+    return quaxify(on_parts)(*(x.parts if isinstance(x, StructuredMatrix) else x for x in operands))
 
 
 def check_batches(matrix: StructuredMatrix) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import ArrayLike
 
 from ..._checked import as_array, checked
 from ...core.jaxprs.unify import OperandMismatch, widened, widened_part
-from ...core.known_constants import may_be_placeholder, note_constant
+from ...core.placeholders import may_be_placeholder, note_constant
 from ...core.recording import user_source
 from ...core.values import ArrayValue, is_value, level_of, replace_fields
 from .. import precedence

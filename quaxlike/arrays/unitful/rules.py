@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ...core.known_constants import OPEN, constant_of, is_open, may_be_placeholder, note_constant
+from ...core.placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_constant
 from ...core.quaxify import quaxify
 from ...core.recording import functions_of_jax_numpy, is_from_jax_numpy
 from ...core.rules import register, register_on_either_side

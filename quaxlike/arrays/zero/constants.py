@@ -228,16 +228,16 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
         case "pow", _, 0:
             return Full(1, out.shape, out.dtype)
         case ("add", 0, _) | ("mul", 1, _):
-            return conform(y, out)
+            return broadcast_like(y, out)
         case ("add" | "sub", _, 0) | ("mul" | "div" | "pow", _, 1):
-            return conform(x, out)
+            return broadcast_like(x, out)
         case "sub", 0, _:
-            return quaxify(jnp.negative)(conform(y, out))
+            return quaxify(jnp.negative)(broadcast_like(y, out))
         case _:
             return _with_scalars(primitive, x, y, params, out)
 
 
-def conform(x: Any, out: Any) -> Any:
+def broadcast_like(x: Any, out: Any) -> Any:
     """Broadcasts and converts `x` to the shape and dtype of `out`."""
     if np.shape(x) != out.shape:
         x = quaxify(jnp.broadcast_to)(x, out.shape)

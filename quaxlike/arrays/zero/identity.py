@@ -21,7 +21,7 @@ from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
 from .. import precedence
 from ..dot_axes import dot_axes
-from .constants import Full, apply, as_dtype, conform, known, result
+from .constants import Full, apply, as_dtype, broadcast_like, known, result
 
 # Tried after `Zero`: zero times the identity is zero.
 
@@ -76,7 +76,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         out = quaxify(functools.partial(jnp.trace, axis1=axes[0], axis2=axes[1]))(other)
     else:  # the other axis of the identity replaces the contracted one, and comes first or last
         out = quaxify(jnp.moveaxis)(other, axes[0], 0 if on_left else -1)
-    return conform(out, result(primitive, (x, y), params))
+    return broadcast_like(out, result(primitive, (x, y), params))
 
 
 @register("transpose")

@@ -1,8 +1,8 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: the user's functions, called with Values.
 
 The primitive is bound again on the leaves. A tangent of a Value that is linear in its leaves is a Value of
-the same class and pattern; so is a cotangent, if each leaf is an element. The parts of any other Value that
-are not linear are made dense: this conversion pushes tangents forward, and pulls cotangents back.
+the same class and pattern; so is a cotangent, if each leaf is an element. Other Values are first converted to
+a linear form, by making parts that are not linear dense; the tangent (cotangent) is that of the conversion.
 """
 
 import contextlib
@@ -32,8 +32,17 @@ from ..jaxprs.linearity import (
     linear_part,
     map_parts,
 )
-from ..jaxprs.slots import Slot, flatten, has_cotangents, live_leaves, per_slot, split, spread, unflatten
-from ..jaxprs.unify import StructureError, conform, dense_as, map_parts_as, unify
+from ..jaxprs.slots import (
+    LeafLayout,
+    flatten,
+    has_cotangents,
+    live_leaves,
+    per_slot,
+    split,
+    spread,
+    unflatten,
+)
+from ..jaxprs.unify import StructureError, convert_to, dense_as, map_parts_as, unify
 from ..policy import dense, on_materialise
 from ..recording import Recorder, active, recording, shown_as
 from ..trace import QuaxTrace, builtin
@@ -188,7 +197,7 @@ _deciding: contextvars.ContextVar[bool] = contextvars.ContextVar("deciding_resul
 class _Results:
     """The slots of the results, which whichever of the user's functions runs first decides."""
 
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[LeafLayout, ...] = ()
     decided = False
 
     def decide_by(
@@ -226,7 +235,7 @@ class _Results:
     def _conform(self, outs: Sequence[Any]) -> Sequence[Any]:
         if not self.decided:
             return outs
-        return [conform(x, slot, _WHAT) for x, slot in zip(outs, self.slots, strict=True)]
+        return [convert_to(x, slot, _WHAT) for x, slot in zip(outs, self.slots, strict=True)]
 
     def linear(
         self, outs: Sequence[Any], tangents: Sequence[Any] | None = None, kept: Sequence[bool] = ()
@@ -263,7 +272,7 @@ class _Results:
 class _Residuals:
     """The layout of the residuals, and of the leaves of the results that have no tangents."""
 
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[LeafLayout, ...] = ()
     places: tuple[int | None, ...] = ()  # for each leaf, its index if it is a leaf of the operands
 
     @property
@@ -305,7 +314,7 @@ def _may_be_differentiated(trace: Any) -> bool:
     return not compat.is_eval_trace(trace)
 
 
-def _without_frozen(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
+def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
     """The leaves, without the tangents of those that the array does not depend on, such as frozen weights."""
     live = [flag for slot in slots for flag in live_leaves(slot)]
     return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
@@ -326,12 +335,12 @@ def _instantiate(tangent: Any, aval: Any) -> Any:
 # Tangents
 
 
-def _tangents_in(slots: Sequence[Slot], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _tangents_in(slots: Sequence[LeafLayout], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     pairs = zip(per_slot(slots, primals), per_slot(slots, tangents), strict=True)
     return [_tangent_in(slot, p, t) for slot, (p, t) in zip(slots, pairs, strict=True)]
 
 
-def _tangent_in(slot: Slot, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     if slot.treedef is None:
         return tangents[0]
     if all(map(_is_zero, tangents)):
@@ -366,7 +375,7 @@ def _linear_part(x: Value) -> Any:
 
 
 def _of_inexact(
-    f: Callable[[Value], Any], slot: Slot, leaves: Sequence[Any], inexact: Sequence[bool]
+    f: Callable[[Value], Any], slot: LeafLayout, leaves: Sequence[Any], inexact: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
     """`f` as a function of the leaves that have tangents, together with those leaves."""
 
@@ -377,7 +386,9 @@ def _of_inexact(
     return fun, [x for x, has in zip(leaves, inexact, strict=True) if has]
 
 
-def _is_forwarded(slot: Slot, tangent: Any, forwarded: dict[int, tuple[Slot, Sequence[Any]]]) -> bool:
+def _is_forwarded(
+    slot: LeafLayout, tangent: Any, forwarded: dict[int, tuple[LeafLayout, Sequence[Any]]]
+) -> bool:
     """Whether the tangent of a Value is that of an operand, forwarded, as in an identity function. A branch
     may have widened the operand to the form of the Value."""
     if slot.treedef is None or id(tangent) not in forwarded:
@@ -401,7 +412,7 @@ def _lifted(tangent: Any, x: Value) -> Any:
     return dense_as(tangent, like, _WHAT) if is_value(tangent) else type(x).promote(tangent, like)
 
 
-def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
+def _tangent_out(slot: LeafLayout, primals: Sequence[Any], tangent: Any) -> list[Any]:
     if slot.treedef is None:
         return [dense(tangent, "custom_jvp", hint=_PLAIN)]
     if _is_zero(tangent):
@@ -427,7 +438,7 @@ def _tangent_out(slot: Slot, primals: Sequence[Any], tangent: Any) -> list[Any]:
 
 
 def cotangents_in(
-    slots: Sequence[Slot],
+    slots: Sequence[LeafLayout],
     cts: Sequence[Any],
     constant: Sequence[Any],
     symbolic_zeros: bool,
@@ -453,7 +464,7 @@ def cotangents_in(
     return out
 
 
-def _pulled_back(slot: Slot, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
+def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
     """The cotangents of the leaves that have any, from a cotangent whose form is not that of the Value."""
     ct = _linear(ct, "custom_vjp", _OTHER)
     alike = lambda x: map_parts_as(ct, materialise, _linear_part(x))
@@ -477,7 +488,7 @@ def _has_leaf_of_its_shape(ct: Any) -> bool:
     return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
 
-def cotangents_out(slots: Sequence[Slot], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
+def cotangents_out(slots: Sequence[LeafLayout], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:

@@ -1,5 +1,8 @@
-"""Primitives that are evaluated inline: composites, and JAX's high-level primitives with their jvp rules
-(`lax.custom_root` is one from 0.12)."""
+"""Primitives that are evaluated inline.
+
+They are composites, those that `define_primitive` or Equinox's `create_vprim` made, and JAX's high-level
+primitives with their jvp rules (`lax.custom_root` is one from 0.12).
+"""
 
 import functools
 import itertools
@@ -11,22 +14,23 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from .. import compat
 from ..jaxprs.evaluate import call_on_values, evaluate
 from ..jaxprs.linearity import has_tangent
-from ..jaxprs.slots import Slot, flatten, is_a_space, per_slot, split, spread, unflatten
-from ..trace import QuaxTrace, builtin
+from ..jaxprs.slots import LeafLayout, flatten, is_a_space, per_slot, split, spread, unflatten
+from ..policy import dense
+from ..quaxify import value_of
+from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import aval_of, is_value
 from .custom_derivatives import cotangents_in, cotangents_out
-from .linear_call import linear_call
+from .linear import linear_call
 
 
 @builtin("composite", "eval_jaxpr")
-def _inline(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     # The composite itself is dropped: its name promises a backend certain operands, and these are others.
     jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     return evaluate(trace, compat.closed(jaxpr), operands)
@@ -34,7 +38,7 @@ def _inline(
 
 @builtin("call_hi_primitive")
 def _call_hi_primitive(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+    trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
 ) -> list[Any]:
     hi = params["_prim"]
 
@@ -98,7 +102,7 @@ def _with_transpose(
     operands: Sequence[Any],
 ) -> list[Any]:
     leaves, slots = flatten(operands)
-    out: tuple[Slot, ...] = ()
+    out: tuple[LeafLayout, ...] = ()
     can_transpose = True
 
     def on_leaves(*leaves: Any) -> list[Any]:
@@ -144,3 +148,40 @@ def _zero(x: Any, like: Any) -> Any:
 
 def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, ad.Zero | SymbolicZero)
+
+
+@builtin("linear_solve", "vprim")
+def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
+    def implementation(*flat: Any) -> list[Any]:
+        return list(_implementation(primitive)(*flat, **params))
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        if _unbatched(primitive, params).name == "linear_solve":
+            # The right-hand side of the tangent solve is made of them.
+            tangents = [dense(value_of(t), "linear_solve") for t in tangents]
+        return compat.jvp_rule(primitive)(primals, tangents, **params)
+
+    def transpose(cts: Sequence[Any], operands: Sequence[Any]) -> Any:
+        return compat.transpose_rule(primitive)(list(cts), *operands, **params)
+
+    return call_inline(trace, primitive.name, implementation, jvp, transpose, operands)
+
+
+def _unbatched(primitive: Primitive, params: dict[str, Any]) -> Primitive:
+    """The primitive that `vmap`, perhaps several times, made a "vprim"."""
+    return _unbatched(params["prim"], dict(params["params"])) if primitive.name == "vprim" else primitive
+
+
+def _implementation(primitive: Primitive) -> Callable[..., Any]:
+    """The implementation that Equinox maps to batch a primitive of its own. (`primitive.impl` may refuse to
+    be mapped, to catch tracers that were closed over.)"""
+    from equinox.internal import _primitive  # pyright: ignore[reportPrivateUsage]
+
+    return _primitive._vprim_impl_registry[primitive]  # pyright: ignore[reportPrivateUsage]
+
+
+@builtin("defined")
+def _defined(trace: QuaxTrace, primitive: Any, operands: Operands, params: Params) -> Any:
+    avals = [aval_of(x) if is_value(x) else jax.typeof(x) for x in operands]
+    out = evaluate(trace, primitive.jaxpr(avals, params), operands)
+    return out if primitive.multiple_results else out[0]

@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 
 from .. import compat
 from ..jaxprs.linearity import held, map_parts
-from ..jaxprs.slots import Slot, flatten, leaf_specs, unflatten
+from ..jaxprs.slots import LeafLayout, flatten, leaf_specs, unflatten
 from ..policy import dense
 from ..recording import shown_as
 from ..trace import QuaxTrace, builtin
@@ -25,7 +25,7 @@ def _shard_map(
 ) -> Any:
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     results: Any = None
-    out_slots: tuple[Slot, ...] = ()
+    out_slots: tuple[LeafLayout, ...] = ()
 
     def flat_fun(*shards: Any) -> Any:
         nonlocal results, out_slots
@@ -36,7 +36,7 @@ def _shard_map(
             with jexc.set_current_trace(parent):
                 found = [inner.unwrap(x) for x in results]
                 flat, out_slots = flatten(
-                    [_that_joins(x, spec) for x, spec in zip(found, out_specs, strict=True)]
+                    [_dense_unless_joinable(x, spec) for x, spec in zip(found, out_specs, strict=True)]
                 )
         return compat.flat_tree(flat).with_aux(_spread_specs(out_slots, out_specs))
 
@@ -49,7 +49,7 @@ def _shard_map(
     return results.update([trace.box(x) for x in unflatten(out_slots, list(out))])
 
 
-def _that_joins(x: Any, spec: Any) -> Any:
+def _dense_unless_joinable(x: Any, spec: Any) -> Any:
     """A result, made dense in parts or as a whole if it is a Value whose leaves differ between devices where
     `spec` assumes that they agree: say, the factor of an adapter that each device scaled differently."""
     to_dense = functools.partial(
@@ -57,12 +57,12 @@ def _that_joins(x: Any, spec: Any) -> Any:
         what="shard_map (out_specs)",
         hint=f"Its leaves differ between devices, so that {spec} cannot join them.",
     )
-    if not _joins(x, spec) and x.linear and held(x):
+    if not _is_joinable(x, spec) and x.linear and held(x):
         x = map_parts(to_dense, x)
-    return x if _joins(x, spec) else to_dense(x)
+    return x if _is_joinable(x, spec) else to_dense(x)
 
 
-def _joins(x: Any, spec: Any) -> bool:
+def _is_joinable(x: Any, spec: Any) -> bool:
     leaves, slots = flatten([x])
     if slots[0].treedef is None:
         return True
@@ -73,5 +73,5 @@ def _joins(x: Any, spec: Any) -> bool:
     return True
 
 
-def _spread_specs(slots: Sequence[Slot], specs: Sequence[Any]) -> tuple[Any, ...]:
+def _spread_specs(slots: Sequence[LeafLayout], specs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(s for slot, spec in zip(slots, specs, strict=True) for s in leaf_specs(slot, spec))

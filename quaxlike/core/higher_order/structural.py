@@ -1,22 +1,27 @@
-"""Primitives that move data without looking at it, and so act on each leaf of a Value."""
+"""Primitives that move data without looking at it, and so act on each leaf of a Value, and a few others.
+
+Among them are Equinox's own primitives, which have no public names. Debug callbacks receive the Value itself.
+(`pure_callback` and `io_callback` take arrays: for them a Value is materialised, under the policy, as for any
+primitive without a rule.) Pallas kernels and references take plain arrays only.
+"""
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-import jax.extend.core as jexc
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import Primitive
 
 from .. import compat
 from ..jaxprs.linearity import has_tangent, is_linear, same_pattern
 from ..jaxprs.slots import flatten, spread, unflatten
-from ..jaxprs.unify import StructureError, conform, unify, widened
+from ..jaxprs.unify import StructureError, convert_to, unify, widened, without_placeholder
 from ..policy import by_default
-from ..trace import QuaxTrace, builtin, value_types
+from ..trace import Operands, Params, QuaxTrace, builtin, value_types
 from ..values import aval_of, is_value
-from .jit import leaf_layouts, leaf_shardings
+from .calls import leaf_layouts, leaf_shardings
 
 
 @builtin(
@@ -27,9 +32,7 @@ from .jit import leaf_layouts, leaf_shardings
     "optimization_barrier",
     "non_differentiable_tangent",
 )
-def leafwise(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     leaves, slots = flatten(operands)
     if primitive.multiple_results:
         return unflatten(slots, primitive.bind(*leaves, **params))
@@ -37,9 +40,7 @@ def leafwise(
 
 
 @builtin("pvary", "pcast")
-def _pvary(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Makes each leaf vary over the axes over which it does not vary yet."""
     leaves, slots = flatten(operands)
     out = []
@@ -50,9 +51,7 @@ def _pvary(
 
 
 @builtin("device_put")
-def _device_put(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> list[Any]:
+def _device_put(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     leaves, slots = flatten(operands)
     params = params | {
         "devices": leaf_shardings(params["devices"], slots),
@@ -63,9 +62,7 @@ def _device_put(
 
 
 @builtin("sharding_constraint")
-def _sharding_constraint(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _sharding_constraint(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     leaves, slots = flatten(operands)
     shardings = leaf_shardings([params["sharding"]], slots)
     layouts = leaf_layouts([params["layout"]], slots)
@@ -78,9 +75,7 @@ def _sharding_constraint(
 
 
 @builtin("select_n")
-def select(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Selects between whole Values if the predicate is a scalar; otherwise it would look at elements."""
     which, *cases = operands
     if is_value(which) or np.shape(which) != ():
@@ -92,14 +87,12 @@ def select(
         slot = slots[0].dense()
     if slot.treedef is None:
         return by_default(primitive, operands, params)
-    leaves = [flatten([conform(x, slot, primitive.name)])[0] for x in cases]
+    leaves = [flatten([convert_to(x, slot, primitive.name)])[0] for x in cases]
     return slot.unflatten([primitive.bind(which, *xs, **params) for xs in zip(*leaves, strict=True)])
 
 
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
-def _write(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Writes a Value into a buffer that a library allocated, which is lifted to its type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
@@ -111,22 +104,18 @@ def _write(
 
 
 @builtin("add_any", "add_jaxvals")
-def _add_jaxvals(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Adds two cotangents: leaf by leaf for Values of the same pattern that are linear in their leaves."""
     x, y = operands
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
         add = lambda p, q: primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
         return jtu.tree_map(add, x, y)
-    out = trace.ask_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
+    out = trace.try_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
     return by_default(primitive, operands, params) if out is NotImplemented else out
 
 
 @builtin("convert_element_type")
-def _convert_element_type(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Converts a Value to the dtype that it has, as loops do to a carry that starts from weak types."""
     (x,) = operands
     aval = aval_of(x)
@@ -139,3 +128,62 @@ def _convert_element_type(
 
 def _is_weak(leaf: Any) -> bool:
     return getattr(jax.typeof(leaf), "weak_type", False)
+
+
+builtin("nonbatchable", "nontraceable", "nondifferentiable_backward")(leafwise)
+builtin("select_if_vmap")(select)
+
+
+@builtin("maybe_set")
+def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
+    """Writes a Value into a buffer of Equinox's loops, which is lifted to its type."""
+    which, buffer, x, *index = operands
+    if not is_value(x) or any(map(is_value, (which, *index))):
+        return by_default(primitive, operands, params)
+    buffer = widened(without_placeholder(buffer), x)
+    x = widened(x, buffer)
+    if jtu.tree_structure(buffer) != jtu.tree_structure(x):
+        return by_default(primitive, operands, params)
+    into, (slot,) = flatten([buffer])
+    pairs = zip(into, flatten([x])[0], strict=True)
+    return [slot.unflatten([primitive.bind(which, to, leaf, *index, **params)[0] for to, leaf in pairs])]
+
+
+@builtin("debug_callback")
+def _debug_callback(
+    trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
+) -> Sequence[Any]:
+    callback = params["callback"]
+    leaves, slots = flatten(operands)
+
+    def on_leaves(*leaves: Any) -> Any:
+        return callback(*unflatten(slots, leaves))
+
+    return primitive.bind(*leaves, **params | {"callback": on_leaves})
+
+
+@builtin("debug_print")
+def _debug_print(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Sequence[Any]:
+    leaves, slots = flatten(operands)
+    inputs = unflatten(slots, range(len(leaves)))
+    in_tree = jtu.tree_structure(jtu.tree_unflatten(params["in_tree"], inputs))
+    return primitive.bind(*leaves, **params | {"in_tree": in_tree})
+
+
+@builtin("pallas_call")
+def _pallas_call(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> NoReturn:
+    name = params.get("name") or compat.debug_info_of(params["jaxpr"]).func_name
+    raise _takes_arrays(f"The Pallas kernel {name!r}", operands)
+
+
+@builtin("new_ref", "ref", "mutable_array")
+def _new_ref(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> NoReturn:
+    raise _takes_arrays("`jax.new_ref`", operands)
+
+
+def _takes_arrays(what: str, operands: Sequence[Any]) -> NotImplementedError:
+    names = ", ".join(type(x).__name__ for x in operands if is_value(x))
+    return NotImplementedError(
+        f"{what} takes arrays; found {names}. Apply `quaxlike.materialise` to it first, pass its array "
+        "fields one by one, or register a rule for the primitive."
+    )

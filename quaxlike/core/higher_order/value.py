@@ -8,14 +8,15 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..jaxprs.linearity import has_tangent, is_linear
-from ..jaxprs.slots import Slot
+from ..jaxprs.slots import LeafLayout
 from ..policy import dense
-from ..trace import QuaxTrace, builtin, stage, value_p
+from ..trace import Operands, Params, QuaxTrace, builtin, stage, value_p
 from ..values import Value, materialise, not_dispatched
-from .scan import stacks
+from .control_flow import stacks
 
 _HINT = (
     "It was made inside of a transform, and passed to a function of JAX. Use its operators (`@` for "
@@ -24,16 +25,14 @@ _HINT = (
 
 
 @builtin("quaxlike_value")
-def _value(
-    trace: QuaxTrace, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _value(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     value = jtu.tree_unflatten(params["treedef"], operands)
-    return value if trace.takes(value) else stage(value)
+    return value if trace.dispatches_on(value) else stage(value)
 
 
 @value_p.def_abstract_eval
 def _aval(*avals: Any, treedef: Any) -> Any:
-    return Slot(treedef, avals).aval
+    return LeafLayout(treedef, avals).aval
 
 
 @value_p.def_impl
@@ -90,7 +89,7 @@ def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> 
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
-    one = Slot(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
+    one = LeafLayout(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
     if stacks(one, size):
         return value_p.bind(*leaves, treedef=treedef), 0
     to_dense = lambda *row: dense(jtu.tree_unflatten(treedef, row), "a stack of Values", hint=_HINT)

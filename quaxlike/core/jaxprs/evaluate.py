@@ -1,16 +1,24 @@
-"""Running a jaxpr on Values."""
+"""Jaxprs on Values: run equation by equation, traced as a flat jaxpr on leaves, or cached for a rule."""
 
 import dataclasses
+import functools
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
+import jax.core
 import jax.extend.core as jexc
 import jax.tree_util as jtu
 
-from .. import compat
-from ..known_constants import follow
-from ..rules import asking
+from .. import compat, recording
+from ..placeholders import follow, marked
+from ..policy import MaterialisationError, losses_raised, policy_key
+from ..rules import use_rule_sets
 from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
+from .slots import LeafLayout, flatten, split, unflatten
+from .unify import convert_to
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +41,7 @@ class _Plan:
     """A jaxpr, laid out once so that running it needs no lookups."""
 
     def __init__(self, jaxpr: jexc.ClosedJaxpr) -> None:
-        opened = compat.opened(jaxpr)
+        opened = compat.open_jaxpr(jaxpr)
         self.start: list[Any] = []  # the initial values: those of literals, else None
         places: dict[Any, int] = {}
 
@@ -117,7 +125,7 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
     types = value_types(inputs)
     if any(types) or step.makes_values:
         out = level.dispatch_key((primitive, *types), list(inputs), step.params)
-        return list(map(level.settle, out)) if primitive.multiple_results else [level.settle(out)]
+        return list(map(level.as_array, out)) if primitive.multiple_results else [level.as_array(out)]
     out = primitive.bind(*inputs, **step.params)
     if level.tag.follows_constants:
         follow(primitive, inputs, step.params, out)
@@ -128,7 +136,7 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
     """Runs one of the user's functions on Values, under a new trace of the level of `trace`."""
     # It may run after the quaxified function has returned, as a backward pass does; a `quaxify` in it still
     # inherits the rules.
-    with asking(trace.resolver.layers), jexc.take_current_trace() as parent:
+    with use_rule_sets(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         with jexc.set_current_trace(inner):
             outs = fun(*[inner.box(x) for x in operands])
@@ -136,3 +144,203 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
             unwrap = lambda x: inner.unwrap(x) if isinstance(x, ValueTracer) else x
             is_leaf = lambda x: not isinstance(x, list | tuple)
             return jtu.tree_map(unwrap, outs, is_leaf=is_leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A jaxpr on leaves: its inputs are `consts`, then the leaves of the operands."""
+
+    jaxpr: jexc.ClosedJaxpr  # closes over concrete constants
+    consts: tuple[Any, ...]  # those that an outer transform traces; they lead the inputs
+    out: tuple[LeafLayout, ...]
+
+
+memo: "weakref.WeakKeyDictionary[Any, dict[Any, Flat]]" = weakref.WeakKeyDictionary()
+_memo_lock = threading.Lock()
+
+
+def subjaxpr(
+    trace: QuaxTrace,
+    jaxpr: jexc.ClosedJaxpr,
+    slots: Sequence[LeafLayout],
+    *,
+    targets: Sequence[LeafLayout | None] | None = None,
+    order: Sequence[int] | None = None,
+    what: str = "",
+    closed: bool = True,
+) -> Flat:
+    """Quaxifies `jaxpr` for operands in `slots`. Memoised for as long as `jaxpr` lives.
+
+    **Arguments:**
+
+    - `trace`: the level whose rules are used.
+    - `targets`: for each result, the slot to convert it to; None leaves it unchanged.
+    - `order`: the position of each leaf of the operands among the flat inputs. Default: in order.
+    - `what`: the name of the caller, for messages.
+    - `closed`: whether concrete constants may stay inside the jaxpr; else they lead the inputs as well.
+    """
+    key = (
+        tuple(slots),
+        None if targets is None else tuple(targets),
+        None if order is None else tuple(order),
+        what,
+        closed,
+        trace.resolver,
+        policy_key(),
+        compat.trace_context(),
+    )
+    if (recorder := recording.active()) is not None:
+        tracing = functools.partial(_trace, trace, jaxpr, slots, targets, order, what, closed)
+        return recorder.trace(jaxpr, what, key, tracing)
+    with _memo_lock:
+        known = memo.setdefault(jaxpr, {})
+    flat = known.get(key)
+    if flat is None:
+        flat = _trace(trace, jaxpr, slots, targets, order, what, closed)
+        if not any(isinstance(c, jax.core.Tracer) for c in (*flat.consts, *jaxpr.consts)):
+            known[key] = flat
+    return flat
+
+
+def _trace(
+    trace: QuaxTrace,
+    jaxpr: jexc.ClosedJaxpr,
+    slots: Sequence[LeafLayout],
+    targets: Sequence[LeafLayout | None] | None,
+    order: Sequence[int] | None,
+    what: str,
+    closed: bool,
+) -> Flat:
+    out: tuple[LeafLayout, ...] = ()
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        nonlocal out
+        if order is not None:
+            leaves = tuple(leaves[i] for i in order)
+        results = evaluate(trace, jaxpr, unflatten(slots, leaves))
+        if targets is not None:
+            results = [
+                x if slot is None else convert_to(x, slot, what)
+                for x, slot in zip(results, targets, strict=True)
+            ]
+        flat, out = flatten(results)
+        out = marked(out, results, slots)
+        return flat
+
+    avals = [a for slot in slots for a in slot.avals]
+    if order is not None:
+        avals = [avals[list(order).index(i)] for i in range(len(avals))]
+    debug_info = compat.debug_info_of(jaxpr)
+    flat, consts = compat.trace_to_jaxpr(on_leaves, avals, debug_info)
+    if closed and not any(isinstance(c, jax.core.Tracer) for c in consts):
+        return Flat(compat.with_consts(flat, consts), (), out)
+    return Flat(compat.with_consts(flat, ()), tuple(consts), out)
+
+
+def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat], tuple[Any, ...]]:
+    """Makes several jaxprs of the same operands take the constants of all of them."""
+    consts = tuple(c for flat in flats for c in flat.consts)
+    if not consts:
+        return list(flats), ()
+    sizes = [len(flat.consts) for flat in flats]
+    out = []
+    for i, flat in enumerate(flats):
+
+        def widened(*inputs: Any, i: int = i, flat: Flat = flat) -> list[Any]:
+            *groups, leaves = split(inputs, *sizes)
+            return jexc.jaxpr_as_fun(flat.jaxpr)(*groups[i], *leaves)
+
+        avals = (
+            [*map(jax.typeof, consts), *flat.jaxpr.in_avals[-n_leaves:]]
+            if n_leaves
+            else [*map(jax.typeof, consts)]
+        )
+        jaxpr, more = compat.trace_to_jaxpr(widened, avals, compat.debug_info_of(flat.jaxpr))
+        out.append(dataclasses.replace(flat, jaxpr=compat.with_consts(jaxpr, more), consts=()))
+    return out, consts
+
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+
+_MOST_STRUCTURES = 1024  # structures of operands that are cached for a rule
+
+
+def cached_trace(rule: _Fn) -> _Fn:
+    """Traces a rule once for operands of the same structures; the primitive must have one result.
+
+    The layers of a model repeat the same product, so the computation of the rule is cached as a jaxpr, by the
+    structures and avals of the operands. If an outer transform is tracing, its equations are bound again;
+    eagerly it runs as one compiled function. Use it only for pure, expensive rules: the lookup costs more
+    than a cheap rule.
+    """
+    known: dict[Any, _TracedRule | None] = {}
+    lock = threading.Lock()
+
+    @functools.wraps(rule)
+    def on_operands(*args: Any, **params: Any) -> Any:
+        if recording.active() is not None or jax.config.jax_disable_jit:
+            return rule(*args, **params)
+        n = isinstance(args[0], jexc.Primitive)
+        leaves, slots = flatten(args[n:])
+        key = (args[:n], slots, tuple(params.items()), compat.trace_context())
+        try:
+            traced = known[key]
+        except TypeError:  # unhashable params
+            return rule(*args, **params)
+        except KeyError:
+            traced = _trace_rule(rule, args[:n], slots, params)
+            with lock:
+                if len(known) >= _MOST_STRUCTURES:
+                    known.clear()
+                known[key] = traced
+        if traced is None:
+            return rule(*args, **params)
+        if compat.is_eval_trace(compat.current_trace()):
+            return unflatten(traced.out, traced.compiled(*leaves))[0]
+        return unflatten(traced.out, evaluate(None, traced.jaxpr, leaves, inlined=True))[0]
+
+    return on_operands  # pyright: ignore[reportReturnType]
+
+
+@dataclasses.dataclass(frozen=True)
+class _TracedRule:
+    """The computation of a rule on leaves, and the slot of its result."""
+
+    jaxpr: jexc.ClosedJaxpr
+    out: tuple[LeafLayout, ...]
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        return jax.jit(jexc.jaxpr_as_fun(self.jaxpr))
+
+
+def _trace_rule(
+    rule: Callable[..., Any],
+    primitive: tuple[Any, ...],
+    slots: tuple[LeafLayout, ...],
+    params: dict[str, Any],
+) -> _TracedRule | None:
+    """Traces a rule; returns None if it must be called each time."""
+    out: tuple[LeafLayout, ...] = ()
+
+    def on_leaves(*leaves: Any) -> list[Any]:
+        nonlocal out
+        result = rule(*primitive, *unflatten(slots, leaves), **params)
+        if result is NotImplemented:
+            raise _NotReplayable
+        flat, out = flatten([result])
+        return flat
+
+    debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
+    try:
+        with losses_raised():  # so that each is reported at its own place
+            jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
+    except (_NotReplayable, MaterialisationError):
+        return None
+    if any(isinstance(c, jax.core.Tracer) for c in consts):
+        return None
+    return _TracedRule(compat.with_consts(jaxpr, consts), out)
+
+
+class _NotReplayable(Exception):
+    pass

@@ -23,34 +23,33 @@ import numpy as np
 
 from ..._checked import a_or_an
 from .. import compat
-from ..known_constants import (
-    OPEN,
-    has_placeholders,
-    is_zero,
-    lasting_constant_of,
-    may_be_placeholder,
-    note_constant,
-)
+from ..placeholders import either, marked, note_constant, same
 from ..rules import RuleWarning
-from ..values import Value, as_shapes, aval_of, is_value, materialise, not_an_array, probing
+from ..values import (
+    Value,
+    as_shapes,
+    aval_of,
+    is_value,
+    materialise,
+    not_an_array,
+    placeholder_types,
+    probing,
+)
 from .linearity import has_pattern, has_tangent, held, is_linear, refuses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Slot:
+class LeafLayout:
     treedef: Any  # of a Value; None for a plain array
     avals: tuple[Any, ...]
-    # What is known of a plain array, if a type that has placeholders is around: 2 if it is zero, 1 if it is
-    # zero, infinity or NaN, which libraries use as placeholders.
-    loose: int = 0
-    # The number that it is known to be filled with, if that is no placeholder.
-    number: float | None = None
+    # The number that is known to fill a plain array, if a type that has placeholders is around.
+    constant: Any = None
     reason: str = ""  # why the array is plain, for messages
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Slot) or self.avals != other.avals:
+        if not isinstance(other, LeafLayout) or self.avals != other.avals:
             return False
-        if self.loose != other.loose or self.number != other.number:
+        if self.constant is not other.constant and self.constant != other.constant:
             return False
         if self.treedef is None or other.treedef is None:  # a treedef cannot be compared with None
             return self.treedef is other.treedef
@@ -93,62 +92,42 @@ class Slot:
         """The logical aval."""
         return self.avals[0] if self.treedef is None else aval_of(self.like)
 
-    def has_structure_of(self, other: "Slot") -> bool:
+    def has_structure_of(self, other: "LeafLayout") -> bool:
         """Whether both are plain, or both Values of the same class and statics."""
-        return Slot(self.treedef, ()) == Slot(other.treedef, ())
+        return LeafLayout(self.treedef, ()) == LeafLayout(other.treedef, ())
 
-    def has_form_of(self, other: "Slot") -> bool:
+    def has_form_of(self, other: "LeafLayout") -> bool:
         """Whether, in addition, the leaves have the same shapes and dtypes."""
         form = [(a.shape, a.dtype) for a in self.avals]
         return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
-    def admits(self, other: "Slot") -> bool:
+    def admits(self, other: "LeafLayout") -> bool:
         """Whether something in the other slot fits into this one unchanged."""
-        knows_no_more = self.loose <= other.loose and self.number in (None, other.number)
-        return knows_no_more and self == Slot(other.treedef, other.avals, self.loose, self.number)
+        knows_no_more = same(either(self.constant, other.constant), self.constant)
+        return knows_no_more and self == LeafLayout(other.treedef, other.avals, self.constant)
 
-    def loosened(self, x: Any) -> "Slot":
-        """The slot of `x`, with what is known of `x` if it is a plain array."""
-        if self.treedef is not None or not _has_dtype(self.avals[0], jnp.number):
-            return self
-        number = lasting_constant_of(x)
-        loose = may_be_placeholder(x) + is_zero(x)
-        return Slot(None, self.avals, loose, None if loose else number)
+    def with_avals(self, avals: Iterable[Any]) -> "LeafLayout":
+        return LeafLayout(self.treedef, tuple(avals), self.constant)
 
-    def carried(self) -> "Slot":
-        """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
-        start from zero, but are not placeholders."""
-        inexact = self.treedef is None and _has_dtype(self.avals[0], jnp.inexact)
-        return Slot(self.treedef, self.avals, min(self.loose, int(inexact)))
-
-    def with_avals(self, avals: Iterable[Any]) -> "Slot":
-        return Slot(self.treedef, tuple(avals), self.loose, self.number)
-
-    def strong(self) -> "Slot":
+    def strong(self) -> "LeafLayout":
         """The same slot without weak types."""
         return self.with_avals([strong(a) for a in self.avals])
 
-    def dense(self, reason: str = "") -> "Slot":
+    def dense(self, reason: str = "") -> "LeafLayout":
         """The slot of the materialised array."""
-        return self if self.treedef is None else Slot(None, (self.aval,), reason=reason)
+        return self if self.treedef is None else LeafLayout(None, (self.aval,), reason=reason)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         if self.treedef is not None:
             return jtu.tree_unflatten(self.treedef, leaves)
-        if self.loose:
-            note_constant(leaves[0], 0 if self.loose == 2 else OPEN)
-        elif self.number is not None:
-            note_constant(leaves[0], self.number)
+        if self.constant is not None:
+            note_constant(leaves[0], self.constant)
         return leaves[0]
 
     def __str__(self) -> str:
         if self.treedef is None:
             return f"a plain array {self.avals[0].str_short()}"
         return eqx.tree_pformat(self.like, struct_as_array=True)
-
-
-def _has_dtype(aval: Any, kind: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # a token has none
 
 
 def has_cotangents(x: Any) -> bool:
@@ -161,7 +140,7 @@ def is_a_space(x: Any) -> bool:
     return has_cotangents(x) and not has_pattern(x)
 
 
-def is_read_by_its_leaf(slot: Slot, what: str) -> bool:
+def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
     """Whether a Value that decides about control flow refuses to materialise, and has one leaf of its shape
     and dtype. If the type was written for quax, that is what decides."""
     form = [(a.shape, a.dtype) for a in slot.avals]
@@ -183,7 +162,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 @functools.lru_cache(maxsize=4096)
-def _gives_leaves_back(slot: Slot) -> bool:
+def _gives_leaves_back(slot: LeafLayout) -> bool:
     """Whether `materialise` followed by its transpose returns the leaves. Otherwise the cotangents of the
     leaves are not elements of the dense cotangent: that of a repeated leaf, say, is the sum of several.
 
@@ -202,7 +181,7 @@ def _gives_leaves_back(slot: Slot) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def live_leaves(slot: Slot) -> tuple[bool, ...]:
+def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
     """For each leaf, whether derivatives of the array by it are not all zero, as they are by a frozen leaf. A
     type that refuses to materialise has no frozen leaves."""
     moving = [has_tangent(a) for a in slot.avals]
@@ -229,7 +208,7 @@ def live_leaves(slot: Slot) -> tuple[bool, ...]:
     return tuple(not has or next(of_tangents) for has in moving)
 
 
-def has_rows_in_leaves(slot: Slot) -> bool:
+def has_rows_in_leaves(slot: LeafLayout) -> bool:
     """Whether the rows of a Value without `leading_axis` consist of the rows of its leaves. Never if a static
     field has an entry for each axis: it would be wrong for a row."""
     ndim = len(slot.aval.shape)
@@ -241,7 +220,7 @@ def has_rows_in_leaves(slot: Slot) -> bool:
     )
 
 
-def axes_of_rows(slot: Slot) -> Sequence[int | None] | NotImplementedType:
+def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
     """The axis along which each leaf of a Value is cut into rows: from its type, or else its leaves."""
     axes = slot.like.leading_axis()
     if axes is NotImplemented and has_rows_in_leaves(slot):
@@ -254,7 +233,7 @@ def row_aval(aval: Any) -> Any:
     return jexc.mapped_aval(aval.shape[0], 0, aval)
 
 
-def has_in_leaves(slot: Slot, ndim: int) -> bool:
+def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
     """Whether the first `ndim` axes of the array are the first axes of each leaf."""
     for _ in range(0 if slot.treedef is None else ndim):
         axes = axes_of_rows(slot)
@@ -265,7 +244,7 @@ def has_in_leaves(slot: Slot, ndim: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_cut_with_leaves(slot: Slot, axis: int, *, rows: bool = False) -> bool:
+def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> bool:
     """Whether cutting the leaves along an axis (into halves, or rows) cuts the Value.
 
     Each leaf must have the shape of the array, whatever the sizes are, and the parts must materialise as
@@ -316,27 +295,19 @@ def strong(aval: Any) -> Any:
     return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
 
 
-def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[Slot, ...]]:
+def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]:
     """The leaves of all operands in one list, and the slot of each operand."""
     leaves: list[Any] = []
-    slots: list[Slot] = []
+    slots: list[LeafLayout] = []
     for x in operands:
         if is_value(x):
             parts, treedef = jtu.tree_flatten(x)
-            slots.append(Slot(treedef, tuple(_leaf_aval(x, part) for part in parts)))
+            slots.append(LeafLayout(treedef, tuple(_leaf_aval(x, part) for part in parts)))
             leaves += parts
         else:
-            slots.append(Slot(None, (jax.typeof(x),)))
+            slots.append(LeafLayout(None, (jax.typeof(x),)))
             leaves.append(x)
-    return leaves, loosened(slots, operands)
-
-
-def loosened(slots: Sequence[Slot], operands: Sequence[Any], beside: Sequence[Slot] = ()) -> tuple[Slot, ...]:
-    """The slots of the operands, with placeholders marked if a type that has them is around."""
-    classes = [slot.cls for slot in (*slots, *beside) if slot.treedef is not None]
-    if any(map(has_placeholders, classes)):
-        return tuple(slot.loosened(x) for slot, x in zip(slots, operands, strict=True))
-    return tuple(slots)
+    return leaves, marked(slots, operands) if placeholder_types else tuple(slots)
 
 
 def _leaf_aval(value: Value, leaf: Any) -> Any:
@@ -346,7 +317,7 @@ def _leaf_aval(value: Value, leaf: Any) -> Any:
         raise not_an_array(value, leaf) from None
 
 
-def unflatten(slots: Sequence[Slot], leaves: Sequence[Any]) -> list[Any]:
+def unflatten(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
     out, at = [], 0
     for slot in slots:
         out.append(slot.unflatten(leaves[at : at + len(slot)]))
@@ -385,17 +356,17 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
     return axes
 
 
-def spread(items: Sequence[Any], slots: Sequence[Slot]) -> tuple[Any, ...]:
+def spread(items: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
     """Repeats one item per logical operand for each of its leaves."""
     return tuple(x for x, slot in zip(items, slots, strict=True) for _ in slot.avals)
 
 
-def per_slot(slots: Sequence[Slot], items: Sequence[Any]) -> list[Sequence[Any]]:
+def per_slot(slots: Sequence[LeafLayout], items: Sequence[Any]) -> list[Sequence[Any]]:
     """Groups one item per leaf by logical operand."""
     return split(items, *map(len, slots))[:-1]
 
 
-def leaf_specs(slot: Slot, spec: jax.P) -> tuple[jax.P, ...]:
+def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
     """For each leaf of the slot, the partition spec that follows from that of the logical array."""
     if slot.treedef is None or len(slot) == 0:
         return (spec,) * len(slot)

@@ -11,12 +11,12 @@ import jax.tree_util as jtu
 
 from ..._checked import a_or_an
 from .. import compat
-from ..known_constants import has_placeholders, promoted_alone
+from ..placeholders import either, without_guess
 from ..policy import dense, policy_key
 from ..rules import active_layers, resolver
 from ..values import Value, is_value, materialise, replace_fields
 from .linearity import map_parts
-from .slots import Slot, flatten
+from .slots import LeafLayout, flatten
 
 
 class OperandMismatch(TypeError):
@@ -39,34 +39,18 @@ class StructureError(OperandMismatch):
     """Branches, or a loop carry before and after an iteration, hold Values that cannot be unified."""
 
 
-def placeholder(slot: Slot, cls: type[Value]) -> Slot:
-    """Turns a loose slot into one of `cls` of which nothing is known yet; returns another slot unchanged."""
-    if not slot.loose:
-        return slot
-    (aval,) = slot.avals
-    value = promoted_alone(cls, aval)
-    return slot if value is NotImplemented else Slot(jtu.tree_structure(value), slot.avals)
-
-
-def settled(slot: Slot) -> Slot:
-    """The plain slot that a placeholder stands for; returns another slot unchanged."""
-    if len(slot.avals) != 1 or slot.treedef is None or not has_placeholders(slot.cls):
-        return slot
-    plain = Slot(None, slot.avals, loose=1)
-    return plain if placeholder(plain, slot.cls) == slot else slot
-
-
 def without_placeholder(x: Any) -> Any:
-    """The array of a placeholder; returns anything else unchanged."""
+    """The plain array that a guess stands for (see core/placeholders.py); anything else unchanged."""
     (slot,) = flatten([x])[1]
-    return x if settled(slot) is slot else settled(slot).unflatten(jtu.tree_leaves(x))
+    plain = without_guess(slot)
+    return x if plain is slot else plain.unflatten(jtu.tree_leaves(x))
 
 
-def unify(a: Slot, b: Slot, where: str) -> Slot:
-    """The slot that both sides can be converted to with `conform`."""
+def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
+    """The slot that both sides can be converted to with `convert_to`."""
     if a.treedef is None and b.treedef is None:
-        known = min(a.loose, b.loose), a.number if a.number == b.number else None
-        a, b = Slot(None, a.avals, *known), Slot(None, b.avals, *known)
+        known = either(a.constant, b.constant)
+        a, b = LeafLayout(None, a.avals, known), LeafLayout(None, b.avals, known)
     if a == b:
         return a
     if a.strong() == b.strong():
@@ -74,7 +58,7 @@ def unify(a: Slot, b: Slot, where: str) -> Slot:
     if a.treedef is None and b.treedef is None:
         return a  # JAX raises its own error
     if a.treedef is not None and b.treedef is not None:
-        a, b = settled(a), settled(b)
+        a, b = without_guess(a), without_guess(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
     orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))  # a plain array first, to be lifted
@@ -124,13 +108,13 @@ def widened_part(x: Any, like: Any) -> Any:
     return x if lifted[0] else dense(x, "a part of a Value", hint=hint)
 
 
-def dense_apart(x: Any) -> Any:
+def dense_when_incompatible(x: Any) -> Any:
     """The result of `widen` for a Value that cannot take the form of the other: dense, under the policy."""
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
-def dense_where_it_changes(a: Slot, b: Slot) -> Slot:
+def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
     """`a` with the parts that have another form in `b` made dense; all of it, if more than parts differs."""
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
@@ -147,14 +131,14 @@ def _dense_unlike(x: Value, like: Value) -> Any:
     return replace_fields(x, **{name: _dense_unlike(getattr(x, name), getattr(like, name)) for name in parts})
 
 
-def with_dense_parts(slot: Slot) -> Slot:
+def with_dense_parts(slot: LeafLayout) -> LeafLayout:
     """The slot of a Value once the Values that it holds are made dense; that of an array is unchanged."""
     return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialise, x), slot)
 
 
 def can_be_unified(x: Any, like: Any) -> bool:
     """Whether there is a form that both can be converted to."""
-    slots: list[Slot] = []
+    slots: list[LeafLayout] = []
     jax.eval_shape(lambda *both: slots.extend(flatten(both)[1]), x, like)
     first, second = slots
     try:
@@ -164,18 +148,18 @@ def can_be_unified(x: Any, like: Any) -> bool:
     return True
 
 
-def _widened(slot: Slot, like: Slot) -> Slot:
+def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
     """As `widened`, for slots. Memoised: each level of a nest of Values asks for those below it."""
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()
     return _widened_in(context, slot, like)
 
 
 @functools.lru_cache(maxsize=4096)
-def _widened_in(context: Hashable, slot: Slot, like: Slot) -> Slot:
+def _widened_in(context: Hashable, slot: LeafLayout, like: LeafLayout) -> LeafLayout:
     return _slot_of(lambda x: widened(x, like.like), slot)
 
 
-def _slot_of(change: Callable[[Any], Any], slot: Slot) -> Slot:
+def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
     """The slot of the result of `change` for the content of a slot."""
 
     def on_leaves(*leaves: Any) -> None:
@@ -187,7 +171,7 @@ def _slot_of(change: Callable[[Any], Any], slot: Slot) -> Slot:
     return out
 
 
-def conform(x: Any, slot: Slot, what: str) -> Any:
+def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
     """Converts `x` to the form of `slot`: lifts it, materialises it (under the policy), or casts it."""
     (found,) = flatten([x])[1]
     if found == slot:

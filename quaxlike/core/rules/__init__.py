@@ -1,26 +1,28 @@
 """Rules: their registration, the choice of one for a primitive, and the checks of its results."""
 
-from .checks import Checked, RuleError, RuleWarning
 from .registry import (
     GLOBAL,
     Rule,
+    RuleError,
     RuleSet,
+    RuleWarning,
     epoch,
     mark_in_use,
-    need_stack,
     register,
     register_on_either_side,
+    require_stack_depth,
     signature_of,
 )
 from .resolution import (
     Ambiguity,
     AmbiguousRuleError,
+    Checked,
     Resolver,
     active_layers,
-    asking,
     in_order,
     more_specific,
     resolver,
+    use_rule_sets,
 )
 
 __all__ = [
@@ -34,14 +36,14 @@ __all__ = [
     "RuleSet",
     "RuleWarning",
     "active_layers",
-    "asking",
     "epoch",
     "in_order",
     "mark_in_use",
     "more_specific",
-    "need_stack",
     "register",
     "register_on_either_side",
+    "require_stack_depth",
     "resolver",
     "signature_of",
+    "use_rule_sets",
 ]

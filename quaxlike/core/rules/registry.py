@@ -7,6 +7,7 @@ import itertools
 import threading
 import typing
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +18,6 @@ from jaxtyping import AbstractArray, ArrayLike
 from ..._checked import type_hints
 from .. import compat
 from ..values import ArrayValue, Value
-from .checks import RuleError, RuleWarning, warn_once
 
 if TYPE_CHECKING:
     import plum
@@ -25,6 +25,35 @@ if TYPE_CHECKING:
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 _PACKAGE = __name__.partition(".")[0] + "."
+
+
+class RuleError(TypeError):
+    """A rule cannot be used: what it takes or returns does not fit its primitive."""
+
+    __module__ = "quaxlike"
+
+
+class RuleWarning(UserWarning):
+    """A rule or a type that was written for another library works, but less is certain about it than here.
+
+    A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes` (under
+    `jax_enable_checks`, this is a [`quaxlike.RuleError`][]). A handler of an ImplicitArray can never match. A
+    type that refuses to materialise is differentiated by its leaves, or its only leaf decides about control
+    flow. Each rule and each type is warned about once.
+    """
+
+    __module__ = "quaxlike"
+
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()  # rules
+
+
+def warn_once(rule: Any, warning: Warning) -> None:
+    """Warns at the place where the rule was written."""
+    if rule not in _warned:
+        _warned.add(rule)
+        file, _, line = rule.source.rpartition(":")
+        warnings.warn_explicit(warning, None, file, int(line))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -373,11 +402,11 @@ def signature_of(types: Iterable[Any]) -> "plum.Signature":
 
 
 @typing.no_type_check  # type checks would use more of the stack than is counted here
-def need_stack(calls: int = 200) -> None:
+def require_stack_depth(calls: int = 200) -> None:
     """Raises a `RecursionError` if fewer nested calls are left. To be called before plum compares types:
     beartype memoises its errors, and would raise a `RecursionError` again in later calls."""
     if calls:
-        need_stack(calls - 1)
+        require_stack_depth(calls - 1)
 
 
 def _plain_hint(hint: Any) -> Any:

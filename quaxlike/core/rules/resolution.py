@@ -1,4 +1,4 @@
-"""Resolution: the choice of a rule for a primitive, by the types of its operands."""
+"""The choice of a rule for a primitive, by the types of its operands, and the checks of its results."""
 
 import contextlib
 import contextvars
@@ -6,15 +6,31 @@ import dataclasses
 import functools
 import itertools
 import typing
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import equinox as eqx
 import jax
+import jax.core
 import jax.extend.core as jexc
 
-from ..values import Value
-from .checks import Checked, RuleError
-from .registry import GLOBAL, Rule, RuleSet, check_operands, epoch, lock, need_stack, signature_of, type_name
+from .. import compat
+from ..values import KINDS, Value, aval_of, is_value
+from .registry import (
+    GLOBAL,
+    Rule,
+    RuleError,
+    RuleSet,
+    RuleWarning,
+    check_operands,
+    epoch,
+    lock,
+    require_stack_depth,
+    signature_of,
+    type_name,
+    warn_once,
+)
 
 if TYPE_CHECKING:
     import plum
@@ -40,18 +56,18 @@ class Resolver:
 
         **Raises:** `TypeError` for a rule that takes one of the primitive's `params` by position.
         """
-        need_stack()
+        require_stack_depth()
         primitive, *types = key
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
             check_operands(rule, params)
         operands = signature_of(jax.Array if t is None else t for t in types)
         found: list[Callable[..., Any]] = []
         for layer in self.layers:
-            if not any(map(_looks_at_values, layer[primitive])):
+            if not any(map(_has_value_dependent_type, layer[primitive])):
                 matching = [r for r in layer[primitive] if operands <= r.signature]
                 found += in_order(primitive, operands, matching)
             else:
-                found.append(ByValue(operands, layer[primitive]))
+                found.append(ValueDependentRules(operands, layer[primitive]))
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
         found[:] = [Checked(rule, may_decline) for rule in found]
         with lock:
@@ -72,7 +88,7 @@ _jit_layers = jax.make_user_context((GLOBAL,))
 
 
 @contextlib.contextmanager
-def asking(layers: tuple[RuleSet, ...]) -> Iterator[None]:
+def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
     """Puts these rule sets in force inside the block."""
     token = active_layers.set(layers)
     try:
@@ -109,7 +125,7 @@ def in_order(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ByValue:
+class ValueDependentRules:
     """Stands for the rules of a primitive if some are for types that are recognised by the value, not the
     class, of an operand (plum's `__faithful__ = False`). Each call tries those that match its operands."""
 
@@ -120,7 +136,7 @@ class ByValue:
         types = self.operands.types
 
         def matches(rule: Rule) -> bool:
-            if not _looks_at_values(rule):
+            if not _has_value_dependent_type(rule):
                 return self.operands <= rule.signature
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
                 return False
@@ -135,26 +151,26 @@ class ByValue:
         return NotImplemented
 
 
-def _looks_at_values(rule: Rule) -> bool:
+def _has_value_dependent_type(rule: Rule) -> bool:
     """Whether the signature of a rule has a type whose instances are recognised by their value."""
     signature = rule.signature
     hints = (*signature.types, signature.varargs) if signature.has_varargs else signature.types
-    return not signature.is_faithful and any(map(_told_by_value, hints))
+    return not signature.is_faithful and any(map(_is_value_dependent, hints))
 
 
-def _told_by_value(hint: Any) -> bool:
+def _is_value_dependent(hint: Any) -> bool:
     import plum
 
     members = typing.get_args(hint)
     if members and not isinstance(hint, type):
-        return any(map(_told_by_value, members))
+        return any(map(_is_value_dependent, members))
     return isinstance(hint, type) and issubclass(hint, Value) and not plum.is_faithful(hint)
 
 
 def _is_of(x: Any, type_: Any, hint: Any) -> bool:
     """Whether an operand that counts as a `type_` in dispatch is of the annotated type."""
     signature = signature_of([hint])
-    by_value = isinstance(x, Value) and _told_by_value(hint)
+    by_value = isinstance(x, Value) and _is_value_dependent(hint)
     return signature.match((x,)) if by_value else signature_of([type_]) <= signature
 
 
@@ -178,3 +194,127 @@ class Ambiguity:
             f"than the others.\n{listed}\nRegister a rule for exactly these types, give one of them "
             "a `precedence`, or fix the order with nested `quaxify(..., filter_spec=...)`."
         )
+
+
+# -------------------------------------------------------------------------------------------------
+# Checks of results: their number, shapes and dtypes
+# -------------------------------------------------------------------------------------------------
+
+
+class Checked:
+    """A rule for operands of certain types, together with the checks of its results.
+
+    A check costs about as much as tracing the primitive. A rule that has returned a correct result is trusted
+    with the same parameters from then on: for concrete arrays, within one trace, and in other traces for
+    operands of the same shapes and dtypes. Under `jax_enable_checks` it is never trusted.
+
+    If `may_decline`, each call checks whether the operands follow the rules of their type.
+    """
+
+    def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
+        self.rule = rule
+        self._may_decline = may_decline
+        self._right: set[Any] = set()  # trusted parameters; with avals, while tracing
+        self._is_trusted = False  # with any parameters
+        # A trace, and the parameters that are trusted there.
+        self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
+
+    def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        if self._may_decline and not all(x.follows_rules() for x in operands if is_value(x)):
+            return NotImplemented
+        out = self.rule(primitive, operands, params)
+        key: Any = tuple(params.values())
+        here, right_here = self._here
+        try:
+            if here() is compat.current_trace() and key in right_here:
+                return out
+            hash(key)
+        except TypeError:  # unhashable parameters
+            key = None
+        if out is not NotImplemented:
+            self._check(primitive, operands, params, out, key)
+        return out
+
+    def _check(
+        self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any, key: Any
+    ) -> None:
+        if jax.config.jax_enable_checks:
+            check_results(self.rule, primitive, operands, params, out)
+            return
+        if self._is_trusted:
+            return
+        if key is None or any(isinstance(p, jexc.Jaxpr | jexc.ClosedJaxpr) for p in key):
+            check_results(self.rule, primitive, operands, params, out)
+            self._is_trusted = True  # these are unhashable, or a set would keep them alive
+            return
+        trace: Any = compat.current_trace()
+        known = key if compat.is_eval_trace(trace) else (key, *map(_aval, operands))
+        if known not in self._right:
+            check_results(self.rule, primitive, operands, params, out)
+            if len(self._right) >= _MOST_TRUSTED:
+                self._right.clear()
+            self._right.add(known)
+        here, right_here = self._here
+        if here() is not trace or len(right_here) >= _MOST_TRUSTED:
+            right_here = set()
+            self._here = weakref.ref(trace), right_here  # one assignment: other threads have other traces
+        right_here.add(key)
+
+
+_MOST_TRUSTED = 256  # entries of a set of trusted parameters
+
+
+def _aval(x: Any) -> Any:
+    return aval_of(x) if KINDS[type(x)] == "value" else jax.typeof(x)
+
+
+def check_results(
+    rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
+) -> None:
+    """Raises a `RuleError` if `out` cannot be the result of `primitive`; only warns if its dtype differs."""
+    expected = _expected(primitive, operands, params)
+    results = out if primitive.multiple_results else [out]
+    if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
+        number = "" if expected is None else f" of {len(expected)} result(s)"
+        found = f"one of {len(out)}" if isinstance(out, list | tuple) else _found(out)
+        raise RuleError(f"The rule {rule} must return a sequence{number}; found {found}.")
+    for i, x in enumerate(results):
+        which = f" as result {i}" if primitive.multiple_results else ""
+        if not is_value(x) and not eqx.is_array_like(x):
+            raise RuleError(f"The rule {rule} must return an array or a Value{which}; found {_found(x)}.")
+        found = aval_of(x) if is_value(x) else jax.typeof(x)
+        want = None if expected is None else expected[i]
+        if not isinstance(want, jax.core.ShapedArray) or not isinstance(found, jax.core.ShapedArray):
+            continue
+        own_dtypes = any(is_value(x) and x.own_dtypes for x in operands)
+        if found.shape != want.shape or (found.dtype != want.dtype and not own_dtypes):
+            message = (
+                f"The rule {rule} must return {want.str_short()}{which}, as `{primitive}` does for operands "
+                f"of these types; found {_found(x)}."
+            )
+            if found.shape != want.shape:
+                raise RuleError(message)
+            names = sorted({type(x).__name__ for x in operands if is_value(x)})
+            message += (
+                f" If it is meant to have another dtype, set `own_dtypes = True` on {' or '.join(names)}."
+            )
+            if jax.config.jax_enable_checks:
+                raise RuleError(message)
+            warn_once(rule, RuleWarning(message))
+
+
+def _expected(
+    primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any] | None:
+    """The avals that the primitive returns for arrays of these shapes; None if they are unknown."""
+    try:
+        out, _ = primitive.abstract_eval(*map(_aval, operands), **params)
+    except Exception:  # the primitive itself may not take types that its rule does
+        return None
+    return out if primitive.multiple_results else [out]
+
+
+def _found(x: Any) -> str:
+    if is_value(x):
+        return f"{type(x).__name__} of {aval_of(x).str_short()}"
+    return jax.typeof(x).str_short() if eqx.is_array_like(x) else repr(x)

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ...arrays.lora import LoraArray
-from ...surgery.conventions import is_norm
-from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
+from ...surgery.weight_axes import Layout, is_norm
 
 _FIELDS = {"kernel": "weight", "embedding": "weight", "embeddings": "weight", "w": "weight", "b": "bias"}
 _OF_NORMS = {"scale": "weight", "offset": "bias"}

@@ -18,7 +18,7 @@ from ..._checked import a_or_an
 from ...arrays.lora import RANK, LoraArray, labels
 from ...core.values import is_value
 from ...surgery.inits import as_matrix, svd, taken_by, with_factors
-from ...surgery.trees import named_arrays, near, replace
+from ...surgery.trees import named_arrays, replace, suggestion
 from .config import CHANGES_BASE
 
 _HINT = (
@@ -54,7 +54,7 @@ def relative_to_base(model: PyTree, base: PyTree) -> PyTree:
     for name, lora in named_arrays(model).items():
         if isinstance(lora, LoraArray):
             if name not in arrays:
-                raise ValueError(f"`base` has no {name}, which the model adapts. {near(name, arrays)}")
+                raise ValueError(f"`base` has no {name}, which the model adapts. {suggestion(name, arrays)}")
             w = arrays[name]
             new[name] = _relative(name, lora, w.w if isinstance(w, LoraArray) else w)
     return replace(model, new)

@@ -15,14 +15,13 @@ from ..._checked import checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...families import names_of
-from ...surgery.conventions import MATRIX
 from ...surgery.inits import initialise
-from ...surgery.layouts import Layouts, layouts_of
 from ...surgery.loraify import blank
-from ...surgery.notation import Layout
 from ...surgery.patterns import PatternError
+from ...surgery.records import Layouts, records_of
 from ...surgery.select import select
-from ...surgery.trees import layer_of, named_arrays, near, replace
+from ...surgery.trees import layer_of, named_arrays, replace, suggestion
+from ...surgery.weight_axes import MATRIX, Layout
 from ..files.errors import CheckpointError, file_error, hub_hint
 from ..files.file_pair import consistent
 from ..files.tensors import Tensors, open_tensors
@@ -130,7 +129,8 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
             }
     arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
-    layouts = layouts_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
+    records = records_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
+    layouts = {name: record.layout for name, record in records.items()}
     parameters = [
         new
         for new, (name, leaf) in arrays.items()
@@ -318,7 +318,7 @@ def _check_layers(
         if layer not in layers:
             shapes = {layer: leaf for layer, (_, leaf) in layers.items()}
             raise file.error(
-                next(iter(keys.values())), f"the model has no layer {layer!r}. {near(layer, shapes)}"
+                next(iter(keys.values())), f"the model has no layer {layer!r}. {suggestion(layer, shapes)}"
             )
     if config.target_modules is None and not config.target_parameters:
         return
@@ -453,7 +453,7 @@ def _trained_in_full(
             )
     for new, key in file.trained.items():
         if new not in wanted:
-            hint = near(new, held) if new not in arrays else "modules_to_save and bias do not name it."
+            hint = suggestion(new, held) if new not in arrays else "modules_to_save and bias do not name it."
             raise file.error(key, f"is not expected. {hint}")
     return {new: file.trained[new] for new in wanted}
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...arrays.lora import LoraArray
-from ...surgery.notation import Layout
 from ...surgery.trees import layer_of
+from ...surgery.weight_axes import Layout
 
 _WRAPPED = ".base_layer"
 # The parameters that come first in their modules, whatever the order of a model's dict.

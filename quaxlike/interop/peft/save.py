@@ -15,9 +15,9 @@ from ..._checked import a_or_an, checked
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...families import names_of
-from ...surgery.layouts import Layouts, layouts_of
-from ...surgery.notation import Layout
+from ...surgery.records import Layouts, records_of
 from ...surgery.trees import layer_of
+from ...surgery.weight_axes import Layout
 from .axes import part_shapes, stored_as, why_unsupported
 from .config import PREFIX, files_of
 from .initial import initialisation, relative_to_base
@@ -85,7 +85,7 @@ def save_adapter(
     if rename is None and task_type == "FEATURE_EXTRACTION":
         rename = without_head
     arrays = names_in_file(model, rename)
-    layouts = layouts_of(model, layout)
+    layouts = {name: record.layout for name, record in records_of(model, layout).items()}
     adapters = {
         layer_of(new): _Adapter(name, leaf, _layout(name, leaf, layouts[name]))
         for new, name, leaf in arrays

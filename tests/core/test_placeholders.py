@@ -13,7 +13,7 @@ import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import DimensionError, Unitful
 from quaxlike.arrays.zero import Zero
-from quaxlike.core import known_constants
+from quaxlike.core import placeholders
 
 
 @pytest.fixture
@@ -55,21 +55,21 @@ def loop(body, *carry):
     ],
 )
 def test_what_a_plain_array_is_filled_with(inside, f, number):
-    assert inside(lambda: known_constants.constant_of(f())) == number
+    assert inside(lambda: placeholders.constant_of(f())) == number
     seen = []
-    jax.jit(lambda: inside(lambda: seen.append(known_constants.constant_of(f()))))()
+    jax.jit(lambda: inside(lambda: seen.append(placeholders.constant_of(f()))))()
     assert seen == [number]
 
 
 @pytest.mark.slow
 def test_nothing_is_kept_alive(inside):
     gc.collect()
-    before = len(known_constants._known)
+    before = len(placeholders._known)
     for _ in range(5):
         inside(lambda: jnp.zeros(3) * 2.0)
         jax.make_jaxpr(lambda: inside(lambda: jnp.zeros(3) * 2.0))()
     gc.collect()
-    assert len(known_constants._known) <= before
+    assert len(placeholders._known) <= before
 
 
 def test_the_result_of_a_callback_is_an_array_like_any_other():
@@ -163,7 +163,7 @@ def test_nothing_is_followed_where_no_type_asks_for_it():
 
     def f(x):
         zeros = jnp.zeros(3)
-        seen.append(known_constants.constant_of(zeros))
+        seen.append(placeholders.constant_of(zeros))
         return x * zeros
 
     ql.quaxify(f)(Zero((3,), jnp.float32))

@@ -1,12 +1,16 @@
-"""Plain arrays that are known to be filled with one number, such as the zeros that a library starts from.
+"""Placeholders: the zeros, say, that a library starts a loop from, before it is known in which unit they are.
 
-A plain array is never boxed, so what is known of it is kept in a table for as long as it lives. Constants are
-tracked only inside a `quaxify` that holds a Value of a type with placeholders, such as a quantity in a unit.
+All that the interpreter does for types whose `promote` can be called without `like`, such as quantities in
+units, is here. It costs nothing while no such type is defined (`values.placeholder_types`).
+
+A placeholder is a plain array that is known to be filled with 0, infinity or NaN. A plain array is never
+boxed, so the number that fills it is kept in a table for as long as it lives, once a running `quaxify` holds
+a Value of such a type. A placeholder in a loop's carry is first replaced by what `promote` makes of it
+without `like`, a *guess*; iterations show what it becomes.
 """
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from . import compat
-from .values import KINDS, Value, as_shapes, is_value, probing
+from .values import Value, as_shapes, is_value, placeholder_types, probing, takes_no_like
 
 # Stands for the number if it is 0, infinity or NaN, but it is not known which.
 OPEN = np.float64("nan")
@@ -69,10 +73,10 @@ _FOLLOWED = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _C
 @functools.cache
 def has_placeholders(cls: type[Value]) -> bool:
     """Whether `promote` of the class can turn an array into a value without a `like`."""
-    like = inspect.signature(cls.promote).parameters.get("like")
-    if like is None or like.default is like.empty:
-        return False
-    return promoted_alone(cls, jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
+    return (
+        takes_no_like(cls)
+        and promoted_alone(cls, jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
+    )
 
 
 def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
@@ -90,32 +94,13 @@ def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
     return value
 
 
-def asks_for_constants(value: Value) -> bool:
+def holds_type_with_placeholders(value: Value) -> bool:
     """Whether the type of a Value, or of a Value that it holds, has placeholders."""
     cls: Any = type(value)
-    asks, names = _asking(cls)
-    if asks:
+    if has_placeholders(cls):
         return True
-    for name in names:  # no generator, for speed: this runs for every Value that enters a quaxified function
-        part = getattr(value, name, None)
-        if KINDS[type(part)] != "array" and _part_asks(part):
-            return True
-    return False
-
-
-@functools.cache
-def _asking(cls: Any) -> tuple[bool, tuple[str, ...]]:
-    """Whether the type has placeholders, and the names of its fields that may hold Values."""
-    names = (f.name for f in dataclasses.fields(cls) if not f.metadata.get("static"))
-    return has_placeholders(cls), tuple(names)
-
-
-def _part_asks(part: Any) -> bool:
-    if isinstance(part, Value):
-        return asks_for_constants(part)
-    if not isinstance(part, tuple | list | dict):
-        return False
-    return any(is_value(x) and asks_for_constants(x) for x in jtu.tree_leaves(part, is_leaf=is_value))
+    parts = jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x))
+    return any(is_value(x) and holds_type_with_placeholders(x) for x in parts)
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
@@ -165,7 +150,7 @@ def _lasting(number: Any) -> Any:
 
 def _results_of_code(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
     if name == "cond":
-        return functools.reduce(_either, (_results_of(b, numbers[1:]) for b in params["branches"]))
+        return functools.reduce(_elementwise, (_results_of(b, numbers[1:]) for b in params["branches"]))
     if name == "while":
         at = params["cond_nconsts"]
         start = at + params["body_nconsts"]
@@ -180,15 +165,13 @@ def _results_of_code(name: str, numbers: Sequence[Any], params: dict[str, Any]) 
     return _results_of(params[_CODE[name]], numbers)
 
 
-def _either(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
-    """The numbers that fill results that come from either side."""
-    both = lambda x, y: OPEN if _is_placeholder(x) and _is_placeholder(y) else None
-    return [x if x is y or x == y else both(x, y) for x, y in zip(xs, ys, strict=True)]
+def _elementwise(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
+    return list(map(either, xs, ys))
 
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
     """The numbers that fill a loop's carry, however often the body runs."""
-    while (after := _either(carry, body(carry))) != carry:
+    while (after := _elementwise(carry, body(carry))) != carry:
         carry = after
     return carry
 
@@ -204,7 +187,7 @@ def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
 
 
 def _interpret(jaxpr: jexc.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]:
-    opened = compat.opened(jaxpr)
+    opened = compat.open_jaxpr(jaxpr)
     of = dict(zip(compat.all_invars(opened), [*map(constant_of, jaxpr.consts), *numbers], strict=True))
     read = lambda atom: constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
     for eqn in opened.eqns:
@@ -227,7 +210,8 @@ def note_constant(array: Any, number: Any) -> None:
 
 
 def constant_of(x: Any) -> Any:
-    """The number, or `OPEN`, that is known to fill the plain array `x`; None if unknown or not an array."""
+    """The constant that `x` is known to be filled with: a number, `OPEN` (0, infinity or NaN, unknown which),
+    or None."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
@@ -240,21 +224,121 @@ def _is_extended(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def lasting_constant_of(x: Any) -> Any:
-    """As `constant_of`, if it stays known beyond one equation: 0, `OPEN`, 1, or an extreme of a dtype."""
-    return _lasting(constant_of(x))
-
-
 def may_be_placeholder(x: Any) -> bool:
     """Whether all elements of `x` are known to be 0, infinity or NaN, as in a buffer to be written to."""
     return _is_placeholder(constant_of(x))
 
 
-def is_zero(x: Any) -> bool:
-    number = constant_of(x)
-    return number is not None and bool(number == 0)
-
-
 def is_open(x: Any) -> bool:
     """Whether `x` is known to hold 0, infinity or NaN, but not which."""
     return constant_of(x) is OPEN
+
+
+# -------------------------------------------------------------------------------------------------
+# Slots of plain arrays that are known to be filled with one number
+# -------------------------------------------------------------------------------------------------
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two numbers, or `OPEN`, or None, are the same."""
+    return a is b or a == b
+
+
+def either(a: Any, b: Any) -> Any:
+    """The number that fills an array that is one of two, filled with `a` and `b`."""
+    if same(a, b):
+        return a
+    return OPEN if _is_placeholder(a) and _is_placeholder(b) else None
+
+
+def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """The slots of `operands`, with the numbers that are known to fill plain arrays, if a type that has
+    placeholders is in one of these slots or of those `beside`."""
+    classes = (
+        [slot.cls for slot in (*slots, *beside) if slot.treedef is not None] if placeholder_types else []
+    )
+    return tuple(map(with_constant, slots, operands) if any(map(has_placeholders, classes)) else slots)
+
+
+def with_constant(slot: Any, x: Any) -> Any:
+    """The slot of `x`, with the number that is known to fill `x` if it is a plain array."""
+    if slot.treedef is not None or not _has_dtype(slot.avals[0], jnp.number):
+        return slot
+    return dataclasses.replace(slot, constant=_lasting(constant_of(x)))
+
+
+def as_carry(slot: Any) -> Any:
+    """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
+    start from zero, but are not placeholders."""
+    is_open = _is_placeholder(slot.constant) and _has_dtype(slot.avals[0], jnp.inexact)
+    return dataclasses.replace(slot, constant=OPEN if is_open else None)
+
+
+def _has_dtype(aval: Any, kind: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # a token has none
+
+
+def _guessed(slot: Any, cls: type[Value]) -> Any:
+    """The slot of a placeholder as one of `cls` of which nothing else is known; another slot unchanged."""
+    if not _is_placeholder(slot.constant):
+        return slot
+    value = promoted_alone(cls, slot.avals[0])
+    if value is NotImplemented:
+        return slot
+    return dataclasses.replace(slot, treedef=jtu.tree_structure(value), constant=None)
+
+
+def without_guess(slot: Any) -> Any:
+    """The plain slot that a guess stands for; another slot unchanged."""
+    if (
+        not placeholder_types
+        or len(slot.avals) != 1
+        or slot.treedef is None
+        or not has_placeholders(slot.cls)
+    ):
+        return slot
+    plain = dataclasses.replace(slot, treedef=None, constant=OPEN)
+    return plain if _guessed(plain, slot.cls) == slot else slot
+
+
+def with_revealed_types(
+    init: Sequence[Any],
+    carry: tuple[Any, ...],
+    results_for: Callable[[Sequence[Any]], Sequence[Any]],
+    cls: type[Value],
+    unify: Callable[[Any, Any, str], Any],
+) -> tuple[Any, ...] | None:
+    """Lifts those plain arrays of a loop's carry that turn out to be Values.
+
+    Libraries start loops from placeholders (`jnp.zeros`) that become, say, metres in the first iteration.
+    Nothing is assumed about them at first; what an iteration reveals is assumed in the next, until nothing
+    new is found.
+
+    **Arguments:**
+
+    - `init`, `carry`: what the loop starts from, and its slots.
+    - `results_for`: the slots after an iteration with a carry in the given ones.
+    - `cls`: the type that an operation in the loop asked for.
+
+    **Returns:** the slots of the carry; None if no plain array turns out to be a Value.
+    """
+    start = tuple(
+        _guessed(as_carry(with_constant(slot, x)), cls) for slot, x in zip(carry, init, strict=True)
+    )
+
+    def tells(a: Any, b: Any, plain_tells: bool) -> bool:
+        is_plain = b.treedef is None and plain_tells and not _is_placeholder(b.constant)
+        return without_guess(a) is not a and (is_plain or (b.treedef is not None and without_guess(b) is b))
+
+    for plain_tells in (False, True):  # whether a plain result shows that the carry is a plain array
+        known, before = start, None
+        while known != before:
+            before, after = known, results_for(known)
+            known = tuple(
+                unify(without_guess(a), b, "A loop's carry") if tells(a, b, plain_tells) else a
+                for a, b in zip(before, after, strict=False)
+            )
+        lifted = tuple(map(without_guess, known))
+        if not all(a.has_structure_of(b) for a, b in zip(lifted, carry, strict=True)):
+            return lifted
+    return None

@@ -1,5 +1,6 @@
-"""Which axes of a model's weights are outputs and which are inputs: the one place that says so."""
+"""The arrays of a model, looked at once: a record for each, with its layout and its bias."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,10 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
-from . import conventions
-from .conventions import MATRIX
-from .notation import Layout
-from .trees import bias_of, leaves_with_path, matches, named_arrays, near, owner_of, path_of
+from . import weight_axes
+from .trees import bias_of, leaves_with_path, matches, owner_of, path_of, suggestion
+from .weight_axes import MATRIX, Layout
 
 LayoutLike = str | Layout | None
 Layouts = LayoutLike | Mapping[str, LayoutLike]
@@ -63,27 +63,38 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
         ql.layouts({"mixer": jnp.ones((8, 16))}, {"mixer": "io"})
         ```
     """
-    return layouts_of(model, layout)
+    return {name: record.layout for name, record in records_of(model, layout).items()}
 
 
-def layouts_of(
-    model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False
-) -> dict[str, Layout | None]:
-    """`layouts`; with `fan_in_fan_out`, matrices that are `(out, in)` by convention are `(in, out)`."""
-    arrays = named_arrays(model)
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What surgery knows of one array of a model, or of a Value, which counts as one."""
+
+    array: Any
+    layout: Layout | None
+    """Which of its axes are outputs and which inputs; None for an array that is not a weight of a layer."""
+    bias: str | None
+    """The name of the bias beside it, if its layer has one."""
+
+
+def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
+    """The records of all arrays of a model, by name. With `fan_in_fan_out`, matrices that are `(out, in)` by
+    convention are `(in, out)`."""
+    found = {path_of(path, model): (path, leaf) for path, leaf in leaves_with_path(model)}
+    arrays = {name: leaf for name, (_, leaf) in found.items()}
     stated = _stated(arrays, layout)
     otherwise = layout if isinstance(layout, str | Layout) else "io" if fan_in_fan_out else None
-    out: dict[str, Layout | None] = {}
-    for path, leaf in leaves_with_path(model):
-        name = path_of(path, model)
+    records: dict[str, Record] = {}
+    for name, (path, leaf) in found.items():
+        bias = bias_of(name, arrays)
         if name in stated:
-            out[name] = _checked(name, leaf, stated[name], arrays)
-            continue
-        found = _found(name, leaf, owner_of(model, path), arrays)
-        if otherwise is not None and _is_open(found, leaf):
-            found = _checked(name, leaf, otherwise, arrays)
-        out[name] = found
-    return out
+            own = _checked(name, leaf, stated[name], bias, arrays)
+        else:
+            own = _found(name, leaf, owner_of(model, path), bias, arrays)
+            if otherwise is not None and _is_open(own, leaf):
+                own = _checked(name, leaf, otherwise, bias, arrays)
+        records[name] = Record(leaf, own, bias)
+    return records
 
 
 def _stated(arrays: Mapping[str, Any], layout: Layouts) -> dict[str, LayoutLike]:
@@ -91,29 +102,27 @@ def _stated(arrays: Mapping[str, Any], layout: Layouts) -> dict[str, LayoutLike]
     for pattern, value in layout.items() if isinstance(layout, Mapping) else ():
         names = [name for name in arrays if matches(pattern, name, regex=False)]
         if not names:
-            raise ValueError(
-                f"{pattern!r} in `layout` matches none of the arrays of the model. {near(pattern, arrays)}"
-            )
+            hint = suggestion(pattern, arrays)
+            raise ValueError(f"{pattern!r} in `layout` matches none of the arrays of the model. {hint}")
         # The name of a layer stands for its weight; the name of an array takes precedence over it.
         stated |= {name: value for name in names if name not in stated or name.endswith(pattern)}
     return stated
 
 
-def _found(name: str, leaf: Any, owner: Any, arrays: Mapping[str, Any]) -> Layout | None:
+def _found(name: str, leaf: Any, owner: Any, bias: str | None, arrays: Mapping[str, Any]) -> Layout | None:
     if not (len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)):
         return None
-    field = name.rpartition(".")[2]
-    by_class = conventions.by_class(owner, field, tuple(leaf.shape))
+    shape = tuple(leaf.shape)
+    by_class = weight_axes.by_class(owner, name.rpartition(".")[2], shape)
     if by_class != "not known":
         return by_class
-    bias = bias_of(name, arrays)
-    shapes = {n: tuple(arrays[n].shape) for n in arrays} if len(leaf.shape) > 2 else {}
-    return conventions.by_name(
-        name, tuple(leaf.shape), None if bias is None else tuple(arrays[bias].shape), shapes
-    )
+    shapes = {n: tuple(arrays[n].shape) for n in arrays} if len(shape) > 2 else {}
+    return weight_axes.by_name(name, shape, None if bias is None else tuple(arrays[bias].shape), shapes)
 
 
-def _checked(name: str, leaf: Any, layout: LayoutLike, arrays: Mapping[str, Any]) -> Layout | None:
+def _checked(
+    name: str, leaf: Any, layout: LayoutLike, bias: str | None, arrays: Mapping[str, Any]
+) -> Layout | None:
     """The user's own layout, checked against the shapes of the array and its bias."""
     if layout is None:
         return None
@@ -121,7 +130,6 @@ def _checked(name: str, leaf: Any, layout: LayoutLike, arrays: Mapping[str, Any]
     shape = tuple(leaf.shape)
     if len(layout.out_axes) + len(layout.in_axes) > len(shape):
         raise ValueError(f"The layout {layout} has more axes than {name}, which is of shape {shape}.")
-    bias = bias_of(name, arrays)
     if bias is not None and not layout.fits(shape, tuple(arrays[bias].shape)):
         raise ValueError(
             f"The layout {layout} of {name} {shape} gives outputs of {layout.out_shape(shape)}; "
@@ -130,16 +138,17 @@ def _checked(name: str, leaf: Any, layout: LayoutLike, arrays: Mapping[str, Any]
     return layout
 
 
-def known(name: str, leaf: Any, layout: Layout | None) -> Layout:
+def require_layout(name: str, record: Record) -> Layout:
     """The layout of a weight to adapt or quantise; raises if it cannot be told."""
+    layout = record.layout
     if layout is not None and layout.is_known:
         return layout
     if layout is not None and layout.kind == "other" and "." not in name:
         return MATRIX
-    shape = tuple(leaf.shape)
+    shape = tuple(record.array.shape)
     raise ValueError(
         f"It cannot be told which axes of {name} {shape} are outputs and which are inputs: neither its layer "
-        f"nor its name says so. {hint(name, shape)}"
+        f"nor its name says so. {how_to_state_layout(name, shape)}"
     )
 
 
@@ -150,7 +159,7 @@ def _is_open(layout: Layout | None, leaf: Any) -> bool:
     return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)
 
 
-def hint(name: str, shape: tuple[int, ...]) -> str:
+def how_to_state_layout(name: str, shape: tuple[int, ...]) -> str:
     """A hint for users on how to state a layout that cannot be told."""
     examples = {2: "'io' for (in, out), 'oi' for (out, in)"}.get(
         len(shape), "'ioo' for (in, heads, dim), 'iio' for (heads, dim, out), 'io' for a stack of (in, out)"

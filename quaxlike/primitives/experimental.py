@@ -1,42 +1,49 @@
-"""Taylor coefficients of a defined primitive, for `jax.experimental.jet`.
+"""Rules of a primitive for `jax.experimental`: Taylor coefficients for jet, costs for roofline.
 
-jet has its own table of rules. The rule here only needs the primitive's derivative: the coefficients of
-`f(x(t))` are those of `f'(x(t)) x'(t)`, each divided by its order.
+The rule for jet needs only the primitive's derivative: the coefficients of `f(x(t))` are those of
+`f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther, Evaluating Derivatives, chapter 13).
 
-Griewank & Walther, Evaluating Derivatives, chapter 13.
+FLOPs are those of the function that the primitive was defined from, with every iteration of a `scan` counted,
+or the result of its slot `flops`. Bytes are those of its operands and results, as for a kernel that keeps
+intermediate results on the chip.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
 from .derive import result_tangents
-from .forms import merge, split
-from .layout import Params, zero_tangent
+from .forms import Params, merge, split, zero_tangent
+from .primitive import DefinedPrimitive
 
-if TYPE_CHECKING:
-    from .define import DefinedPrimitive
-
+# They are experimental: a later release may lack them.
 try:
     from jax.experimental import jet as jax_jet
-except ImportError:  # it is experimental: a later release may lack it
+except ImportError:
     jax_jet = None
+try:
+    from jax.experimental import roofline
+except ImportError:
+    roofline = None
 
 
-def register(p: "DefinedPrimitive") -> None:
-    """Registers the rule for a primitive with `jax.experimental.jet`."""
+def register(p: DefinedPrimitive) -> None:
+    """Registers the rules of a primitive with `jax.experimental.jet` and `jax.experimental.roofline`."""
     if jax_jet is not None:
         jax_jet.jet_rules[p] = functools.partial(jet, p)
+    if roofline is not None:
+        roofline.register_roofline(p)(functools.partial(_cost, p))
 
 
 def jet(
-    p: "DefinedPrimitive", primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
+    p: DefinedPrimitive, primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
 ) -> tuple[Any, Any]:
     """The results, and for each its Taylor coefficients from the first order on.
 
@@ -74,7 +81,7 @@ def jet(
 
 
 def _derivative(
-    p: "DefinedPrimitive",
+    p: DefinedPrimitive,
     live: Sequence[bool],
     moving: Sequence[Any],
     tangents: Sequence[Any],
@@ -99,3 +106,29 @@ def _is_constant(primal: Any, terms: Sequence[Any]) -> bool:
 
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+
+
+def _cost(p: DefinedPrimitive, ctx: Any, *_: Any, **params: Any) -> Any:
+    assert roofline is not None
+    operands = ctx.avals_in
+    by_hand = p.slot("flops")
+    flops = by_hand(*operands, **params) if by_hand.registered else _flops_of(p.jaxpr(operands, params))
+    size = roofline.RooflineShape.total_bytes
+    moved = 0 if ctx.pin_lhs_in_vmem else size(operands[:1]) + size(ctx.avals_out)
+    moved += 0 if ctx.pin_rhs_in_vmem else size(operands[1:])
+    return roofline.RooflineResult(flops=flops, unfused_flops=flops, hbm_bytes=moved, unfused_hbm_bytes=moved)
+
+
+def _flops_of(jaxpr: Any) -> int:
+    return sum(map(_flops, getattr(jaxpr, "jaxpr", jaxpr).eqns))
+
+
+def _flops(eqn: JaxprEqn) -> int:
+    """The FLOPs that JAX counts for this equation."""
+    assert roofline is not None
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if inner is not None:
+        return eqn.params.get("length", 1) * _flops_of(inner)
+    call = lambda *operands: eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]  # pyright: ignore
+    return roofline.roofline(call)(*shapes)[1].flops

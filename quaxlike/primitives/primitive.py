@@ -1,0 +1,395 @@
+"""The class of primitives that are defined from one function."""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.core
+import jax.tree_util as jtu
+import numpy as np
+from jax.extend.core import Primitive, mapped_aval
+from jax.interpreters import mlir, xla
+
+from ..core import compat
+from .forms import (
+    Batch,
+    Flat,
+    Form,
+    Jvp,
+    Rules,
+    Transpose,
+    Vjp,
+    symbolic_tangents,
+    unflatten,
+    without_form,
+    without_tree,
+)
+from .partitioning import Partitioning
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_lock = threading.RLock()
+
+_Impls = Mapping[str | None, Callable[..., Any]]
+_Static = tuple[str | None, tuple[tuple[str, Hashable], ...]]
+
+
+class MissingRuleError(NotImplementedError):
+    """A primitive has no rule in the slot that was called."""
+
+
+class Slot:
+    """A named place for one rule of a primitive; calling it calls the rule.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        from quaxlike.primitives import define_primitive
+
+        half_p = define_primitive("half", lambda x: x / 2)
+
+        @half_p.slot("cost").register
+        def _(x):
+            return x.size
+
+        half_p.slot("cost")(jnp.ones(3))  # 3
+        ```
+    """
+
+    def __init__(self, primitive_name: str, name: str) -> None:
+        self.primitive_name = primitive_name
+        self.name = name
+        self._rule: Callable[..., Any] | None = None
+
+    def register(self, rule: _F) -> _F:
+        """Puts `rule` into the slot, in place of an existing one, and returns it."""
+        if not callable(rule):
+            raise TypeError(
+                f"slot {self.name!r} of primitive {self.primitive_name!r} takes a function; found {rule!r}"
+            )
+        self._rule = rule
+        return rule
+
+    @property
+    def registered(self) -> bool:
+        """Whether the slot holds a rule."""
+        return self._rule is not None
+
+    @property
+    def rule(self) -> Callable[..., Any]:
+        """The rule in the slot. Raises `MissingRuleError` if there is none."""
+        if self._rule is None:
+            raise MissingRuleError(
+                f"primitive {self.primitive_name!r} has no rule in slot {self.name!r}; register "
+                f"one with `primitive.slot({self.name!r}).register(rule)`"
+            )
+        return self._rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.rule(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        state = "registered" if self.registered else "empty"
+        return f"<slot {self.name!r} of {self.primitive_name!r}, {state}>"
+
+
+class DefinedPrimitive(Primitive):
+    """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
+
+    It is an ordinary `jax.extend.core.Primitive`: equations carry it, and rules can be registered for it. Its
+    derivatives and batched forms are primitives too, so that they can be recognised in a jaxpr and given
+    their own rules: `jvp_p` (tangents of its results), `vjp_p` (cotangents of its operands), `transpose_p`
+    (itself, transposed in operands it is linear in) and `batch_p` (itself, mapped over an axis). Each of them
+    has the same four in turn. The parameters of a derived primitive are those of its root and `forms`, a
+    tuple whose last entry says how its operands and results relate to its parent's; it always has multiple
+    results.
+
+    **Attributes:**
+
+    - `root`: the primitive this one was derived from; itself for one that was defined.
+    - `parent`: the primitive this one is a form of; None for one that was defined.
+    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None for one that was defined.
+    - `impl_fn`: the function the root was defined from.
+    """
+
+    # The interpreter of Values recognises all of these primitives by this.
+    family: ClassVar[str] = "defined"
+
+    def __init__(
+        self,
+        name: str,
+        impls: _Impls,
+        *,
+        multiple_results: bool,
+        rules: Rules,
+        install: Callable[["DefinedPrimitive"], None],
+        partitioning: Partitioning | Callable[..., Partitioning] | None = None,
+        parent: "DefinedPrimitive | None" = None,
+        form: type[Form] | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.multiple_results = multiple_results
+        self.rules = rules
+        self._install = install
+        self.parent = parent
+        self.form = None if form is None else form.__name__.lower()
+        self._impls = impls
+        self._partitioning = partitioning
+        self._slots: dict[str, Slot] = {}
+        self._forms: dict[type[Form], DefinedPrimitive] = {}
+        # JAX caches traces by function object and static arguments, so trace these instead of closures over
+        # the parameters.
+        self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
+        self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
+        self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
+        self._results_tree = functools.lru_cache(maxsize=None)(self._find_results_tree)
+
+        self.def_impl(functools.partial(xla.apply_primitive, self))
+        self.def_effectful_abstract_eval(self._abstract_eval)
+        install(self)
+        for platform in impls:
+            lowered = functools.partial(self._evaluate_on, platform)
+            rule = mlir.lower_fun(lowered, multiple_results=multiple_results)
+            mlir.register_lowering(self, rule, platform=platform)
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        """Binds the primitive.
+
+        **Arguments:**
+
+        - `args`: the operands: arrays, or pytrees of arrays.
+        - `params`: static parameters; hashable.
+
+        **Returns:** the result of the function that the primitive was defined from.
+
+        **Raises:** `TypeError` for an operand that is not an array, and for a parameter that is an
+        array or cannot be hashed.
+        """
+        for name, value in params.items():
+            self._check_param(name, value)
+        paths_and_leaves, in_tree = jtu.tree_flatten_with_path(args)
+        leaves = [leaf for _, leaf in paths_and_leaves]
+        avals = tuple(self._aval_of(path, leaf) for path, leaf in paths_and_leaves)
+        if self.parent is None and in_tree != _flat_tree(len(args)):
+            params["in_tree"] = in_tree
+        out = self.bind(*leaves, **params)
+        if not self.multiple_results:
+            return out
+        return jtu.tree_unflatten(self.results_tree(avals, params), out)
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        try:
+            return super().bind(*args, **params)
+        except TypeError:
+            for name, value in params.items():
+                self._check_param(name, value)
+            raise
+
+    @property
+    def root(self) -> "DefinedPrimitive":
+        return self if self.parent is None else self.parent.root
+
+    @property
+    def impl_fn(self) -> Callable[..., Any]:
+        return self.root._impls[None]
+
+    @property
+    def jvp_p(self) -> "DefinedPrimitive":
+        return self._derived(Jvp)
+
+    @property
+    def vjp_p(self) -> "DefinedPrimitive":
+        return self._derived(Vjp)
+
+    @property
+    def transpose_p(self) -> "DefinedPrimitive":
+        return self._derived(Transpose)
+
+    @property
+    def batch_p(self) -> "DefinedPrimitive":
+        return self._derived(Batch)
+
+    def slot(self, name: str) -> Slot:
+        """The slot for the rule called `name`.
+
+        Register a rule with `p.slot("cost").register(rule)`, and call it with `p.slot("cost")(...)`.
+
+        **Arguments:**
+
+        - `name`: any name; slots are created on demand.
+
+        **Returns:** the [`Slot`][quaxlike.primitives.Slot].
+        """
+        with _lock:
+            return self._slots.setdefault(name, Slot(self.name, name))
+
+    def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
+        """The primitive's function, on flat operands of the types `avals`."""
+        return self._trace((None, _sorted_items(params)), *avals)
+
+    def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
+        """The structure of the primitive's result for flat operands of the types `avals`."""
+        return self._results_tree(tuple(avals), _sorted_items(params))
+
+    def nonzero_tangents(
+        self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
+    ) -> tuple[bool, ...]:
+        """Which results can have nonzero tangents if the `nonzero` operands do."""
+        tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
+        _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
+        return tuple(tangent is not None for tangent in out)
+
+    def _evaluate_flat(self, static: _Static, *operands: Any) -> list[Any]:
+        platform, params = static
+        return self._flat(platform, dict(params))(*operands)
+
+    def _evaluate_tree(self, static: _Static, *operands: Any) -> Any:
+        platform, params = static
+        return self._call(platform, dict(params))(*operands)
+
+    def _tangents(
+        self, static: _Static, nonzero: Sequence[bool], primals: list[Any], tangents: list[Any]
+    ) -> list[Any]:
+        platform, params = static
+        fn = self._flat(platform, dict(params))
+        return symbolic_tangents(fn, nonzero, primals, tangents)
+
+    def _derived(self, form: type[Form]) -> "DefinedPrimitive":
+        with _lock:
+            if form not in self._forms:
+                # Another backend's kernel can be mapped over an axis, not differentiated.
+                impls: _Impls = self._impls if form is Batch else {None: self._impls[None]}
+                self._forms[form] = DefinedPrimitive(
+                    f"{self.name}.{form.__name__.lower()}",
+                    impls,
+                    multiple_results=True,
+                    rules=Rules(),
+                    install=self._install,
+                    parent=self,
+                    form=form,
+                )
+            return self._forms[form]
+
+    def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
+        """The primitive's function of flat operands, which returns a list of results."""
+        if self.parent is not None:
+            form, below = without_form(params)
+            return functools.partial(form.evaluate, self.parent._flat(platform, below))
+        fn = self._call(platform, params)
+        return lambda *operands: jtu.tree_leaves(fn(*operands))
+
+    def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
+        """The primitive's function of flat operands, which returns the tree of results."""
+        if self.parent is not None:
+            return self._flat(platform, params)
+        in_tree, static = without_tree(params)
+        impl = self._impls[platform]
+
+        def fn(*operands: Any) -> Any:
+            out = impl(*unflatten(in_tree, operands), **static)
+            if not self.multiple_results and not jtu.all_leaves([out]):
+                raise TypeError(
+                    f"primitive {self.name!r} has one result, but {where(impl)} returned "
+                    f"{jtu.tree_structure(out)}; define it with `multiple_results=True`"
+                )
+            return out
+
+        return fn
+
+    def _evaluate_on(self, platform: str | None, /, *operands: Any, **params: Any) -> Any:
+        fn = functools.partial(self._evaluate_flat, (platform, _sorted_items(params)))
+        avals = [jax.typeof(x) for x in operands]
+        partitioning = self._partitioning_of(avals, params)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            partitioning = None  # JAX cannot partition by hand within a `shard_map` over some of the axes
+        out = (fn if partitioning is None else partitioning.apply(fn))(*operands)
+        if platform is not None:
+            expected: Any = self.jaxpr(avals, params).out_avals
+            found: Any = [jax.typeof(x) for x in out]
+            if [(a.shape, a.dtype) for a in expected] != [(a.shape, a.dtype) for a in found]:
+                raise TypeError(
+                    f"the {platform} implementation of primitive {self.name!r} "
+                    f"({where(self._impls[platform])}) returned {_short(found)}, where its "
+                    f"default implementation returns {_short(expected)}"
+                )
+        return out if self.multiple_results else out[0]
+
+    def _partitioning_of(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Partitioning | None:
+        if self.parent is None:
+            if self._partitioning is None or isinstance(self._partitioning, Partitioning):
+                return self._partitioning
+            return self._partitioning(*avals, **without_tree(params)[1])
+        if self.form != "batch":
+            return None
+        form, below = without_form(params)
+        if form.axis_name is not None:  # the examples may exchange data, so they stay together
+            return None
+        avals = [
+            aval if dim is None else mapped_aval(form.size, dim, aval)
+            for aval, dim in zip(avals, form.dims, strict=True)
+        ]
+        partitioning = self.parent._partitioning_of(avals, below)
+        return None if partitioning is None else partitioning.batched(form.dims)
+
+    def _abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, Any]:
+        jaxpr = self.jaxpr(avals, params)
+        if any(isinstance(x, jax.core.Tracer) for x in jaxpr.consts):
+            raise jax.errors.UnexpectedTracerError(
+                f"the function of primitive {self.name!r}, {where(self.impl_fn)}, closes over an array that "
+                "is being traced. Pass it as an operand"
+            )
+        if self._partitioning_of(avals, params) or compat.lowers_with_devices(jaxpr):
+            compat.lower_with_devices(self)
+        out = jaxpr.out_avals if self.multiple_results else jaxpr.out_avals[0]
+        return out, jaxpr.effects
+
+    def _find_results_tree(self, avals: tuple[Any, ...], params: Any) -> Any:
+        return jtu.tree_structure(self._trace_tree((None, params), *avals)[1])
+
+    def _aval_of(self, path: Any, leaf: Any) -> Any:
+        try:
+            return jax.typeof(leaf)
+        except TypeError as error:
+            index, *inside = path
+            raise TypeError(
+                f"operand {index.idx} of primitive {self.name!r} holds {leaf!r}"
+                f"{' at ' + jtu.keystr(tuple(inside)) if inside else ''}, which is not an array; "
+                "pass static values as keyword arguments"
+            ) from error
+
+    def _check_param(self, name: str, value: Any) -> None:
+        if isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(
+                f"parameter {name!r} of primitive {self.name!r} is an array of type "
+                f"{jax.typeof(value).str_short()}; keyword arguments are static, pass it by "
+                "position"
+            )
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(
+                f"parameter {name!r} of primitive {self.name!r} is static and must be hashable, got {value!r}"
+            ) from error
+
+
+@functools.cache
+def _flat_tree(num_leaves: int) -> Any:
+    return jtu.tree_structure((0,) * num_leaves)
+
+
+def _sorted_items(params: Mapping[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    return tuple(sorted(params.items()))
+
+
+def _short(avals: Sequence[Any]) -> str:
+    return "(" + ", ".join(aval.str_short() for aval in avals) + ")"
+
+
+def where(fn: Callable[..., Any]) -> str:
+    """The name of a function and the line where it is defined, for messages."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    name = getattr(fn, "__qualname__", repr(fn))
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
