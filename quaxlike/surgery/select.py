@@ -14,7 +14,8 @@ from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
-# The projection onto the vocabulary, which "all-linear" leaves out as PEFT and bitsandbytes do.
+# The projection onto the vocabulary, which "all-linear" leaves out as PEFT and bitsandbytes do. To them a router
+# is no linear layer either, and programs that read quantised models expect it in full precision.
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 
 
@@ -28,8 +29,9 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         A Value in it counts as one array.
     - `where`: one of
 
-        - `"all-linear"`: the weights of all linear layers and experts, except embeddings and the output head
-            (`lm_head`). [`quaxlike.layouts`][] decides which these are.
+        - `"all-linear"`: the weights of all linear layers and experts, except embeddings, the output head
+            (`lm_head`) and routers (`gate` or `router` beside `experts`). [`quaxlike.layouts`][] decides
+            which these are.
         - any other string: a regular expression that must match the whole name;
         - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
         - a callable of a name and an array that returns whether to select the array.
@@ -123,11 +125,17 @@ def _in_one(name: str, parts: Iterable[str]) -> str:
     return f"{name} is {' and '.join(short)} in one array: name {own}, or all of {', '.join(short)}."
 
 
+def is_router(layer: str, arrays: Iterable[str]) -> bool:
+    """Whether a layer is a router: there are experts beside it."""
+    module, _, own = layer.rpartition(".")
+    return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
+
+
 def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list[str]:
     kinds = {
         name: record.layout.kind
         for name, record in records.items()
-        if record.layout is not None and not _HEAD.fullmatch(name)
+        if record.layout is not None and not (_HEAD.fullmatch(name) or is_router(layer_of(name), records))
     }
     unknown = {name: records[name].array for name, kind in kinds.items() if kind == "unknown"}
     unknown = {name: array for name, array in unknown.items() if name not in excluded}

@@ -147,6 +147,14 @@ def test_all_linear_passes_over_biases_norms_embeddings_and_heads():
     assert len(adapted) == len(expected)
 
 
+@pytest.mark.parametrize("router", ["gate", "router"])
+def test_all_linear_passes_over_routers(router):
+    layer = f"0.{router}.weight"
+    experts = {"0.experts.0.up_proj.weight": z((4, 8)), "1.gate.weight": z((4, 8))}
+    assert list(ql.select({layer: z((2, 8)), **experts})) == list(experts)
+    assert list(ql.select({layer: z((2, 8)), **experts}, [f"0.{router}"])) == [layer]
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

@@ -19,7 +19,7 @@ from ...surgery.inits import initialise
 from ...surgery.loraify import blank
 from ...surgery.patterns import PatternError
 from ...surgery.records import Layouts, records_of
-from ...surgery.select import select
+from ...surgery.select import is_router, select
 from ...surgery.trees import layer_of, named_arrays, replace, suggestion
 from ...surgery.weight_axes import MATRIX, Layout
 from ..files.errors import CheckpointError, file_error, hub_hint
@@ -29,7 +29,6 @@ from .axes import Stored, file_name, part_shapes, stored_as, why_unsupported
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
 from .parameters import (
     is_parameter,
-    is_router,
     is_targeted,
     renamed_parameters,
     separate_experts,

@@ -34,12 +34,6 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
     return layout.kind in ("linear", "matrix") and (len(shape), lead) in ((2, 0), (3, 1))
 
 
-def is_router(layer: str, stacks: Iterable[str]) -> bool:
-    """Whether a layer is a router, beside the stacks of its experts."""
-    module, _, own = layer.rpartition(".")
-    return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in stacks)
-
-
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
     """Whether the adapter is for the array of this name."""
     return any(name == target or name.endswith(f".{target}") for target in target_parameters)

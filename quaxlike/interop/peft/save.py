@@ -16,13 +16,14 @@ from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...families import names_of
 from ...surgery.records import Layouts, records_of
+from ...surgery.select import is_router
 from ...surgery.trees import layer_of
 from ...surgery.weight_axes import Layout
 from .axes import part_shapes, stored_as, why_unsupported
 from .config import PREFIX, files_of
 from .initial import initialisation, relative_to_base
 from .load import TOKENS, Rename, names_in_file, without_head
-from .parameters import is_parameter, is_router, packed, wrapped_names
+from .parameters import is_parameter, packed, wrapped_names
 
 
 @checked
