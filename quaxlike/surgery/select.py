@@ -14,8 +14,8 @@ from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
-# The projection onto the vocabulary, which "all-linear" leaves out as PEFT and bitsandbytes do. To them a router
-# is no linear layer either, and programs that read quantised models expect it in full precision.
+# The projection onto the vocabulary, which "all-linear" leaves out as PEFT and bitsandbytes do. To them a
+# router is no linear layer either, and programs that read quantised models expect it in full precision.
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 
 
