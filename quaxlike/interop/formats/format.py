@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +136,14 @@ def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> di
     """The entry for the weight of `layer`. It is stored in the tensors with these suffixes that exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": Weight(taken, guarded(layer, read))}
+
+
+def weights_of(
+    found: Iterable[Layer], suffixes: Sequence[str], read: Callable[[Layer], Any]
+) -> dict[str, Weight]:
+    """The entries for the weights of these layers, as by `weight`."""
+    entries = (weight(layer, suffixes, partial(read, layer)) for layer in found)
+    return {name: entry for own in entries for name, entry in own.items()}
 
 
 def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:
