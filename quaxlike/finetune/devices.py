@@ -23,8 +23,8 @@ _Tree = TypeVar("_Tree")
 def join(settings: Settings) -> None:
     """Makes this process one of several; must be called before JAX is used.
 
-    If one of them gives no sign of life for 20 seconds, JAX names it and ends the others, which could not go
-    on without its devices.
+    If one of them gives no sign of life for 20 seconds, or ends a minute before the others, JAX names it and
+    ends them: they could not go on without its devices.
 
     **Raises:** `FinetuneError` if the coordinator cannot be reached.
     """
@@ -34,7 +34,7 @@ def join(settings: Settings) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             settings.coordinator, settings.num_processes, settings.process_id,
-            initialization_timeout=120, heartbeat_timeout_seconds=20,
+            initialization_timeout=120, heartbeat_timeout_seconds=20, shutdown_timeout_seconds=60,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise FinetuneError(

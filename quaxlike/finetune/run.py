@@ -130,6 +130,7 @@ def _finetune(
         if settings.merge:
             take_interrupt()
             _merge(trained, settings)
+    devices.broadcast_from_main(True)  # the others wait for its files, and end when it does
     return {"before": before or {}, "after": after}
 
 

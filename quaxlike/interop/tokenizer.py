@@ -36,10 +36,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     path = Path(path)
     file = path / "tokenizer.json"
     if file.is_file():
-        try:
-            return file.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            raise file_error(file, None, f"is not UTF-8 text: {error}") from None
+        return _text(file)
     if not holds_gguf(path):
         raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{hub_hint(path)}")
     gguf = open_gguf(path)
@@ -107,4 +104,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8 text: {error}") from None
+        raise file_error(path, None, f"is not UTF-8 text: {error}") from None

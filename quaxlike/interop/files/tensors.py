@@ -33,27 +33,13 @@ __all__ = [
 
 # In the reference implementation's order of tensors, smallest alignment first.
 _DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(dtype)
-    for name, dtype in {
-        "BOOL": np.bool_,
-        "U8": np.uint8,
-        "I8": np.int8,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-        "I16": np.int16,
-        "U16": np.uint16,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "I32": np.int32,
-        "U32": np.uint32,
-        "F32": np.float32,
-        "C64": np.complex64,
-        "F64": np.float64,
-        "I64": np.int64,
-        "U64": np.uint64,
+    name: np.dtype(dtype) for name, dtype in {
+        "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "I16": np.int16,
+        "U16": np.uint16, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I32": np.int32, "U32": np.uint32,
+        "F32": np.float32, "C64": np.complex64, "F64": np.float64, "I64": np.int64, "U64": np.uint64,
     }.items()
-}
+}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 

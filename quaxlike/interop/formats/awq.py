@@ -21,7 +21,7 @@ from .format import (
     num_words,
     stream,
     unpack,
-    weight,
+    weights_of,
 )
 
 # Nibble i of a word holds output 8·word + _ORDER[i].
@@ -37,10 +37,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         raise tensors.error("version", f"gemm and gemv can be read; found {version!r}")
     group = group_size(config, tensors.path)
     read = _read_gemm if version == "gemm" else _read_gemv
-    out: dict[str, Weight] = {}
-    for layer in layers(tensors, *_PARTS):
-        out |= weight(layer, _PARTS, lambda layer=layer: read(layer, group))
-    return out
+    return weights_of(layers(tensors, *_PARTS), _PARTS, lambda layer: read(layer, group))
 
 
 def _read_gemm(layer: Layer, group: int | None) -> Any:

@@ -26,15 +26,11 @@ from ...kernels import blockwise
 from ...sharding.reading import Rows
 from ..files.errors import CheckpointError, file_error
 from ..files.tensors import Tensors, are_sizes, as_jax, read_json
-from .format import INT8, UINT8, Format, Layer, Weight, layers, weight
+from .format import INT8, UINT8, Format, Layer, Weight, layers, weights_of
 from .rows import dense_rows
 
 TYPES: dict[str, type[AbstractCodebookArray]] = {"nf4": NF4Array, "fp4": FP4Array}
-_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16))}
 _STATE = ".quant_state.bitsandbytes__"
 COMPANIONS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
@@ -161,20 +157,21 @@ def read_weight(
     """Reads a weight, or some of its rows where `rows_of` allows it."""
     state = _read_state(tensors, key, kind)
     cls = TYPES[kind]
-    size = math.prod(state.shape)
+    size, shape = math.prod(state.shape), state.shape
     blocks = -(-size // state.block_size)
+    read = tensors.mapped if rows else tensors.__getitem__
 
-    def companion(suffix: str, dtype: type, shape: tuple[int, ...]) -> np.ndarray:
+    def companion(suffix: str, dtype: type, wanted: tuple[int, ...]) -> np.ndarray:
         if name + suffix not in tensors:
             raise tensors.error(name + suffix, f"is missing beside {key!r}")
         info = tensors.info[name + suffix]
-        if info.dtype != dtype or info.shape != shape:
+        if info.dtype != dtype or info.shape != wanted:
             raise tensors.error(
                 name + suffix,
-                f"expected {np.dtype(dtype)} of shape {shape} for a weight of shape {state.shape} in blocks "
+                f"expected {np.dtype(dtype)} of shape {wanted} for a weight of shape {state.shape} in blocks "
                 f"of {state.block_size}, found {info.dtype} of shape {info.shape}",
             )
-        return tensors.mapped(name + suffix) if rows else tensors[name + suffix]
+        return read(name + suffix)
 
     info = tensors.info[name]
     if info.nbytes != (size + 1) // 2 or math.prod(info.shape) != max(info.shape, default=1):
@@ -185,23 +182,17 @@ def read_weight(
         )
     if not np.array_equal(companion(".quant_map", np.float32, (16,)), cls.codebook):
         raise tensors.error(name + ".quant_map", f"is not the table of {kind}")
+    codes = read(name).reshape(-1).view(np.uint8)
     if state.nested_offset is None:
         for suffix in (".nested_absmax", ".nested_quant_map"):
             if name + suffix in tensors:
                 raise tensors.error(name + suffix, f"has no counterpart in {key!r}")
         scale = companion(".absmax", np.float32, (blocks,))
         if rows:
-            row = size // state.shape[0]
-            codes = tensors.mapped(name).reshape(-1).view(np.uint8)[rows[0] * row // 2 : rows[1] * row // 2]
+            row = size // shape[0]
+            codes = codes[rows[0] * row // 2 : rows[1] * row // 2]
             scale = scale[rows[0] * row // state.block_size : rows[1] * row // state.block_size]
-            shape = (rows[1] - rows[0], *state.shape[1:])
-            return cls.from_flat(
-                jnp.asarray(codes),
-                jnp.asarray(scale),
-                shape=shape,
-                block_size=state.block_size,
-                dtype=state.dtype,
-            )
+            shape = (rows[1] - rows[0], *shape[1:])
         scale = jnp.asarray(scale)
     else:
         nested_blocks = -(-blocks // blockwise.NESTED_BLOCK)
@@ -214,11 +205,7 @@ def read_weight(
             None if usual else tuple(quant_map.tolist()),
         )
     return cls.from_flat(
-        jnp.asarray(tensors[name].reshape(-1).view(np.uint8)),
-        scale,
-        shape=state.shape,
-        block_size=state.block_size,
-        dtype=state.dtype,
+        jnp.asarray(codes), scale, shape=shape, block_size=state.block_size, dtype=state.dtype
     )
 
 
@@ -360,11 +347,9 @@ _INT8_PARTS = ("SCB", "weight_format")
 
 def _int8_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The weights in 8 bits by name. There are none unless the settings or other tensors say so."""
-    out: dict[str, Weight] = {}
     is_used = config or layers(tensors, *_INT8_PARTS)
-    for layer in layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ():
-        out |= weight(layer, ("weight", *_INT8_PARTS), lambda layer=layer: _read_int8(layer))
-    return out
+    found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
+    return weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
 
 
 def _read_int8(layer: Layer) -> Any:

@@ -44,12 +44,7 @@ from .format import (
 )
 
 _PARTS = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_zero_point",
-    "weight_shape",
-    "weight_g_idx",
+    *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     "weight_global_scale",
 )
 _INT64 = np.dtype(np.int64)

@@ -28,7 +28,7 @@ from .format import (
     settings,
     small_floats,
     spread_tiles,
-    weight,
+    weights_of,
 )
 
 _PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
@@ -39,12 +39,9 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     tile = config.get("weight_block_size")
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise tensors.error("weight_block_size", f"expected two positive sizes; found {quoted(tile)}")
-    out: dict[str, Weight] = {}
-    for layer in layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]):
-        packed = "weight" in layer and layer.dtype("weight") == UINT8
-        read = _read_nvfp4 if packed else _read
-        out |= weight(layer, _PARTS, lambda layer=layer, read=read: read(layer, tile))
-    return out
+    is_packed = lambda layer: "weight" in layer and layer.dtype("weight") == UINT8
+    read = lambda layer: (_read_nvfp4 if is_packed(layer) else _read)(layer, tile)
+    return weights_of(layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]), _PARTS, read)
 
 
 def _read(layer: Layer, tile: list[int] | None) -> Any:

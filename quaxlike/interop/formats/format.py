@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float3
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
-
 
 Settings = Mapping[str, Any]
 
@@ -136,6 +136,14 @@ def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> di
     """The entry for the weight of `layer`. It is stored in the tensors with these suffixes that exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": Weight(taken, guarded(layer, read))}
+
+
+def weights_of(
+    found: Iterable[Layer], suffixes: Sequence[str], read: Callable[[Layer], Any]
+) -> dict[str, Weight]:
+    """The entries for the weights of these layers, as by `weight`."""
+    entries = (weight(layer, suffixes, partial(read, layer)) for layer in found)
+    return {name: entry for own in entries for name, entry in own.items()}
 
 
 def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays.quantized import BlockArray, BlockScales, Codec
 from ...arrays.quantized.shape import reshaped
 from ..files.tensors import Tensors
-from .format import FLOATS, INT32, UINT8, Format, Layer, Weight, layers, weight
+from .format import FLOATS, INT32, UINT8, Format, Layer, Weight, layers, weights_of
 
 # By number of bits: the packing's name, the dtype of its words, and the slabs per word.
 _PACKINGS = {
@@ -33,10 +33,8 @@ _INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised weights of a checkpoint, by name."""
-    out: dict[str, Weight] = {}
-    for layer in layers(tensors, *(part for part in _META if part not in _COMMON)):
-        out |= weight(layer, _META, lambda layer=layer: _read(layer))
-    return out
+    found = layers(tensors, *(part for part in _META if part not in _COMMON))
+    return weights_of(found, _META, _read)
 
 
 def _scalar(layer: Layer, name: str) -> int:

@@ -13,7 +13,7 @@ from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...kernels.block_matmul.codecs import E2M1
 from ..files.errors import file_error
 from ..files.tensors import Tensors
-from .format import UINT8, Format, Layer, Weight, integer, layers, stream, weight
+from .format import UINT8, Format, Layer, Weight, integer, layers, stream, weights_of
 
 _MODES: dict[str, Codec] = {
     "mxfp4": CODECS["mxfp4"],
@@ -26,16 +26,13 @@ _WORDS = np.dtype(np.uint32)
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     """The quantised weights of a checkpoint, by name."""
-    out: dict[str, Weight] = {}
-    for layer in layers(tensors, "scales", "biases", dtypes=[_WORDS]):
-        own = config.get(layer.name)
-        settings = {**config, **own} if isinstance(own, dict) else config
-        out |= weight(layer, _PARTS, lambda layer=layer, settings=settings: _read(layer, settings))
-    return out
+    found = layers(tensors, "scales", "biases", dtypes=[_WORDS])
+    return weights_of(found, _PARTS, lambda layer: _read(layer, config))
 
 
 def _read(layer: Layer, config: Mapping[str, Any]) -> Any:
-    path = layer.tensors.path
+    path, own = layer.tensors.path, config.get(layer.name)
+    config = {**config, **own} if isinstance(own, dict) else config
     bits = integer(config, "bits", path, among=(2, 3, 4, 5, 6, 8))
     group = integer(config, "group_size", path)
     mode = config.get("mode") or "affine"
