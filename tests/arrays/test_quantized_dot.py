@@ -256,3 +256,18 @@ def test_within_shard_map(name, cls):
     with ql.on_materialise("error"):
         actual = of(ql.quaxify(fn), w)
     jax.tree.map(_close, actual, of(fn, w.materialise()))
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        ql.NF4Array.quantize,
+        functools.partial(ql.Int8Array.quantize, block_size=16),
+        functools.partial(ql.BlockArray.quantize, codec="uint4_block", block_size=16),
+    ],
+)
+def test_rows_of_a_matrix_that_are_parts_of_rows_of_codes(quantise):
+    w, x = quantise(_normal(0, 4, 30)), _normal(1, 6, 2)
+    with ql.on_materialise("error"):
+        y = ql.quaxify(lambda w, x: jnp.reshape(w, (4, 5, 6)) @ x)(w, x)
+    _close(y, np.float64(ql.materialise(w)).reshape(4, 5, 6) @ x)

@@ -255,7 +255,7 @@ def chunked(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, p
             return whole(x, leaves, *low_rank, decode=decode, product=product)
         rows = x.reshape(m, n)
         part = lambda w, start, stop: times_scaled(rows[start:stop], w[0], w[1], product)
-        y = join_chunks(part, parts, m, rows_beside(m, n, k), axis=0)
+        y = join_chunks(part, parts, m, scaled_at_once(m, n, k), axis=0)
         return y.reshape(*x.shape[:-1], k)
     weight, b = [dense_scales(leaf) for leaf in leaves], None
     if low_rank:
@@ -289,9 +289,9 @@ def _padded(z: Array) -> Array:
 
 
 def chunk_size(size: int, other: int, m: int, *, aligned: int = 1) -> int:
-    """How many rows of a weight that has `size` of them, and `other` columns, are decoded at a time for `m`
-    rows of activations: so many that there is no dense copy, unless the weight is small; chunks of one size,
-    a multiple of `aligned`. Or how many columns, of so many rows."""
+    """The length of chunks along an axis of `size`, for `m` rows of activations; the weight's other axis has
+    `other` entries. Large weights are split, so that no dense copy exists. All chunks have the same length, a
+    multiple of `aligned`."""
     least_chunks, most = (2, _CACHED) if m <= FEW_ROWS else (4, _MOST)
     weights = min(most, max(_LEAST, -(-size * other // least_chunks)))
     rows = max(1, weights // max(other, 1) // aligned) * aligned
@@ -299,9 +299,9 @@ def chunk_size(size: int, other: int, m: int, *, aligned: int = 1) -> int:
     return -(-size // (chunks * aligned)) * aligned
 
 
-def rows_beside(m: int, n: int, k: int) -> int:
-    """How many of `m` rows of `n` numbers are copied at a time, beside a weight of `n` rows and `k` columns:
-    as many as are a quarter of it, unless that is little; chunks of one size."""
+def scaled_at_once(m: int, n: int, k: int) -> int:
+    """How many of `m` rows of activations are scaled at a time, so that a copy takes at most a quarter of a
+    weight of `n` rows and `k` columns, unless that is little. All chunks have the same length."""
     rows = max(k // 4, _LEAST // max(n, 1), 1)
     return -(-m // max(1, -(-m // rows)))
 

@@ -22,7 +22,7 @@ from .product import Product
 from .reference import tiled, times_adapters, whole
 
 # Up to this many rows of activations, XLA may fuse decoding into the product.
-FUSED_ROWS = 64
+_ROWS_FOR_XLA = 64
 
 
 def _parted(operands: Sequence[Any], adapters: bool) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -69,7 +69,7 @@ def _choose(
             choice = Choice("gpu", "one fused reduction over the rows of W", gpu.reduced)
         if isinstance(choice, Choice):
             return choice._replace(run=run(functools.partial(_kernel, choice.run, name == "tpu")))
-        many = math.prod(x.shape[:-1]) > FUSED_ROWS and not partitioned
+        many = math.prod(x.shape[:-1]) > _ROWS_FOR_XLA and not partitioned
         if name == "gpu" and (many or not decode.fuses):
             return Choice(name, f"decoded in chunks for the library's product: {choice}", run(gpu.chunked))
         if not decode.fuses:
