@@ -21,19 +21,17 @@ from .core.recording import note
 from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, register, register_on_either_side
 from .core.values import ArrayValue, Value, is_value, materialise
 from .primitives import custom_dce
-from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters
+from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters, with_dropout_key
 from .surgery.balance import balance
-from .surgery.dropout import with_dropout_key
 from .surgery.eva import eva, eva_ranks, input_moments
-from .surgery.loftq import loftq
+from .surgery.inits import loftq
 from .surgery.loraify import loraify
 from .surgery.merge import merge, unmerge
 from .surgery.quantize import fake_quantize, quantize
-from .surgery.records import layouts
+from .surgery.records import layouts, traced_layouts
 from .surgery.select import select
 from .surgery.stacking import stack_layers, unstack_layers
 from .surgery.summary import summary
-from .surgery.traced import traced_layouts
 from .surgery.trainable import train_scales, trainable
 from .surgery.trees import path_of
 from .surgery.weight_axes import Layout

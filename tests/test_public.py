@@ -13,7 +13,8 @@ import quaxlike as ql
 from tests import public_uses as uses
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
-_ROOMS = sorted(m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in ("core", "demo"))
+_PROGRAMS = ("demo", "finetune", "generate")  # command lines, which are no part of the face
+_ROOMS = sorted(m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in ("core", *_PROGRAMS))
 _PUBLIC = ["", *(f".{room}" for room in _ROOMS if not room.startswith("_"))]
 _PUBLIC += [f".arrays.{m.name}" for m in pkgutil.iter_modules(ql.arrays.__path__) if m.ispkg]
 _PUBLIC += [f".interop.{name}" for name in ("bitsandbytes", "peft", "safetensors")]

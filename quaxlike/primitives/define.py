@@ -11,9 +11,8 @@ from jax.interpreters import ad, batching
 from .._checked import checked
 from ..core import compat
 from . import derive, experimental
-from .forms import Rules
 from .partitioning import Partitioning
-from .primitive import DefinedPrimitive, where
+from .primitive import DefinedPrimitive, Rules, where
 
 _lock = threading.Lock()
 _defined: dict[str, str] = {}

@@ -12,25 +12,10 @@ import jax.tree_util as jtu
 from jax.extend.core import mapped_aval
 from jax.interpreters import ad
 
-from .forms import (
-    Arrays,
-    Batch,
-    Jvp,
-    Params,
-    Transpose,
-    Vjp,
-    flatten_like,
-    is_zero,
-    merge,
-    operand_leaves,
-    split,
-    unflatten,
-    with_form,
-    without_form,
-    without_tree,
-    zero_tangent,
-)
-from .primitive import DefinedPrimitive
+from .forms import Arrays, Batch, Jvp, Params, Transpose, Vjp, is_zero, merge, split, zero_tangent
+from .primitive import DefinedPrimitive, unflatten, without_form, without_tree
+
+_LEAF = jtu.tree_structure(0)
 
 
 def jvp(p: DefinedPrimitive, primals: Arrays, tangents: Arrays, /, **params: Any) -> tuple[Any, Any]:
@@ -308,3 +293,35 @@ def _batch_by_hand(
         return out, out_dims
     out_leaves, out_tree = jtu.tree_flatten(out)
     return out_leaves, flatten_like(out_tree, out_dims, f"the batching rule of {p.name!r}")
+
+
+# -------------------------------------------------------------------------------------------------
+# Parameters and leaves
+# -------------------------------------------------------------------------------------------------
+
+
+def with_form(params: Params, form: Any) -> Params:
+    return {**params, "forms": (*params.get("forms", ()), form)}
+
+
+def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
+    """The leaves of `value`, which has the structure `tree`, with None allowed for a leaf or for all."""
+    if value is None:
+        return [None] * tree.num_leaves
+    try:
+        return tree.flatten_up_to(value)
+    except ValueError as error:
+        found = jtu.tree_structure(value)
+        raise TypeError(f"{what} returned the structure {found}, expected {tree}") from error
+
+
+def operand_leaves(name: str, rule: str, in_tree: Any, num_leaves: int, value: Any) -> list[Any]:
+    trees = [_LEAF] * num_leaves if in_tree is None else jtu.treedef_children(in_tree)
+    if not isinstance(value, tuple | list) or len(value) != len(trees):
+        raise TypeError(
+            f"the {rule} rule of primitive {name!r} must return a tuple with a cotangent, or "
+            f"None, for each of its {len(trees)} operands, got {value!r}"
+        )
+    leaves = zip(trees, value, strict=True)
+    what = f"the {rule} rule of {name!r}"
+    return [leaf for tree, ct in leaves for leaf in flatten_like(tree, ct, what)]

@@ -1,22 +1,19 @@
 """The derived forms of a primitive, each computed from its parent.
 
 A form is a static parameter of a derived primitive. It says how the derived primitive's operands and results
-relate to its parent's, and evaluates the derived primitive with the parent's function. Rules see the operands
-as trees, and the parameters without the form; the functions at the end convert them.
+relate to its parent's, and evaluates the derived primitive with the parent's function.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.tree_util as jtu
 from jax.core import ShapedArray
 from jax.extend.core import TraceTag, set_current_trace, take_current_trace
 from jax.interpreters import ad
 
 _T = TypeVar("_T")
-_LEAF = jtu.tree_structure(0)
 
 Params = dict[str, Any]
 Arrays = Sequence[Any]
@@ -36,17 +33,6 @@ def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]
     chosen = [x for m, x in zip(mask, items, strict=True) if m]
     others = [x for m, x in zip(mask, items, strict=True) if not m]
     return chosen, others
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """The hand-written rules; see `define_primitive`."""
-
-    jvp: Callable[..., Any] | None = None
-    vjp: Callable[..., Any] | None = None
-    vjp_with_results: bool = False
-    transpose: Callable[..., Any] | None = None
-    batching: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,48 +138,6 @@ def is_zero(tangent: Any) -> bool:
 
 def zero_tangent(primal: Any) -> ad.Zero:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
-
-
-def with_form(params: Params, form: Any) -> Params:
-    return {**params, "forms": (*params.get("forms", ()), form)}
-
-
-def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:
-    *below, form = params["forms"]
-    rest = {name: value for name, value in params.items() if name != "forms"}
-    return form, ({**rest, "forms": tuple(below)} if below else rest)
-
-
-def without_tree(params: Mapping[str, Any]) -> tuple[Any, Params]:
-    static = {name: value for name, value in params.items() if name != "in_tree"}
-    return params.get("in_tree"), static
-
-
-def unflatten(in_tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(leaves) if in_tree is None else jtu.tree_unflatten(in_tree, leaves)
-
-
-def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
-    """The leaves of `value`, which has the structure `tree`, with None allowed for a leaf or for all."""
-    if value is None:
-        return [None] * tree.num_leaves
-    try:
-        return tree.flatten_up_to(value)
-    except ValueError as error:
-        found = jtu.tree_structure(value)
-        raise TypeError(f"{what} returned the structure {found}, expected {tree}") from error
-
-
-def operand_leaves(name: str, rule: str, in_tree: Any, num_leaves: int, value: Any) -> list[Any]:
-    trees = [_LEAF] * num_leaves if in_tree is None else jtu.treedef_children(in_tree)
-    if not isinstance(value, tuple | list) or len(value) != len(trees):
-        raise TypeError(
-            f"the {rule} rule of primitive {name!r} must return a tuple with a cotangent, or "
-            f"None, for each of its {len(trees)} operands, got {value!r}"
-        )
-    leaves = zip(trees, value, strict=True)
-    what = f"the {rule} rule of {name!r}"
-    return [leaf for tree, ct in leaves for leaf in flatten_like(tree, ct, what)]
 
 
 def symbolic_tangents(

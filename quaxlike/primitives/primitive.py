@@ -1,5 +1,6 @@
 """The class of primitives that are defined from one function."""
 
+import dataclasses
 import functools
 import inspect
 import threading
@@ -14,19 +15,7 @@ from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import mlir, xla
 
 from ..core import compat
-from .forms import (
-    Batch,
-    Flat,
-    Form,
-    Jvp,
-    Rules,
-    Transpose,
-    Vjp,
-    symbolic_tangents,
-    unflatten,
-    without_form,
-    without_tree,
-)
+from .forms import Batch, Flat, Form, Jvp, Params, Transpose, Vjp, symbolic_tangents
 from .partitioning import Partitioning
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -34,6 +23,17 @@ _lock = threading.RLock()
 
 _Impls = Mapping[str | None, Callable[..., Any]]
 _Static = tuple[str | None, tuple[tuple[str, Hashable], ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The hand-written rules; see `define_primitive`."""
+
+    jvp: Callable[..., Any] | None = None
+    vjp: Callable[..., Any] | None = None
+    vjp_with_results: bool = False
+    transpose: Callable[..., Any] | None = None
+    batching: Callable[..., Any] | None = None
 
 
 class MissingRuleError(NotImplementedError):
@@ -393,3 +393,21 @@ def where(fn: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+# Rules see the operands of a primitive as trees, and its parameters without the form and the tree.
+
+
+def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:
+    *below, form = params["forms"]
+    rest = {name: value for name, value in params.items() if name != "forms"}
+    return form, ({**rest, "forms": tuple(below)} if below else rest)
+
+
+def without_tree(params: Mapping[str, Any]) -> tuple[Any, Params]:
+    static = {name: value for name, value in params.items() if name != "in_tree"}
+    return params.get("in_tree"), static
+
+
+def unflatten(in_tree: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(leaves) if in_tree is None else jtu.tree_unflatten(in_tree, leaves)

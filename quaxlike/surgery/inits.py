@@ -1,4 +1,4 @@
-"""Initial values of adapters."""
+"""Initial values of adapters, and `loftq`, which fits them to the rounding error of a quantised weight."""
 
 import math
 import re
@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checked import a_or_an
+from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray, in_float32
-from ..core.values import is_value
+from ..core.values import is_value, materialise
+from .quantize import quantize_array
+from .weight_axes import Layout
 
 # (name of the weight, its array with an adapter of zeros, key) -> the array with its adapter
 Init = Callable[[str, LoraArray, Any], LoraArray]
@@ -167,3 +169,48 @@ def svd(w: jax.Array, rank: int, randomised: tuple[Any, int] | None = None) -> t
 
 
 _INITS: dict[str, Init] = {"kaiming": _kaiming, "gaussian": _gaussian, "pissa": _pissa, "olora": _olora}
+
+
+@checked
+def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
+    """An initialisation that quantises the base, and fits the adapter to the rounding error.
+
+    **Arguments:**
+
+    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. Default: `"nf4"`.
+    - `iterations`: how often to quantise the weight minus its adapter, and fit the adapter to the error.
+        Default: 1.
+
+    **Returns:**
+
+    An initialisation to pass to [`quaxlike.loraify`][] as `init`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(64, 64, 64, depth=1, key=jax.random.key(0))
+        model = ql.loraify(
+            mlp, rank=8, init=ql.loftq("nf4", iterations=4), key=jax.random.key(1)
+        )
+        ```
+
+    Li et al., LoftQ (2023).
+    """
+    if iterations < 1:
+        raise ValueError(f"loftq takes at least one iteration; found {iterations}.")
+
+    def init(name: str, lora: LoraArray, key: Any) -> LoraArray:
+        w, quantized = dense_base(name, lora, "loftq"), None
+        for _ in range(iterations):
+            rest = lora.w - lora.delta().astype(lora.dtype)
+            quantized = quantize_array(
+                name, rest, scheme, Layout(lora.out_axes, lora.in_axes), **scheme_options
+            )
+            u, s, vt = svd(w - as_matrix(lora, materialise(quantized)), lora.rank)
+            root = jnp.sqrt(s / lora.scaling)
+            lora = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])
+        return lora.replace(w=quantized)
+
+    return init

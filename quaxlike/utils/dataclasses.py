@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, TypeVar, cast, dataclass_transform, overload
+from typing import Any, TypedDict, TypeVar, Unpack, cast, dataclass_transform, overload
 
 import equinox as eqx
 import jax
@@ -116,38 +116,23 @@ def lens_field(
     return cast(LensField[_T], LensSpec.of(cast(Any, made)))
 
 
+class _Options(TypedDict, total=False):
+    init: bool
+    repr: bool
+    eq: bool
+    order: bool
+    unsafe_hash: bool
+    frozen: bool
+    match_args: bool
+    kw_only: bool
+    slots: bool
+    weakref_slot: bool
+
+
 @overload
-def dataclass(
-    cls: _C,
-    /,
-    *,
-    init: bool = ...,
-    repr: bool = ...,
-    eq: bool = ...,
-    order: bool = ...,
-    unsafe_hash: bool = ...,
-    frozen: bool = ...,
-    match_args: bool = ...,
-    kw_only: bool = ...,
-    slots: bool = ...,
-    weakref_slot: bool = ...,
-) -> _C: ...
+def dataclass(cls: _C, /, **options: Unpack[_Options]) -> _C: ...
 @overload
-def dataclass(
-    cls: None = None,
-    /,
-    *,
-    init: bool = ...,
-    repr: bool = ...,
-    eq: bool = ...,
-    order: bool = ...,
-    unsafe_hash: bool = ...,
-    frozen: bool = ...,
-    match_args: bool = ...,
-    kw_only: bool = ...,
-    slots: bool = ...,
-    weakref_slot: bool = ...,
-) -> Callable[[_C], _C]: ...
+def dataclass(cls: None = None, /, **options: Unpack[_Options]) -> Callable[[_C], _C]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(field, lens_field, dataclasses.field))
 def dataclass(
     cls: Any = None,

@@ -4,7 +4,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
+from typing import Any, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,40 +28,25 @@ class _Unset(enum.Enum):
 _UNSET: Any = _Unset.UNSET
 
 
+class _JitOptions(TypedDict, total=False):
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: Any
+    backend: str | None
+    inline: Any
+    abstracted_axes: Any
+    compiler_options: Mapping[str, Any] | None
+
+
 @overload
-def jit(
-    fn: _F,
-    *,
-    in_shardings: Any = ...,
-    out_shardings: Any = ...,
-    static_argnums: int | Sequence[int] | None = ...,
-    static_argnames: str | Iterable[str] | None = ...,
-    donate_argnums: int | Sequence[int] | None = ...,
-    donate_argnames: str | Iterable[str] | None = ...,
-    keep_unused: bool = ...,
-    device: Any = ...,
-    backend: str | None = ...,
-    inline: Any = ...,
-    abstracted_axes: Any = ...,
-    compiler_options: Mapping[str, Any] | None = ...,
-) -> _F: ...
+def jit(fn: _F, **options: Unpack[_JitOptions]) -> _F: ...
 @overload
-def jit(
-    fn: None = None,
-    *,
-    in_shardings: Any = ...,
-    out_shardings: Any = ...,
-    static_argnums: int | Sequence[int] | None = ...,
-    static_argnames: str | Iterable[str] | None = ...,
-    donate_argnums: int | Sequence[int] | None = ...,
-    donate_argnames: str | Iterable[str] | None = ...,
-    keep_unused: bool = ...,
-    device: Any = ...,
-    backend: str | None = ...,
-    inline: Any = ...,
-    abstracted_axes: Any = ...,
-    compiler_options: Mapping[str, Any] | None = ...,
-) -> Callable[[_F], _F]: ...
+def jit(fn: None = None, **options: Unpack[_JitOptions]) -> Callable[[_F], _F]: ...
 @checked
 def jit(
     fn: Any = None,

@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         "a scale is dropped",
-        "lora/indexing.py",
+        "lora/shape.py",
         "arrange(*contract(b, own_b, a, own_a, out), out) * x.scaling)",
         "arrange(*contract(b, own_b, a, own_a, out), out))",
     ),
@@ -96,8 +96,8 @@ FAULTS = (
     Fault(
         "a stop_gradient is missing",
         "lora/dot.py",
-        "quaxify(product)(lora.base, lora.a, lora.b, x)",
-        "quaxify(product)(lora.w, lora.a, lora.b, x)",
+        "        return quaxify(product)(lora.base, lora.a, lora.b, x)",
+        "        return quaxify(product)(lora.w, lora.a, lora.b, x)",
     ),
 )
 
