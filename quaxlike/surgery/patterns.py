@@ -55,7 +55,10 @@ def startmatch(pattern: str, text: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _matches(pattern: str, text: str) -> tuple[bool, bool]:
     """Whether it matches the whole of a text, and the beginning."""
-    ends = _run(compiled(pattern), _Text(text), {0})
+    try:
+        ends = _run(compiled(pattern), _Text(text), {0})
+    except RecursionError:
+        raise PatternError("groups are nested too deeply") from None
     return len(text) in ends, bool(ends)
 
 
@@ -100,8 +103,8 @@ def _either(tokens: list[tuple[str | None, str]]) -> _Part:
                     last = last[-1]
                 parts.append(_repeated(last, token))
             case "one" if token[0] not in ".[\\":
-                start = parts.pop() if parts and isinstance(parts[-1], str) else ""
-                parts.append(start + token)
+                last = parts[-1] if parts else ""
+                parts[-1:] = [last + token] if isinstance(last, str) else [last, token]
             case _:
                 parts.append(_at(re.compile(token), kind == "one"))
 

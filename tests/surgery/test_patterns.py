@@ -1,3 +1,4 @@
+import contextlib
 import re
 import time
 
@@ -76,6 +77,13 @@ def test_steps_are_limited(pattern: str):
 def test_refused(pattern: str):
     with pytest.raises(PatternError):
         compiled(pattern)
+
+
+@pytest.mark.parametrize("depth", [10, 100, 300, 600, 900])
+def test_deep_groups(depth: int):
+    """Reading them takes fewer calls within each other than matching them."""
+    with contextlib.nullcontext() if depth <= 100 else contextlib.suppress(PatternError):
+        assert fullmatch("(" * depth + "a" + ")" * depth, "a")
 
 
 def test_patterns_that_users_have():

@@ -200,15 +200,20 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
     return untied() if apart else model
 
 
+def _blank(config: AdapterConfig, layer: str, leaf: Any, layout: Any, count: int = 1) -> LoraArray:
+    """An adapter that changes nothing, of the layer's rank and alpha; or as many adapters, side by side."""
+    return blank(
+        leaf, layout, count * config.rank(layer), dtype=None, rslora=config.use_rslora,
+        alpha=config.alpha(layer) * (count**0.5 if config.use_rslora else count), dropout=config.lora_dropout,
+    )  # fmt: skip
+
+
 def _parameter_adapter(
     config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str], leaf: Any, layout: Any
 ) -> LoraArray:
     """The adapter of a parameter, such as a stack of experts."""
     _check_plain(config, file, layer, keys)
-    lora = blank(
-        leaf, layout, config.rank(layer), dtype=None, alpha=config.alpha(layer), rslora=config.use_rslora,
-        dropout=config.lora_dropout,
-    )  # fmt: skip
+    lora = _blank(config, layer, leaf, layout)
     shapes = stored_shapes(lora)
     return unpacked(lora, file.read(keys["a"], shapes["a"]), file.read(keys["b"], shapes["b"]))
 
@@ -228,12 +233,9 @@ def _adapter_of_experts(
     if len(ranks) > 1:
         found = next(iter(next(iter(adapted.values())).values()))
         raise file.error(found, f"the experts of {stack} must have one rank and one alpha; found {ranks}")
-    ((rank, alpha),) = ranks
     each = len(experts) // leaf.shape[0]
-    lora = blank(
-        leaf, layout, each * rank, dtype=None, alpha=alpha * (each**0.5 if config.use_rslora else each),
-        rslora=config.use_rslora, dropout=config.lora_dropout,
-    )  # fmt: skip
+    lora = _blank(config, next(iter(adapted)), leaf, layout, each)
+    rank = lora.rank // each
     a, b = (rank, lora.a.shape[-1]), (lora.b.shape[1] // each, rank)
     read = lambda keys: (file.read(keys["a"], a), file.read(keys["b"], b)) if keys else None
     return stacked(lora, [read(keys) for keys in experts.values()])
@@ -406,10 +408,7 @@ def _adapter(
         raise file.error(
             keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
         )
-    lora = blank(
-        base, layout, rank, dtype=None, alpha=config.alpha(layer),
-        rslora=config.use_rslora, dropout=config.lora_dropout,
-    )  # fmt: skip
+    lora = _blank(config, layer, base, layout)
     if layout.batch_shape(tuple(leaf.shape)):
         raise file.error(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
     if config.init_lora_weights in CHANGES_BASE and not embedding:  # PEFT, too, leaves embeddings alone
