@@ -1,6 +1,5 @@
 """Detection of wrong arguments by the annotations of public functions."""
 
-import contextlib
 import functools
 import inspect
 import linecache
@@ -192,22 +191,6 @@ def _words(hint: Any) -> str:
         return "an array or a number"
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
-
-
-def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a rule, evaluated. They may name what it closes over: a class defined beside it."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    around: dict[str, Any] = {}
-    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
-        with contextlib.suppress(ValueError):  # nothing is in it yet
-            around[name] = cell.cell_contents
-    try:
-        return typing.get_type_hints(function, localns=around)
-    except NameError as error:
-        raise TypeError(
-            f"The annotations of the rule {function} cannot be evaluated: {error}. They select the "
-            "rule, so their names must be importable at run time."
-        ) from error
 
 
 def as_array(x: Any) -> jax.Array:

@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "TEXT_TOWERS", "Family", "Gguf", "names_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:

@@ -9,10 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax.extend.core as jexc
 
-from .._checked import checked, type_hints
+from .._checked import checked
 from ..core import rules as core_rules
 from ..core.policy import map_values
 from ..core.quaxify import quaxify
+from ..core.rules.registry import type_hints
 from ..core.values import Value, is_value, materialise
 from .array import bind
 

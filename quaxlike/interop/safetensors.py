@@ -22,6 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 import quaxlike.arrays
+from quaxlike.arrays.quantized import Codec
 from quaxlike.arrays.unitful import Unit
 
 from .._checked import a_or_an, checked
@@ -233,7 +234,7 @@ def _shipped_types() -> _Types:
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
     modules = [module for name, module in sys.modules.items() if name.startswith(package.__name__ + ".")]
-    return {
+    return {"Codec": Codec} | {
         name: cls
         for module in modules
         for name, cls in vars(module).items()

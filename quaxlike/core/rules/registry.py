@@ -1,5 +1,6 @@
 """The registry of rules: `register`, `RuleSet`."""
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -15,7 +16,6 @@ import jax
 import jax.extend.core as jexc
 from jaxtyping import AbstractArray, ArrayLike
 
-from ..._checked import type_hints
 from .. import compat
 from ..values import ArrayValue, Value
 
@@ -350,6 +350,22 @@ def _inspect(
     signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
     named = None if keywords is None else frozenset(keywords)
     return signature, takes_primitive, named, frozenset(operands)
+
+
+def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a rule, evaluated. They may name what it closes over: a class defined beside it."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    around: dict[str, Any] = {}
+    for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            around[name] = cell.cell_contents
+    try:
+        return typing.get_type_hints(function, localns=around)
+    except NameError as error:
+        raise TypeError(
+            f"The annotations of the rule {function} cannot be evaluated: {error}. They select the "
+            "rule, so their names must be importable at run time."
+        ) from error
 
 
 def _check_annotations(
