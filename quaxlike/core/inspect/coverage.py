@@ -11,16 +11,8 @@ from typing import Any
 import jax
 
 from ..._checked import checked
-from ..rules import (
-    GLOBAL,
-    Ambiguity,
-    AmbiguousRuleError,
-    Rule,
-    RuleSet,
-    in_order,
-    more_specific,
-    signature_of,
-)
+from ..rules import GLOBAL, AmbiguousRuleError, Rule, RuleSet, signature_of
+from ..rules.resolution import Ambiguity, in_order, more_specific
 from ..values import ArrayValue, Value
 
 

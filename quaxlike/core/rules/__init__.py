@@ -6,7 +6,6 @@ from .registry import (
     RuleError,
     RuleSet,
     RuleWarning,
-    epoch,
     mark_in_use,
     register,
     register_on_either_side,
@@ -14,20 +13,16 @@ from .registry import (
     signature_of,
 )
 from .resolution import (
-    Ambiguity,
     AmbiguousRuleError,
     Checked,
     Resolver,
     active_layers,
-    in_order,
-    more_specific,
     resolver,
     use_rule_sets,
 )
 
 __all__ = [
     "GLOBAL",
-    "Ambiguity",
     "AmbiguousRuleError",
     "Checked",
     "Resolver",
@@ -36,10 +31,7 @@ __all__ = [
     "RuleSet",
     "RuleWarning",
     "active_layers",
-    "epoch",
-    "in_order",
     "mark_in_use",
-    "more_specific",
     "register",
     "register_on_either_side",
     "require_stack_depth",
