@@ -270,6 +270,8 @@ def with_constant(slot: Any, x: Any) -> Any:
 def as_carry(slot: Any) -> Any:
     """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
     start from zero, but are not placeholders."""
+    if slot.constant is None:
+        return slot
     is_open = _is_placeholder(slot.constant) and _has_dtype(slot.avals[0], jnp.inexact)
     return dataclasses.replace(slot, constant=OPEN if is_open else None)
 
