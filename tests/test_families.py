@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from quaxlike.families import FAMILIES
+from quaxlike._families import FAMILIES
 from quaxlike.surgery.balance import LLAMA_FOLDS
 from tests.models.made import byte_level
 
@@ -13,7 +13,7 @@ _NEW_ARCHITECTURE = """
 import json, sys
 from pathlib import Path
 
-from quaxlike.families import FAMILIES, Family, Gguf
+from quaxlike._families import FAMILIES, Family, Gguf
 
 FAMILIES["ToyForCausalLM"] = Family(
     qk_norm="heads", norms=("norm_1", "", "norm_2", ""), tied=True,

@@ -1,6 +1,6 @@
 """Models in plain Equinox that read the checkpoints of transformers."""
 
-from ..families import FAMILIES
+from .._families import FAMILIES
 from ..interop.files.model_config import UnsupportedConfigError
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ..families import FAMILIES
+from .._families import FAMILIES
 from ..surgery.stacking import stack_layers, unstack_layers
 from ..utils.batches import largest_of_batch
 from .attention import Attention, Context, Memory

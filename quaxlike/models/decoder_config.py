@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..families import FAMILIES, TEXT_TOWERS, Family
+from .._families import FAMILIES, TEXT_TOWERS, Family
 from ..interop.files.model_config import Config, UnsupportedConfigError, refused, whole
 from .rope import Rope, rope_for
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ..families import FAMILIES
+from .._families import FAMILIES
 from ..sharding.explicit import rows_of
 from .decoder_config import DecoderConfig
 

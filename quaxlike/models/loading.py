@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
+from .._families import FAMILIES, TEXT_TOWERS
 from ..core.values import is_value
-from ..families import FAMILIES, TEXT_TOWERS
 from ..interop import Checkpoint, CheckpointError, open_checkpoint
 from ..interop.assembly import rows_of, split_into_tensors, tensors_of
 from ..interop.files.companions import modules_of

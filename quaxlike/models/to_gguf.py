@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..families import FAMILIES
+from .._families import FAMILIES
 from ..interop import CheckpointError, open_checkpoint
 from ..interop.files.errors import quoted
 from ..interop.gguf.config import config_of, metadata_of, rope_tensors

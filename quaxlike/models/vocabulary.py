@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import check_option, checked
+from .._families import names_of
 from ..arrays.lora import (
     LoraArray,
     LoraBias,
@@ -25,7 +26,6 @@ from ..arrays.quantized import AbstractQuantizedArray
 from ..core.policy import MaterialisationError, on_materialise
 from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise, replace_fields
-from ..families import names_of
 from ..surgery.trees import listing, named_arrays, replace
 from .decoder_config import DecoderConfig
 from .modern_bert import ModernBertConfig

@@ -12,9 +12,9 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import checked
+from .._families import names_of
 from ..arrays.lora import LoraArray
 from ..core.values import is_value
-from ..families import names_of
 from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
 from ..surgery.weight_axes import Layout

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...families import FAMILIES, Gguf
+from ..._families import FAMILIES, Gguf
 from ..files.errors import file_error, quoted
 from ..files.model_config import is_finite
 from .names import family_of

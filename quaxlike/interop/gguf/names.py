@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..._families import FAMILIES, Family
 from ...core.quaxify import quaxify
-from ...families import FAMILIES, Family
 from ..files.errors import file_error
 
 # From llama.cpp's names to transformers'; those with an ending are of arrays that have none there.

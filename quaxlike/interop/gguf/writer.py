@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from ..._checked import a_or_an
+from ..._families import Family
 from ..._files import replacing
 from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray
 from ...core.quaxify import quaxify
 from ...core.values import is_value
-from ...families import Family
 from ..files.errors import file_error
 from .blocks import write_blocks
 from .metadata import MAGIC, as_python, encode_text, encode_value

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..._checked import checked
+from ..._families import names_of
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
-from ...families import names_of
 from ...surgery.inits import initialise
 from ...surgery.loraify import blank
 from ...surgery.patterns import PatternError

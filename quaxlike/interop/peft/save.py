@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._checked import a_or_an, checked
+from ..._families import names_of
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
-from ...families import names_of
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of
