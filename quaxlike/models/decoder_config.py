@@ -55,6 +55,7 @@ class DecoderConfig(Config):
     final_logit_softcapping: float | int = 0
     embedding_multiplier: float | int = 1
     residual_multiplier: float | int = 1
+    """The factor of what each layer adds to the residual stream."""
     attention_multiplier: float | int = 0
     """The factor of scores; 0 for one over the square root of a head's size."""
     logits_scaling: float | int = 1

@@ -50,7 +50,8 @@ class Format:
     - `settings`: the settings of a checkpoint that states them elsewhere than in `quantization_config`; None
         if it does not. Called with `config.json` and the folder.
     - `write`: the tensors of weights by name, and their `quantization_config`. None if it is only read.
-    - `accepts`: whether a Value of a model is saved in this format.
+    - `accepts`: whether a Value of a model is saved in this format; the first of the list that accepts it is
+        chosen.
     """
 
     methods: tuple[str, ...]
@@ -177,7 +178,8 @@ def integers(
     order: np.ndarray | None = None,
 ) -> BlockArray:
     """Makes an array of values `scale * (code - zero)` from unsigned codes of `bits` bits. The codec is
-    symmetric if `zero` is None, or is the middle of the range everywhere."""
+    symmetric if `zero` is None, or is the middle of the range everywhere. Signed codes of 8 bits are made
+    unsigned by `codes.view(np.uint8) ^ 128`."""
     middle = 1 << (bits - 1)
     symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
     codec = Codec(bits, bias=middle) if symmetric else Codec(bits, zeros="points")

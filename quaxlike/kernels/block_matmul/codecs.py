@@ -43,7 +43,7 @@ class Codec:
         minimum in the high half.
     - `group`: how many blocks share an outer scale, 0 for all of a row; None for one level of scales.
     - `over`: whether the inner scale is divided by the outer one.
-    - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
+    - `zeros`: None, `"points"` (zero points), or minima: `"plus"` or `"minus"`.
     - `dtype`: the dtype of the floating scales that `quantize` makes.
     - `limits`: for scales that are integers, the smallest and the largest.
     - `high_first`: whether the first of two 4-bit codes is in the high half of their byte.
