@@ -271,22 +271,23 @@ def test_quantised_models(kind, scheme, compare, tmp_path):
 
 
 _SPARSE = {
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
 }
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8_block", "int4_block"])
-@pytest.mark.parametrize("kind", _SPARSE)
-def test_quantised_experts(kind, scheme, compare, tmp_path):
+@pytest.mark.parametrize("name", _SPARSE)
+def test_quantised_experts(name, scheme, compare, tmp_path):
     """In the formats of which transformers 5.24 reads experts: no int8, and none of bitsandbytes."""
     pytest.importorskip("compressed_tensors", reason="not installed: compressed_tensors")
-    _made(kind, _WHOLE_BLOCKS | _SPARSE[kind], tmp_path / "base")
+    kind, options = _SPARSE[name]
+    _made(kind, _WHOLE_BLOCKS | options, tmp_path / "base")
     model, _ = load(tmp_path / "base", quantize=scheme)
     save(tmp_path / "small", model, tmp_path / "base")
     theirs = _read(tmp_path / "small")
     logits = logits_of_transformers(theirs, _IDS["input_ids"], _IDS["attention_mask"])[_IDS["valid"]]
-    compare("transformers", _SCHEMES[scheme][0], kind.lower(), "logits", logits, _run(model, _IDS), 5e-4)
+    compare("transformers", _SCHEMES[scheme][0], name, "logits", logits, _run(model, _IDS), 5e-4)
 
 
 _OPTIONS = {
