@@ -143,6 +143,7 @@ KINDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The model has no adapters")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_is_the_program_of_the_materialised_model(program, kind):
