@@ -1,6 +1,7 @@
 """Rules of block-sparse arrays: axes (batch axes are axes of every leaf), products, functions of elements."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,7 +139,7 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dt
     """As `_matmul`, for blocks that are Values: multiplies one block row at a time by the rules of their
     type, and accumulates in `dtype`."""
     b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
-    x = jnp.moveaxis(x.reshape(-1, x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
+    x = jnp.moveaxis(x.reshape(math.prod(lead), x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
     dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
 
     def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
@@ -160,7 +161,7 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dt
         return lax.scan(row, acc, (x, blocks, col_idx))[0]
 
     y = quaxify(scatter if transpose else gather)(x, w.blocks, w.col_idx)
-    return jnp.moveaxis(y, 0, 1).reshape(*lead, -1)
+    return jnp.moveaxis(y, 0, 1).reshape(*lead, y.shape[0] * b)
 
 
 @register(ZERO_PRESERVING)
@@ -210,7 +211,7 @@ def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
     y = y.swapaxes(-2, -1) if w.transposed else y
 
     def take(y: Array, col_idx: Array) -> Array:
-        cut = y.reshape(-1, b, columns, b)
+        cut = y.reshape(y.shape[-2] // b, b, columns, b)
         return cut.at[jnp.arange(cut.shape[0])[:, None], :, col_idx].get(mode="fill", fill_value=1)
 
     for _ in range(w.num_batch):
@@ -236,7 +237,7 @@ def _add_blocks(y: Array, w: BlockSparseArray) -> Array:
     b, columns = w.block_size, w.transposed_idx.shape[-2]
 
     def add(y: Array, blocks: Array, col_idx: Array) -> Array:
-        cut = y.reshape(-1, b, columns, b)
+        cut = y.reshape(y.shape[-2] // b, b, columns, b)
         rows = jnp.arange(cut.shape[0])[:, None]
         return add_at(cut, (rows, slice(None), col_idx), blocks).reshape(y.shape)
 
@@ -266,7 +267,7 @@ def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> A
         return jnp.sum(x.stored_blocks, (*batch, *range(n, n + 4)), dtype=x.dtype)
     if summed == {1}:
         rows = jnp.sum(x.stored_blocks, (-3, -1), dtype=x.dtype)
-        return jnp.sum(rows.reshape(*rows.shape[:n], -1), batch, dtype=x.dtype)
+        return jnp.sum(rows.reshape(*rows.shape[:n], math.prod(rows.shape[n:])), batch, dtype=x.dtype)
 
     def columns(blocks: Array, col_idx: Array, number: int) -> Array:
         total = jnp.zeros((number, blocks.shape[-1]), blocks.dtype)

@@ -228,6 +228,15 @@ def test_blocks_in_four_bits():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stored", ["dense", "nf4"])
+def test_products_without_rows(stored):
+    w = B.from_dense(normal(16, 8), block_size=8)
+    w = w if stored == "dense" else w.replace(blocks=ql.NF4Array.quantize(w.blocks, block_size=32))
+    for shape, product in ((0, 16), jnp.matmul), ((2, 0, 16), jnp.matmul), ((0, 8), lambda x, w: x @ w.T):
+        out = ql.quaxify(product)(jnp.zeros(shape), w)
+        assert out.shape == (*shape[:-1], 24 - shape[-1])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_is_summed_in_float32(dtype):
     w, x = ql.quaxify(lambda w: w.astype(dtype))(pruned(64, 256, b=8)), normal(3, 256).astype(dtype)
