@@ -71,7 +71,7 @@ class _RowScaled(ql.ArrayValue):
         return self.array * self.scale[..., None]
 
 
-@ql.register_on_either_side("dot_general", _RowScaled)
+@ql.register_on_either_side("dot_general", _RowScaled, other=ArrayLike)
 def _product(primitive, x, y, *, dimension_numbers, **params):
     on_left = isinstance(x, _RowScaled)
     w, other = (x, y) if on_left else (y, x)
