@@ -28,7 +28,7 @@ from jax import lax
 from quaxlike.kernels import NestedScales, blockwise, int8_matmul, lora_matmul, nf4_matmul
 
 from . import bitsandbytes, block_sparse
-from .timing import Limits, Time, Way, measure, measure_limits, relative_error, rotations
+from .timing import Limits, Time, Way, in_turn, measure, measure_limits, relative_error, rotations
 
 BLOCK = 64
 _WEIGHT_FIRST = "XLA, W @ x"
@@ -148,8 +148,8 @@ class Bench:
         return jnp.asarray(self.rng.standard_normal((m, k), np.float32), self.dtype)
 
     def rotated(self, m: int, w: Weights, transpose: bool = False) -> list[tuple[Any, ...]]:
-        pairs = itertools.islice(itertools.cycle(zip(w.packed, w.absmax, strict=True)), self.calls(w, m))
-        return [(self.x(m, w.shape[not transpose]), *pair) for pair in pairs]
+        pairs = zip(w.packed, w.absmax, strict=True)
+        return in_turn(((self.x(m, w.shape[not transpose]), *pair) for pair in pairs), self.calls(w, m))
 
     def calls(self, w: Weights, m: int) -> int:
         """How many calls a program makes: on a GPU so many that it is not the host that is timed."""
@@ -183,9 +183,9 @@ class Bench:
         """XLA's product with the weight in the dtype of the activations."""
         count = min(len(w.packed), rotations(w.shape[0] * w.shape[1] * self.dtype.itemsize))
         weights = [w.dense(i, self.dtype) for i in range(count)]
-        turns = itertools.islice(itertools.cycle(weights), max(count, self.calls(w, m)))
         fn = (lambda x, w: _product(x, w.T)) if transpose else _product
-        return Way(fn, [(self.x(m, w.shape[not transpose]), weight) for weight in turns])
+        operands = ((self.x(m, w.shape[not transpose]), weight) for weight in weights)
+        return Way(fn, in_turn(operands, max(count, self.calls(w, m))))
 
     def weight_first(self, w: Weights, m: int) -> Way:
         """The same with the weight as the left operand, `W @ x.T`, as XLA is faster for one row on a CPU."""
@@ -256,8 +256,8 @@ class Bench:
         codes = [jnp.concatenate([c, c]).reshape(shape) for c in codes]
         scale = jnp.asarray(self.rng.uniform(0.01, 0.05, (shape[0], 1)).astype(np.float32))
         x = lambda: self.x(m, shape[not transpose])
-        turns = itertools.islice(itertools.cycle(codes), self.calls(w, m))
-        ours = Way(functools.partial(int8_matmul, transpose=transpose), [(x(), c, scale) for c in turns])
+        operands = in_turn(((x(), c, scale) for c in codes), self.calls(w, m))
+        ours = Way(functools.partial(int8_matmul, transpose=transpose), operands)
         expected = self.exact(ours.operands[0][0], codes[0].astype(jnp.float32) * scale, transpose)
         errors = self.checked(ours, expected)
         times = self.times(ours=ours, XLA=self.dense(w, m, transpose))
@@ -276,8 +276,8 @@ class Bench:
         w = self.weights(shape)
         quant_map = jnp.asarray(blockwise.dynamic_map())
         scales = [NestedScales(*blockwise.quantize_scales(a), quant_map) for a in w.absmax]
-        pairs = itertools.islice(itertools.cycle(zip(w.packed, scales, strict=True)), self.calls(w, m))
-        nested = Way(w.call(), [(self.x(m, shape[1]), *pair) for pair in pairs])
+        pairs = zip(w.packed, scales, strict=True)
+        nested = Way(w.call(), in_turn(((self.x(m, shape[1]), *pair) for pair in pairs), self.calls(w, m)))
         absmax = blockwise.dequantize_scales(*scales[0][:3])
         exact = _dequantize(w.packed[0], absmax, shape, np.dtype(np.float32))
         errors = self.checked(nested, self.exact(nested.operands[0][0], exact))
@@ -323,7 +323,9 @@ class Bench:
             params["adapter_index"] = jnp.arange(m) % count
         matrix = lambda *shape: jnp.asarray(self.rng.standard_normal((*lead, *shape), np.float32), self.dtype)
         fn = lambda x, packed, absmax, a, b: lora_matmul(x, packed, absmax, blockwise.NF4, a, b, **params)
-        return Way(fn, [(*each, matrix(16, k), matrix(n, 16)) for each in self.rotated(m, w)])
+        pairs = zip(w.packed, w.absmax, strict=True)
+        operands = ((self.x(m, k), *pair, matrix(16, k), matrix(n, 16)) for pair in pairs)
+        return Way(fn, in_turn(operands, self.calls(w, m)))
 
 
 Job = tuple[str, Callable[[], Iterator[Row]]]
@@ -428,8 +430,8 @@ def tune(bench: Bench, only: str | None = None) -> None:
 
     candidates = [
         Tiling(*sizes)
-        for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8, 16), (1,), (1, 2, 4))
-        if sizes[1] * sizes[2] in (4, 8, 16)
+        for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2), (1, 2))
+        if sizes[1] * sizes[2] in (4, 8)
     ]
     of_warpgroups = [Tiling(tiles, 8, 1, 1, splits) for tiles in (1, 2) for splits in (1, 2, 3, 4)]
     sizes = [(*shape, m) for shape in (_LARGE, _WIDE, (4096, 4096)) for m in (8, 16, 32, 64, 512)]

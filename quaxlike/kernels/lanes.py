@@ -169,6 +169,11 @@ def barrier() -> None:
     gpu.barrier()
 
 
+def warp_barrier() -> None:
+    """The same for the threads of a warp."""
+    _effect("bar.warp.sync 0xffffffff;")
+
+
 class Memory:
     """An array in global or shared memory, addressed by bytes."""
 

@@ -78,12 +78,11 @@ def in_fixed_point(values):
     return unit * np.clip(np.round(np.float64(values) / unit * 2**14), -(2**14), 2**14 - 1) / 2**14
 
 
-def execute(p: Problem, tiling: Tiling, seed=0):
-    """What the program computes, what it should (in float64, of its rounded inputs), and stats."""
+def stored(p: Problem, seed=0):
+    """Codes, scales, zero points and the table of a random weight, as kernels take them, and its value."""
     rng = np.random.default_rng(seed)
-    product, dtype = p.product, DTYPES[p.dtype]
+    product = p.product
     n, k = product.shape
-    x = rng.standard_normal((p.m, product.contracted)).astype(dtype)
     codes = rng.integers(0, 2**product.bits, (n, k), np.uint8)
     first, second = codes[:, :: product.planes], codes[:, 1 :: product.planes]
     if product.bits == 4:
@@ -92,17 +91,29 @@ def execute(p: Problem, tiling: Tiling, seed=0):
         packed = codes
     table = blockwise.NF4 if product.bits == 4 else rng.uniform(-1, 1, 256).astype(np.float32)
     scales, scale = _numbers(rng, p.scales, n * product.row_blocks)
+    zeros, zero = [], None
+    if product.zeros is not None:
+        zeros, zero = _numbers(rng, p.zeros, n * product.row_blocks)
     spread = lambda z: np.repeat(np.float64(z), product.block_size).reshape(n, k)
-    if p.exact:
+    if p.exact or p.m == 0:  # the latter is decoded alone
         values = in_fixed_point(table) if p.entries == "fixed" else table
-        dense, zeros = np.float64(values)[codes] * spread(scale), []
+        dense = np.float64(values)[codes] * spread(scale)
         if product.zeros is not None:
-            zeros, zero = _numbers(rng, p.zeros, n * product.row_blocks)
             factor = {"points": -scale, "plus": 1.0, "minus": -1.0}[product.zeros]
             dense += spread(zero * factor)
-        dense = np.float64(dense.astype(np.float32).astype(dtype))
+        dense = np.float64(dense.astype(np.float32).astype(DTYPES[p.dtype]))
     else:
-        dense, zeros = np.float64(table.astype(dtype))[codes] * spread(scale), []
+        dense = np.float64(table.astype(DTYPES[p.dtype]))[codes] * spread(scale)
+    return [packed.reshape(-1), *scales, *zeros, table], dense
+
+
+def execute(p: Problem, tiling: Tiling, seed=0):
+    """What the program computes, what it should (in float64, of its rounded inputs), and stats."""
+    rng = np.random.default_rng([seed, 1])
+    product, dtype = p.product, DTYPES[p.dtype]
+    n = product.shape[0]
+    x = rng.standard_normal((p.m, product.contracted)).astype(dtype)
+    operands, dense = stored(p, seed)
     expected = x.astype(np.float64) @ (dense if product.transpose else dense.T)
     low_rank = []
     if p.adapters:
@@ -114,7 +125,7 @@ def execute(p: Problem, tiling: Tiling, seed=0):
         low_rank = [_in_order(t[:, 0]), b[0]] if p.wide else [t, b, *map(np.asarray, in_use)]
         b[1::2] = np.nan  # are not read
     x = _in_order(x) if p.wide else x
-    y, stats = run(p, tiling, x, packed.reshape(-1), *scales, *zeros, table, *low_rank)
+    y, stats = run(p, tiling, x, *operands, *low_rank)
     return np.sum(y, axis=0), expected, stats
 
 

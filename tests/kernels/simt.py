@@ -33,6 +33,9 @@ _DTYPES = {
 }
 
 
+_MANY = 2**31  # in place of the number of a thread
+
+
 @dataclasses.dataclass
 class Buffer:
     """Bytes of global or shared memory."""
@@ -43,6 +46,8 @@ class Buffer:
 
     def __post_init__(self):
         self.writer = np.full(self.data.size, -1)  # of each byte, since the last barrier
+        self.in_warp = np.zeros(self.data.size, bool)  # bytes that the writer's warp may read
+        self.reader = np.full(self.data.size, -1)  # of each byte, since the last barrier of a warp; or many
         self.pending = np.zeros(self.data.size, bool)  # bytes that a copy is still to write
         self.unpublished = np.zeros(self.data.size, bool)  # bytes that `wgmma` may not see yet
         self.readers = np.zeros(
@@ -52,6 +57,7 @@ class Buffer:
     def write(self, at, data, threads):
         assert not self.readers[at].any(), "a race: a product reads what is written"
         self.data[at], self.writer[at], self.unpublished[at] = data, threads, True
+        self.in_warp[at] = False
 
 
 @dataclasses.dataclass
@@ -231,7 +237,7 @@ class _Block:
     def _gpu_barrier(self, op):
         assert self.active.all()
         for buffer in self.buffers:
-            buffer.writer[:] = -1
+            buffer.writer[:] = buffer.reader[:] = -1
         self.products.barrier()
         return []
 
@@ -279,7 +285,10 @@ class _Block:
         buffer = pointer.buffer
         if buffer.shared:
             writer, reader = buffer.writer[at], np.flatnonzero(self.active)[:, None]
-            assert ((writer < 0) | (writer == reader)).all(), "a race: no barrier before a load"
+            seen = (writer < 0) | (writer == reader) | (buffer.in_warp[at] & (writer // 32 == reader // 32))
+            assert seen.all(), "a race: no barrier before a load"
+            others = (buffer.reader[at] >= 0) & (buffer.reader[at] != reader)
+            buffer.reader[at] = np.where(others, _MANY, reader)
             assert not buffer.pending[at].any(), "a race: no waiting for a copy"
             if dtype.itemsize * count == 4:
                 self.stats.load_conflicts = max(self.stats.load_conflicts, _conflicts(at[:, ::4] // 4))
@@ -336,6 +345,12 @@ class _Block:
             return [np.ascontiguousarray(sources[:, places]).view(np.uint32)[:, 0]]
         if match := re.match(r"cp\.async\.(?:ca|cg)\.shared\.global \[\$0\], \[\$1\], (\d+), \$2;", ptx):
             return self._begin_copy(self._at_address(operands[0]), *operands[1:], int(match[1]))
+        if ptx == "bar.warp.sync 0xffffffff;":
+            assert self.active.all()
+            for buffer in self.buffers:
+                buffer.in_warp[buffer.writer >= 0] = True
+                buffer.reader[:] = -1
+            return []
         if ptx == "cp.async.commit_group;":
             self.groups, self.copies = [*self.groups, self.copies], []
             return []
@@ -384,6 +399,9 @@ class _Block:
         assert np.unique(at).size == at.size, "two threads copy to one place"
         assert not to.buffer.pending[at].any(), "a copy that is not done writes there"
         assert not to.buffer.readers[at].any(), "a race: a product reads where a copy writes"
+        reader = to.buffer.reader[at]
+        own = (reader < 0) | (reader == np.arange(self.threads)[:, None])
+        assert own.all(), "a race: no barrier between a load and a copy"
         to.buffer.pending[at] = True
         present = read > 0
         assert (source.offset % size == 0).all(), "a misaligned access"

@@ -204,12 +204,9 @@ def test_no_dense_copy_between_forward_and_backward():
 # Blocks that cross rows, and blocks within rows; a last chunk that is smaller.
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("shape", "block_size"), [((67, 96), 64), ((50, 160), 32)])
-@pytest.mark.parametrize("few_rows", [1, 1024])
 @pytest.mark.parametrize("transpose", [False, True])
-def test_chunks_end_where_blocks_do(shape, block_size, few_rows, transpose, monkeypatch):
-    monkeypatch.setattr(gpu, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(gpu, "_LEAST", 1)
-    monkeypatch.setattr(gpu, "_CACHED", 2000)
+def test_chunks_end_where_blocks_do(shape, block_size, transpose, monkeypatch):
+    monkeypatch.setattr(gpu, "_MOST", 8000)
     w = quantised(shape, block_size)
     x = _x(w, (4,), transpose)
     with kernels.backend("gpu"):
@@ -219,11 +216,8 @@ def test_chunks_end_where_blocks_do(shape, block_size, few_rows, transpose, monk
 
 
 def test_chunks_of_a_large_weight():
-    assert gpu.chunk_size(14336, 4096, 512) == 3584  # 32 MiB at most
-    assert gpu.chunk_size(4096, 4096, 512) == 2048  # a half
-    assert gpu.chunk_size(14336, 4096, 4096) == 3584  # a quarter
-    assert gpu.chunk_size(768, 768, 4096) == 768  # small
-    assert gpu.chunk_size(131072, 8192, 4096, aligned=64) == 8192  # 128 MiB
+    assert gpu.chunk_size(14336, 2 * 4096) == 14336
+    assert gpu.chunk_size(131072, 2 * 8192, aligned=64) == 8192  # 128 MiB
 
 
 @pytest.mark.parametrize(

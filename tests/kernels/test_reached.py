@@ -80,7 +80,7 @@ def test_explain_tells_the_backend():
     with kernels.backend("gpu"):
         notes = [note for row in ql.explain(_loss)(model, x).rules for note in row.notes]
     assert notes
-    assert all(note.startswith("nf4_matmul on gpu: decoded in chunks") for note in notes)
+    assert all(note.startswith("nf4_matmul on gpu: decoded for the library") for note in notes)
 
 
 def test_gradients_of_adapters_go_through_the_kernel():

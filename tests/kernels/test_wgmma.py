@@ -163,10 +163,9 @@ def test_plans_fit_the_hardware(form, shape, m):
 def test_which_products_warpgroups_make():
     taken = lambda m, *shape: costs.is_faster(Product(shape, 64), m, "bfloat16")
     assert taken(256, 14336, 4096)
-    assert taken(512, 14336, 4096)
-    assert taken(512, 4096, 14336)
-    assert not taken(8192, 14336, 4096)  # the cost of decoding the weight is shared by so many rows
-    assert not taken(512, 512, 512)  # which takes no time, beside beginning
+    assert taken(256, 4096, 14336)
+    assert not taken(512, 14336, 4096)  # the cost of decoding the weight is shared by so many rows
+    assert not taken(256, 512, 512)  # which takes no time, beside beginning
     assert not taken(512, 0, 64)
 
 
@@ -209,9 +208,9 @@ def test_what_the_kernel_is_given(monkeypatch, k, adapters, dtype, error):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("shape", [(14336, 4096), (4096, 14336)], ids=str)
 def test_lowers_for_cuda(shape, nested):
-    x = jax.ShapeDtypeStruct((512, shape[1]), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((256, shape[1]), jnp.bfloat16)
     fn = lambda x, *w: nf4_matmul(x, *w, blockwise.NF4, shape=shape, block_size=64)
-    assert "mosaic_gpu" in lowered(fn, x, *stored_nf4(*shape, nested))
+    assert "stored_matmul" in lowered(fn, x, *stored_nf4(*shape, nested))
 
 
 @pytest.mark.parametrize("adapters", [None, 4, 32])
@@ -219,22 +218,22 @@ def test_adapters_lower(adapters):
     n, k = 14336, 4096
     lead = () if adapters is None else (adapters,)
     of = lambda *shape: jax.ShapeDtypeStruct((*lead, *shape), jnp.bfloat16)
-    index = None if adapters is None else jnp.zeros(512, int)
+    index = None if adapters is None else jnp.zeros(256, int)
     fn = lambda x, packed, absmax, a, b: lora_matmul(
         x, packed, absmax, blockwise.NF4, a, b, shape=(n, k), block_size=64, adapter_index=index
     )
-    x = jax.ShapeDtypeStruct((512, k), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((256, k), jnp.bfloat16)
     text = lowered(fn, x, *stored_nf4(n, k), of(16, k), of(n, 16))
-    assert ("mosaic_gpu" in text) == (adapters != 32)
+    assert ("stored_matmul" in text) == (adapters != 32)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({}, "one fused kernel of warpgroups"),
-        ({"block_size": 16, "bits": 8, "zeros": "plus"}, "one fused kernel of warpgroups"),
-        ({"transpose": True}, "1 to 64 rows of x, not 512; that of warpgroups computes x @ W.T"),
-        ({"shape": (64, 128)}, "1 to 128 rows of x, not 512; decoding the weight is estimated to be faster"),
+        ({"block_size": 16, "zeros": "plus"}, "one fused kernel of warpgroups"),
+        ({"transpose": True}, "1 to 64 rows of x, not 256; that of warpgroups computes x @ W.T"),
+        ({"shape": (64, 128)}, "1 to 128 rows of x, not 256; decoding the weight is estimated to be faster"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
         ({"shape": (2**17, 4096)}, "up to 2 GiB of activations"),
         ({"b": (20, 14336, 16)}, "adapters of up to 256 ranks together"),
@@ -245,14 +244,14 @@ def test_what_warpgroups_take(change, reason):
     given = {"dtype": "bfloat16", "shape": (14336, 4096), "platform": "cuda", "block_size": 64} | change
     dtype, platform, b = given.pop("dtype"), given.pop("platform"), given.pop("b", None)
     product = Product(**given)
-    m = 4097 if product.shape[0] > 2**16 else 512
+    m = 4097 if product.shape[0] > 2**16 else 256
     x = jax.ShapeDtypeStruct((m, product.contracted), dtype)
     low_rank = None if b is None else jax.ShapeDtypeStruct(b, dtype)
     choice = gpu.choose(platform, x, product=product, partitioned=False, low_rank=low_rank)
     assert reason in (choice if isinstance(choice, str) else choice.reason)
 
 
-@pytest.mark.parametrize(("capability", "m"), [("8.0", 512), ("10.0", 512), ("12.0", 512), ("12.0", 16)])
+@pytest.mark.parametrize(("capability", "m"), [("8.0", 256), ("10.0", 256), ("12.0", 256), ("12.0", 16)])
 def test_other_gpus_get_the_chunks(capability, m):
     x = jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)
     with gpu_at_hand(capability):

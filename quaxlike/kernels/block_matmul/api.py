@@ -33,9 +33,10 @@ def nf4_matmul(
 ) -> Float[Array, "... free"]:
     """`x @ W.T` for a weight `W` stored as 4-bit codes with block scales; `x @ W` if transposed.
 
-    The codes are those of bitsandbytes and are read as they are stored, by every backend, and no
-    dense copy of `W` is made. Products are accumulated in float32. Differentiable in `x`,
-    `absmax` and `codebook`; the gradient of `x` is the transposed contraction on the same bytes.
+    The codes are those of bitsandbytes and are read as they are stored, by every backend. No dense copy of
+    `W` is made, but for many rows of `x` on a GPU, where up to 128 MiB are decoded at a time. Products are
+    accumulated in float32. Differentiable in `x`, `absmax` and `codebook`; the gradient of `x` is the
+    transposed contraction on the same bytes.
 
     !!! example
 
@@ -166,8 +167,8 @@ def int8_matmul(
 ) -> Float[Array, "*batch free"]:
     """`x @ W.T` for a weight `W` stored as int8 with scales; `x @ W` if transposed.
 
-    On CPUs and GPUs no dense copy of `W` is made. Differentiable in `x` and `scale`; the gradient of `x` is
-    the transposed contraction on the same integers.
+    No dense copy of `W` is made, but on GPUs of a part where scales are those of blocks. Differentiable in `x`
+    and `scale`; the gradient of `x` is the transposed contraction on the same integers.
 
     !!! example
 
@@ -222,8 +223,8 @@ def block_matmul(
     """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight `W` of any format; with adapters if
     `low_rank`.
 
-    It makes no dense copy of `W` on a CPU, nor of a large `W` on a GPU. Differentiable in `x`, in `low_rank`,
-    and in everything in which `decode` is.
+    It makes no dense copy of `W` on a CPU, nor of more than 128 MiB of it on a GPU. Differentiable in `x`, in
+    `low_rank`, and in everything in which `decode` is.
 
     **Arguments:**
 

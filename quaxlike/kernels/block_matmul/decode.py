@@ -20,6 +20,9 @@ SIZES = {
     **{"e4m3": 1, "e8m0": 1, "e8m0_half": 1, "nested": 1},
 }
 
+#: Of the arrays of scales or zero points how many numbers share an element, and bytes of it.
+STREAMS = {kind: [(1, size)] for kind, size in SIZES.items()} | {"nested": [(1, 1), (256, 4)]}
+
 
 class Table:
     """The values of codes, in one of three forms.
@@ -116,13 +119,9 @@ class Numbers:
         self.shared = shared
 
     @property
-    def words(self) -> int:
-        """How many words a thread copies for each number."""
-        return 2 if self.kind == "nested" else 1
-
-    @property
-    def shared_bytes(self) -> int:
-        return _MAP_BYTES if self.kind == "nested" else 0
+    def arrays(self) -> list[Memory]:
+        """What is copied, as `STREAMS` has it."""
+        return [self.memory] if self.kind != "nested" else [self.memory, self.absmax]
 
     def fill(self, thread: Reg, threads: int) -> None:
         """Writes the 256 values that the codes of nested scales stand for."""
@@ -130,12 +129,6 @@ class Numbers:
             at = lanes.minimum(thread + i, 255) * 4
             (value,) = self.map.load(at, "float32")
             lanes.when(thread + i < 256, functools.partial(self.shared.store, at + TABLE_BYTES, value))
-
-    def copies(self, index: Reg) -> list[tuple[Memory, Reg, int]]:
-        """The copies of a thread for the number of this index: arrays, offsets, and how many bytes."""
-        at = index * self.size
-        out = [(self.memory, at if self.size == 4 else at // 4 * 4, 4)]
-        return out if self.kind != "nested" else [*out, (self.absmax, index // 256 * 4, 4)]
 
     def read(self, words: list[Reg], index: Reg) -> Reg:
         """The number of this index, from the words that were copied."""
@@ -156,6 +149,12 @@ class Numbers:
             return _power_of_two(byte, int(self.kind == "e8m0_half"))
         mapped = self.shared.load(byte * 4 + TABLE_BYTES, "float32")[0]
         return lanes.fma(mapped, lanes.as_float32(words[1]), self.nested)
+
+
+def shift_of(product: Product, scale: Reg, zero: Reg) -> Reg:
+    """What is added to scaled values: for a zero point, or for what is stored in place of one."""
+    factor = {"points": lambda: scale * -1.0, "minus": lambda: -1.0, "plus": lambda: 1.0}
+    return zero * factor[product.zeros or ""]()
 
 
 def _from_e4m3(byte: Reg) -> Reg:

@@ -1,5 +1,6 @@
 """The product with a stored weight on GPUs: fused for few rows of activations, by chunks for many."""
 
+import dataclasses
 import functools
 import math
 import operator
@@ -27,27 +28,28 @@ _Weight = TypeVar("_Weight")
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's product. `x @ W` reads them again for every 32.
 FUSED_ROWS = {False: 128, True: 64}
+_GROUP = 64  # rows of activations for which codes are read once
 # Ranks of all adapters together up to which the kernel of warpgroups takes them: it waits for each 64.
 WIDE_RANK = 256
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
-# Rows of activations up to which a chunk is what the L2 cache of an H100 holds.
-FEW_ROWS = 1024
-# Weights: 8 MiB of bfloat16, as fewer do not keep a GPU busy; 32 MiB; 128 MiB.
-_LEAST, _CACHED, _MOST = 1 << 22, 1 << 24, 1 << 26
+# The most bytes that are decoded at a time. With fewer, products took longer (measured on an H200).
+_MOST = 1 << 27
+# The least of activations that are scaled at a time, as fewer do not keep a GPU busy.
+_LEAST = 1 << 22
 
 
 def choose(platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any) -> Choice | str:
     """A fused kernel, or why there is none for an operation. `low_rank`: `b` of all adapters."""
     rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
+    wide = wide_refusal(platform, x, product, low_rank=low_rank, **params) if rows > _GROUP else ""
+    if wide is None:
+        return Choice("gpu", "one fused kernel of warpgroups", functools.partial(fused, wide=True))
     if 0 < rows <= most:
         refusal = fused_refusal(platform, x, product, low_rank=low_rank, **params)
         return Choice("gpu", "one fused kernel", fused) if refusal is None else refusal
     few = f"the fused kernel takes 1 to {most} rows of x, not {rows}"
-    refusal = wide_refusal(platform, x, product, low_rank=low_rank, **params) if rows else ""
-    if refusal is None:
-        return Choice("gpu", "one fused kernel of warpgroups", functools.partial(fused, wide=True))
-    return f"{few}; {refusal}" if refusal else few
+    return f"{few}; {wide}" if wide else few
 
 
 def fused_refusal(
@@ -130,6 +132,7 @@ def fused(
         t, b = map(_padded, low_rank)
         adapters, _, rank = b.shape
         low_rank = t.reshape(x.shape[0], adapters, rank), b
+    of_scales, of_zeros = _kinds(product, scales, zeros)
     problem = Problem(
         product,
         m=x.shape[0],
@@ -137,18 +140,16 @@ def fused(
         out_dtype=str(product.out_dtype),
         adapters=adapters,
         rank=rank,
-        scales=_kind(scales) if product.scales == "float" else product.scales,
-        zeros="float32" if zeros is None else str(zeros.dtype),
+        scales=of_scales,
+        zeros=of_zeros,
     )
     problem, tiling = of_warpgroups(problem) if wide else (problem, tiling_for(problem))
     if tiling.splits > 1:
         problem = problem._replace(out_dtype="float32")
-    operands = scales if isinstance(scales, NestedScales) else (scales,)
-    numbers = [_in_words(z.reshape(-1)) for z in (*operands, *(() if zeros is None else (zeros,)))]
     if low_rank and not wide:
         low_rank = *low_rank, *adapters_in_use(low_rank[0], problem.groups, 8 * problem.token_tiles)
     x = in_order(x) if wide else x
-    y = pallas_kernel(problem, tiling)(x, packed.reshape(-1), *numbers, table, *low_rank)
+    y = pallas_kernel(problem, tiling)(x, packed.reshape(-1), *_numbers(scales, zeros), table, *low_rank)
     y = functools.reduce(operator.add, y) if tiling.splits > 1 else y[0]
     return y.astype(product.out_dtype).reshape(*lead, product.free)
 
@@ -161,8 +162,20 @@ def _side_by_side(m: int, t: Array, b: Array) -> tuple[Array, Array]:
     return pad(t), pad(b)
 
 
-def _kind(scales: Array | NestedScales) -> str:
-    return "nested" if isinstance(scales, NestedScales) else str(scales.dtype)
+def _kinds(product: Product, scales: Any, zeros: Array | None) -> tuple[str, str]:
+    """How scales and zero points are stored, as `Problem` has it."""
+    of_scales = "nested" if isinstance(scales, NestedScales) else str(scales.dtype)
+    of_scales = of_scales if product.scales == "float" else product.scales
+    return of_scales, "float32" if zeros is None else str(zeros.dtype)
+
+
+def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
+    """Arrays of scales and zero points as kernels read them."""
+    arrays = [
+        *(scales if isinstance(scales, NestedScales) else (scales,)),
+        *(() if zeros is None else (zeros,)),
+    ]
+    return [_in_words(z.reshape(-1)) for z in arrays]
 
 
 def _in_words(numbers: Array) -> Array:
@@ -190,28 +203,64 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
     """The fused kernel for a problem: a function of the arrays in `mosaic.emit`'s order to the terms of the
     product, (splits, m, features)."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
     from . import mosaic, wgmma
 
     of_problem = wgmma if problem.wide else mosaic
+    return _kernel_of(
+        functools.partial(of_problem.emit, p=problem, tiling=tiling),
+        name="stored_matmul",
+        out=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.product.free), problem.out_dtype),
+        shared_words=of_problem.shared_words(problem, tiling),
+        blocks=blocks(problem, tiling),
+        threads=tiling.threads,
+    )
 
-    def stored_matmul(*refs: Any) -> None:
+
+def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
+    """The kernel that decodes rows: a function of the arrays in `decoding.emit`'s order."""
+    from . import decoding
+
+    return _kernel_of(
+        functools.partial(decoding.emit, p=problem, first=start, rows=stop - start),
+        name="decoded_rows",
+        out=jax.ShapeDtypeStruct((stop - start, problem.product.shape[1]), problem.dtype),
+        shared_words=decoding.shared_words(problem),
+        blocks=decoding.BLOCKS,
+        threads=decoding.THREADS,
+    )
+
+
+def _kernel_of(
+    emit: Callable[[Any], None], *, name: str, out: Any, shared_words: int, blocks: int, threads: int
+) -> Callable[..., Array]:
+    """A program of `lanes` as a function of arrays."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    def kernel(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def program(context: Any, *refs: Any) -> None:
-            of_problem.emit(refs, problem, tiling)
+            emit(refs)
 
         program(*refs)
 
+    kernel.__name__ = name
     return plgpu.kernel(
-        stored_matmul,
-        out_type=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.product.free), problem.out_dtype),
-        scratch_types=[plgpu.SMEM((of_problem.shared_words(problem, tiling),), jnp.uint32)],
-        grid=(blocks(problem, tiling),),
+        kernel,
+        out_type=out,
+        scratch_types=[plgpu.SMEM((shared_words,), jnp.uint32)],
+        grid=(blocks,),
         grid_names=("block",),
-        num_threads=tiling.threads // 128,
+        num_threads=threads // 128,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+
+
+def decodes(platform: str, x: Any, product: Product, *, partitioned: bool) -> bool:
+    """Whether a kernel decodes rows of the weight."""
+    return (
+        fused_refusal(platform, x, dataclasses.replace(product, transpose=False), partitioned=partitioned)
+        is None
     )
 
 
@@ -242,12 +291,19 @@ def reduced(
     return y.astype(product.out_dtype).reshape(*lead, k)
 
 
-def chunked(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
-    """Decodes some rows or columns of `W` to the dtype of `x`, multiplies them by the library, and so on.
+def chunked(
+    x: Array,
+    leaves: Sequence[Any],
+    *low_rank: Array,
+    decode: Decode,
+    product: Product,
+    kernel: bool = False,
+) -> Array:
+    """Decodes `W` to the dtype of `x`, some rows at a time if it is large, and multiplies by the library.
 
     Each weight is rounded once, from its exact float32 value. `low_rank` is nothing, or `t` and `b` as in
     `times_adapters`: more columns of `x` and of `W`. Where scales stay outside of the product, parts of `x`
-    are scaled instead, if that would be a large copy.
+    are scaled instead, if that would be a large copy. `kernel`: whether that of `decoding` decodes rows.
     """
     (n, k), m, transpose = product.shape, math.prod(x.shape[:-1]), product.transpose
     if (parts := scaled_outside(x, leaves, decode, product)) is not None:
@@ -257,30 +313,46 @@ def chunked(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, p
         part = lambda w, start, stop: times_scaled(rows[start:stop], w[0], w[1], product)
         y = join_chunks(part, parts, m, scaled_at_once(m, n, k), axis=0)
         return y.reshape(*x.shape[:-1], k)
-    weight, b = [dense_scales(leaf) for leaf in leaves], None
+    b = None
     if low_rank:
         t, b = map(_padded, low_rank)
         x = jnp.concatenate([x, t.reshape(*x.shape[:-1], -1)], axis=-1)
         b = jnp.moveaxis(b, 0, 1).reshape(n, -1)
+    # With a barrier, as XLA would keep what is decoded from one product to another, of the backward pass.
+    weight, x = lax.optimization_barrier((list(leaves), x))
+    if not kernel:
+        weight = [dense_scales(leaf) for leaf in weight]
+    step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product)[0])
+    of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 
-    def terms(weight: list[Array], start: int, stop: int) -> Array:
-        w = decode.matrix(weight, product, rows=slice(start, stop))
-        return times(x[..., start:stop], w, product, accumulator_dtype(x.dtype))
+    def decoded(weight: list[Any], start: int, stop: int) -> Array:
+        if kernel:
+            return decoded_rows(weight, start, stop, decode=decode, product=product, dtype=str(x.dtype))
+        return decode.matrix(weight, product, rows=slice(start, stop)).astype(x.dtype)
 
-    def columns(weight: list[Array], start: int, stop: int) -> Array:
-        along = {"columns" if transpose else "rows": slice(start, stop)}
-        w = decode.matrix(weight, product, **along).astype(x.dtype)
+    def terms(weight: list[Any], start: int, stop: int) -> Array:
+        return times(x[..., start:stop], decoded(weight, start, stop), product, of_terms)
+
+    def features(weight: list[Any], start: int, stop: int) -> Array:
+        w = decoded(weight, start, stop)
         w = w if b is None else jnp.concatenate([w, b[start:stop]], axis=1)
         return times(x, w, product, product.out_dtype)
 
-    rows_at_once, columns_at_once = decode.aligned(product)
-    step = chunk_size(n, k, m, aligned=rows_at_once)
-    if transpose and step < n:
-        if m <= FEW_ROWS or rows_at_once > 1:
-            return add_chunks(terms, weight, n, step).astype(product.out_dtype)
-        # The sum would be as large as the weight.
-        return join_chunks(columns, weight, k, chunk_size(k, n, m, aligned=columns_at_once))
-    return join_chunks(columns, weight, product.free, k if transpose else step)
+    if transpose:
+        return add_chunks(terms, weight, n, step).astype(product.out_dtype)
+    return join_chunks(features, weight, n, step)
+
+
+def decoded_rows(
+    leaves: Sequence[Any], start: int, stop: int, *, decode: Decode, product: Product, dtype: str
+) -> Array:
+    """Rows of `W` in a dtype of 16 bits, by one kernel."""
+    packed, scales, table, zeros = decode.operands(leaves, decoded=False)
+    stored = decode.stored(product, decoded=False)
+    assert stored is not None  # as `choose` found
+    of_scales, of_zeros = _kinds(stored, scales, zeros)
+    problem = Problem(stored, m=0, dtype=dtype, scales=of_scales, zeros=of_zeros)
+    return _decoding_kernel(problem, start, stop)(packed.reshape(-1), *_numbers(scales, zeros), table)
 
 
 def _padded(z: Array) -> Array:
@@ -288,15 +360,12 @@ def _padded(z: Array) -> Array:
     return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
 
 
-def chunk_size(size: int, other: int, m: int, *, aligned: int = 1) -> int:
-    """The length of chunks along an axis of `size`, for `m` rows of activations; the weight's other axis has
-    `other` entries. Large weights are split, so that no dense copy exists. All chunks have the same length, a
-    multiple of `aligned`."""
-    least_chunks, most = (2, _CACHED) if m <= FEW_ROWS else (4, _MOST)
-    weights = min(most, max(_LEAST, -(-size * other // least_chunks)))
-    rows = max(1, weights // max(other, 1) // aligned) * aligned
-    chunks = max(1, -(-size // rows))
-    return -(-size // (chunks * aligned)) * aligned
+def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
+    """How many rows of a weight are decoded at a time: large weights are split, so that no dense copy of one
+    exists. All chunks have the same length, a multiple of `aligned`."""
+    most = max(1, _MOST // max(row_bytes, 1) // aligned) * aligned
+    chunks = max(1, -(-rows // most))
+    return -(-rows // (chunks * aligned)) * aligned
 
 
 def scaled_at_once(m: int, n: int, k: int) -> int:

@@ -12,8 +12,8 @@ what is contracted; `mma.sync` contracts 16 numbers at a time.
   these codes is summed apart and scaled as it is added: one multiplication for 64 weights, and exact
   float32 scales. What is rounded is the codebook alone, which costs less than rounding every weight.
   Elsewhere values are scaled in float32, and rounded once.
-- *Bytes are in flight while others are multiplied.* Each thread copies its own bytes of the next steps to a
-  ring in shared memory, and waits for no other thread.
+- *Bytes are in flight while others are multiplied.* A warp copies the tiles of its next steps to a ring in
+  shared memory (`staging`), and waits for no other warp.
 
 Warps that share features add their sums through shared memory. Where there are too few features to keep all
 of a GPU busy, blocks of threads share what is contracted, too: each writes its sum in float32, and these
@@ -26,7 +26,8 @@ from typing import Any
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from .decode import SIZES, TABLE_BYTES, Numbers, Table
+from .decode import SIZES, TABLE_BYTES, Numbers, Table, shift_of
+from .staging import Layout, Tiles
 from .tilings import BLOCK, Problem, Tiling
 
 _SHARED = 96 * 1024  # bytes of shared memory that every GPU from compute capability 8.0 on has
@@ -59,10 +60,7 @@ def _tables(p: Problem) -> int:
 
 
 def _stage_bytes(p: Problem, tiling: Tiling) -> int:
-    rows = 4 if p.product.transpose else 2 * tiling.row_tiles
-    of_scale = (2 if p.scales == "nested" else 1) + (p.product.zeros is not None)
-    codes = p.product.bits // 4 if p.product.transpose else p.product.bits // 2
-    return 4 * tiling.threads * tiling.unroll * rows * (codes + of_scale)
+    return tiling.threads // 32 * Layout(p, tiling).bytes
 
 
 def stride(tiling: Tiling) -> int:
@@ -93,9 +91,9 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
     def step(i: Reg, acc: list[Reg]) -> list[Reg]:
         lanes.wait_for_copies(ahead - 1)
-        held = warp.held(i)
+        lanes.warp_barrier()  # what other threads copied is there, and what they read may be overwritten
         warp.fetch(i + ahead)
-        return warp.multiply(i, held, acc)
+        return warp.multiply(i, acc)
 
     steps = -(-p.product.contracted // (p.depth * tiling.unroll * tiling.k_warps * tiling.splits))
     acc = lanes.loop(steps, acc, step)
@@ -122,7 +120,7 @@ class Warp:
         self.thread = lanes.thread_index()
         self.lane = self.thread % 32
         self.group, self.quad = self.lane // 4, self.lane % 4
-        warp = self.thread // 32
+        self.warp = warp = self.thread // 32
         self.k_warp = warp // tiling.row_warps
         self.first_share = lanes.block_index() % tiling.splits * tiling.k_warps + self.k_warp
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
@@ -132,18 +130,19 @@ class Warp:
         self.token_group = place % p.groups
         self.first_token = self.token_group * (8 * p.token_tiles)
         self.table = Table(shared, self.lane, p.product, p.dtype, p.entries)
+        self.layout = Layout(p, tiling)
+        numbers = [n for n in (self.scales, self.zeros) if n is not None]
+        self.tiles = Tiles(self.layout, self.codes, numbers, shared, self.lane)
         # Past the end the last row is read again; what comes of it is not stored.
         self.tokens = [
             lanes.minimum(self.first_token + self.group + 8 * i, p.m - 1) for i in range(p.token_tiles)
         ]
-        self.place_of_features()
 
-    def place_of_features(self) -> None:
-        n = self.p.product.shape[0]
-        self.rows = [
-            lanes.minimum(self.first_row + self.row_in_block + self.group + 8 * i, n - 1)
-            for i in range(2 * self.tiling.row_tiles)
-        ]
+    @property
+    def rows(self) -> list[Reg]:
+        """The rows of `W` that the thread decodes codes of."""
+        first, last = self.first_row + self.row_in_block + self.group, self.p.product.shape[0] - 1
+        return [lanes.minimum(first + 8 * i, last) for i in range(2 * self.tiling.row_tiles)]
 
     def feature(self, tile: int, e: int) -> Reg:
         """The feature, within those of the block, that number `e` of a tile's accumulator is of."""
@@ -159,89 +158,56 @@ class Warp:
         parts = self.p.product.contracted // self.p.depth
         return lanes.minimum(part, parts - 1), part < parts
 
-    def lines(self, part: Reg) -> list[tuple[Reg, Reg]]:
-        """The rows of `W` that the thread decodes codes of, and the first column of these."""
-        column = part * BLOCK + self.quad * 16
-        return [(row, column) for row in self.rows]
+    def tile(self, step: Reg) -> tuple[Reg, Reg]:
+        """The row and the column of `W` that the warp's tile for a step begins at."""
+        return self.first_row + self.row_in_block, self._share(step) * self.layout.columns
 
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of codes of a line."""
-        return 2 * self.p.product.bits
-
-    def _index(self, row: Reg, column: Reg) -> Reg:
-        """The number of the scale of a line."""
-        return row * self.p.product.row_blocks + column // self.p.product.block_size
-
-    def _copies(self, step: Reg) -> list[tuple[Memory, Reg, int, Reg]]:
-        """Copies of the thread for a step: arrays, offsets, how many bytes, and whether they are there."""
-        p, out = self.p.product, []
-        for i in range(self.tiling.unroll):
-            part, present = self._part(step, i)
-            for row, column in self.lines(part):
-                at = row * p.row_bytes + (column // 2 if p.bits == 4 else column)
-                copies = [(self.codes, at, self.line_bytes)]
-                for numbers in filter(None, (self.scales, self.zeros)):
-                    copies += numbers.copies(self._index(row, column))
-                out += [(*copy, present) for copy in copies]
-        return out
-
-    def _slots(self, step: Reg, sizes: Sequence[int]) -> list[Reg]:
-        """Where in the ring what is copied for a step has its place."""
+    def base(self, step: Reg) -> Reg:
+        """Where the tile for a step has its place in shared memory."""
         stage = step % stages(self.p, self.tiling) * _stage_bytes(self.p, self.tiling)
-        starts = [sum(sizes[:i]) * self.tiling.threads for i in range(len(sizes))]
-        base = stage + _tables(self.p)
-        return [base + start + self.thread * size for start, size in zip(starts, sizes, strict=True)]
-
-    def _sizes(self) -> list[int]:
-        words = self.scales.words + (0 if self.zeros is None else self.zeros.words)
-        lines = 4 if self.p.product.transpose else len(self.rows)
-        return [self.line_bytes, *[4] * words] * (lines * self.tiling.unroll)
+        return stage + self.warp * self.layout.bytes + _tables(self.p)
 
     def fetch(self, step: Reg) -> None:
-        """Begins to copy what the thread decodes in a step."""
-        copies = self._copies(step)
-        slots = self._slots(step, [size for _, _, size, _ in copies])
-        for (memory, at, size, present), slot in zip(copies, slots, strict=True):
-            memory.copy_to(at, self.shared, slot, size, present)
-        lanes.commit_copies()
+        """Begins to copy what the warp decodes in a step."""
+        self.tiles.fetch(self.base(step), *self.tile(step))
 
-    def held(self, step: Reg) -> list[list[Reg]]:
-        """The numbers that were copied for a step."""
-        sizes = self._sizes()
-        return [
-            self.shared.load(slot, "u32", size // 4)
-            for slot, size in zip(self._slots(step, sizes), sizes, strict=True)
-        ]
+    def lines(self, i: int) -> list[tuple[Reg, Reg]]:
+        """The rows of a tile that the thread decodes in its `i`-th part: their places, and their numbers."""
+        return [(self.group + 8 * j, self.group + 8 * j) for j in range(2 * self.tiling.row_tiles)]
 
-    def _scale(self, numbers: list[list[Reg]], row: Reg, column: Reg, present: Reg) -> tuple[Reg, Any]:
-        """The scale of a line, and what is added to its scaled values, if anything."""
-        index, p, count = self._index(row, column), self.p.product, self.scales.words
-        words = [word for words in numbers for word in words]
-        scale = lanes.select(present, self.scales.read(words[:count], index), 0.0)
-        if self.zeros is None:
-            return scale, None
-        zero = self.zeros.read(words[count:], index)
-        factor = {"points": lambda: scale * -1.0, "plus": lambda: 1.0, "minus": lambda: -1.0}[p.zeros or ""]()
-        return scale, lanes.select(present, zero * factor, 0.0)
+    def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
+        """The words of the thread's codes in the `i`-th part of a row of a tile."""
+        bytes_ = 2 * self.p.product.bits  # of 16 columns
+        chunk = self.quad * bytes_ // 16 ^ self.layout.swizzle(self.group) ^ self.layout.span * i
+        return self.tiles.words(base, place, chunk, self.quad * bytes_ % 16, bytes_ // 4)
 
-    def _decoded(self, step: Reg, i: int, held: list[list[Reg]]) -> list[tuple[list[Reg], Reg, Any]]:
-        """Of each line of a part: the words of its codes, its scale, and what is added."""
-        part, present = self._part(step, i)
-        lines = self.lines(part)
-        width = len(held) // self.tiling.unroll // len(lines)
-        held = held[i * len(lines) * width :]
-        return [
-            (held[j * width], *self._scale(held[j * width + 1 : (j + 1) * width], row, column, present))
-            for j, (row, column) in enumerate(lines)
-        ]
+    def column_in_tile(self, i: int) -> Reg:
+        return self.quad * 16 + BLOCK * i
 
-    def multiply(self, step: Reg, held: list[list[Reg]], acc: list[Reg]) -> list[Reg]:
+    def _decoded(
+        self, step: Reg, i: int, lines: Sequence[tuple[Reg, Reg]] | None = None
+    ) -> list[tuple[list[Reg], Reg, Any]]:
+        """Of each line of a part (or some): the words of its codes, its scale, and what is added."""
+        _, present = self._part(step, i)
+        base, (row, column) = self.base(step), self.tile(step)
+        out = []
+        for place, own in self.lines(i) if lines is None else lines:
+            at = lambda which, place=place, own=own: self.tiles.number(
+                which, base, place, row + own, column, self.column_in_tile(i)
+            )
+            scale = lanes.select(present, at(0), 0.0)
+            shift = None
+            if self.zeros is not None:
+                shift = lanes.select(present, shift_of(self.p.product, scale, at(1)), 0.0)
+            out.append((self.codes_of(base, place, i), scale, shift))
+        return out
+
+    def multiply(self, step: Reg, acc: list[Reg]) -> list[Reg]:
         """Adds the products with what was copied for a step."""
         acc, tiles = list(acc), self.tiling.row_tiles
         for i in range(self.tiling.unroll):
             part, _ = self._part(step, i)
-            lines = self._decoded(step, i, held)
+            lines = self._decoded(step, i)
             if self.p.exact:
                 values = [self.table.scaled(*line) for line in lines]
                 weights = [self._packed(v[::2], v[1::2]) for v in values]
@@ -315,26 +281,28 @@ class _Transposed(Warp):
     two rows that share a register of the instruction meet when they are rounded.
     """
 
-    def place_of_features(self) -> None:
-        k = self.p.product.shape[1]
-        first = self.first_row + self.row_in_block + self.group * 8
-        self.column = lanes.minimum(first, k - 8)
-
     def feature(self, tile: int, e: int) -> Reg:
         return self.row_in_block + self.group * 8 + (2 * tile + e // 2)
 
-    def lines(self, part: Reg) -> list[tuple[Reg, Reg]]:
-        return [(part * 16 + self.quad * 4 + r, self.column) for r in range(4)]
+    def tile(self, step: Reg) -> tuple[Reg, Reg]:
+        return self._share(step) * self.layout.rows, self.first_row + self.row_in_block
 
-    @property
-    def line_bytes(self) -> int:
-        return self.p.product.bits
+    def lines(self, i: int) -> list[tuple[Reg, Reg]]:
+        return [(self.quad + (16 * i + 4 * r), self.quad * 4 + (16 * i + r)) for r in range(4)]
 
-    def multiply(self, step: Reg, held: list[list[Reg]], acc: list[Reg]) -> list[Reg]:
+    def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
+        bits = self.p.product.bits  # and bytes of 8 columns
+        chunk = self.group * bits // 16 ^ self.layout.swizzle(self.quad)
+        return self.tiles.words(base, place, chunk, self.group * bits % 16, bits // 4)
+
+    def column_in_tile(self, i: int) -> Reg:
+        return self.group * 8
+
+    def multiply(self, step: Reg, acc: list[Reg]) -> list[Reg]:
         acc, tiles = list(acc), self.tiling.row_tiles
         for i in range(self.tiling.unroll):
             part, _ = self._part(step, i)
-            first, second, third, fourth = (self.table.scaled(*line) for line in self._decoded(step, i, held))
+            first, second, third, fourth = (self.table.scaled(*line) for line in self._decoded(step, i))
             upper, lower = self._packed(first, second), self._packed(third, fourth)
             for j, token in enumerate(self.tokens):
                 at = (token * self.p.product.contracted + part * 16 + self.quad * 4) * 2

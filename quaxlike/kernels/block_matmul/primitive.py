@@ -71,7 +71,9 @@ def _choose(
             return choice._replace(run=run(functools.partial(_kernel, choice.run, name == "tpu")))
         many = math.prod(x.shape[:-1]) > _ROWS_FOR_XLA and not partitioned
         if name == "gpu" and (many or not decode.fuses):
-            return Choice(name, f"decoded in chunks for the library's product: {choice}", run(gpu.chunked))
+            decodes = stored is not None and gpu.decodes(platform, x, stored, partitioned=partitioned)
+            chunked = functools.partial(gpu.chunked, kernel=decodes)
+            return Choice(name, f"decoded for the library's product: {choice}", run(chunked))
         if not decode.fuses:
             return choice
         return Choice(name, f"decoded in the expression of the library's product: {choice}", run(whole))

@@ -133,6 +133,7 @@ class _OfWarpgroup(Warp):
         """Adds the products with what was copied for a step."""
         lanes.wait_for_copies(self.ahead - 1)
         lanes.publish_copies()
+        lanes.warp_barrier()
         out: list[Reg] = []
         size = len(acc) // self.tiling.row_tiles
         for tile in range(self.tiling.row_tiles):
@@ -147,17 +148,11 @@ class _OfWarpgroup(Warp):
 
     def fragment(self, step: Reg, tile: int) -> list[Reg]:
         """The thread's part of 64 features and columns, two to a register: operands of four instructions."""
-        part, present = self._part(step, 0)
-        sizes = self._sizes()
-        slots, width = self._slots(step, sizes), len(sizes) // len(self.rows)
-        of_lines = []
-        for line in (2 * tile, 2 * tile + 1):
-            row, column = self.lines(part)[line]
-            own = range(line * width, (line + 1) * width)
-            words, *numbers = [self.shared.load(slots[i], "u32", sizes[i] // 4) for i in own]
-            values = self.table.scaled(words, *self._scale(numbers, row, column, present))
-            of_lines.append(self._packed(values[::2], values[1::2]))
-        return _interleaved(*of_lines)
+        values = [
+            self.table.scaled(*line)
+            for line in self._decoded(step, 0, self.lines(0)[2 * tile : 2 * tile + 2])
+        ]
+        return _interleaved(*(self._packed(v[::2], v[1::2]) for v in values))
 
     def _multiply(self, acc: list[Reg], fragment: list[Reg], at: Reg) -> list[Reg]:
         """Begins the products of a fragment with the 64 columns of the tokens at some place."""

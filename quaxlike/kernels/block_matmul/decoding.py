@@ -1,0 +1,71 @@
+"""Rows of a stored weight decoded to bfloat16 or float16, for the library's product, thread by thread.
+
+What XLA makes of the same takes twice as long as the bytes do: it looks up each value, and computes where its
+code and its scale are, by itself. Here a thread decodes eight neighbouring codes at a time, by the table of
+`decode`, and stores them together.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from .. import lanes
+from ..lanes import Memory, Reg
+from .decode import STREAMS, TABLE_BYTES, Numbers, Table, shift_of
+from .tilings import Problem
+
+THREADS = 512
+BLOCKS = 2 * 132  # of threads, which share all rows: two of each multiprocessor
+_CODES = 8  # of a thread at a time
+_AHEAD = 4  # how often it loads codes before it decodes the first
+
+
+def shared_words(p: Problem) -> int:
+    return (TABLE_BYTES + (1024 if p.scales == "nested" else 0)) // 4
+
+
+def emit(refs: Sequence[Any], p: Problem, first: int, rows: int) -> None:
+    """Emits the program: `rows` rows of `W` from row `first` on.
+
+    **Arguments:**
+
+    - `refs`: the codes, the scales, the zero points if there are any and the values of the codes, as for
+        `mosaic.emit`; the result; `shared_words` words of shared memory.
+    """
+    codes, *operands, out, shared = map(Memory, refs)
+    of_scales = 4 if p.scales == "nested" else 1
+    scales, operands = Numbers(p.scales, operands[:of_scales], shared), operands[of_scales:]
+    zeros = None
+    if p.product.zeros is not None:
+        zeros, *operands = Numbers(p.zeros, operands[:1], shared), *operands[1:]
+    (values,) = operands
+    thread = lanes.thread_index()
+    table = Table(shared, thread % 32, p.product, p.dtype, "exact")
+    scales.fill(thread, THREADS)
+    table.fill(values, thread, THREADS)
+    lanes.barrier()
+    k, bits, block = p.product.shape[1], p.product.bits, p.product.block_size
+    count = rows * k // _CODES
+
+    def number(numbers: Numbers, index: Reg) -> Reg:
+        streams = zip(numbers.arrays, STREAMS[numbers.kind], strict=True)
+        words = [
+            array.load(index // shared_by * size // 4 * 4, "u32") for array, (shared_by, size) in streams
+        ]
+        return numbers.read([word for loaded in words for word in loaded], index)
+
+    def step(i: Reg, carry: list[Reg]) -> list[Reg]:
+        loaded = []
+        for ahead in range(_AHEAD):
+            at = (i * (_AHEAD * BLOCKS) + lanes.block_index() + ahead * BLOCKS) * THREADS + thread
+            place = lanes.minimum(at, count - 1)
+            words = codes.load(place * bits + first * k * bits // 8, "u32", bits // 4)
+            index = (place * _CODES + first * k) // block
+            loaded.append((at, words, *(None if n is None else number(n, index) for n in (scales, zeros))))
+        for at, words, scale, zero in loaded:
+            decoded = table.scaled(words, scale, None if zeros is None else shift_of(p.product, scale, zero))
+            pairs = [lanes.pack(*pair, p.dtype) for pair in zip(decoded[::2], decoded[1::2], strict=True)]
+            lanes.when(at < count, functools.partial(out.store, at * (2 * _CODES), *pairs))
+        return carry
+
+    lanes.loop(-(-count // (_AHEAD * BLOCKS * THREADS)), [], step)

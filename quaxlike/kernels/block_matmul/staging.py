@@ -1,0 +1,175 @@
+"""How a warp brings its codes, scales and zero points to shared memory, ahead of their use.
+
+A copy costs a multiprocessor nearly as much time for 4 bytes as for 16 (measured on an H200), so that what
+limits a product with few tokens is how many there are. A warp therefore copies its tile of a weight
+together, each thread as much at once as instructions can, and then reads from it what each thread decodes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .. import lanes
+from ..lanes import Memory, Reg
+from .decode import STREAMS, Numbers
+from .tilings import BLOCK, Problem, Tiling
+
+_CHUNK = 16  # bytes of codes that a thread copies at a time
+
+
+class Field(NamedTuple):
+    """What a tile has of one array of scales or zero points: some words for each of its rows.
+
+    **Attributes:**
+
+    - `divisor`: how many numbers share an element of the array.
+    - `size`: bytes of an element.
+    - `words`: of a row.
+    - `at_once`: how many of them a thread copies at a time.
+    - `regular`: whether the first word of a row begins with the first number of the tile.
+    """
+
+    divisor: int
+    size: int
+    words: int
+    at_once: int
+    regular: bool
+
+    @classmethod
+    def of(cls, p: Problem, rows: int, columns: int, divisor: int, size: int) -> "Field":
+        block, row_blocks = p.product.block_size, p.product.row_blocks
+        whole = columns % block == 0 or block % columns == 0
+        count = max(columns // block, 1) if whole else (columns - 1) // block + 2
+        if divisor > 1:
+            regular = count == 1 or (whole and row_blocks % count == 0 == divisor % count)
+            return cls(divisor, size, 1 if regular else 2, 1, regular)
+        row_bytes, span = row_blocks * size, count * size
+        regular = count == 1 or (whole and row_bytes % 4 == 0 == span % 4)
+        words = -(-span // 4) if regular else (span + 6) // 4
+        fits = lambda v: (
+            regular
+            and count > 1
+            and words % v == 0
+            and row_bytes % (4 * v) == 0
+            and rows * words % (32 * v) == 0
+        )
+        return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
+
+    def bytes(self, rows: int) -> int:
+        """Of a tile; each thread of a warp has a place to copy to."""
+        return 4 * 32 * -(-rows * self.words // 32)
+
+
+class Layout:
+    """Where a warp's tile of codes and numbers has its place in shared memory."""
+
+    def __init__(self, p: Problem, tiling: Tiling) -> None:
+        self.p, bits = p, p.product.bits
+        self.rows = 16 * (tiling.unroll if p.product.transpose else tiling.row_tiles)
+        self.columns = BLOCK * (1 if p.product.transpose else tiling.unroll)
+        self.row_bytes = self.columns * bits // 8
+        self.chunks = self.row_bytes // _CHUNK
+        # Chunks of a row that threads of a group read together.
+        self.span = 2 if p.product.transpose else bits // 2
+        kinds = [p.scales, *([] if p.product.zeros is None else [p.zeros])]
+        self.fields = [[Field.of(p, self.rows, self.columns, *s) for s in STREAMS[kind]] for kind in kinds]
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row_bytes + sum(f.bytes(self.rows) for fields in self.fields for f in fields)
+
+    def starts(self, base: Reg) -> list[list[Reg]]:
+        """Where the fields of a tile begin."""
+        at, out = self.rows * self.row_bytes, []
+        for fields in self.fields:
+            out.append([])
+            for field in fields:
+                out[-1].append(base + at)
+                at += field.bytes(self.rows)
+        return out
+
+    def swizzle(self, place: Reg) -> Reg:
+        """What the number of a chunk is xored with, in a row with this place modulo 8, so that threads that
+        read different rows meet different banks."""
+        line = place * self.row_bytes // 128 if self.row_bytes < 128 else place
+        return line * self.span % self.chunks
+
+    def row(self, place: Reg) -> Reg:
+        """The row of a tile at a place: those that threads read together are neighbours."""
+        return place // 16 * 16 + place % 4 * 4 + place // 4 % 4 if self.p.product.transpose else place
+
+
+class Tiles:
+    """A warp's tiles: copies to shared memory, and what a thread reads of them."""
+
+    def __init__(
+        self, layout: Layout, codes: Memory, numbers: Sequence[Numbers], shared: Memory, lane: Reg
+    ) -> None:
+        self.layout, self.codes, self.numbers, self.shared, self.lane = layout, codes, numbers, shared, lane
+
+    def fetch(self, base: Reg, row: Reg, column: Reg) -> None:
+        """Begins to copy the tile at a row and column of the weight; zeros past its end."""
+        layout, product = self.layout, self.layout.p.product
+        n, k = product.shape
+        per_chunk = _CHUNK * 8 // product.bits
+        for i in range(0, layout.rows * layout.chunks, 32):
+            at = self.lane + i
+            place, chunk = at // layout.chunks, at % layout.chunks
+            # The rows of a pass lie as those of the first do, for the swizzle.
+            swizzle = layout.swizzle(self.lane // layout.chunks % 8 + i // layout.chunks % 8)
+            of_row, of_chunk = row + layout.row(place), column + chunk * per_chunk
+            here = (of_row < n) & (of_chunk < k)
+            source = lanes.minimum(of_row, n - 1) * product.row_bytes + of_chunk * product.bits // 8
+            slot = base + place * layout.row_bytes + (chunk ^ swizzle) * _CHUNK
+            self.codes.copy_to(source, self.shared, slot, _CHUNK, here)
+        for numbers, fields, starts in zip(self.numbers, layout.fields, layout.starts(base), strict=True):
+            for memory, field, start in zip(numbers.arrays, fields, starts, strict=True):
+                self._fetch(memory, field, start, row, column)
+        lanes.commit_copies()
+
+    def _fetch(self, memory: Memory, field: Field, start: Reg, row: Reg, column: Reg) -> None:
+        layout, product = self.layout, self.layout.p.product
+        n, k = product.shape
+        most = -(-math.prod((n, product.row_blocks)) // field.divisor)
+        last = -(-most * field.size // 4) - field.at_once
+        across = field.words // field.at_once
+        for i in range(0, layout.rows * across, 32):
+            at = self.lane + i
+            place = at // across
+            of_row = row + layout.row(place)
+            here = (of_row < n) & (column < k)
+            if layout.rows * across % 32:
+                here = here & (place < layout.rows)
+            word = self._word(of_row, column, field) + at % across * field.at_once
+            source = lanes.minimum(word, last) * 4
+            memory.copy_to(source, self.shared, start + at * (4 * field.at_once), 4 * field.at_once, here)
+
+    def _index(self, row: Reg, column: Reg) -> Reg:
+        product = self.layout.p.product
+        return row * product.row_blocks + column // product.block_size
+
+    def _word(self, row: Reg, column: Reg, field: Field) -> Reg:
+        """The word of a field's array that the number of a place begins in."""
+        index = self._index(row, column)
+        return index // field.divisor * field.size // 4
+
+    def words(self, base: Reg, place: Reg, chunk: Reg, inner: Reg, count: int) -> list[Reg]:
+        """`count` words of codes of a row, from byte `inner` of a chunk on, whose number is swizzled."""
+        at = base + place * self.layout.row_bytes + chunk * _CHUNK + inner
+        return self.shared.load(at, "u32", count)
+
+    def number(self, which: int, base: Reg, place: Reg, row: Reg, tile_column: Reg, offset: Reg) -> Reg:
+        """A scale (`which` is 0) or zero point (1) of a row, `offset` columns into the tile."""
+        layout, numbers = self.layout, self.numbers[which]
+        block = layout.p.product.block_size
+        words = []
+        for field, start in zip(layout.fields[which], layout.starts(base)[which], strict=True):
+            column = tile_column + offset
+            if field.words == 1:
+                within: Reg | int = 0
+            elif field.regular:
+                within = offset // block * field.size // 4
+            else:
+                within = self._word(row, column, field) - self._word(row, tile_column, field)
+            words += self.shared.load(start + (place * field.words + within) * 4, "u32")
+        return numbers.read(words, self._index(row, tile_column + offset))
