@@ -167,8 +167,8 @@ def int8_matmul(
 ) -> Float[Array, "*batch free"]:
     """`x @ W.T` for a weight `W` stored as int8 with scales; `x @ W` if transposed.
 
-    No dense copy of `W` is made, but on GPUs of a part where scales are those of blocks. Differentiable in `x`
-    and `scale`; the gradient of `x` is the transposed contraction on the same integers.
+    No dense copy of `W` is made, but on GPUs of a part where scales are those of blocks. Differentiable in
+    `x` and `scale`; the gradient of `x` is the transposed contraction on the same integers.
 
     !!! example
 
