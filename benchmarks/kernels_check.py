@@ -164,7 +164,7 @@ def problems(target: str, figures: Figures, recorded: Figures | None) -> list[st
         known = recorded is not None and "error" in recorded
         return [] if known else [f"{target}, {figures['row']}: {figures['error']}"]
     spilled, temporaries = figures.get("spills", 0), figures.get("temporaries", 0)
-    out = [f"spills {spilled} bytes"] if spilled else []
+    out = [f"spills {spilled} bytes"] if spilled > (recorded or {}).get("spills", 0) else []
     if figures.get("serialized"):
         out.append("products of warpgroups are not asynchronous: the assembler serializes them")
     dense = {row.name: row.dense_bytes for row in _selected(target, figures["row"])}.get(figures["row"])
@@ -237,8 +237,8 @@ the full rate of the memory.
 
 Temporaries are divided by the bytes of the weight in bfloat16, and 1 is as much as a dense copy. For
 block-sparse weights the divisor is the stored blocks alone, 10 % or 50 % of the dense weight: there 10 and 2
-are as much as a dense copy. The command fails where one kernel needs that much or spills, and where the
-library needs 256 MiB.
+are as much as a dense copy. The command fails where one kernel needs that much or spills more than is
+recorded, and where the library needs 256 MiB.
 
 With many rows of `x`, the library multiplies by weights that another kernel decodes, 128 MiB of them at a
 time: here that is the whole weight. One kernel of warpgroups needs `x` with its columns in another order and,
