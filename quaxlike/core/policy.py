@@ -69,29 +69,29 @@ class on_materialise(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         _count(1)
-        _entered.set((*_entered.get(), self))
+        entered.set((*entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
         # Not always the innermost: an abandoned generator exits when it is garbage collected.
-        stack = _entered.get()
+        stack = entered.get()
         if stack and stack[-1] is self:
-            _entered.set(stack[:-1])  # before any call, which would fail at the limit of recursion
+            entered.set(stack[:-1])  # before any call, which would fail at the limit of recursion
         else:
             at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
-            _entered.set(stack[:at] + stack[at + 1 :])
+            entered.set(stack[:at] + stack[at + 1 :])
         _count(-1)
 
 
 probing.asides.append(lambda: on_materialise("allow"))
 
-_entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.ContextVar(
+entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.ContextVar(
     "on_materialise", default=()
 )
 
 
 def policy_key() -> Mode | None:
     """The mode in force, which is part of the keys of cached jaxprs."""
-    stack = _entered.get()
+    stack = entered.get()
     return stack[-1].mode if stack else None
 
 
@@ -133,20 +133,6 @@ class _ModeOfContext:
 
     def __hash__(self) -> int:
         return hash(self.mode)
-
-
-@contextlib.contextmanager
-def losses_raised() -> Iterator[None]:
-    """Makes each loss an error, in a trace that is thrown away if there is one.
-
-    What JAX caches meanwhile is without losses, and so serves every mode: its keys, which cost more than the
-    rest of a small trace, stay as they are.
-    """
-    token = _entered.set((*_entered.get(), on_materialise("error")))
-    try:
-        yield
-    finally:
-        _entered.reset(token)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -348,7 +334,7 @@ class _Loss:
         """Warns once for each call site, primitive and types of operands, at the user's own line."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
-        stack = _entered.get()
+        stack = entered.get()
         warned = stack[-1].warned if stack else _warned_for_types
         with _warned_lock:
             if site in warned:

@@ -20,7 +20,7 @@ from ...core.jaxprs.unify import dense_when_incompatible, widened, widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
-from ...primitives.partitioning import spread_like
+from ...kernels.multilinear import spread_like
 from ..batch_axes import with_batch_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract
 

@@ -6,7 +6,7 @@ are named by the number of the former; the free axes of the other operand by neg
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxtyping import Array
 from ...core.jaxprs.evaluate import cached_trace
 from ...core.rules import register, register_on_either_side
 from ...kernels.multilinear import vary_alike
-from ..dot_axes import dot_axes, in_order
+from ..dot_axes import dot_axes, in_order, placed, product_dtype
 from .base import AbstractQuantizedArray
 from .shape import with_free_axes
 
@@ -42,25 +42,14 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
     x_names = name_axes(x, (*of_x.contracting, *of_x.batch), stored((*of_w.contracting, *of_w.batch)))
     x_free = [name for name in x_names if name < 0]
     out_names = (*stored(of_w.batch), *in_order(on_left, stored(of_w.free), x_free))
-    return placed(contract(x, x_names, w, out_names, product_dtype(x, w, params)), params)
-
-
-def placed(y: Array, params: Mapping[str, Any]) -> Array:
-    """Shards a product as its `out_sharding` specifies."""
-    sharding = params.get("out_sharding")
-    return y if sharding is None else jax.sharding.reshard(y, sharding)
+    dtype = product_dtype(x, w, params.get("preferred_element_type"))
+    return placed(contract(x, x_names, w, out_names, dtype), params)
 
 
 def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
     """A name for each axis of `x`: `names` for `axes`, negative numbers for the others."""
     given = dict(zip(axes, names, strict=True))
     return tuple(given.get(axis, -1 - axis) for axis in range(x.ndim))
-
-
-def product_dtype(x: Array, w: AbstractQuantizedArray, params: Mapping[str, Any]) -> np.dtype:
-    """The dtype of the product of `x` and `w`."""
-    preferred = params.get("preferred_element_type")
-    return np.promote_types(x.dtype, w.dtype) if preferred is None else jnp.dtype(preferred)
 
 
 def contract(
@@ -231,7 +220,7 @@ def _ragged_dot_general(
     sizes = [stack.stored_shape[name + 1] for name in w_free]
 
     kept = sum(1 for axis in range(rows[0]) if axis + 1 not in x_contract)
-    dtype = product_dtype(inputs, w, params)
+    dtype = product_dtype(inputs, w, params.get("preferred_element_type"))
     if not len(inputs) or not len(counts):
         shape = [inputs.shape[-1 - name] for name in x_free] + sizes
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)

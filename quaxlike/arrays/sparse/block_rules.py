@@ -21,6 +21,7 @@ from ...kernels.multilinear import accumulator_dtype, varying_zeros
 from ...primitives.classes import ZERO_PRESERVING
 from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
 from ..bounds import clamped_start, dynamic_slice_in_dim
+from ..dot_axes import product_dtype
 from .block import BlockSparseArray
 from .rows import lines
 from .stacks import (
@@ -29,7 +30,6 @@ from .stacks import (
     dot_stack,
     is_covered,
     is_stacked,
-    product_dtype,
     same_index,
 )
 

@@ -16,10 +16,10 @@ from ...core.values import ArrayValue
 from ...kernels import csr_matmul
 from ...kernels.csr_matmul import coo_matmul, sum_dtype
 from .. import precedence
-from ..dot_axes import dot_axes, in_order
+from ..dot_axes import dot_axes, in_order, product_dtype
 from .block import BlockSparseArray
 from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
-from .stacks import dot_stack, product_dtype
+from .stacks import dot_stack
 from .unstructured import SparseArray
 
 

@@ -15,7 +15,7 @@ from ...core.policy import dense
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
-from ..dot_axes import dot_axes
+from ..dot_axes import dot_axes, product_dtype
 from .stacks import add_at, is_covered
 
 
@@ -101,7 +101,7 @@ def _dot_general_array_one_hot(
     x: ArrayLike, y: OneHotVector, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
 ) -> Any:
     x = jnp.asarray(x)
-    dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
+    dtype = product_dtype(x, y, preferred_element_type)
     return _contract(y, x.astype(dtype), dimension_numbers, on_left=False)
 
 
@@ -110,7 +110,7 @@ def _dot_general_one_hot_array(
     x: OneHotVector, y: ArrayLike, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
 ) -> Any:
     y = jnp.asarray(y)
-    dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
+    dtype = product_dtype(x, y, preferred_element_type)
     return _contract(x, y.astype(dtype), dimension_numbers, on_left=True)
 
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
@@ -126,14 +125,6 @@ def same_index(x: Any, y: Any) -> bool:
         return True
     known = not any(isinstance(index, jax.core.Tracer) for index in (x, y))
     return known and x.shape == y.shape and bool(np.array_equal(x, y))
-
-
-def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
-    """The dtype of a product, by JAX's standard promotion rules."""
-    if preferred_element_type is not None:
-        return np.dtype(preferred_element_type)
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(x.dtype, y.dtype)
 
 
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:

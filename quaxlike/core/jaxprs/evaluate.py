@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from .. import compat, recording
 from ..placeholders import follow, marked
-from ..policy import MaterialisationError, losses_raised, policy_key
+from ..policy import MaterialisationError, entered, on_materialise, policy_key
 from ..rules import use_rule_sets
 from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
 from .slots import LeafLayout, flatten, split, unflatten
@@ -262,6 +262,7 @@ def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
+_LOSSES_RAISED = on_materialise("error")
 _MOST_STRUCTURES = 1024  # structures of operands that are cached for a rule
 
 
@@ -332,11 +333,15 @@ def _trace_rule(
         return flat
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
+    # Each loss is to be reported at its own place. What JAX caches here is without losses, and serves every
+    # mode: the keys of its caches, which cost more than the rest of a small trace, stay as they are.
+    token = entered.set((*entered.get(), _LOSSES_RAISED))
     try:
-        with losses_raised():  # so that each is reported at its own place
-            jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
+        jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
     except (_NotReplayable, MaterialisationError):
         return None
+    finally:
+        entered.reset(token)
     if any(isinstance(c, jax.core.Tracer) for c in consts):
         return None
     return _TracedRule(compat.with_consts(jaxpr, consts), out)

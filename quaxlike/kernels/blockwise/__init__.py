@@ -5,9 +5,7 @@ from .codebooks import INT4 as INT4
 from .codebooks import NF4 as NF4
 from .codebooks import dynamic_map as dynamic_map
 from .quantize import NESTED_BLOCK as NESTED_BLOCK
-from .quantize import NestedScales as NestedScales
 from .quantize import check_block_size as check_block_size
-from .quantize import dense_scales as dense_scales
 from .quantize import dequantize_codebook as dequantize_codebook
 from .quantize import dequantize_int as dequantize_int
 from .quantize import dequantize_scales as dequantize_scales

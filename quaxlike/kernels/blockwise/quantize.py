@@ -3,7 +3,6 @@
 import functools
 import math
 import numbers
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -222,31 +221,3 @@ def dequantize_int(
     if scale.shape[-1] > 1:
         scale = jnp.repeat(scale, n if block_size is None else block_size, axis=-1)[..., :n]
     return (values * scale).astype(dtype)
-
-
-class NestedScales(NamedTuple):
-    """Block scales in 8 bits each: scale `i` is `quant_map[codes[i]] * absmax[i // 256] + offset`.
-
-    In the place of float32 scales they save an eighth of the bytes of a weight; the kernels decode
-    them where they are used.
-
-    **Arguments:**
-
-    - `codes`: a byte for each block of weights.
-    - `absmax`: float32, for each 256 blocks.
-    - `offset`: float32 scalar.
-    - `quant_map`: the 256 float32 values that codes stand for.
-    """
-
-    codes: UInt8[Array, " blocks"]
-    absmax: Float32[Array, " nested"]
-    offset: Float32[Array, ""]
-    quant_map: Float32[Array, "256"]
-
-
-def dense_scales(scales: Array | NestedScales) -> Float32[Array, "*blocks"]:
-    """The float32 scales, whichever way they are stored; one axis, or those of the rows and their blocks."""
-    if not isinstance(scales, NestedScales):
-        return scales
-    codes, absmax, offset, quant_map = scales
-    return dequantize_scales(codes, absmax, offset, quant_map=quant_map)
