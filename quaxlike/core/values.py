@@ -451,22 +451,19 @@ def _is_missing(part: Any) -> bool:
 def _materialises(value: Value) -> bool:
     leaves, treedef = jtu.tree_flatten(value)
     try:
-        key = (treedef, *map(jax.typeof, leaves))
-        found = _materialising.get(key)
+        return _materialises_with(treedef, tuple(map(jax.typeof, leaves)))
     except TypeError:  # leaves that are not arrays, or unhashable statics
         return False
-    if found is None:
-        try:
-            with probing():
-                out = jax.eval_shape(type(value).materialise, as_shapes(value))
-            found = bool(jtu.tree_leaves(out))
-        except Exception:  # a type may fail in any way without its parts
-            found = False
-        _remember(_materialising, key, found)
-    return found
 
 
-_materialising: dict[Any, bool] = {}
+@functools.lru_cache(maxsize=4096)
+def _materialises_with(treedef: Any, avals: tuple[Any, ...]) -> bool:
+    value = as_shapes(jtu.tree_unflatten(treedef, avals))
+    try:
+        with probing():
+            return bool(jtu.tree_leaves(jax.eval_shape(type(value).materialise, value)))
+    except Exception:  # a type may fail in any way without its parts
+        return False
 
 
 def materialise(tree: PyTree) -> PyTree:
@@ -516,7 +513,11 @@ def aval_of(value: Value) -> Any:
     except TypeError:  # an unhashable static field; a treedef compares its statics, and does not hash them
         key = (compat.x64_enabled(), jtu.tree_structure(value), *leaf_avals)
         aval = _avals.get(key)
-    return _remember(_avals, key, _make_aval(value, leaf_avals)) if aval is None else aval
+    if aval is None:
+        if len(_avals) > 4096:
+            _avals.clear()
+        aval = _avals[key] = _make_aval(value, leaf_avals)
+    return aval
 
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
@@ -547,13 +548,6 @@ def _leaf_aval(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-def _remember(memo: dict[Any, Any], key: Any, found: Any) -> Any:
-    if len(memo) > 4096:
-        memo.clear()
-    memo[key] = found
-    return found
-
-
 _fields: dict[type, list[tuple[str, bool]]] = {}
 _avals: dict[Any, Any] = {}
 
@@ -582,7 +576,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     except TypeError as error:
         raise ValueError(f"{type(value).__name__} has no shape: its hooks raise {error!r}.") from error
     if isinstance(aval, jax.ShapeDtypeStruct):
-        aval = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
+        aval = _leaf_aval(aval)
     if not isinstance(aval, jax.core.AbstractValue):
         raise ValueError(
             f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "

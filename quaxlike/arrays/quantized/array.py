@@ -11,6 +11,7 @@ from jaxtyping import Array, Float32, Int, Int8, UInt8
 
 from ...kernels import blockwise
 from ...kernels.block_matmul import CODECS, Codec
+from ..batch_axes import mapped
 from .base import AbstractQuantizedArray, shortest
 from .encode import encode
 from .scales import BlockScales, NestedScales
@@ -64,9 +65,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
             codes, scale = blockwise.quantize_codebook(row, cls.codebook / largest, block)
             return codes, NestedScales.quantize(scale / largest) if nested else scale / largest
 
-        for _ in x.shape[:-1]:
-            encode = jax.vmap(encode)
-        return encode(x)
+        return mapped(encode, x.ndim - 1)(x)
 
     def flattened(self: _C) -> _C | None:
         """The same codes as one row of bytes, as `from_flat` takes them; None if they do not form one."""

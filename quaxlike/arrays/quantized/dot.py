@@ -20,6 +20,7 @@ from jaxtyping import Array
 from ...core.jaxprs.evaluate import cached_trace
 from ...core.rules import register, register_on_either_side
 from ...kernels.multilinear import vary_alike
+from ..batch_axes import mapped
 from ..dot_axes import dot_axes, in_order, placed, product_dtype
 from .base import AbstractQuantizedArray
 from .shape import with_free_axes
@@ -83,9 +84,7 @@ def contract(
 
     for _ in plan.mapped:
         matmul = jax.vmap(matmul, in_axes=(None, 0))
-    for _ in plan.batch:
-        matmul = jax.vmap(matmul)
-    y = matmul(x, parts)
+    y = mapped(matmul, len(plan.batch))(x, parts)
     y = y.reshape(*y.shape[:-1], *(sizes[name] for name in plan.free))
     return _reorder(y, (*plan.batch, *plan.mapped, *x_free, *plan.free), out_names)
 
@@ -126,12 +125,12 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
     else:
         return None
     # Free leading axes become rows or columns of one large matrix if possible; else they are mapped over.
-    for joined, mapped in [(lead_free, ()), ((), lead_free)]:
+    for joined, over in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
         cut = lead_columns and inner_rows
         if not cut and (w.joins(in_columns=bool(lead_columns)) or not (joined or lead_contracted)):
             contracted = (*lead_contracted, *inner_contracted)
-            return _Plan(tuple(batch), mapped, contracted, (*joined, *inner_free), transpose)
+            return _Plan(tuple(batch), over, contracted, (*joined, *inner_free), transpose)
     return None
 
 

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
@@ -13,6 +12,7 @@ from ... import kernels
 from ..._checked import checked
 from ...kernels import blockwise
 from ...kernels.block_matmul import Codec
+from ..batch_axes import mapped
 
 
 class BlockScales(eqx.Module):
@@ -112,9 +112,7 @@ class NestedScales(eqx.Module):
         def dense(codes: Array, absmax: Array, offset: Array) -> Array:
             return blockwise.dequantize_scales(codes, absmax, offset, quant_map=table)
 
-        for _ in range(self.offset.ndim):
-            dense = jax.vmap(dense)
-        return dense(self.codes, self.absmax, self.offset)
+        return mapped(dense, self.offset.ndim)(self.codes, self.absmax, self.offset)
 
 
 def dense_scales(scale: Array | NestedScales) -> Float32[Array, "*lead blocks"]:

@@ -16,6 +16,7 @@ from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
+from ..batch_axes import mapped
 from .stacks import SparseStack, add_at, is_stacked, shard_stack
 
 
@@ -241,9 +242,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
             each = add_at(each, (jnp.arange(rows)[:, None], col_idx), blocks)
             return each.swapaxes(1, 2).reshape(rows * b, columns * b)
 
-        for _ in range(self.num_batch):
-            dense = jax.vmap(dense)
-        out = dense(blocks, self.col_idx)
+        out = mapped(dense, self.num_batch)(blocks, self.col_idx)
         return out.swapaxes(-2, -1) if self.transposed else out
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:

@@ -19,7 +19,7 @@ from ...core.values import ArrayValue
 from ...kernels import block_sparse_matmul
 from ...kernels.multilinear import accumulator_dtype, varying_zeros
 from ...primitives.classes import ZERO_PRESERVING
-from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
+from ..batch_axes import cut_batch, mapped, reshape_batch, squeeze_batch, transpose_batch
 from ..bounds import clamped_start, dynamic_slice_in_dim
 from ..dot_axes import product_dtype
 from .block import BlockSparseArray
@@ -214,9 +214,7 @@ def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
         cut = y.reshape(y.shape[-2] // b, b, columns, b)
         return cut.at[jnp.arange(cut.shape[0])[:, None], :, col_idx].get(mode="fill", fill_value=1)
 
-    for _ in range(w.num_batch):
-        take = jax.vmap(take)
-    return take(y, w.col_idx)
+    return mapped(take, w.num_batch)(y, w.col_idx)
 
 
 @register_on_either_side(["add", "sub", "add_any"], BlockSparseArray, other=ArrayLike)
@@ -241,8 +239,7 @@ def _add_blocks(y: Array, w: BlockSparseArray) -> Array:
         rows = jnp.arange(cut.shape[0])[:, None]
         return add_at(cut, (rows, slice(None), col_idx), blocks).reshape(y.shape)
 
-    for _ in range(w.num_batch):
-        add = jax.vmap(add)
+    add = mapped(add, w.num_batch)
     if not w.transposed:
         return add(y, w.blocks, w.col_idx)
     return add(y.swapaxes(-2, -1), w.blocks, w.col_idx).swapaxes(-2, -1)
@@ -273,7 +270,5 @@ def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> A
         total = jnp.zeros((number, blocks.shape[-1]), blocks.dtype)
         return add_at(total, col_idx, jnp.sum(blocks, -2, dtype=blocks.dtype)).reshape(-1)
 
-    add = functools.partial(columns, number=x.transposed_idx.shape[-2])
-    for _ in range(n):
-        add = jax.vmap(add)
+    add = mapped(functools.partial(columns, number=x.transposed_idx.shape[-2]), n)
     return jnp.sum(add(x.blocks, x.col_idx), batch, dtype=x.dtype)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
@@ -13,6 +12,7 @@ from jaxtyping import Array, ArrayLike
 from ...core.policy import dense
 from ...core.rules import register, register_on_either_side
 from ...primitives.classes import ZERO_PRESERVING
+from ..batch_axes import mapped
 from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, same_pattern, unstacked
 from .stacks import add_at, is_covered
 from .unstructured import SparseArray
@@ -66,10 +66,7 @@ def _at(w: SparseArray, y: ArrayLike) -> Array:
     ]
     if not y.size:
         return jnp.ones(w.data.shape, y.dtype)
-    take = lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1)
-    for _ in range(n):
-        take = jax.vmap(take)
-    return take(y, *at)
+    return mapped(lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1), n)(y, *at)
 
 
 def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: Any) -> Any:
@@ -97,9 +94,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         return NotImplemented
     other = jnp.broadcast_to(jnp.asarray(other), w.shape)
     data = -w.data if minus and w is y else w.data
-    add = lambda y, data, *indices: add_at(y, indices, data)
-    for _ in range(w.num_batch):
-        add = jax.vmap(add)
+    add = mapped(lambda y, data, *indices: add_at(y, indices, data), w.num_batch)
     return add(-other if minus and w is x else other, data, *w.indices)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Int
 
 from ...core.rules import register
 from ...core.values import ArrayValue
+from ..batch_axes import mapped
 from ..bounds import fill_value_of, filled, in_bounds
 from .block import BlockSparseArray
 from .stacks import add_at
@@ -103,6 +104,4 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
     """Scatters what was `found`, `(*batch, slots, ...)`, into zeros `(*batch, size, ...)`."""
     place = lambda at, found: add_at(jnp.zeros((size, *found.shape[1:]), found.dtype), at, found)
-    for _ in range(at.ndim - 1):
-        place = jax.vmap(place)
-    return place(at, found)
+    return mapped(place, at.ndim - 1)(at, found)

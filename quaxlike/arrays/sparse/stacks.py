@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.values import ArrayValue, Value, is_value
-from ..batch_axes import transpose_batch
+from ..batch_axes import mapped, transpose_batch
 from ..dot_axes import dot_axes, in_order
 
 _S = TypeVar("_S", bound="SparseStack")
@@ -45,19 +45,17 @@ def dot_stack(
     (axis,) = of_w.contracting
     if axis < num_batch:
         return NotImplemented
-    mapped = of_w.free[:-1]
+    own = of_w.free[:-1]
     x = x.transpose(*of_x.batch, *of_x.free, *of_x.contracting)
-    w = transpose_batch(w, (*batch, *mapped))
+    w = transpose_batch(w, (*batch, *own))
 
     product: Callable[[Any, Array], Array] = lambda w, x: matmul(w, x, axis - num_batch)
-    for _ in mapped:
+    for _ in own:
         product = jax.vmap(product, in_axes=(0, None))
-    for _ in batch:
-        product = jax.vmap(product)
-    y = product(w, x)  # (*batch, *mapped, *of_x.free, the other axis of the matrix)
+    y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the other axis of the matrix)
 
-    own = [*range(len(batch), num_batch), y.ndim - 1]
-    return y.transpose(*range(len(batch)), *in_order(on_left, own, range(num_batch, y.ndim - 1)))
+    free = [*range(len(batch), num_batch), y.ndim - 1]
+    return y.transpose(*range(len(batch)), *in_order(on_left, free, range(num_batch, y.ndim - 1)))
 
 
 class SparseStack(ArrayValue):

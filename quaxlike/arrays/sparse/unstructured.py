@@ -18,6 +18,7 @@ from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
+from ..batch_axes import mapped
 from .stacks import SparseStack, add_at, shard_stack
 
 
@@ -166,8 +167,7 @@ class SparseArray(ArrayOperators, SparseStack):
         places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
         group = jnp.asarray(np.reshape([g for _, g in each], flat.shape), jnp.int32)
         total = lambda data, group: add_at(jnp.zeros(width, data.dtype), group, data)
-        for _ in batch:
-            total = jax.vmap(total)
+        total = mapped(total, len(batch))
         places = np.reshape(places, (*batch, width)).astype(np.int64)
         return cls._at_places(total(data, group), places, sizes)
 
@@ -317,9 +317,7 @@ class SparseArray(ArrayOperators, SparseStack):
 
     def materialise(self) -> Array:
         dense = lambda data, *indices: add_at(jnp.zeros(self.sizes, data.dtype), indices, data)
-        for _ in range(self.num_batch):
-            dense = jax.vmap(dense)
-        return dense(self.data, *self.indices)
+        return mapped(dense, self.num_batch)(self.data, *self.indices)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return [0] * len(jax.tree.leaves(self)) if self.num_batch else NotImplemented
