@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 import operator
 import threading
@@ -254,14 +255,14 @@ _warned_for_types: set[Any] = set()
 _warned_lock = threading.Lock()
 
 
+@dataclasses.dataclass
 class _Loss:
     """The message for one materialisation."""
 
-    def __init__(self, values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> None:
-        self.values = values
-        self.what = what
-        self.operands = operands
-        self.hint = hint
+    values: Sequence[Value]
+    what: str
+    operands: Sequence[Any]
+    hint: str
 
     @property
     def size(self) -> int:

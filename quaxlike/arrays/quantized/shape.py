@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ..bounds import clamped_start
+from ..bounds import clamped_start, cuts_of
 from .base import AbstractQuantizedArray, shortest
 
 _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
@@ -98,18 +98,9 @@ def _broadcast_lead(w: _Q, lead: Sequence[int], dimensions: Sequence[Any]) -> _Q
 
 
 @register("slice")
-def _slice(
-    w: AbstractQuantizedArray,
-    *,
-    start_indices: Sequence[int],
-    limit_indices: Sequence[int],
-    strides: Sequence[int] | None,
-    **params: Any,
-) -> Any:
-    strides = strides or (1,) * len(start_indices)
-    cuts = list(zip(start_indices, limit_indices, strides, strict=True))
-    whole = [cut == (0, size, 1) for cut, size in zip(cuts, w.shape, strict=True)]
-    free = with_free_axes(w, [axis for axis, is_whole in enumerate(whole) if not is_whole])
+def _slice(w: AbstractQuantizedArray, **params: Any) -> Any:
+    cuts, touched = cuts_of(w.shape, **params)
+    free = with_free_axes(w, touched)
     if free is None:
         return NotImplemented
     per_axis = [slice(*cuts[free.permutation.index(axis)]) for axis in range(free.num_lead)]

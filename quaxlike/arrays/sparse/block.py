@@ -17,7 +17,7 @@ from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
 from ..batch_axes import mapped
-from .stacks import SparseStack, add_at, is_stacked, shard_stack
+from .stacks import SparseStack, add_at, is_stacked, same_index, shard_stack
 
 
 class BlockSparseArray(ArrayOperators, SparseStack):
@@ -214,13 +214,41 @@ class BlockSparseArray(ArrayOperators, SparseStack):
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
-    def stored_blocks(self) -> Any:
-        """`blocks`, with zeros in empty slots; for elementwise functions. Products and scatters ignore empty
-        slots anyway. Blocks that are Values are returned unchanged."""
+    def elements(self) -> Any:
         if isinstance(self.blocks, ArrayValue):
             return self.blocks
         stored = self.col_idx[..., None, None] < self.transposed_idx.shape[-2]
         return jnp.where(stored, self.blocks, jnp.zeros_like(self.blocks))
+
+    def with_elements(self, elements: Any) -> "BlockSparseArray":
+        return self.replace(blocks=elements)
+
+    def elements_of(self, y: Array) -> Array:
+        y = jnp.broadcast_to(y, self.shape)
+        b, columns = self.block_size, self.transposed_idx.shape[-2]
+        y = y.swapaxes(-2, -1) if self.transposed else y
+
+        def take(y: Array, col_idx: Array) -> Array:
+            cut = y.reshape(y.shape[-2] // b, b, columns, b)
+            return cut.at[jnp.arange(cut.shape[0])[:, None], :, col_idx].get(mode="fill", fill_value=1)
+
+        return mapped(take, self.num_batch)(y, self.col_idx)
+
+    def added_to(self, y: Array) -> Array:
+        b, columns = self.block_size, self.transposed_idx.shape[-2]
+
+        def add(y: Array, blocks: Array, col_idx: Array) -> Array:
+            cut = y.reshape(y.shape[-2] // b, b, columns, b)
+            rows = jnp.arange(cut.shape[0])[:, None]
+            return add_at(cut, (rows, slice(None), col_idx), blocks).reshape(y.shape)
+
+        y = y.swapaxes(-2, -1) if self.transposed else y
+        out = mapped(add, self.num_batch)(y, self.blocks, self.col_idx)
+        return out.swapaxes(-2, -1) if self.transposed else out
+
+    def has_pattern_of(self, other: "BlockSparseArray") -> bool:
+        alike = self.shape == other.shape and self.transposed == other.transposed
+        return alike and same_index(self.col_idx, other.col_idx)
 
     def replace(self, **fields: Any) -> "BlockSparseArray":
         """This array with some fields replaced, without checking them against the others."""

@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from .stacks import same_index
 from .unstructured import SparseArray
 
 
@@ -63,10 +62,6 @@ def smaller(x: SparseArray) -> Any:
 # -------------------------------------------------------------------------------------------------
 # Concrete patterns
 # -------------------------------------------------------------------------------------------------
-
-
-def same_pattern(x: SparseArray, y: SparseArray) -> bool:
-    return len(x.indices) == len(y.indices) and all(map(same_index, x.indices, y.indices))
 
 
 def known_indices(x: SparseArray) -> np.ndarray | None:

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike
 from ...core.policy import dense
 from ...core.rules import register
 from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
-from ..bounds import clamped_start, dynamic_slice_in_dim
+from ..bounds import clamped_start, cuts_of, dynamic_slice_in_dim
 from .coordinates import fits_int32, flattened, smaller, unflattened, unstacked
 from .stacks import broadcast_stack
 from .unstructured import SparseArray
@@ -148,16 +148,8 @@ def _stack(*xs: SparseArray, axis: int, **params: Any) -> Any:
 
 
 @register("slice")
-def _slice(
-    x: SparseArray,
-    *,
-    start_indices: Sequence[int],
-    limit_indices: Sequence[int],
-    strides: Sequence[int] | None,
-    **params: Any,
-) -> Any:
-    cuts = list(zip(start_indices, limit_indices, strides or [1] * x.ndim, strict=True))
-    touched = [axis for axis, size in enumerate(x.shape) if cuts[axis] != (0, size, 1)]
+def _slice(x: SparseArray, **params: Any) -> Any:
+    cuts, touched = cuts_of(x.shape, **params)
     n = x.num_batch
     batch = [axis for axis in touched if axis < n]
     x = cut_batch(x, lambda leaf, axis: lax.slice_in_dim(leaf, *cuts[axis], axis), batch)

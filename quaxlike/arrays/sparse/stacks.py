@@ -74,6 +74,29 @@ class SparseStack(ArrayValue):
     def stacked(self: _S) -> _S:
         return self
 
+    @property
+    @abc.abstractmethod
+    def elements(self) -> Any:
+        """What is stored, with zeros in the place of padding, for elementwise functions; a Value as it is.
+        Products and scatters ignore padding anyway."""
+
+    @abc.abstractmethod
+    def with_elements(self: _S, elements: Any) -> _S:
+        """Other elements at the same places."""
+
+    @abc.abstractmethod
+    def elements_of(self, y: Array) -> Array:
+        """The elements of `y`, which broadcasts to the shape of this array, at the places of those that are
+        stored; 1 for padding."""
+
+    @abc.abstractmethod
+    def added_to(self, y: Array) -> Array:
+        """The sum with a dense array of the same shape."""
+
+    @abc.abstractmethod
+    def has_pattern_of(self: _S, other: _S) -> bool:
+        """Whether the other array is known to store the same places in the same order."""
+
     def widen(self, like: Value) -> Any:
         """Makes this dense if `like` is stored differently: by columns, or in other shapes."""
         same = not isinstance(like, SparseStack) or self._layout() == like._layout()

@@ -19,7 +19,7 @@ from ...core.operators import ArrayOperators
 from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
 from ..batch_axes import mapped
-from .stacks import SparseStack, add_at, shard_stack
+from .stacks import SparseStack, add_at, same_index, shard_stack
 
 
 class SparseArray(ArrayOperators, SparseStack):
@@ -298,9 +298,28 @@ class SparseArray(ArrayOperators, SparseStack):
 
     @property
     def elements(self) -> Array:
-        """`data`, with zeros for padding; for elementwise functions. Scatters by the indices ignore padding
-        anyway."""
         return jnp.where(self.is_stored, self.data, jnp.zeros_like(self.data))
+
+    def with_elements(self, elements: Any) -> "SparseArray":
+        return self.replace(data=elements)
+
+    def elements_of(self, y: Array) -> Array:
+        n = self.num_batch
+        y = jnp.broadcast_to(y, (*self.shape[:n], *y.shape[n:]))
+        at = [
+            jnp.where(index < size, 0, 1) if along == 1 else index
+            for index, size, along in zip(self.indices, self.sizes, y.shape[n:], strict=True)
+        ]
+        if not y.size:
+            return jnp.ones(self.data.shape, y.dtype)
+        return mapped(lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1), n)(y, *at)
+
+    def added_to(self, y: Array) -> Array:
+        add = mapped(lambda y, data, *indices: add_at(y, indices, data), self.num_batch)
+        return add(y, self.data, *self.indices)
+
+    def has_pattern_of(self, other: "SparseArray") -> bool:
+        return self.shape == other.shape and all(map(same_index, self.indices, other.indices))
 
     def replace(self, **fields: Any) -> "SparseArray":
         """This array with some fields replaced, without checking them against the others."""

@@ -13,7 +13,7 @@ from jaxtyping import ArrayLike
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
-from ..bounds import dynamic_slice_in_dim, fill_value_of, fills
+from ..bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, fills
 from .base import StructuredMatrix, inside
 
 
@@ -90,12 +90,9 @@ def _stack(x: StructuredMatrix, *rest: StructuredMatrix, axis: int, **params: An
 
 
 @register("slice")
-def _slice(
-    x: StructuredMatrix, *, start_indices: Sequence[int], limit_indices: Sequence[int], strides: Any = None
-):
+def _slice(x: StructuredMatrix, **params: Any):
     n = x.num_batch
-    strides = tuple(strides or (1,) * x.ndim)
-    cuts = [slice(*cut) for cut in zip(start_indices, limit_indices, strides, strict=True)]
+    cuts = [slice(*cut) for cut in cuts_of(x.shape, **params)[0]]
     rows, columns = cuts[n:]
     if n:
         x = x.stacked().each(lambda part, core: part[tuple(cuts[:n])])
