@@ -26,17 +26,11 @@ from .array import (
     labels,
     matrix_labels,
     padded_to,
+    parts_of,
     plainly_scaled,
     row_scale,
 )
 from .dot import add, multiply
-
-
-def parts_of(lora: LoraArray) -> dict[str, Labels]:
-    """The labels of the axes of each array that `lora` has but for a key, by the name of its field."""
-    names = ("w", "a", "b") if lora.magnitude is None else ("w", "a", "b", "magnitude")
-    w_labels, a_labels, b_labels = labels(lora)
-    return dict(zip(names, (w_labels, a_labels, b_labels, b_labels[:-1]), strict=False))
 
 
 def each(lora: LoraArray, fn: Callable[[Any, Labels], Any], order: Sequence[int] | None = None) -> LoraArray:
@@ -389,7 +383,7 @@ def _matrix_stack(
 ) -> LoraArray | None:
     """Looks up whole matrices, each with its own adapter; `out` are the labels of the axes of the result.
     None if a part would have a batch axis in front of one that it lacks."""
-    matrix, (w_labels, a_labels, b_labels) = matrix_labels(x), labels(x)
+    matrix = matrix_labels(x)
     batch = [i for i in out if i not in matrix]
 
     def part_of(part: Any, own: Labels, outside: Any) -> Any:
@@ -398,17 +392,11 @@ def _matrix_stack(
         has = [i for i in order if i in found]
         return arrange(part, found, has) if has == order[len(order) - len(has) :] else None
 
-    def parts(w: Any, a: Any, b: Any, magnitude: Any) -> Any:
-        scaled = None if magnitude is None else part_of(magnitude, b_labels[:-1], 1)
-        return (
-            part_of(w, w_labels, fill_value),
-            part_of(a, a_labels, 0),
-            part_of(b, b_labels, 0),
-            scaled,
-        )
-
-    w, a, b, magnitude = quaxify(parts)(x.w, x.a, x.b, x.magnitude)
-    if any(part is None for part in (w, a, b)) or (magnitude is None) != (x.magnitude is None):
+    outside = {"w": fill_value, "a": 0, "b": 0, "magnitude": 1}
+    found = {
+        name: quaxify(part_of)(getattr(x, name), own, outside[name]) for name, own in parts_of(x).items()
+    }
+    if any(part is None for part in found.values()):
         return None
     at = lambda axes: tuple(out.index(x.ndim + axis) - len(out) for axis in axes)
-    return x.replace(w=w, a=a, b=b, magnitude=magnitude, out_axes=at(x.out_axes), in_axes=at(x.in_axes))
+    return x.replace(**found, out_axes=at(x.out_axes), in_axes=at(x.in_axes))

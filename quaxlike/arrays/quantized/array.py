@@ -13,8 +13,7 @@ from ...kernels import blockwise
 from ...kernels.block_matmul import CODECS, Codec
 from ..batch_axes import mapped
 from .base import AbstractQuantizedArray, shortest
-from .encode import encode
-from .scales import BlockScales, NestedScales
+from .scales import BlockScales, NestedScales, encode
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
 _B = TypeVar("_B", bound="BlockArray")
@@ -178,5 +177,5 @@ class BlockArray(AbstractQuantizedArray):
     @classmethod
     def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         size = max(x.shape[-1], 1) if block is None else block
-        codes, parts = encode(x, codec, size, like=None if like is None else like.parts())
-        return codec.pack(codes), BlockScales(*parts)
+        codes, scales = encode(x, codec, size, like=like)
+        return codec.pack(codes), scales

@@ -35,8 +35,7 @@ from ...kernels.block_matmul import NIBBLES, Codec, Decode, Rows, block_matmul, 
 from ...kernels.block_matmul.reference import times_adapters
 from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
-from .encode import as_floating, check_block_size, find_codec
-from .scales import BlockScales, NestedScales, dense_scales
+from .scales import BlockScales, NestedScales, as_floating, check_block_size, dense_scales, find_codec
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 

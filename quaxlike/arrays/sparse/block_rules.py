@@ -1,45 +1,31 @@
-"""Rules of block-sparse arrays: axes (batch axes are axes of every leaf), products, sums."""
+"""Rules of block-sparse arrays: axes (batch axes are axes of every leaf), and sums."""
 
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
-from ...core.quaxify import quaxify
-from ...core.rules import register, register_on_either_side
+from ...core.rules import register
 from ...core.values import ArrayValue
-from ...kernels import block_sparse_matmul
-from ...kernels.multilinear import accumulator_dtype, varying_zeros
 from ..batch_axes import cut_batch, mapped, reshape_batch, squeeze_batch, transpose_batch
 from ..bounds import clamped_start, cuts_of, dynamic_slice_in_dim
-from ..dot_axes import product_dtype
 from .block import BlockSparseArray
-from .rows import lines
+from .shape import lines
 from .stacks import (
     add_at,
     broadcast_stack,
-    dot_stack,
-    is_stacked,
 )
-
-
-def leaves_are_stacked(x: BlockSparseArray) -> bool:
-    """Whether the leaves have the batch axes, if there are any."""
-    return not x.num_batch or is_stacked(x.blocks)
 
 
 @register("transpose")
 def _transpose(x: BlockSparseArray, *, permutation: Sequence[int], **params: Any) -> Any:
     n = x.num_batch
     *batch, first, second = permutation
-    if {first, second} != {n, n + 1} or not leaves_are_stacked(x):
+    if {first, second} != {n, n + 1} or not x.leaves_are_stacked:
         return NotImplemented
     out = transpose_batch(x, batch)
     return out if first == n else out.replace(transposed=not x.transposed)
@@ -49,27 +35,27 @@ def _transpose(x: BlockSparseArray, *, permutation: Sequence[int], **params: Any
 def _broadcast_in_dim(
     x: BlockSparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    if params.get("sharding") is not None or not leaves_are_stacked(x):
+    if params.get("sharding") is not None or not x.leaves_are_stacked:
         return NotImplemented
     return broadcast_stack(x, shape, broadcast_dimensions)
 
 
 @register("reshape")
 def _reshape(x: BlockSparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
-    if any(value is not None for value in params.values()) or not leaves_are_stacked(x):
+    if any(value is not None for value in params.values()) or not x.leaves_are_stacked:
         return NotImplemented
     return reshape_batch(x, new_sizes)
 
 
 @register("squeeze")
 def _squeeze(x: BlockSparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    if any(axis >= x.num_batch for axis in dimensions) or not leaves_are_stacked(x):
+    if any(axis >= x.num_batch for axis in dimensions) or not x.leaves_are_stacked:
         return NotImplemented
     return squeeze_batch(x, dimensions)
 
 
 def _cut(x: BlockSparseArray, cut: Callable[[Any, int], Any], touched: Sequence[int]) -> Any:
-    if any(axis >= x.num_batch for axis in touched) or not leaves_are_stacked(x):
+    if any(axis >= x.num_batch for axis in touched) or not x.leaves_are_stacked:
         return NotImplemented
     return cut_batch(x, cut, touched)
 
@@ -89,67 +75,6 @@ def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequenc
         return line if line is NotImplemented else jnp.expand_dims(line, axis)
     cut = lambda leaf, i: dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
     return _cut(x, cut, touched)
-
-
-@register_on_either_side("dot_general", BlockSparseArray, other=ArrayLike)
-def _dot_general(
-    primitive: Primitive,
-    x: Any,
-    y: Any,
-    *,
-    dimension_numbers: Any,
-    preferred_element_type: Any,
-    out_sharding: Any = None,
-    **params: Any,
-) -> Any:
-    on_left = isinstance(x, BlockSparseArray)
-    w, x = (x, y) if on_left else (y, x)
-    if isinstance(x, BlockSparseArray) or out_sharding is not None or not leaves_are_stacked(w):
-        return NotImplemented
-    x = jnp.asarray(x)
-    dtype = product_dtype(x, w, preferred_element_type)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return NotImplemented  # kernels accumulate in floating point
-    product = functools.partial(_matmul, out_dtype=dtype)
-    return dot_stack(w, x, product, dimension_numbers, on_left=on_left)
-
-
-def _matmul(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
-    transpose = (axis == 0) != w.transposed
-    if isinstance(w.blocks, ArrayValue):
-        return _matmul_by_rows(w, x, transpose, accumulator_dtype(out_dtype)).astype(out_dtype)
-    return block_sparse_matmul(
-        x, w.blocks, w.col_idx, w.transposed_idx, transpose=transpose, out_dtype=out_dtype
-    )
-
-
-def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dtype) -> Array:
-    """As `_matmul`, for blocks that are Values: multiplies one block row at a time by the rules of their
-    type, and accumulates in `dtype`."""
-    b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
-    x = jnp.moveaxis(x.reshape(math.prod(lead), x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
-    dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
-
-    def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
-        x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
-
-        def row(_: None, of_row: tuple[Any, Array]) -> tuple[None, Array]:
-            blocks, columns = of_row
-            return None, dot(x[columns], blocks, (((0, 2), (0, 2)), ((), ())))
-
-        return lax.scan(row, None, (blocks, col_idx))[1]
-
-    def scatter(x: Array, blocks: Any, col_idx: Array) -> Array:
-        def row(acc: Array, of_row: tuple[Array, Any, Array]) -> tuple[Array, None]:
-            x, blocks, columns = of_row
-            y = dot(x, blocks, (((1,), (1,)), ((), ())))  # (rows of x, slots, b)
-            return acc.at[columns].add(jnp.moveaxis(y, 1, 0), mode="drop"), None
-
-        acc = varying_zeros((columns, x.shape[1], b), dtype, x, *jax.tree.leaves(w.blocks), col_idx)
-        return lax.scan(row, acc, (x, blocks, col_idx))[0]
-
-    y = quaxify(scatter if transpose else gather)(x, w.blocks, w.col_idx)
-    return jnp.moveaxis(y, 0, 1).reshape(*lead, y.shape[0] * b)
 
 
 @register("reduce_sum")

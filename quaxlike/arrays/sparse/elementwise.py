@@ -15,9 +15,16 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import is_value
 from ...primitives.classes import ZERO_PRESERVING
-from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
 from .stacks import SparseStack, add_at, is_covered
-from .unstructured import SparseArray
+from .unstructured import (
+    SparseArray,
+    fits_int32,
+    flattened,
+    known_indices,
+    known_places,
+    pairs,
+    unstacked,
+)
 
 
 def _bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:

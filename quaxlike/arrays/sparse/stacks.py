@@ -94,7 +94,7 @@ class SparseStack(ArrayValue):
         """The sum with a dense array of the same shape."""
 
     @abc.abstractmethod
-    def has_pattern_of(self: _S, other: _S) -> bool:
+    def has_pattern_of(self, other: Any) -> bool:
         """Whether the other array is known to store the same places in the same order."""
 
     def widen(self, like: Value) -> Any:
@@ -125,6 +125,27 @@ def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
         )
     batch = spec[: w.num_batch]
     return [jax.P(*batch, *[None] * (leaf.ndim - len(batch))) for leaf in jax.tree.leaves(w)]
+
+
+def check_values(x: Any, chooses: str, name: str) -> None:
+    """Raises a `ValueError` for a tracer where a pattern is chosen by values."""
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"{chooses} by the values of {name}, which are not known under jit, vmap or grad; found a "
+            "tracer. Call it outside them."
+        )
+
+
+def largest(sizes: np.ndarray, density: float | None) -> np.ndarray:
+    """A mask of the largest entries along the last axis, so many that they are this share of them; None for
+    all that are not zero."""
+    if density is None:
+        return sizes != 0
+    count = max(1, round(density * sizes.shape[-1]))
+    kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
+    mask = np.zeros(sizes.shape, bool)
+    np.put_along_axis(mask, kept, True, axis=-1)
+    return mask
 
 
 def is_covered(w: Any, y: Any) -> bool:
