@@ -104,6 +104,13 @@ def fills(
     return not isinstance(inside, np.ndarray | np.bool_) or not bool(inside.all())
 
 
+def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Array:
+    """Moves axes that are those of the indices, then those of the slices, to where `gather` puts them."""
+    batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
+    order = [*batch, *dimension_numbers.offset_dims]
+    return out.transpose([order.index(axis) for axis in range(out.ndim)])
+
+
 def filled(
     out: Array, inside: Bool[Any, "*batch"], dimension_numbers: lax.GatherDimensionNumbers, fill_value: Any
 ) -> Array:

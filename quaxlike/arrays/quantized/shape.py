@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ..bounds import clamped_start, cuts_of
+from ..bounds import as_gathered, clamped_start, cuts_of, filled
 from .base import AbstractQuantizedArray, shortest
 
 _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
@@ -257,14 +257,10 @@ def _gather(
             return NotImplemented
         positions = indices[..., 0]
         out = w.rows_at(jnp.clip(positions, 0, w.shape[0] - 1))
-        if fills:
-            inside = (positions >= 0) & (positions < w.shape[0])
-            out = jnp.where(inside.reshape(*inside.shape, *[1] * (out.ndim - inside.ndim)), out, jnp.nan)
         if 0 not in dims.collapsed_slice_dims:
             out = jnp.expand_dims(out, positions.ndim)
-        batch = [axis for axis in range(out.ndim) if axis not in dims.offset_dims]
-        order = [*batch, *dims.offset_dims]
-        return out.transpose([order.index(axis) for axis in range(out.ndim)])
+        out, inside = as_gathered(out, dims), (positions >= 0) & (positions < w.shape[0])
+        return filled(out, inside, dims, jnp.nan) if fills else out
 
     # In the leaves the inner axes are a single axis, the last one.
     num_inner = len(w.shape) - free.num_lead

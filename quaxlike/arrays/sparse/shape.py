@@ -14,7 +14,15 @@ from ...core.policy import dense
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ..batch_axes import cut_batch, mapped, reshape_batch, squeeze_batch, transpose_batch
-from ..bounds import clamped_start, cuts_of, dynamic_slice_in_dim, fill_value_of, filled, in_bounds
+from ..bounds import (
+    as_gathered,
+    clamped_start,
+    cuts_of,
+    dynamic_slice_in_dim,
+    fill_value_of,
+    filled,
+    in_bounds,
+)
 from .block import BlockSparseArray
 from .stacks import add_at, broadcast_stack
 from .unstructured import SparseArray, fits_int32, flattened, smaller, unflattened, unstacked
@@ -233,9 +241,7 @@ def _gather(
         return out
     if not dims.collapsed_slice_dims:
         out = jnp.expand_dims(out, out.ndim - 1 + axis)
-    batch = [place for place in range(out.ndim) if place not in dims.offset_dims]
-    order = [*batch, *dims.offset_dims]
-    out = out.transpose([order.index(place) for place in range(out.ndim)])
+    out = as_gathered(out, dims)
     if outside is None:
         return out
     return filled(out, in_bounds(indices, x.shape, dims, slice_sizes), dims, outside)

@@ -144,14 +144,7 @@ def _gather(
 
     def pick(name: str, part: Any) -> Any:
         core = x.CORE[name]
-        offsets = (*dnums.offset_dims[:-2], *range(ndim - 2, ndim - 2 + core))
-        numbers = lax.GatherDimensionNumbers(
-            offset_dims=offsets,
-            collapsed_slice_dims=dnums.collapsed_slice_dims,
-            start_index_map=dnums.start_index_map,
-            operand_batching_dims=dnums.operand_batching_dims,
-            start_indices_batching_dims=dnums.start_indices_batching_dims,
-        )
+        numbers = dnums._replace(offset_dims=(*dnums.offset_dims[:-2], *range(ndim - 2, ndim - 2 + core)))
         sizes = (*slice_sizes[:n], *part.shape[n:])
         gather = lambda part: lax.gather(
             part, jnp.asarray(indices), numbers, sizes, mode=mode, fill_value=constant_of[name], **params

@@ -55,7 +55,7 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
         )
         if not all(all(map(LeafLayout.admits, out, flat.out)) for flat in flats):
             flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]
-    flats, consts = with_leading_inputs(flats, len(leaves))
+    flats, consts = with_leading_inputs(flats)
     params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
     return unflatten(out, primitive.bind(index, *consts, *leaves, **params))
 

@@ -237,7 +237,7 @@ def _trace(
     return Flat(compat.with_consts(flat, ()), tuple(consts), out)
 
 
-def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat], tuple[Any, ...]]:
+def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, ...]]:
     """Makes several jaxprs of the same operands take the constants of all of them."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
@@ -250,11 +250,7 @@ def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat
             *groups, leaves = split(inputs, *sizes)
             return jexc.jaxpr_as_fun(flat.jaxpr)(*groups[i], *leaves)
 
-        avals = (
-            [*map(jax.typeof, consts), *flat.jaxpr.in_avals[-n_leaves:]]
-            if n_leaves
-            else [*map(jax.typeof, consts)]
-        )
+        avals = [*map(jax.typeof, consts), *flat.jaxpr.in_avals[len(flat.consts) :]]
         jaxpr, more = compat.trace_to_jaxpr(widened, avals, compat.debug_info_of(flat.jaxpr))
         out.append(dataclasses.replace(flat, jaxpr=compat.with_consts(jaxpr, more), consts=()))
     return out, consts
