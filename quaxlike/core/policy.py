@@ -78,7 +78,7 @@ class on_materialise(contextlib.ContextDecorator):
         if stack and stack[-1] is self:
             entered.set(stack[:-1])  # before any call, which would fail at the limit of recursion
         else:
-            at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
+            at = max((i for i, policy in enumerate(stack) if policy is self), default=len(stack))
             entered.set(stack[:at] + stack[at + 1 :])
         _count(-1)
 
@@ -103,11 +103,11 @@ _n_entered = 0  # in all contexts
 _enter_lock = threading.Lock()
 
 
-def _count(entered: int) -> None:
+def _count(more: int) -> None:
     """Sets the key for JAX's caches, while any policy is entered anywhere."""
     global _n_entered
     with _enter_lock:
-        _n_entered += entered
+        _n_entered += more
         compat.set_user_context(_jit_mode, _ModeOfContext() if _n_entered else None)
 
 
