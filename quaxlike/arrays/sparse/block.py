@@ -17,10 +17,10 @@ from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
 from ..batch_axes import mapped
-from .stacks import SparseStack, add_at, check_values, is_stacked, largest, same_index, shard_stack
+from .stacks import AbstractSparseArray, add_at, check_values, is_stacked, largest, same_index, shard_stack
 
 
-class BlockSparseArray(ArrayOperators, SparseStack):
+class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     """A matrix that is zero outside some square blocks, or a stack of such matrices.
 
     Products with it, on either side, forward and backward, take time in proportion to the number of stored

@@ -21,7 +21,7 @@ from ...kernels.multilinear import accumulator_dtype, varying_zeros
 from .. import precedence
 from ..dot_axes import dot_axes, in_order, product_dtype
 from .block import BlockSparseArray
-from .stacks import SparseStack, dot_stack
+from .stacks import AbstractSparseArray, dot_stack
 from .unstructured import (
     SparseArray,
     fits_int32,
@@ -33,7 +33,7 @@ from .unstructured import (
 )
 
 
-@register_on_either_side("dot_general", SparseStack, other=ArrayLike)
+@register_on_either_side("dot_general", AbstractSparseArray, other=ArrayLike)
 def _dot_general(
     primitive: Primitive,
     x: Any,
@@ -49,9 +49,9 @@ def _dot_general(
     dtype = product_dtype(x, y, preferred_element_type)
     if isinstance(x, SparseArray) and isinstance(y, SparseArray):
         return _sparse_sparse(x, y, dimension_numbers, dtype)
-    if isinstance(x, SparseStack) and isinstance(y, SparseStack):
+    if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
         return NotImplemented
-    on_left = isinstance(x, SparseStack)
+    on_left = isinstance(x, AbstractSparseArray)
     w: Any = x if on_left else y
     x = jnp.asarray(y if on_left else x)
     if isinstance(w, BlockSparseArray):

@@ -15,7 +15,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import is_value
 from ...primitives.classes import ZERO_PRESERVING
-from .stacks import SparseStack, add_at, is_covered
+from .stacks import AbstractSparseArray, add_at, is_covered
 from .unstructured import (
     SparseArray,
     fits_int32,
@@ -34,24 +34,24 @@ def _bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
 
 
 @register(ZERO_PRESERVING)
-def _zero_preserving(primitive: Primitive, x: SparseStack, **params: Any) -> SparseStack:
+def _zero_preserving(primitive: Primitive, x: AbstractSparseArray, **params: Any) -> AbstractSparseArray:
     return x.with_elements(_bind(primitive, x.elements, **params))
 
 
 @register("integer_pow")
-def _integer_pow(primitive: Primitive, x: SparseStack, *, y: int, **params: Any) -> Any:
+def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **params: Any) -> Any:
     return x.with_elements(_bind(primitive, x.elements, y=y, **params)) if y > 0 else NotImplemented
 
 
-@register_on_either_side("mul", SparseStack, other=ArrayLike)
+@register_on_either_side("mul", AbstractSparseArray, other=ArrayLike)
 def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    if isinstance(x, SparseStack) and isinstance(y, SparseStack):
+    if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
         return _of_both(primitive, x, y, **params)
-    return _by_array(primitive, *((x, y) if isinstance(x, SparseStack) else (y, x)), **params)
+    return _by_array(primitive, *((x, y) if isinstance(x, AbstractSparseArray) else (y, x)), **params)
 
 
 @register("div")
-def _by_array(primitive: Primitive, x: SparseStack, y: ArrayLike, **params: Any) -> Any:
+def _by_array(primitive: Primitive, x: AbstractSparseArray, y: ArrayLike, **params: Any) -> Any:
     if not is_covered(x, y):
         return NotImplemented
     y = jnp.asarray(y)
@@ -59,18 +59,18 @@ def _by_array(primitive: Primitive, x: SparseStack, y: ArrayLike, **params: Any)
 
 
 @register("div")
-def _div_sparse(primitive: Primitive, x: SparseStack, y: SparseStack, **params: Any) -> Any:
+def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
     if type(x) is type(y) and x.has_pattern_of(y):
         return x.with_elements(_bind(primitive, x.elements, y.elements, **params))
     return _by_array(primitive, x, dense(y, primitive.name, (x, y)), **params)
 
 
-@register_on_either_side(["add", "sub", "add_any"], SparseStack, other=ArrayLike)
+@register_on_either_side(["add", "sub", "add_any"], AbstractSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """Adds the elements to a dense array or a number, which gives a dense array."""
-    if isinstance(x, SparseStack) and isinstance(y, SparseStack):
+    if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
         return _of_both(primitive, x, y, **params)
-    on_left, minus = isinstance(x, SparseStack), primitive.name == "sub"
+    on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
     w, other = (x, y) if on_left else (y, x)
     if not is_covered(w, other) or is_value(w.elements):
         return NotImplemented
@@ -79,7 +79,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return w.added_to(-other if minus and on_left else other)
 
 
-def _of_both(primitive: Primitive, x: SparseStack, y: SparseStack, **params: Any) -> Any:
+def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
     """The product, sum or difference of two arrays; concrete places, if not the same ones, are merged."""
     if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented

@@ -16,7 +16,7 @@ from ...core.values import ArrayValue, Value, is_value
 from ..batch_axes import mapped, transpose_batch
 from ..dot_axes import dot_axes, in_order
 
-_S = TypeVar("_S", bound="SparseStack")
+_S = TypeVar("_S", bound="AbstractSparseArray")
 
 
 def dot_stack(
@@ -58,7 +58,7 @@ def dot_stack(
     return y.transpose(*range(len(batch)), *in_order(on_left, free, range(num_batch, y.ndim - 1)))
 
 
-class SparseStack(ArrayValue):
+class AbstractSparseArray(ArrayValue):
     """The base of sparse arrays, whose batch axes are axes of all leaves."""
 
     @property
@@ -99,7 +99,7 @@ class SparseStack(ArrayValue):
 
     def widen(self, like: Value) -> Any:
         """Makes this dense if `like` is stored differently: by columns, or in other shapes."""
-        same = not isinstance(like, SparseStack) or self._layout() == like._layout()
+        same = not isinstance(like, AbstractSparseArray) or self._layout() == like._layout()
         return NotImplemented if same else dense_when_incompatible(self)
 
     def _layout(self) -> Any:

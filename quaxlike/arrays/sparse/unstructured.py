@@ -20,10 +20,10 @@ from ...core.operators import ArrayOperators
 from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
 from ..batch_axes import mapped
-from .stacks import SparseStack, add_at, check_values, largest, same_index, shard_stack
+from .stacks import AbstractSparseArray, add_at, check_values, largest, same_index, shard_stack
 
 
-class SparseArray(ArrayOperators, SparseStack):
+class SparseArray(ArrayOperators, AbstractSparseArray):
     """An array that is zero except for some elements at any positions.
 
     Products with a matrix, on either side, forward and backward, take time in proportion to the number of
