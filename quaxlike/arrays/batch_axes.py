@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -68,6 +69,13 @@ def cut_batch(x: _S, cut: Callable[[Any, int], Any], axes: Sequence[int]) -> _S:
         return part
 
     return x.stacked().each(along_each) if axes else x
+
+
+def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """`fn`, mapped over so many leading axes of all of its arguments."""
+    for _ in range(times):
+        fn = jax.vmap(fn)
+    return fn
 
 
 def with_batch_of(part: Any, like: Any, core: int) -> Any:

@@ -15,6 +15,18 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
 
+def cuts_of(
+    shape: Sequence[int],
+    *,
+    start_indices: Sequence[int],
+    limit_indices: Sequence[int],
+    strides: Sequence[int] | None,
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """The start, end and step of a `slice` along each axis, and the axes that become shorter by it."""
+    cuts = list(zip(start_indices, limit_indices, strides or [1] * len(shape), strict=True))
+    return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
+
+
 def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, ""]:
     """Clamps `start` so that a dynamic slice along an axis lies inside.
 
@@ -90,6 +102,13 @@ def fills(
         return False
     inside = in_bounds(indices, shape, dimension_numbers, slice_sizes)
     return not isinstance(inside, np.ndarray | np.bool_) or not bool(inside.all())
+
+
+def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Array:
+    """Moves axes that are those of the indices, then those of the slices, to where `gather` puts them."""
+    batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
+    order = [*batch, *dimension_numbers.offset_dims]
+    return out.transpose([order.index(axis) for axis in range(out.ndim)])
 
 
 def filled(

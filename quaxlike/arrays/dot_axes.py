@@ -74,6 +74,12 @@ def in_order(on_left: bool, own: Sequence[int], other: Sequence[int]) -> list[in
     return [*own, *other] if on_left else [*other, *own]
 
 
+def placed(y: jax.Array, params: Mapping[str, Any]) -> jax.Array:
+    """Shards a product as its `out_sharding` specifies."""
+    sharding = params.get("out_sharding")
+    return y if sharding is None else jax.sharding.reshard(y, sharding)
+
+
 Labels = list[int]
 
 
@@ -121,6 +127,11 @@ def common_dtype(*arrays: Any) -> Any:
         return dtypes.pop()
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
+
+
+def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
+    """The dtype of `dot_general` of `x` and `y`."""
+    return np.dtype(common_dtype(x, y) if preferred_element_type is None else preferred_element_type)
 
 
 def in_float32(dtype: Any) -> Any:

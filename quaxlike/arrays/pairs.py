@@ -14,10 +14,9 @@ from ..core.rules import register_on_either_side
 from ..core.values import is_value
 from ..kernels.block_matmul import to_ranks
 from . import precedence
-from .dot_axes import dot_axes
+from .dot_axes import dot_axes, placed, product_dtype
 from .lora.array import LoraArray, drops, frozen, tell_of_dropout
 from .quantized.base import AbstractQuantizedArray
-from .quantized.dot import placed, product_dtype
 
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=precedence.LORA_OF_CODES)
@@ -47,7 +46,7 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
         shape=w.stored_shape,
         transpose=False,
         low_rank=(to_ranks(x, lora.a[None], lora.scaling), lora.b[None]),
-        out_dtype=product_dtype(x, w, params),
+        out_dtype=product_dtype(x, w, params.get("preferred_element_type")),
     )
     return placed(jnp.moveaxis(y, -1, 0) if on_left else y, params)
 

@@ -1,24 +1,17 @@
-"""Construction of Values (quick, and without arrays in static fields) and of their classes (whose hooks are
-named in the errors that they raise)."""
+"""Construction of Values: quick, and without arrays in static fields."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.core
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._checked import a_or_an
 
-
-class ValueMeta(type(eqx.Module)):
-    """Builds classes whose hooks are named in the errors that they raise, and creates instances quickly.
+class QuickMeta(type(eqx.Module)):
+    """Creates instances of Values quickly.
 
     Equinox's metaclass would take most of the time of an eager operation. It is bypassed only from the second
     instance on, so that Equinox checks the class once, and only if constructing an instance does nothing but
@@ -27,10 +20,9 @@ class ValueMeta(type(eqx.Module)):
     """
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
-        named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
         if "__new__" in namespace:
-            named["__new__"] = _handing_over(namespace["__new__"])
-        return super().__new__(mcs, name, bases, namespace | named, **kwargs)
+            namespace = namespace | {"__new__": _handing_over(namespace["__new__"])}
+        return super().__new__(mcs, name, bases, namespace, **kwargs)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         names = _plain_fields.get(cls)
@@ -88,91 +80,6 @@ def _is_frozen(instance: Any) -> bool:
     except dataclasses.FrozenInstanceError:
         return True
     return False
-
-
-class _Probing:
-    """A context for asking the hooks of a type, outside of every trace. What has been registered to set
-    itself aside, such as the policy on losses, does not see what the hooks do: the answers are remembered, so
-    that it would see it the first time and not again."""
-
-    def __init__(self) -> None:
-        self.asides: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for aside in self.asides:
-                stack.enter_context(aside())
-            stack.enter_context(jax.core.eval_context())
-            yield
-
-
-probing = _Probing()
-
-
-# The hooks of a type, and what each is called for.
-_HOOKS = {
-    "aval": "its shape and dtype",
-    "materialise": "its dense array",
-    "default": "a result where no rule matches",
-    "follows_rules": "whether rules apply to it",
-    "promote": "a plain array as a value of its type",
-    "widen": "the form that it shares with another Value",
-    "cotangent": "the cotangent that a backward function receives",
-    "leading_axis": "the axes along which its leaves are cut into rows",
-    "shard_spec": "the partition specs of its leaves",
-}
-
-
-def _naming(hook: str, method: Any) -> Any:
-    """Wraps a hook so that its errors carry a note with the names of the type and the hook."""
-    if isinstance(method, classmethod | staticmethod):
-        return type(method)(_naming(hook, method.__func__))
-    if not callable(method):
-        return method
-    call: Callable[..., Any] = method
-
-    @functools.wraps(call)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        try:
-            out = call(*args, **kwargs)
-            return out if hook != "materialise" else as_dense(out, f"{type(args[0]).__qualname__}.{hook}")
-        except Exception as error:
-            of = args[0] if args and hook != "default" else None
-            cls = of if isinstance(of, type) else type(of)
-            if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
-                raise derivative_alone(cls) from error
-            name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
-            note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            raise
-
-    return named
-
-
-def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
-    return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
-
-
-def derivative_alone(cls: type) -> ValueError:
-    """The error for a derivative as JAX returns it, whose pattern is missing."""
-    return ValueError(
-        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
-        "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
-        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
-        "the derivative."
-    )
-
-
-def as_dense(out: Any, hook: str) -> Any:
-    """What a hook made of a Value: an array, or another Value. Numbers and NumPy arrays become JAX arrays."""
-    if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
-        return jnp.asarray(out)
-    if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
-        raise TypeError(f"{hook}() must return an array; found {out!r}.")
-    return out
 
 
 # For each class that was instantiated: the names of its fields if constructing it only sets them, else None.

@@ -9,7 +9,8 @@ import jax
 
 from .._checked import a_or_an
 from .quaxify import quaxify
-from .values import check_complete, is_value, level_of
+from .trace import check_complete
+from .values import is_value, level_of
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -292,12 +292,8 @@ def _guessed(slot: Any, cls: type[Value]) -> Any:
 
 def without_guess(slot: Any) -> Any:
     """The plain slot that a guess stands for; another slot unchanged."""
-    if (
-        not placeholder_types
-        or len(slot.avals) != 1
-        or slot.treedef is None
-        or not has_placeholders(slot.cls)
-    ):
+    may_be_one = placeholder_types and len(slot.avals) == 1 and slot.treedef is not None
+    if not may_be_one or not has_placeholders(slot.cls):
         return slot
     plain = dataclasses.replace(slot, treedef=None, constant=OPEN)
     return plain if _guessed(plain, slot.cls) == slot else slot

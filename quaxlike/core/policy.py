@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 import operator
 import threading
@@ -69,29 +70,29 @@ class on_materialise(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         _count(1)
-        _entered.set((*_entered.get(), self))
+        entered.set((*entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
         # Not always the innermost: an abandoned generator exits when it is garbage collected.
-        stack = _entered.get()
+        stack = entered.get()
         if stack and stack[-1] is self:
-            _entered.set(stack[:-1])  # before any call, which would fail at the limit of recursion
+            entered.set(stack[:-1])  # before any call, which would fail at the limit of recursion
         else:
-            at = max((i for i, entered in enumerate(stack) if entered is self), default=len(stack))
-            _entered.set(stack[:at] + stack[at + 1 :])
+            at = max((i for i, policy in enumerate(stack) if policy is self), default=len(stack))
+            entered.set(stack[:at] + stack[at + 1 :])
         _count(-1)
 
 
 probing.asides.append(lambda: on_materialise("allow"))
 
-_entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.ContextVar(
+entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.ContextVar(
     "on_materialise", default=()
 )
 
 
 def policy_key() -> Mode | None:
     """The mode in force, which is part of the keys of cached jaxprs."""
-    stack = _entered.get()
+    stack = entered.get()
     return stack[-1].mode if stack else None
 
 
@@ -102,11 +103,11 @@ _n_entered = 0  # in all contexts
 _enter_lock = threading.Lock()
 
 
-def _count(entered: int) -> None:
+def _count(more: int) -> None:
     """Sets the key for JAX's caches, while any policy is entered anywhere."""
     global _n_entered
     with _enter_lock:
-        _n_entered += entered
+        _n_entered += more
         compat.set_user_context(_jit_mode, _ModeOfContext() if _n_entered else None)
 
 
@@ -133,20 +134,6 @@ class _ModeOfContext:
 
     def __hash__(self) -> int:
         return hash(self.mode)
-
-
-@contextlib.contextmanager
-def losses_raised() -> Iterator[None]:
-    """Makes each loss an error, in a trace that is thrown away if there is one.
-
-    What JAX caches meanwhile is without losses, and so serves every mode: its keys, which cost more than the
-    rest of a small trace, stay as they are.
-    """
-    token = _entered.set((*_entered.get(), on_materialise("error")))
-    try:
-        yield
-    finally:
-        _entered.reset(token)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -268,14 +255,14 @@ _warned_for_types: set[Any] = set()
 _warned_lock = threading.Lock()
 
 
+@dataclasses.dataclass
 class _Loss:
     """The message for one materialisation."""
 
-    def __init__(self, values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> None:
-        self.values = values
-        self.what = what
-        self.operands = operands
-        self.hint = hint
+    values: Sequence[Value]
+    what: str
+    operands: Sequence[Any]
+    hint: str
 
     @property
     def size(self) -> int:
@@ -348,7 +335,7 @@ class _Loss:
         """Warns once for each call site, primitive and types of operands, at the user's own line."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
-        stack = _entered.get()
+        stack = entered.get()
         warned = stack[-1].warned if stack else _warned_for_types
         with _warned_lock:
             if site in warned:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
+from .._checked import a_or_an
 from . import compat, recording
 from .placeholders import follow, has_placeholders, holds_type_with_placeholders
 from .policy import by_default, dense
@@ -19,7 +20,7 @@ from .values import (
     KINDS,
     Value,
     aval_of,
-    check_complete,
+    has_missing_parts,
     is_value,
     kind_of,
     level_of,
@@ -390,6 +391,15 @@ def _adopted(value: Value) -> Any:
 
 
 compat.register_late_values(Value, _adopted, aval_of)
+
+
+def check_complete(value: Value) -> None:
+    """Raises a `ValueError` if parts of a Value are missing."""
+    if has_missing_parts(value):
+        raise ValueError(
+            f"Parts of {a_or_an(type(value))} are missing, as in the halves that `eqx.partition` makes, "
+            f"so that it stands for no array. Join the halves with `eqx.combine` first; found {value}."
+        )
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:

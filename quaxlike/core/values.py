@@ -1,12 +1,13 @@
 """`Value` and `ArrayValue`: the base of every new kind of array."""
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import inspect
 import threading
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -14,14 +15,109 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an
 from . import compat
-from .construction import ValueMeta, derivative_alone, is_derivative_alone, probing
+from .construction import QuickMeta
 
 _M = TypeVar("_M", bound=eqx.Module)
+
+
+# The hooks of a type, and what each is called for.
+_HOOKS = {
+    "aval": "its shape and dtype",
+    "materialise": "its dense array",
+    "default": "a result where no rule matches",
+    "follows_rules": "whether rules apply to it",
+    "promote": "a plain array as a value of its type",
+    "widen": "the form that it shares with another Value",
+    "cotangent": "the cotangent that a backward function receives",
+    "leading_axis": "the axes along which its leaves are cut into rows",
+    "shard_spec": "the partition specs of its leaves",
+}
+
+
+def _naming(hook: str, method: Any) -> Any:
+    """Wraps a hook so that its errors carry a note with the names of the type and the hook."""
+    if isinstance(method, classmethod | staticmethod):
+        return type(method)(_naming(hook, method.__func__))
+    if not callable(method):
+        return method
+    call: Callable[..., Any] = method
+
+    @functools.wraps(call)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            out = call(*args, **kwargs)
+            return out if hook != "materialise" else as_dense(out, f"{type(args[0]).__qualname__}.{hook}")
+        except Exception as error:
+            of = args[0] if args and hook != "default" else None
+            cls = of if isinstance(of, type) else type(of)
+            if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
+                raise derivative_alone(cls) from error
+            name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
+            note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+    return named
+
+
+def is_derivative_alone(leaves: Sequence[Any]) -> bool:
+    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
+    return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
+
+
+def derivative_alone(cls: type) -> ValueError:
+    """The error for a derivative as JAX returns it, whose pattern is missing."""
+    return ValueError(
+        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
+        "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
+        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
+        "the derivative."
+    )
+
+
+def as_dense(out: Any, hook: str) -> Any:
+    """What a hook made of a Value: an array, or another Value. Numbers and NumPy arrays become JAX arrays."""
+    if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
+        return jnp.asarray(out)
+    if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
+        raise TypeError(f"{hook}() must return an array; found {out!r}.")
+    return out
+
+
+class ValueMeta(QuickMeta):
+    """Names the hooks of a class in the errors that they raise."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
+        named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
+        return super().__new__(mcs, name, bases, namespace | named, **kwargs)
+
+
+class _Probing:
+    """A context for asking the hooks of a type, outside of every trace. What has been registered to set
+    itself aside, such as the policy on losses, does not see what the hooks do: the answers are remembered, so
+    that it would see it the first time and not again."""
+
+    def __init__(self) -> None:
+        self.asides: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for aside in self.asides:
+                stack.enter_context(aside())
+            stack.enter_context(jax.core.eval_context())
+            yield
+
+
+probing = _Probing()
 
 
 def takes_no_like(cls: Any) -> bool:
@@ -355,22 +451,19 @@ def _is_missing(part: Any) -> bool:
 def _materialises(value: Value) -> bool:
     leaves, treedef = jtu.tree_flatten(value)
     try:
-        key = (treedef, *map(jax.typeof, leaves))
-        found = _materialising.get(key)
+        return _materialises_with(treedef, tuple(map(jax.typeof, leaves)))
     except TypeError:  # leaves that are not arrays, or unhashable statics
         return False
-    if found is None:
-        try:
-            with probing():
-                out = jax.eval_shape(type(value).materialise, as_shapes(value))
-            found = bool(jtu.tree_leaves(out))
-        except Exception:  # a type may fail in any way without its parts
-            found = False
-        _remember(_materialising, key, found)
-    return found
 
 
-_materialising: dict[Any, bool] = {}
+@functools.lru_cache(maxsize=4096)
+def _materialises_with(treedef: Any, avals: tuple[Any, ...]) -> bool:
+    value = as_shapes(jtu.tree_unflatten(treedef, avals))
+    try:
+        with probing():
+            return bool(jtu.tree_leaves(jax.eval_shape(type(value).materialise, value)))
+    except Exception:  # a type may fail in any way without its parts
+        return False
 
 
 def materialise(tree: PyTree) -> PyTree:
@@ -405,24 +498,26 @@ def _is_array(leaf: Any) -> bool:
 
 def aval_of(value: Value) -> Any:
     """`value.aval()` on the mesh of its leaves, memoised by their avals and the statics."""
-    statics: list[Any] = []
+    statics: list[Any] = [compat.x64_enabled()]
     leaf_avals: list[Any] = []
     try:
         _describe(value, statics, leaf_avals)
-        key = (compat.x64_enabled(), *statics, *leaf_avals)
+    except TypeError:  # a leaf that is no array
+        for leaf in jtu.tree_leaves(value):
+            if not hasattr(leaf, "shape") and not _is_array(leaf):
+                raise not_an_array(value, leaf) from None
+        return _make_aval(value, ())
+    key: Any = (*statics, *leaf_avals)
+    try:
         aval = _avals.get(key)
-    except TypeError:  # an unhashable static field, or a leaf that is no array
-        leaves, treedef = jtu.tree_flatten(value)  # a treedef compares its statics, and does not hash them
-        try:
-            leaf_avals = [_leaf_aval(leaf) for leaf in leaves]
-        except TypeError:
-            for leaf in leaves:
-                if not hasattr(leaf, "shape") and not _is_array(leaf):
-                    raise not_an_array(value, leaf) from None
-            return _make_aval(value, ())
-        key = (compat.x64_enabled(), treedef, *leaf_avals)
+    except TypeError:  # an unhashable static field; a treedef compares its statics, and does not hash them
+        key = (compat.x64_enabled(), jtu.tree_structure(value), *leaf_avals)
         aval = _avals.get(key)
-    return _remember(_avals, key, _make_aval(value, leaf_avals)) if aval is None else aval
+    if aval is None:
+        if len(_avals) > 4096:
+            _avals.clear()
+        aval = _avals[key] = _make_aval(value, leaf_avals)
+    return aval
 
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
@@ -453,24 +548,8 @@ def _leaf_aval(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-def _remember(memo: dict[Any, Any], key: Any, found: Any) -> Any:
-    if len(memo) > 4096:
-        memo.clear()
-    memo[key] = found
-    return found
-
-
 _fields: dict[type, list[tuple[str, bool]]] = {}
 _avals: dict[Any, Any] = {}
-
-
-def check_complete(value: Value) -> None:
-    """Raises a `ValueError` if parts of a Value are missing."""
-    if has_missing_parts(value):
-        raise ValueError(
-            f"Parts of {a_or_an(type(value))} are missing, as in the halves that `eqx.partition` makes, "
-            f"so that it stands for no array. Join the halves with `eqx.combine` first; found {value}."
-        )
 
 
 # The errors below are not `TypeError`s: JAX replaces those with its own when it asks for an aval.
@@ -497,7 +576,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     except TypeError as error:
         raise ValueError(f"{type(value).__name__} has no shape: its hooks raise {error!r}.") from error
     if isinstance(aval, jax.ShapeDtypeStruct):
-        aval = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
+        aval = _leaf_aval(aval)
     if not isinstance(aval, jax.core.AbstractValue):
         raise ValueError(
             f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "

@@ -2,6 +2,7 @@
 
 from .backends import Backend, Choice, KernelFallbackWarning, backend, chosen_backend
 from .block_matmul import (
+    NestedScales,
     int8_matmul,
     int8_matmul_p,
     lora_matmul,
@@ -10,7 +11,6 @@ from .block_matmul import (
     nf4_matmul_p,
 )
 from .block_sparse_matmul import block_sparse_matmul, block_sparse_matmul_p, transposed_index
-from .blockwise import NestedScales
 from .csr_matmul import (
     CsrIndex,
     csr_index,

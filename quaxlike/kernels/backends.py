@@ -13,8 +13,7 @@ from jax.interpreters import mlir
 
 from ..core import compat, recording
 from ..primitives import DefinedPrimitive, Partitioning, define_primitive
-from ..primitives.partitioning import is_spread
-from .multilinear import vary_alike
+from .multilinear import is_spread, vary_alike
 
 Backend = Literal["reference", "gpu", "tpu"]
 

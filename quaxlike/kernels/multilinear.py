@@ -1,17 +1,17 @@
 """Shared parts of multilinear operations: accumulators, derivatives, batching, mesh axes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from ..core import compat
 from ..primitives import DefinedPrimitive, Partitioning
-from ..primitives.partitioning import is_spread
 
 _Tree = TypeVar("_Tree")
 
@@ -40,6 +40,16 @@ def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
     accumulator of a loop over products of the operands."""
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
+
+
+def is_spread(operands: Iterable[Any]) -> bool:
+    """Whether any operand is, by its type, spread over the explicit axes of a mesh."""
+    return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
+
+
+def spread_like(x: ArrayLike, y: ArrayLike) -> ArrayLike:
+    """`x`, spread over the explicit axes of a mesh like `y`, which has the same shape."""
+    return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:

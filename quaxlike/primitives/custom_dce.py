@@ -178,25 +178,18 @@ def _call(
     of: custom_dce[Any, Any], rule: Callable[..., Any], statics: dict[int, Any], dynamic: dict[int, Any]
 ) -> Any:
     """Calls a `custom_dce` function under a trace."""
-    leaves, in_tree = jtu.tree_flatten(dynamic, is_leaf=becomes_array)
-    in_mask = [_is_array(x) for x in leaves]
-    arrays, in_others = split(in_mask, leaves)
+    arrays, given = _Mixed.of(dynamic, is_leaf=becomes_array)
     # The rule runs after this trace has ended, so tracers that it has closed over become operands. Those that
     # the function has closed over are found when it is traced.
     held, captured = extract_tracers((rule, list(statics.values())))
     avals = [jax.typeof(x) for x in (*captured, *arrays)]
     debug_info = DebugInfo("custom_dce", of.name, None, None)
-    out_tree: Any = None
-    out_mask: list[bool] = []
-    out_others: list[Any] = []
+    returned: Any = None
 
     def fun(*operands: Any) -> list[Any]:
-        nonlocal out_tree, out_mask, out_others
-        traced = merge(in_mask, operands[len(captured) :], in_others)
-        args = statics | jtu.tree_unflatten(in_tree, traced)
-        leaves, out_tree = jtu.tree_flatten(cast(Any, of.fun)(*[args[i] for i in range(len(args))]))
-        out_mask = [_is_array(x) for x in leaves]
-        arrays, out_others = split(out_mask, leaves)
+        nonlocal returned
+        args = statics | given.filled(operands[len(captured) :])
+        arrays, returned = _Mixed.of(cast(Any, of.fun)(*[args[i] for i in range(len(args))]))
         return arrays
 
     jaxpr, consts = compat.trace_to_jaxpr(fun, avals, debug_info)
@@ -211,16 +204,32 @@ def _call(
         num_captured=len(captured),
         num_consts=len(consts),
         avals=avals,
-        in_tree=in_tree,
-        in_mask=in_mask,
-        in_others=in_others,
-        out_tree=out_tree,
-        out_mask=out_mask,
+        given=given,
+        returned=returned,
         out_avals=jaxpr.out_avals,
     )
     operands = (*consts, *captured, *arrays)
     out = dce_call_p.bind(*operands, jaxpr=jaxpr, rule=memoised(narrow), name=of.name)
-    return jtu.tree_unflatten(out_tree, merge(out_mask, out, out_others))
+    return returned.filled(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mixed:
+    """A tree whose leaves are arrays and other objects, without the arrays."""
+
+    tree: Any
+    mask: Sequence[bool]  # which leaves are arrays
+    others: Sequence[Any]
+
+    @classmethod
+    def of(cls, value: Any, is_leaf: Any = None) -> tuple[list[Any], "_Mixed"]:
+        leaves, tree = jtu.tree_flatten(value, is_leaf=is_leaf)
+        mask = [_is_array(x) for x in leaves]
+        arrays, others = split(mask, leaves)
+        return arrays, cls(tree, mask, others)
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        return jtu.tree_unflatten(self.tree, merge(self.mask, arrays, self.others))
 
 
 @dataclasses.dataclass(eq=False)
@@ -236,11 +245,8 @@ class _Narrow:
     num_captured: int
     num_consts: int
     avals: Sequence[Any]  # of the captured tracers, then of the arguments; the constants come before
-    in_tree: Any
-    in_mask: Sequence[bool]  # of the leaves of the arguments, which are arrays
-    in_others: Sequence[Any]
-    out_tree: Any
-    out_mask: Sequence[bool]
+    given: _Mixed
+    returned: _Mixed
     out_avals: Sequence[Any]
 
     def __call__(self, used: Used) -> Narrowed:
@@ -250,10 +256,8 @@ class _Narrow:
         def narrowed(*operands: Any) -> list[Any]:
             captured, arrays = operands[: self.num_captured], operands[self.num_captured :]
             rule, statics = fill_tracers(self.held, captured)
-            args = jtu.tree_unflatten(self.in_tree, merge(self.in_mask, arrays, self.in_others))
-            used_outs = merge(self.out_mask, used, [False] * len(self.out_mask))
-            used_outs = jtu.tree_unflatten(self.out_tree, used_outs)
-            out = rule(*statics, used_outs, *args.values())
+            unused = dataclasses.replace(self.returned, others=[False] * len(self.returned.others))
+            out = rule(*statics, unused.filled(used), *self.given.filled(arrays).values())
             return self._used_results(out, used)
 
         with compat.bind_axes(self.axes), _tracing(self.identity, self.refused | {used}):
@@ -275,8 +279,8 @@ class _Narrow:
 
     def _used_results(self, out: Any, used: Used) -> list[Any]:
         paths = [path for path, _ in jtu.tree_flatten_with_path(self._like(object()))[0]]
-        values = split(self.out_mask, self._leaves(out))[0]
-        paths = split(self.out_mask, paths)[0]
+        values = split(self.returned.mask, self._leaves(out))[0]
+        paths = split(self.returned.mask, paths)[0]
         results = zip(paths, used, self.out_avals, values, strict=True)
         return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
 
@@ -291,13 +295,13 @@ class _Narrow:
         except ValueError as error:
             raise TypeError(
                 f"the rule {self.rule_name} of custom_dce function {self.name} must return the "
-                f"structure that the function returns, {self.out_tree}, with None for what is not used; "
+                f"structure that the function returns, {self.returned.tree}, with None for what is not used; "
                 f"found {jtu.tree_structure(out)}"
             ) from error
-        return self.out_tree.flatten_up_to(out)
+        return self.returned.tree.flatten_up_to(out)
 
     def _like(self, leaf: Any) -> Any:
-        return jtu.tree_unflatten(self.out_tree, [leaf] * self.out_tree.num_leaves)
+        return jtu.tree_unflatten(self.returned.tree, [leaf] * self.returned.tree.num_leaves)
 
     def _checked(self, path: Any, aval: Any, value: Any) -> Any:
         found = jax.typeof(value) if _is_array(value) else None

@@ -45,10 +45,8 @@ def result_tangents(
         return zeros
     if p.form == "batch":
         return _batched_tangents(p, primals, results, tangents, params)
-    if p.rules.jvp is not None:
-        by_hand = _jvp_by_hand(p, primals, tangents, zeros, params)
-        if by_hand is not None:
-            return by_hand
+    if (by_hand := _jvp_by_hand(p, primals, tangents, zeros, params)) is not None:
+        return by_hand
     outputs = p.nonzero_tangents(nonzero, [jax.typeof(x) for x in primals], params)
     if not any(outputs):
         return zeros
@@ -84,7 +82,8 @@ def _batched_tangents(
 def _jvp_by_hand(
     p: DefinedPrimitive, primals: Arrays, tangents: Arrays, zeros: Arrays, params: Params
 ) -> list[Any] | None:
-    assert p.rules.jvp is not None
+    if p.rules.jvp is None:
+        return None
     in_tree, static = without_tree(params)
     tangents = [None if is_zero(t) else t for t in tangents]
     out = p.rules.jvp(unflatten(in_tree, primals), unflatten(in_tree, tangents), **static)
@@ -117,10 +116,8 @@ def _cotangents(p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, param
         return _transpose_vjp(parent, live, nonzero, operands, params)
     if parent is not None and p.form == "transpose":
         return _transpose_transpose(parent, cotangents, operands, params)
-    if p.rules.transpose is not None:
-        by_hand = _transpose_by_hand(p, cotangents, operands, params)
-        if by_hand is not None:
-            return by_hand
+    if (by_hand := _transpose_by_hand(p, cotangents, operands, params)) is not None:
+        return by_hand
     linear = tuple(x.aval if u else None for x, u in zip(operands, undefined, strict=True))
     held = split(undefined, operands)[1]
     out = p.transpose_p.bind(*held, *live, **with_form(params, Transpose(linear, nonzero)))
@@ -136,11 +133,8 @@ def _transpose_jvp(
     wanted = [ad.is_undefined_primal(t) for t in tangents]
     # `nonzero` is about the tangents that the form produces, `cotangents` about all of the parent's results.
     cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
-    out = None
-    if parent.rules.vjp is not None:
-        zeros = [None] * cotangents.count(False)
-        full = merge(cotangents, live, zeros)
-        out = _vjp_by_hand(parent, full, primals, results, below)
+    full = merge(cotangents, live, [None] * cotangents.count(False))
+    out = _vjp_by_hand(parent, full, primals, results, below)
     if out is None:
         mask = tuple(merge(form.nonzero, wanted, [False] * form.nonzero.count(False)))
         form_out = Vjp(mask, cotangents)
@@ -218,7 +212,8 @@ def _batched_cotangents(
 def _vjp_by_hand(
     p: DefinedPrimitive, cotangents: Arrays, primals: Arrays, results: Arrays, params: Params
 ) -> list[Any] | None:
-    assert p.rules.vjp is not None
+    if p.rules.vjp is None:
+        return None
     in_tree, static = without_tree(params)
     out_tree = p.results_tree(map(jax.typeof, primals), params)
     kept = [jtu.tree_unflatten(out_tree, results)] if p.rules.vjp_with_results else []
@@ -232,7 +227,8 @@ def _vjp_by_hand(
 def _transpose_by_hand(
     p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params
 ) -> list[Any] | None:
-    assert p.rules.transpose is not None
+    if p.rules.transpose is None:
+        return None
     in_tree, static = without_tree(params)
     avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
     live = [None if is_zero(ct) else ct for ct in cotangents]
@@ -264,10 +260,8 @@ def batch(
     if all(d is None for d in dims) and not _uses_axis(p, axis_name, operands, params):
         out = p.bind(*operands, **params)
         return out, ([None] * len(out) if p.multiple_results else None)
-    if p.rules.batching is not None:
-        by_hand = _batch_by_hand(p, axis.size, operands, dims, params)
-        if by_hand is not None:
-            return by_hand
+    if (by_hand := _batch_by_hand(p, axis.size, operands, dims, params)) is not None:
+        return by_hand
     form = Batch(tuple(dims), axis.size, axis_name, axis.spmd_name)
     out = p.batch_p.bind(*operands, **with_form(params, form))
     return (out, [0] * len(out)) if p.multiple_results else (out[0], 0)
@@ -283,7 +277,8 @@ def _uses_axis(p: DefinedPrimitive, name: Any, operands: Arrays, params: Params)
 def _batch_by_hand(
     p: DefinedPrimitive, size: Any, operands: Arrays, dims: Arrays, params: Params
 ) -> tuple[Any, Any] | None:
-    assert p.rules.batching is not None
+    if p.rules.batching is None:
+        return None
     in_tree, static = without_tree(params)
     by_hand = p.rules.batching(size, unflatten(in_tree, operands), unflatten(in_tree, dims), **static)
     if by_hand is NotImplemented:

@@ -35,6 +35,14 @@ def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]
     return chosen, others
 
 
+def of_chosen(
+    fn: Flat, mask: Sequence[bool], operands: Sequence[Any], results: Sequence[bool]
+) -> tuple[list[Any], Flat]:
+    """The operands where the mask is true, and `fn` as a function of these, with the chosen `results`."""
+    chosen, held = split(mask, operands)
+    return chosen, lambda *chosen: split(results, fn(*merge(mask, chosen, held)))[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Jvp:
     """Tangents of the parent's results. Operands: primals, [results], tangents."""
@@ -54,11 +62,7 @@ class Jvp:
 
     def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
         primals, _, tangents = self.groups(operands)
-        live, held = split(self.nonzero, primals)
-
-        def of_live(*live: Any) -> list[Any]:
-            return split(self.outputs, parent(*merge(self.nonzero, live, held)))[0]
-
+        live, of_live = of_chosen(parent, self.nonzero, primals, self.outputs)
         return jax.jvp(of_live, tuple(live), tuple(tangents))[1]
 
 
@@ -73,11 +77,7 @@ class Vjp:
 
     def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
         primals, cotangents = operands[: len(self.nonzero)], operands[len(self.nonzero) :]
-        live, held = split(self.nonzero, primals)
-
-        def of_live(*live: Any) -> list[Any]:
-            return split(self.cotangents, parent(*merge(self.nonzero, live, held)))[0]
-
+        live, of_live = of_chosen(parent, self.nonzero, primals, self.cotangents)
         return list(jax.vjp(of_live, *live)[1](list(cotangents)))
 
 

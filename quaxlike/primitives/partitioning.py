@@ -7,14 +7,13 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
 from ..core import compat
 from .forms import Flat
@@ -196,16 +195,6 @@ class Partitioning:
             )(*parts)
 
         return partitioned
-
-
-def is_spread(operands: Iterable[Any]) -> bool:
-    """Whether any operand is, by its type, spread over the explicit axes of a mesh."""
-    return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
-
-
-def spread_like(x: ArrayLike, y: ArrayLike) -> ArrayLike:
-    """`x`, spread over the explicit axes of a mesh like `y`, which has the same shape."""
-    return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
 
 
 def _names(side: list[list[str]]) -> set[str]:

@@ -202,7 +202,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
     if isinstance(w, BlockSparseArray):
         # Nested scales span a whole array: give each block its own, so that rows of blocks can be cut.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
-        return w.replace(blocks=quantize_array(name, w.stored_blocks, scheme, MATRIX, **options | stacked))
+        return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
             f"{name} is {a_or_an(type(w))} already. Leave it out with `exclude`, or make it dense with "

@@ -42,8 +42,8 @@ FAULTS = (
     Fault(
         "a gradient has the wrong sign",
         "quantized/dot.py",
-        "y = matmul(x, parts)",
-        "y = matmul(2 * lax.stop_gradient(x) - x, parts)",
+        "y = mapped(matmul, len(plan.batch))(x, parts)",
+        "y = mapped(matmul, len(plan.batch))(2 * lax.stop_gradient(x) - x, parts)",
     ),
     Fault(
         "axes of a product are swapped",
@@ -66,8 +66,8 @@ FAULTS = (
     Fault(
         "elements at different places are added",
         "sparse/elementwise.py",
-        "    if same_pattern(x, y):\n        return x.replace(data=x.data + y.data)",
-        "    if x.data.shape == y.data.shape:\n        return x.replace(data=x.data + y.data)",
+        "    if x.has_pattern_of(y):\n        return x.with_elements(_bind(primitive, x.elements, y",
+        "    if x.data.shape == y.data.shape:\n        return x.with_elements(_bind(primitive, x.elements, y",
     ),
     Fault(
         "padding is not masked",

@@ -15,12 +15,12 @@ from jaxtyping import ArrayLike
 
 from ..._checked import checked
 from ...core import compat
-from ...core.jaxprs.slots import leading_axes
+from ...core.jaxprs.slots import leading_axes, part_specs
 from ...core.jaxprs.unify import dense_when_incompatible, widened, widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
-from ...primitives.partitioning import spread_like
+from ...kernels.multilinear import spread_like
 from ..batch_axes import with_batch_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract
 
@@ -213,17 +213,8 @@ class LoraArray(ArrayOperators, ArrayValue):
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         sharded = (*spec, *[None] * (self.ndim - len(spec)))
-        specs: list[jax.P] = []
-        for part, part_labels in _parts(self):
-            own = jax.P(*[None if i == RANK else sharded[i] for i in part_labels])
-            if is_value(part):
-                inner = part.shard_spec(own)
-                if inner is NotImplemented:
-                    return NotImplemented
-                specs += inner
-            else:
-                specs.append(own)
-        return specs
+        own = lambda part_labels: jax.P(*[None if i == RANK else sharded[i] for i in part_labels])
+        return part_specs((part, own(part_labels)) for part, part_labels in _parts(self))
 
 
 def frozen(x: Any) -> Any:
@@ -304,16 +295,19 @@ def matrix_labels(lora: LoraArray) -> set[int]:
     return {_ndim(lora) + axis for axis in (*lora.out_axes, *lora.in_axes)}
 
 
+def parts_of(lora: LoraArray) -> dict[str, Labels]:
+    """The labels of the axes of each array that `lora` has but for a key, by the name of its field."""
+    names = ("w", "a", "b") if lora.magnitude is None else ("w", "a", "b", "magnitude")
+    w_labels, a_labels, b_labels = labels(lora)
+    return dict(zip(names, (w_labels, a_labels, b_labels, b_labels[:-1]), strict=False))
+
+
 def _parts(lora: LoraArray) -> list[tuple[Any, Labels]]:
     """The array fields and the labels of their axes, in the order of the leaves."""
-    w_labels, a_labels, b_labels = labels(lora)
-    parts = [(lora.w, w_labels), (lora.a, a_labels), (lora.b, b_labels)]
-    if lora.magnitude is not None:
-        parts.append((lora.magnitude, b_labels[:-1]))
+    parts = [(getattr(lora, name), own) for name, own in parts_of(lora).items()]
     if lora.key is not None:
-        n_batch = lora.key.ndim
         batch = [i for i in range(_ndim(lora)) if i not in matrix_labels(lora)]
-        parts.append((lora.key, batch[len(batch) - n_batch :]))
+        parts.append((lora.key, batch[len(batch) - lora.key.ndim :]))
     return parts
 
 

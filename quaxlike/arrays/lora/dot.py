@@ -12,7 +12,7 @@ from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
-from ...primitives.partitioning import is_spread, spread_like
+from ...kernels.multilinear import is_spread, spread_like
 from .. import precedence
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
 from .array import RANK, LoraArray, drops, labels, row_scale, tell_of_dropout

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
-from ...core.rules import register
+from ...core.rules import register, register_on_either_side
 from ..dot_axes import arrange, cast
 from ..factors import is_infinite, reciprocal
 from .array import RANK, LoraArray, alike_in_training, labels, plainly_scaled, with_trainable_base
@@ -22,14 +23,9 @@ def _convert_element_type(x: LoraArray, *, new_dtype: Any, **params: Any):
     return each(x, lambda part, _: cast(part, new_dtype))
 
 
-@register("mul")
-def _mul_array(x: LoraArray, y: ArrayLike, **params: Any):
-    return _times(x, y)
-
-
-@register("mul")
-def _array_mul(x: ArrayLike, y: LoraArray, **params: Any):
-    return _times(y, x)
+@register_on_either_side("mul", LoraArray, other=ArrayLike)
+def _mul(primitive: Primitive, x: Any, y: Any, **params: Any):
+    return _times(x, y) if isinstance(x, LoraArray) else _times(y, x)
 
 
 @register("div")
@@ -44,7 +40,7 @@ def _neg(x: LoraArray, **params: Any):
 
 def _times(x: LoraArray, y: Any) -> Any:
     """Multiplies by a scalar, or by a number for each row or each column, which one factor absorbs."""
-    if is_infinite(y):
+    if isinstance(y, LoraArray) or is_infinite(y):
         return NotImplemented
     y = jnp.asarray(y)
     if x.magnitude is not None:
@@ -61,25 +57,13 @@ def _times(x: LoraArray, y: Any) -> Any:
     return _kept(x, y).replace(w=w, **{field: factor * cast(numbers, factor.dtype)})
 
 
-@register("add")
-def _add_array(x: LoraArray, y: ArrayLike, **params: Any):
-    return _plus(x, y)
-
-
-@register("add")
-def _array_add(x: ArrayLike, y: LoraArray, **params: Any):
-    return _plus(y, x)
-
-
-@register("sub")
-def _sub_array(x: LoraArray, y: ArrayLike, **params: Any):
-    return _plus(x, -jnp.asarray(y))
-
-
-@register("sub")
-def _array_sub(x: ArrayLike, y: LoraArray, **params: Any):
-    minus = _neg(y)
-    return NotImplemented if minus is NotImplemented else _plus(minus, x)
+@register_on_either_side(["add", "sub"], LoraArray, other=ArrayLike)
+def _add(primitive: Primitive, x: Any, y: Any, **params: Any):
+    if primitive.name == "sub":
+        y = _neg(y) if isinstance(y, LoraArray) else -jnp.asarray(y)
+    if isinstance(x, LoraArray) and isinstance(y, LoraArray):
+        return _sum(x, y)
+    return _plus(x, y) if isinstance(x, LoraArray) else _plus(y, x)
 
 
 def _plus(x: LoraArray, y: Any) -> Any:
@@ -94,8 +78,7 @@ def _kept(x: LoraArray, y: Any) -> LoraArray:
     return with_trainable_base(x) if isinstance(y, jax.core.Tracer) else x
 
 
-@register("add")
-def _add(x: LoraArray, y: LoraArray, **params: Any):
+def _sum(x: LoraArray, y: LoraArray) -> Any:
     """Concatenates the adapters along the rank, over the sum of the bases."""
     loras = alike((x, y))
     if loras is None or x.shape != y.shape or x.magnitude is not None:
@@ -108,8 +91,3 @@ def _add(x: LoraArray, y: LoraArray, **params: Any):
         b=joined([x.b, y.b], b_labels.index(RANK)),
         alpha=float(x.rank + y.rank),
     )
-
-
-@register("sub")
-def _sub(x: LoraArray, y: LoraArray, **params: Any):
-    return quaxify(lambda x, y: x + (-y))(x, y)

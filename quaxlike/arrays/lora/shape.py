@@ -16,7 +16,7 @@ from jaxtyping import ArrayLike
 from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ..bounds import dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
+from ..bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract
 from .array import (
     RANK,
@@ -26,6 +26,7 @@ from .array import (
     labels,
     matrix_labels,
     padded_to,
+    parts_of,
     plainly_scaled,
     row_scale,
 )
@@ -37,13 +38,9 @@ def each(lora: LoraArray, fn: Callable[[Any, Labels], Any], order: Sequence[int]
     n = lora.ndim
     order = range(n) if order is None else order
     at = {label: axis - len(order) for axis, label in enumerate(order)}
-    w_labels, a_labels, b_labels = labels(lora)
     fn = quaxify(fn)
     return lora.replace(
-        w=fn(lora.w, w_labels),
-        a=fn(lora.a, a_labels),
-        b=fn(lora.b, b_labels),
-        magnitude=None if lora.magnitude is None else fn(lora.magnitude, b_labels[:-1]),
+        **{name: fn(getattr(lora, name), own) for name, own in parts_of(lora).items()},
         out_axes=tuple(at[n + axis] for axis in lora.out_axes if n + axis in at),
         in_axes=tuple(at[n + axis] for axis in lora.in_axes if n + axis in at),
     )
@@ -117,19 +114,14 @@ def with_all_axes(x: LoraArray) -> LoraArray:
     """The same array with all batch axes on every part; those that a part lacks go in front of its own."""
     if has_all_axes(x):
         return x
-    batch = [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]
+    matrix = matrix_labels(x)
+    batch = [size for i, size in enumerate(x.shape) if i not in matrix]
 
-    def stretched(part: Any, n_own: int) -> Any:
-        shape = (*batch, *part.shape[part.ndim - n_own :])
-        return quaxify(lambda part: jnp.broadcast_to(part, shape))(part)
+    def stretched(part: Any, own: Labels) -> Any:
+        shape = (*batch, *part.shape[part.ndim - len({*own} & {RANK, *matrix}) :])
+        return jnp.broadcast_to(part, x.shape if matrix <= {*own} else shape)
 
-    n_in, n_out = len(x.in_axes), len(x.out_axes)
-    return x.replace(
-        w=quaxify(lambda w: jnp.broadcast_to(w, x.shape))(x.w),
-        a=stretched(x.a, 1 + n_in),
-        b=stretched(x.b, n_out + 1),
-        magnitude=None if x.magnitude is None else stretched(x.magnitude, n_out),
-    )
+    return each(x, stretched)
 
 
 def with_axes(x: LoraArray, order: Sequence[int]) -> LoraArray:
@@ -189,20 +181,19 @@ def _in_a_row(loras: Sequence[LoraArray], axis: int) -> LoraArray:
     if any(statics(x) != statics(first) for x in loras):
         rank = max(x.rank for x in loras)
         loras = [padded_to(plainly_scaled(x), rank) for x in loras]
-    w_labels, a_labels, b_labels = labels(first)
     return loras[0].replace(
-        w=joined([x.w for x in loras], w_labels.index(axis)),
-        a=joined([x.a for x in loras], a_labels.index(axis)),
-        b=joined([x.b for x in loras], b_labels.index(axis)),
-        magnitude=_magnitudes(loras, axis),
+        **{
+            name: joined([getattr(x, name) for x in loras], own.index(axis))
+            for name, own in parts_of(first).items()
+        }
     )
 
 
 def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
     """Joins arrays along an axis of the matrix. The rank of the result is the sum of all ranks, since each
     adapter acts only on its own part."""
-    w_labels, a_labels, b_labels = labels(loras[0])
-    if loras[0].magnitude is not None and axis not in b_labels:
+    parts = parts_of(loras[0])
+    if loras[0].magnitude is not None and axis not in parts["b"]:
         return NotImplemented  # longer rows have other norms
     loras = [plainly_scaled(x) for x in alike_in_training(loras)]
     rank, before, padded = sum(x.rank for x in loras), 0, []
@@ -210,15 +201,11 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
         padded.append(padded_to(x, rank, before))
         before += x.rank
     # The factor with the axis is block diagonal; the other one is concatenated along the rank.
-    along_a = a_labels.index(axis if axis in a_labels else RANK)
-    along_b = b_labels.index(axis if axis in b_labels else RANK)
-    return loras[0].replace(
-        w=joined([x.w for x in loras], w_labels.index(axis)),
-        a=joined([x.a for x in (padded if axis in a_labels else loras)], along_a),
-        b=joined([x.b for x in (padded if axis in b_labels else loras)], along_b),
-        magnitude=_magnitudes(loras, axis),
-        alpha=float(rank),
-    )
+    fused: dict[str, Any] = {}
+    for name, own in parts.items():
+        arrays = [getattr(x, name) for x in (padded if axis in own and RANK in own else loras)]
+        fused[name] = joined(arrays, own.index(axis if axis in own else RANK))
+    return loras[0].replace(**fused, alpha=float(rank))
 
 
 def statics(x: LoraArray) -> Any:
@@ -231,19 +218,13 @@ def joined(parts: Sequence[Any], axis: int) -> Any:
     return quaxify(lambda parts: jnp.concatenate([cast(x, dtype) for x in parts], axis))(parts)
 
 
-def _magnitudes(loras: Sequence[LoraArray], axis: int) -> Any:
-    if loras[0].magnitude is None:
-        return None
-    return joined([x.magnitude for x in loras], labels(loras[0])[2].index(axis))
-
-
 @register("reshape")
 def _reshape(x: LoraArray, *, new_sizes: Sequence[int], **params: Any):
     """Splits or merges axes of `out`, of `in`, or of the batch; mixing these makes the array dense."""
     groups = _groups(x.shape, new_sizes)
     if groups is None or any(value is not None for value in params.values()) or not has_all_axes(x):
         return NotImplemented
-    n, m, own = x.ndim, len(new_sizes), labels(x)
+    n, m = x.ndim, len(new_sizes)
     out, into = ([n + axis for axis in axes] for axes in (x.out_axes, x.in_axes))
     batch = [i for i in range(n) if i not in matrix_labels(x)]
     for old, _ in groups:
@@ -253,16 +234,11 @@ def _reshape(x: LoraArray, *, new_sizes: Sequence[int], **params: Any):
             return NotImplemented
     new = {old[0]: axes for old, axes in groups}
 
-    def reshaped(part: Any, own: Sequence[int]) -> Any:
+    def reshaped(part: Any, own: Labels) -> Any:
         size_of = lambda i: [x.rank] if i == RANK else [new_sizes[j] for j in new.get(i, ())]
-        sizes = [size for i in own for size in size_of(i)]
-        return quaxify(lambda part: part.reshape(sizes))(part)
+        return part.reshape([size for i in own for size in size_of(i)])
 
-    return x.replace(
-        w=reshaped(x.w, own[0]),
-        a=reshaped(x.a, own[1]),
-        b=reshaped(x.b, own[2]),
-        magnitude=None if x.magnitude is None else reshaped(x.magnitude, own[2][:-1]),
+    return each(x, reshaped).replace(
         out_axes=tuple(j - m for i in out for j in new.get(i, ())),
         in_axes=tuple(j - m for i in into for j in new.get(i, ())),
     )
@@ -299,22 +275,15 @@ def _cut(x: LoraArray, cut: Callable[[Any, Labels], Any], touched: Sequence[int]
 
 
 @register("slice")
-def _slice(
-    x: LoraArray, *, start_indices: Sequence[int], limit_indices: Sequence[int], strides: Sequence[int] | None
-):
-    strides = strides or [1] * x.ndim
+def _slice(x: LoraArray, **params: Any):
+    cuts, touched = cuts_of(x.shape, **params)
 
     def cut(part: Any, own: Labels) -> Any:
         for axis, i in enumerate(own):
             if i in touched:
-                part = jax.lax.slice_in_dim(part, start_indices[i], limit_indices[i], strides[i], axis)
+                part = jax.lax.slice_in_dim(part, *cuts[i], axis)
         return part
 
-    touched = [
-        i
-        for i, size in enumerate(x.shape)
-        if (start_indices[i], limit_indices[i], strides[i]) != (0, size, 1)
-    ]
     return _cut(x, cut, touched)
 
 
@@ -414,7 +383,7 @@ def _matrix_stack(
 ) -> LoraArray | None:
     """Looks up whole matrices, each with its own adapter; `out` are the labels of the axes of the result.
     None if a part would have a batch axis in front of one that it lacks."""
-    matrix, (w_labels, a_labels, b_labels) = matrix_labels(x), labels(x)
+    matrix = matrix_labels(x)
     batch = [i for i in out if i not in matrix]
 
     def part_of(part: Any, own: Labels, outside: Any) -> Any:
@@ -423,17 +392,11 @@ def _matrix_stack(
         has = [i for i in order if i in found]
         return arrange(part, found, has) if has == order[len(order) - len(has) :] else None
 
-    def parts(w: Any, a: Any, b: Any, magnitude: Any) -> Any:
-        scaled = None if magnitude is None else part_of(magnitude, b_labels[:-1], 1)
-        return (
-            part_of(w, w_labels, fill_value),
-            part_of(a, a_labels, 0),
-            part_of(b, b_labels, 0),
-            scaled,
-        )
-
-    w, a, b, magnitude = quaxify(parts)(x.w, x.a, x.b, x.magnitude)
-    if any(part is None for part in (w, a, b)) or (magnitude is None) != (x.magnitude is None):
+    outside = {"w": fill_value, "a": 0, "b": 0, "magnitude": 1}
+    found = {
+        name: quaxify(part_of)(getattr(x, name), own, outside[name]) for name, own in parts_of(x).items()
+    }
+    if any(part is None for part in found.values()):
         return None
     at = lambda axes: tuple(out.index(x.ndim + axis) - len(out) for axis in axes)
-    return x.replace(w=w, a=a, b=b, magnitude=magnitude, out_axes=at(x.out_axes), in_axes=at(x.in_axes))
+    return x.replace(**found, out_axes=at(x.out_axes), in_axes=at(x.in_axes))

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ..._checked import checked
-from ...core.jaxprs.slots import leading_axes
+from ...core.jaxprs.slots import leading_axes, part_specs
 from ...core.jaxprs.unify import dense_when_incompatible, widened
 from ...core.operators import ArrayOperators
 from ...core.policy import map_values
@@ -73,7 +73,7 @@ class TrainableArray(TransparentValue):
         return leading_axes([(self.array, True)])
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
-        return self.array.shard_spec(spec) if is_value(self.array) else [spec]
+        return part_specs([(self.array, spec)])
 
 
 class LoraBias(TransparentValue):

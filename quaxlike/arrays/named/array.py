@@ -151,24 +151,7 @@ def _by_name(method: str) -> Any:
     return operator
 
 
-for _name in [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-]:
+for _name in "add sub mul truediv floordiv mod pow and or xor eq ne lt le gt ge".split():  # noqa: SIM905
     setattr(NamedArray, f"__{_name}__", _by_name(f"__{_name}__"))
 
 
@@ -187,25 +170,8 @@ def _reduction(name: str) -> Any:
     return method
 
 
-for _name in [
-    "all",
-    "any",
-    "argmax",
-    "argmin",
-    "argsort",
-    "cumprod",
-    "cumsum",
-    "max",
-    "mean",
-    "min",
-    "prod",
-    "ptp",
-    "sort",
-    "squeeze",
-    "std",
-    "sum",
-    "var",
-]:
+_REDUCTIONS = "all any argmax argmin argsort cumprod cumsum max mean min prod ptp sort squeeze std sum var"
+for _name in _REDUCTIONS.split():
     setattr(NamedArray, _name, _reduction(_name))
 
 

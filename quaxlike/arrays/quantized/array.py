@@ -1,7 +1,5 @@
 """Quantised arrays: NF4, FP4, int4 and int8, and any block format."""
 
-import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -12,10 +10,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int, Int8, UInt8
 
 from ...kernels import blockwise
-from ...kernels.block_matmul import CODECS, NIBBLES, Codec, Decode, Rows
+from ...kernels.block_matmul import CODECS, Codec
+from ..batch_axes import mapped
 from .base import AbstractQuantizedArray, shortest
-from .encode import encode
-from .scales import BlockScales, NestedScales
+from .scales import BlockScales, NestedScales, encode
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
 _B = TypeVar("_B", bound="BlockArray")
@@ -66,9 +64,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
             codes, scale = blockwise.quantize_codebook(row, cls.codebook / largest, block)
             return codes, NestedScales.quantize(scale / largest) if nested else scale / largest
 
-        for _ in x.shape[:-1]:
-            encode = jax.vmap(encode)
-        return encode(x)
+        return mapped(encode, x.ndim - 1)(x)
 
     def flattened(self: _C) -> _C | None:
         """The same codes as one row of bytes, as `from_flat` takes them; None if they do not form one."""
@@ -79,14 +75,6 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         if isinstance(self.scale, NestedScales):
             return None
         return jax.tree.map(lambda leaf: leaf.reshape(-1), self)
-
-    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode]:
-        codes, scale, _ = parts
-        # Keeps rows of codes if no block crosses them, so that they can be sharded.
-        by_rows = codes.ndim > 1 and shape[1] % self.block == 0
-        flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
-        scale = scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, self.block)
-        return (flat(codes, 2), scale, jnp.asarray(self.codebook)), NIBBLES
 
 
 class NF4Array(AbstractCodebookArray):
@@ -120,9 +108,6 @@ class Int8Array(AbstractQuantizedArray):
     @classmethod
     def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         return blockwise.quantize_int(x, 127, block)
-
-    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
-        return _rows(self, parts[0], BlockScales(parts[1]), shape)
 
 
 class BlockArray(AbstractQuantizedArray):
@@ -192,22 +177,5 @@ class BlockArray(AbstractQuantizedArray):
     @classmethod
     def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         size = max(x.shape[-1], 1) if block is None else block
-        codes, parts = encode(x, codec, size, like=None if like is None else like.parts())
-        return codec.pack(codes), BlockScales(*parts)
-
-    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
-        codes, scale, order = parts
-        if order is not None and math.prod(codes.shape[:-1]) * self.matrix[0] != shape[0]:
-            return None
-        return _rows(self, codes, scale, shape)
-
-
-def _rows(
-    w: AbstractQuantizedArray, codes: Any, scale: BlockScales, shape: tuple[int, int]
-) -> tuple[Sequence[Any], Decode] | None:
-    """The rows of a matrix, which are rows of codes, or several in one."""
-    if shape[0] == 0 or math.prod(codes.shape[:-1]) * w.matrix[0] % shape[0]:
-        return None
-    leaves = (codes, *scale.parts())
-    flat = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves if leaf is not None]
-    return flat, Rows(w.codec, tuple(leaf is not None for leaf in leaves))
+        codes, scales = encode(x, codec, size, like=like)
+        return codec.pack(codes), scales

@@ -30,14 +30,12 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 from ..._checked import checked
 from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.operators import ArrayOperators
-from ...core.values import ArrayValue, Value
-from ...kernels import bits as bitstream
-from ...kernels.block_matmul import Codec, Decode, block_matmul, join
+from ...core.values import ArrayValue, Value, replace_fields
+from ...kernels.block_matmul import NIBBLES, Codec, Decode, Rows, block_matmul, join
 from ...kernels.block_matmul.reference import times_adapters
+from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
-from ...primitives.partitioning import is_spread
-from .encode import as_floating, check_block_size, find_codec
-from .scales import BlockScales, NestedScales, dense_scales
+from .scales import BlockScales, NestedScales, as_floating, check_block_size, dense_scales, find_codec
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 
@@ -194,11 +192,6 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
         """Quantises rows into packed codes and scales, which are `nested`, or of the dtypes of `like`."""
 
-    @abc.abstractmethod
-    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
-        """The matrix of this shape as arrays and their decoder, from the arguments of `matmul`; None if its
-        rows are not rows of codes."""
-
     # The logical array
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:
@@ -308,7 +301,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         kept = 0
         while kept < len(permutation) and permutation[kept] == kept:
             kept += 1
-        return dataclasses.replace(self, axes=tuple(axis - kept for axis in permutation[kept:]))
+        return replace_fields(self, axes=tuple(axis - kept for axis in permutation[kept:]))
 
     def cut(self: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
         """The stored array in the shape `first + inner`, with as few inner axes as possible: only those along
@@ -444,6 +437,24 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         y = block_matmul(x, *found, low_rank=low_rank, out_dtype=out_dtype, **params)
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 
+    def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
+        """The matrix of this shape as arrays and their decoder, from the arguments of `matmul`; None if its
+        rows are not rows of codes."""
+        codes, scale, order = parts
+        if self.flattens:
+            block = self.block
+            # Keeps rows of codes if no block crosses them, so that they can be sharded.
+            by_rows = codes.ndim > 1 and shape[1] % block == 0
+            flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
+            scale = scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, block)
+            return (flat(codes, 2), scale, jnp.asarray(self.codec.all_values())), NIBBLES
+        rows = math.prod(codes.shape[:-1]) * self.matrix[0]
+        if shape[0] == 0 or rows % shape[0] or (order is not None and rows != shape[0]):
+            return None
+        leaves = codes, *(scale.parts() if isinstance(scale, BlockScales) else (scale, None, None, None))
+        flat = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves if leaf is not None]
+        return flat, Rows(self.codec, tuple(leaf is not None for leaf in leaves))
+
     def requantized(self: _Q, dense: Array) -> _Q:
         """Quantises a dense array of the same shape like this one."""
         stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
@@ -529,4 +540,4 @@ def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "
 
 def shortest(inner: tuple[int, ...], codec: Codec) -> tuple[int, ...] | None:
     """`inner`, or None if the number of bytes determines that of the codes."""
-    return None if len(inner) == 1 and inner[0] % bitstream.stride_of(codec.bits) == 0 else tuple(inner)
+    return None if len(inner) == 1 and inner[0] * codec.bits % 8 == 0 else tuple(inner)

@@ -6,7 +6,7 @@ are named by the number of the former; the free axes of the other operand by neg
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,8 @@ from jaxtyping import Array
 from ...core.jaxprs.evaluate import cached_trace
 from ...core.rules import register, register_on_either_side
 from ...kernels.multilinear import vary_alike
-from ..dot_axes import dot_axes, in_order
+from ..batch_axes import mapped
+from ..dot_axes import dot_axes, in_order, placed, product_dtype
 from .base import AbstractQuantizedArray
 from .shape import with_free_axes
 
@@ -42,25 +43,14 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
     x_names = name_axes(x, (*of_x.contracting, *of_x.batch), stored((*of_w.contracting, *of_w.batch)))
     x_free = [name for name in x_names if name < 0]
     out_names = (*stored(of_w.batch), *in_order(on_left, stored(of_w.free), x_free))
-    return placed(contract(x, x_names, w, out_names, product_dtype(x, w, params)), params)
-
-
-def placed(y: Array, params: Mapping[str, Any]) -> Array:
-    """Shards a product as its `out_sharding` specifies."""
-    sharding = params.get("out_sharding")
-    return y if sharding is None else jax.sharding.reshard(y, sharding)
+    dtype = product_dtype(x, w, params.get("preferred_element_type"))
+    return placed(contract(x, x_names, w, out_names, dtype), params)
 
 
 def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
     """A name for each axis of `x`: `names` for `axes`, negative numbers for the others."""
     given = dict(zip(axes, names, strict=True))
     return tuple(given.get(axis, -1 - axis) for axis in range(x.ndim))
-
-
-def product_dtype(x: Array, w: AbstractQuantizedArray, params: Mapping[str, Any]) -> np.dtype:
-    """The dtype of the product of `x` and `w`."""
-    preferred = params.get("preferred_element_type")
-    return np.promote_types(x.dtype, w.dtype) if preferred is None else jnp.dtype(preferred)
 
 
 def contract(
@@ -94,9 +84,7 @@ def contract(
 
     for _ in plan.mapped:
         matmul = jax.vmap(matmul, in_axes=(None, 0))
-    for _ in plan.batch:
-        matmul = jax.vmap(matmul)
-    y = matmul(x, parts)
+    y = mapped(matmul, len(plan.batch))(x, parts)
     y = y.reshape(*y.shape[:-1], *(sizes[name] for name in plan.free))
     return _reorder(y, (*plan.batch, *plan.mapped, *x_free, *plan.free), out_names)
 
@@ -137,12 +125,12 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
     else:
         return None
     # Free leading axes become rows or columns of one large matrix if possible; else they are mapped over.
-    for joined, mapped in [(lead_free, ()), ((), lead_free)]:
+    for joined, over in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
         cut = lead_columns and inner_rows
         if not cut and (w.joins(in_columns=bool(lead_columns)) or not (joined or lead_contracted)):
             contracted = (*lead_contracted, *inner_contracted)
-            return _Plan(tuple(batch), mapped, contracted, (*joined, *inner_free), transpose)
+            return _Plan(tuple(batch), over, contracted, (*joined, *inner_free), transpose)
     return None
 
 
@@ -231,7 +219,7 @@ def _ragged_dot_general(
     sizes = [stack.stored_shape[name + 1] for name in w_free]
 
     kept = sum(1 for axis in range(rows[0]) if axis + 1 not in x_contract)
-    dtype = product_dtype(inputs, w, params)
+    dtype = product_dtype(inputs, w, params.get("preferred_element_type"))
     if not len(inputs) or not len(counts):
         shape = [inputs.shape[-1 - name] for name in x_free] + sizes
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)

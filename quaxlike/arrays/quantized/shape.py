@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from ...core.quaxify import quaxify
 from ...core.rules import register
-from ..bounds import clamped_start
+from ..bounds import as_gathered, clamped_start, cuts_of, filled
 from .base import AbstractQuantizedArray, shortest
 
 _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
@@ -98,18 +98,9 @@ def _broadcast_lead(w: _Q, lead: Sequence[int], dimensions: Sequence[Any]) -> _Q
 
 
 @register("slice")
-def _slice(
-    w: AbstractQuantizedArray,
-    *,
-    start_indices: Sequence[int],
-    limit_indices: Sequence[int],
-    strides: Sequence[int] | None,
-    **params: Any,
-) -> Any:
-    strides = strides or (1,) * len(start_indices)
-    cuts = list(zip(start_indices, limit_indices, strides, strict=True))
-    whole = [cut == (0, size, 1) for cut, size in zip(cuts, w.shape, strict=True)]
-    free = with_free_axes(w, [axis for axis, is_whole in enumerate(whole) if not is_whole])
+def _slice(w: AbstractQuantizedArray, **params: Any) -> Any:
+    cuts, touched = cuts_of(w.shape, **params)
+    free = with_free_axes(w, touched)
     if free is None:
         return NotImplemented
     per_axis = [slice(*cuts[free.permutation.index(axis)]) for axis in range(free.num_lead)]
@@ -266,14 +257,10 @@ def _gather(
             return NotImplemented
         positions = indices[..., 0]
         out = w.rows_at(jnp.clip(positions, 0, w.shape[0] - 1))
-        if fills:
-            inside = (positions >= 0) & (positions < w.shape[0])
-            out = jnp.where(inside.reshape(*inside.shape, *[1] * (out.ndim - inside.ndim)), out, jnp.nan)
         if 0 not in dims.collapsed_slice_dims:
             out = jnp.expand_dims(out, positions.ndim)
-        batch = [axis for axis in range(out.ndim) if axis not in dims.offset_dims]
-        order = [*batch, *dims.offset_dims]
-        return out.transpose([order.index(axis) for axis in range(out.ndim)])
+        out, inside = as_gathered(out, dims), (positions >= 0) & (positions < w.shape[0])
+        return filled(out, inside, dims, jnp.nan) if fills else out
 
     # In the leaves the inner axes are a single axis, the last one.
     num_inner = len(w.shape) - free.num_lead

@@ -1,7 +1,7 @@
 """Arrays that are mostly zero, of which only the rest is stored."""
 
 # Imported to register rules.
-from . import block_rules, dot, elementwise, rows, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from . import block_rules, dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .block import BlockSparseArray
 from .one_hot import OneHotVector
 from .unstructured import SparseArray

@@ -16,10 +16,11 @@ from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
-from .stacks import SparseStack, add_at, is_stacked, shard_stack
+from ..batch_axes import mapped
+from .stacks import AbstractSparseArray, add_at, check_values, is_stacked, largest, same_index, shard_stack
 
 
-class BlockSparseArray(ArrayOperators, SparseStack):
+class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     """A matrix that is zero outside some square blocks, or a stack of such matrices.
 
     Products with it, on either side, forward and backward, take time in proportion to the number of stored
@@ -83,11 +84,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
 
         **Raises:** `ValueError` if the blocks do not divide the matrix, or for a density out of bounds.
         """
-        if isinstance(w, jax.core.Tracer):
-            raise ValueError(
-                "BlockSparseArray.from_dense chooses blocks by the values of w, which are not known under "
-                "jit, vmap or grad; found a tracer. Call it outside them."
-            )
+        check_values(w, "BlockSparseArray.from_dense chooses blocks", "w")
         w = jnp.asarray(w)
         if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
             raise TypeError(
@@ -105,7 +102,10 @@ class BlockSparseArray(ArrayOperators, SparseStack):
         *batch, n, k = w.shape
         cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
         norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
-        masks = _largest(norms, density, balanced)
+        if balanced or density is None:
+            masks = largest(norms, density)
+        else:
+            masks = largest(norms.reshape(*norms.shape[:-2], -1), density).reshape(norms.shape)
         col_idx = _column_index(masks)
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, jnp.asarray(places), axis=-3)
@@ -213,13 +213,46 @@ class BlockSparseArray(ArrayOperators, SparseStack):
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
-    def stored_blocks(self) -> Any:
-        """`blocks`, with zeros in empty slots; for elementwise functions. Products and scatters ignore empty
-        slots anyway. Blocks that are Values are returned unchanged."""
+    def elements(self) -> Any:
         if isinstance(self.blocks, ArrayValue):
             return self.blocks
         stored = self.col_idx[..., None, None] < self.transposed_idx.shape[-2]
         return jnp.where(stored, self.blocks, jnp.zeros_like(self.blocks))
+
+    @property
+    def leaves_are_stacked(self) -> bool:
+        """Whether the leaves have the batch axes, if there are any."""
+        return not self.num_batch or is_stacked(self.blocks)
+
+    def with_elements(self, elements: Any) -> "BlockSparseArray":
+        return self.replace(blocks=elements)
+
+    def elements_of(self, y: Array) -> Array:
+        y = jnp.broadcast_to(y, self.shape)
+        b, columns = self.block_size, self.transposed_idx.shape[-2]
+        y = y.swapaxes(-2, -1) if self.transposed else y
+
+        def take(y: Array, col_idx: Array) -> Array:
+            cut = y.reshape(y.shape[-2] // b, b, columns, b)
+            return cut.at[jnp.arange(cut.shape[0])[:, None], :, col_idx].get(mode="fill", fill_value=1)
+
+        return mapped(take, self.num_batch)(y, self.col_idx)
+
+    def added_to(self, y: Array) -> Array:
+        b, columns = self.block_size, self.transposed_idx.shape[-2]
+
+        def add(y: Array, blocks: Array, col_idx: Array) -> Array:
+            cut = y.reshape(y.shape[-2] // b, b, columns, b)
+            rows = jnp.arange(cut.shape[0])[:, None]
+            return add_at(cut, (rows, slice(None), col_idx), blocks).reshape(y.shape)
+
+        y = y.swapaxes(-2, -1) if self.transposed else y
+        out = mapped(add, self.num_batch)(y, self.blocks, self.col_idx)
+        return out.swapaxes(-2, -1) if self.transposed else out
+
+    def has_pattern_of(self, other: Any) -> bool:
+        alike = self.shape == other.shape and self.transposed == other.transposed
+        return alike and same_index(self.col_idx, other.col_idx)
 
     def replace(self, **fields: Any) -> "BlockSparseArray":
         """This array with some fields replaced, without checking them against the others."""
@@ -241,9 +274,7 @@ class BlockSparseArray(ArrayOperators, SparseStack):
             each = add_at(each, (jnp.arange(rows)[:, None], col_idx), blocks)
             return each.swapaxes(1, 2).reshape(rows * b, columns * b)
 
-        for _ in range(self.num_batch):
-            dense = jax.vmap(dense)
-        out = dense(blocks, self.col_idx)
+        out = mapped(dense, self.num_batch)(blocks, self.col_idx)
         return out.swapaxes(-2, -1) if self.transposed else out
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
@@ -253,18 +284,6 @@ class BlockSparseArray(ArrayOperators, SparseStack):
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         return shard_stack(self, spec) if is_stacked(self.blocks) else NotImplemented
-
-
-def _largest(norms: np.ndarray, density: float | None, balanced: bool) -> np.ndarray:
-    """A mask of the blocks to keep, of the shape of `norms`, `(*batch, rows, columns)`."""
-    if density is None:
-        return norms > 0
-    groups = norms if balanced else norms.reshape(*norms.shape[:-2], -1)
-    count = max(1, round(density * groups.shape[-1]))
-    kept = np.argsort(-groups, axis=-1, kind="stable")[..., :count]
-    mask = np.zeros(groups.shape, bool)
-    np.put_along_axis(mask, kept, True, axis=-1)
-    return mask.reshape(norms.shape)
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:

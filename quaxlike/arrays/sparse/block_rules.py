@@ -1,49 +1,31 @@
-"""Rules of block-sparse arrays: axes (batch axes are axes of every leaf), products, functions of elements."""
+"""Rules of block-sparse arrays: axes (batch axes are axes of every leaf), and sums."""
 
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
-from ...core.policy import dense
-from ...core.quaxify import quaxify
-from ...core.rules import register, register_on_either_side
+from ...core.rules import register
 from ...core.values import ArrayValue
-from ...kernels import block_sparse_matmul
-from ...kernels.multilinear import accumulator_dtype, varying_zeros
-from ...primitives.classes import ZERO_PRESERVING
-from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
-from ..bounds import clamped_start, dynamic_slice_in_dim
+from ..batch_axes import cut_batch, mapped, reshape_batch, squeeze_batch, transpose_batch
+from ..bounds import clamped_start, cuts_of, dynamic_slice_in_dim
 from .block import BlockSparseArray
-from .rows import lines
+from .shape import lines
 from .stacks import (
     add_at,
     broadcast_stack,
-    dot_stack,
-    is_covered,
-    is_stacked,
-    product_dtype,
-    same_index,
 )
-
-
-def leaves_are_stacked(x: BlockSparseArray) -> bool:
-    """Whether the leaves have the batch axes, if there are any."""
-    return not x.num_batch or is_stacked(x.blocks)
 
 
 @register("transpose")
 def _transpose(x: BlockSparseArray, *, permutation: Sequence[int], **params: Any) -> Any:
     n = x.num_batch
     *batch, first, second = permutation
-    if {first, second} != {n, n + 1} or not leaves_are_stacked(x):
+    if {first, second} != {n, n + 1} or not x.leaves_are_stacked:
         return NotImplemented
     out = transpose_batch(x, batch)
     return out if first == n else out.replace(transposed=not x.transposed)
@@ -53,42 +35,34 @@ def _transpose(x: BlockSparseArray, *, permutation: Sequence[int], **params: Any
 def _broadcast_in_dim(
     x: BlockSparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    if params.get("sharding") is not None or not leaves_are_stacked(x):
+    if params.get("sharding") is not None or not x.leaves_are_stacked:
         return NotImplemented
     return broadcast_stack(x, shape, broadcast_dimensions)
 
 
 @register("reshape")
 def _reshape(x: BlockSparseArray, *, new_sizes: Sequence[int], **params: Any) -> Any:
-    if any(value is not None for value in params.values()) or not leaves_are_stacked(x):
+    if any(value is not None for value in params.values()) or not x.leaves_are_stacked:
         return NotImplemented
     return reshape_batch(x, new_sizes)
 
 
 @register("squeeze")
 def _squeeze(x: BlockSparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    if any(axis >= x.num_batch for axis in dimensions) or not leaves_are_stacked(x):
+    if any(axis >= x.num_batch for axis in dimensions) or not x.leaves_are_stacked:
         return NotImplemented
     return squeeze_batch(x, dimensions)
 
 
 def _cut(x: BlockSparseArray, cut: Callable[[Any, int], Any], touched: Sequence[int]) -> Any:
-    if any(axis >= x.num_batch for axis in touched) or not leaves_are_stacked(x):
+    if any(axis >= x.num_batch for axis in touched) or not x.leaves_are_stacked:
         return NotImplemented
     return cut_batch(x, cut, touched)
 
 
 @register("slice")
-def _slice(
-    x: BlockSparseArray,
-    *,
-    start_indices: Sequence[int],
-    limit_indices: Sequence[int],
-    strides: Sequence[int] | None,
-    **params: Any,
-) -> Any:
-    cuts = list(zip(start_indices, limit_indices, strides or [1] * x.ndim, strict=True))
-    touched = [i for i, size in enumerate(x.shape) if cuts[i] != (0, size, 1)]
+def _slice(x: BlockSparseArray, **params: Any) -> Any:
+    cuts, touched = cuts_of(x.shape, **params)
     return _cut(x, lambda leaf, i: lax.slice_in_dim(leaf, *cuts[i], i), touched)
 
 
@@ -103,159 +77,6 @@ def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequenc
     return _cut(x, cut, touched)
 
 
-@register_on_either_side("dot_general", BlockSparseArray, other=ArrayLike)
-def _dot_general(
-    primitive: Primitive,
-    x: Any,
-    y: Any,
-    *,
-    dimension_numbers: Any,
-    preferred_element_type: Any,
-    out_sharding: Any = None,
-    **params: Any,
-) -> Any:
-    on_left = isinstance(x, BlockSparseArray)
-    w, x = (x, y) if on_left else (y, x)
-    if isinstance(x, BlockSparseArray) or out_sharding is not None or not leaves_are_stacked(w):
-        return NotImplemented
-    x = jnp.asarray(x)
-    dtype = product_dtype(x, w, preferred_element_type)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return NotImplemented  # kernels accumulate in floating point
-    product = functools.partial(_matmul, out_dtype=dtype)
-    return dot_stack(w, x, product, dimension_numbers, on_left=on_left)
-
-
-def _matmul(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
-    transpose = (axis == 0) != w.transposed
-    if isinstance(w.blocks, ArrayValue):
-        return _matmul_by_rows(w, x, transpose, accumulator_dtype(out_dtype)).astype(out_dtype)
-    return block_sparse_matmul(
-        x, w.blocks, w.col_idx, w.transposed_idx, transpose=transpose, out_dtype=out_dtype
-    )
-
-
-def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dtype) -> Array:
-    """As `_matmul`, for blocks that are Values: multiplies one block row at a time by the rules of their
-    type, and accumulates in `dtype`."""
-    b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
-    x = jnp.moveaxis(x.reshape(math.prod(lead), x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
-    dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
-
-    def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
-        x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
-
-        def row(_: None, of_row: tuple[Any, Array]) -> tuple[None, Array]:
-            blocks, columns = of_row
-            return None, dot(x[columns], blocks, (((0, 2), (0, 2)), ((), ())))
-
-        return lax.scan(row, None, (blocks, col_idx))[1]
-
-    def scatter(x: Array, blocks: Any, col_idx: Array) -> Array:
-        def row(acc: Array, of_row: tuple[Array, Any, Array]) -> tuple[Array, None]:
-            x, blocks, columns = of_row
-            y = dot(x, blocks, (((1,), (1,)), ((), ())))  # (rows of x, slots, b)
-            return acc.at[columns].add(jnp.moveaxis(y, 1, 0), mode="drop"), None
-
-        acc = varying_zeros((columns, x.shape[1], b), dtype, x, *jax.tree.leaves(w.blocks), col_idx)
-        return lax.scan(row, acc, (x, blocks, col_idx))[0]
-
-    y = quaxify(scatter if transpose else gather)(x, w.blocks, w.col_idx)
-    return jnp.moveaxis(y, 0, 1).reshape(*lead, y.shape[0] * b)
-
-
-@register(ZERO_PRESERVING)
-def _zero_preserving(primitive: Primitive, x: BlockSparseArray, **params: Any) -> BlockSparseArray:
-    return x.replace(blocks=quaxify(functools.partial(primitive.bind, **params))(x.stored_blocks))
-
-
-@register("integer_pow")
-def _integer_pow(primitive: Primitive, x: BlockSparseArray, *, y: int, **params: Any) -> Any:
-    if y <= 0:
-        return NotImplemented
-    return x.replace(blocks=quaxify(functools.partial(primitive.bind, y=y, **params))(x.stored_blocks))
-
-
-@register_on_either_side("mul", BlockSparseArray, other=ArrayLike)
-def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    if isinstance(x, BlockSparseArray) and isinstance(y, BlockSparseArray):
-        return _on_blocks(primitive, x, y, **params)
-    w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
-    if not is_covered(w, other):
-        return NotImplemented
-    bind = quaxify(lambda a, b: primitive.bind(a, b, **params))
-    return w.replace(blocks=bind(w.stored_blocks, _at(w, other)))
-
-
-@register("div")
-def _div(primitive: Primitive, x: BlockSparseArray, y: ArrayLike, **params: Any) -> Any:
-    if not is_covered(x, y):
-        return NotImplemented
-    bind = quaxify(lambda a, b: primitive.bind(a, b, **params))
-    return x.replace(blocks=bind(x.stored_blocks, _at(x, y)))
-
-
-@register("div")
-def _div_blocks(primitive: Primitive, x: BlockSparseArray, y: BlockSparseArray, **params: Any) -> Any:
-    out = _on_blocks(primitive, x, y, **params)
-    return _div(primitive, x, dense(y, primitive.name, (x, y)), **params) if out is NotImplemented else out
-
-
-def _at(w: BlockSparseArray, y: ArrayLike) -> Array:
-    """The elements of `y`, broadcast to the shape of `w`, at the places of the blocks; 1 in empty slots."""
-    y = jnp.asarray(y)
-    if y.ndim == 0:
-        return y
-    y = jnp.broadcast_to(y, w.shape)
-    b, columns = w.block_size, w.transposed_idx.shape[-2]
-    y = y.swapaxes(-2, -1) if w.transposed else y
-
-    def take(y: Array, col_idx: Array) -> Array:
-        cut = y.reshape(y.shape[-2] // b, b, columns, b)
-        return cut.at[jnp.arange(cut.shape[0])[:, None], :, col_idx].get(mode="fill", fill_value=1)
-
-    for _ in range(w.num_batch):
-        take = jax.vmap(take)
-    return take(y, w.col_idx)
-
-
-@register_on_either_side(["add", "sub", "add_any"], BlockSparseArray, other=ArrayLike)
-def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Adds the blocks to a dense array or a number, which gives a dense array."""
-    if isinstance(x, BlockSparseArray) and isinstance(y, BlockSparseArray):
-        return _on_blocks(primitive, x, y, **params)
-    w, other = (x, y) if isinstance(x, BlockSparseArray) else (y, x)
-    if not is_covered(w, other) or isinstance(w.blocks, ArrayValue):
-        return NotImplemented
-    other = jnp.broadcast_to(jnp.asarray(other), w.shape)
-    minus = primitive.name == "sub"
-    blocks = -w.blocks if minus and w is y else w.blocks
-    return _add_blocks(-other if minus and w is x else other, w.replace(blocks=blocks))
-
-
-def _add_blocks(y: Array, w: BlockSparseArray) -> Array:
-    b, columns = w.block_size, w.transposed_idx.shape[-2]
-
-    def add(y: Array, blocks: Array, col_idx: Array) -> Array:
-        cut = y.reshape(y.shape[-2] // b, b, columns, b)
-        rows = jnp.arange(cut.shape[0])[:, None]
-        return add_at(cut, (rows, slice(None), col_idx), blocks).reshape(y.shape)
-
-    for _ in range(w.num_batch):
-        add = jax.vmap(add)
-    if not w.transposed:
-        return add(y, w.blocks, w.col_idx)
-    return add(y.swapaxes(-2, -1), w.blocks, w.col_idx).swapaxes(-2, -1)
-
-
-def _on_blocks(primitive: Primitive, x: BlockSparseArray, y: BlockSparseArray, **params: Any) -> Any:
-    """Applies the primitive to two matrices that store the same blocks."""
-    if x.shape != y.shape or x.transposed != y.transposed or not same_index(x.col_idx, y.col_idx):
-        return NotImplemented
-    bind = quaxify(lambda a, b: primitive.bind(a, b, **params))
-    return x.replace(blocks=bind(x.stored_blocks, y.stored_blocks))
-
-
 @register("reduce_sum")
 def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> Any:
     n = x.num_batch
@@ -264,16 +85,14 @@ def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> A
         return NotImplemented
     batch = tuple(axis for axis in axes if axis < n)
     if len(summed) == 2:
-        return jnp.sum(x.stored_blocks, (*batch, *range(n, n + 4)), dtype=x.dtype)
+        return jnp.sum(x.elements, (*batch, *range(n, n + 4)), dtype=x.dtype)
     if summed == {1}:
-        rows = jnp.sum(x.stored_blocks, (-3, -1), dtype=x.dtype)
+        rows = jnp.sum(x.elements, (-3, -1), dtype=x.dtype)
         return jnp.sum(rows.reshape(*rows.shape[:n], math.prod(rows.shape[n:])), batch, dtype=x.dtype)
 
     def columns(blocks: Array, col_idx: Array, number: int) -> Array:
         total = jnp.zeros((number, blocks.shape[-1]), blocks.dtype)
         return add_at(total, col_idx, jnp.sum(blocks, -2, dtype=blocks.dtype)).reshape(-1)
 
-    add = functools.partial(columns, number=x.transposed_idx.shape[-2])
-    for _ in range(n):
-        add = jax.vmap(add)
+    add = mapped(functools.partial(columns, number=x.transposed_idx.shape[-2]), n)
     return jnp.sum(add(x.blocks, x.col_idx), batch, dtype=x.dtype)

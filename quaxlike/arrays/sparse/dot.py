@@ -4,8 +4,10 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jaxtyping import Array, ArrayLike
 
@@ -13,17 +15,25 @@ from ...core.policy import dense
 from ...core.quaxify import quaxify
 from ...core.rules import register_on_either_side
 from ...core.values import ArrayValue
-from ...kernels import csr_matmul
+from ...kernels import block_sparse_matmul, csr_matmul
 from ...kernels.csr_matmul import coo_matmul, sum_dtype
+from ...kernels.multilinear import accumulator_dtype, varying_zeros
 from .. import precedence
-from ..dot_axes import dot_axes, in_order
+from ..dot_axes import dot_axes, in_order, product_dtype
 from .block import BlockSparseArray
-from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, unstacked
-from .stacks import dot_stack, product_dtype
-from .unstructured import SparseArray
+from .stacks import AbstractSparseArray, dot_stack
+from .unstructured import (
+    SparseArray,
+    fits_int32,
+    flattened,
+    known_indices,
+    known_places,
+    pairs,
+    unstacked,
+)
 
 
-@register_on_either_side("dot_general", SparseArray, other=ArrayLike)
+@register_on_either_side("dot_general", AbstractSparseArray, other=ArrayLike)
 def _dot_general(
     primitive: Primitive,
     x: Any,
@@ -39,19 +49,65 @@ def _dot_general(
     dtype = product_dtype(x, y, preferred_element_type)
     if isinstance(x, SparseArray) and isinstance(y, SparseArray):
         return _sparse_sparse(x, y, dimension_numbers, dtype)
-    on_left = isinstance(x, SparseArray)
-    w, x = (x, jnp.asarray(y)) if on_left else (y, jnp.asarray(x))
+    if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
+        return NotImplemented
+    on_left = isinstance(x, AbstractSparseArray)
+    w: Any = x if on_left else y
+    x = jnp.asarray(y if on_left else x)
+    if isinstance(w, BlockSparseArray):
+        if not w.leaves_are_stacked or not jnp.issubdtype(dtype, jnp.floating):
+            return NotImplemented  # kernels accumulate in floating point
+        product = functools.partial(_by_blocks, out_dtype=dtype)
+        return dot_stack(w, x, product, dimension_numbers, on_left=on_left)
     if w.order is not None:
-        product = functools.partial(_matmul, out_dtype=dtype)
+        product = functools.partial(_by_elements, out_dtype=dtype)
         y = dot_stack(w, x, product, dimension_numbers, on_left=on_left)
         if y is not NotImplemented:
             return y
     return _sparse_dense(w, x, dimension_numbers, on_left, dtype)
 
 
-def _matmul(w: SparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
+def _by_elements(w: SparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
     assert w.csr is not None
     return csr_matmul(x, w.data, w.csr, transpose=axis == w.major, out_dtype=out_dtype)
+
+
+def _by_blocks(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype) -> Array:
+    transpose = (axis == 0) != w.transposed
+    if isinstance(w.blocks, ArrayValue):
+        return _matmul_by_rows(w, x, transpose, accumulator_dtype(out_dtype)).astype(out_dtype)
+    return block_sparse_matmul(
+        x, w.blocks, w.col_idx, w.transposed_idx, transpose=transpose, out_dtype=out_dtype
+    )
+
+
+def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dtype) -> Array:
+    """As `_by_blocks`, for blocks that are Values: multiplies one block row at a time by the rules of their
+    type, and accumulates in `dtype`."""
+    b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
+    x = jnp.moveaxis(x.reshape(math.prod(lead), x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
+    dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
+
+    def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
+        x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+
+        def row(_: None, of_row: tuple[Any, Array]) -> tuple[None, Array]:
+            blocks, columns = of_row
+            return None, dot(x[columns], blocks, (((0, 2), (0, 2)), ((), ())))
+
+        return lax.scan(row, None, (blocks, col_idx))[1]
+
+    def scatter(x: Array, blocks: Any, col_idx: Array) -> Array:
+        def row(acc: Array, of_row: tuple[Array, Any, Array]) -> tuple[Array, None]:
+            x, blocks, columns = of_row
+            y = dot(x, blocks, (((1,), (1,)), ((), ())))  # (rows of x, slots, b)
+            return acc.at[columns].add(jnp.moveaxis(y, 1, 0), mode="drop"), None
+
+        acc = varying_zeros((columns, x.shape[1], b), dtype, x, *jax.tree.leaves(w.blocks), col_idx)
+        return lax.scan(row, acc, (x, blocks, col_idx))[0]
+
+    y = quaxify(scatter if transpose else gather)(x, w.blocks, w.col_idx)
+    return jnp.moveaxis(y, 0, 1).reshape(*lead, y.shape[0] * b)
 
 
 def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: bool, dtype: np.dtype) -> Any:

@@ -1,118 +1,101 @@
 """Elementwise functions of sparse arrays, and sums of their elements."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jaxtyping import Array, ArrayLike
+from jaxtyping import ArrayLike
 
 from ...core.policy import dense
+from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
+from ...core.values import is_value
 from ...primitives.classes import ZERO_PRESERVING
-from .coordinates import fits_int32, flattened, known_indices, known_places, pairs, same_pattern, unstacked
-from .stacks import add_at, is_covered
-from .unstructured import SparseArray
+from .stacks import AbstractSparseArray, add_at, is_covered
+from .unstructured import (
+    SparseArray,
+    fits_int32,
+    flattened,
+    known_indices,
+    known_places,
+    pairs,
+    unstacked,
+)
+
+
+def _bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Applies the primitive to what is stored, which may be Values."""
+    bind = functools.partial(primitive.bind, **params)
+    return (quaxify(bind) if any(map(is_value, operands)) else bind)(*operands)
 
 
 @register(ZERO_PRESERVING)
-def _zero_preserving(primitive: Primitive, x: SparseArray, **params: Any) -> SparseArray:
-    return x.replace(data=primitive.bind(x.elements, **params))
+def _zero_preserving(primitive: Primitive, x: AbstractSparseArray, **params: Any) -> AbstractSparseArray:
+    return x.with_elements(_bind(primitive, x.elements, **params))
 
 
 @register("integer_pow")
-def _integer_pow(primitive: Primitive, x: SparseArray, *, y: int, **params: Any) -> Any:
-    return x.replace(data=primitive.bind(x.elements, y=y, **params)) if y > 0 else NotImplemented
+def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **params: Any) -> Any:
+    return x.with_elements(_bind(primitive, x.elements, y=y, **params)) if y > 0 else NotImplemented
 
 
-@register_on_either_side("mul", SparseArray, other=ArrayLike)
+@register_on_either_side("mul", AbstractSparseArray, other=ArrayLike)
 def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    if isinstance(x, SparseArray) and isinstance(y, SparseArray):
-        return _where_both(primitive, x, y, **params)
-    w, other = (x, y) if isinstance(x, SparseArray) else (y, x)
-    if not is_covered(w, other):
-        return NotImplemented
-    return w.replace(data=primitive.bind(w.elements, _at(w, other), **params))
+    if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
+        return _of_both(primitive, x, y, **params)
+    return _by_array(primitive, *((x, y) if isinstance(x, AbstractSparseArray) else (y, x)), **params)
 
 
 @register("div")
-def _div(primitive: Primitive, x: SparseArray, y: ArrayLike, **params: Any) -> Any:
+def _by_array(primitive: Primitive, x: AbstractSparseArray, y: ArrayLike, **params: Any) -> Any:
     if not is_covered(x, y):
         return NotImplemented
-    return x.replace(data=primitive.bind(x.elements, _at(x, y), **params))
+    y = jnp.asarray(y)
+    return x.with_elements(_bind(primitive, x.elements, x.elements_of(y) if y.ndim else y, **params))
 
 
 @register("div")
-def _div_sparse(primitive: Primitive, x: SparseArray, y: SparseArray, **params: Any) -> Any:
-    if x.shape == y.shape and same_pattern(x, y):
-        return x.replace(data=primitive.bind(x.elements, y.elements, **params))
-    return _div(primitive, x, dense(y, primitive.name, (x, y)), **params)
+def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
+    if type(x) is type(y) and x.has_pattern_of(y):
+        return x.with_elements(_bind(primitive, x.elements, y.elements, **params))
+    return _by_array(primitive, x, dense(y, primitive.name, (x, y)), **params)
 
 
-def _at(w: SparseArray, y: ArrayLike) -> Array:
-    """The elements of `y` at the places of the elements of `w`; 1 for padding. `y` has the shape (), or axes
-    that match those of `w` or are of size one."""
-    y = jnp.asarray(y)
-    if y.ndim == 0:
-        return y
-    n = w.num_batch
-    y = jnp.broadcast_to(y, (*w.shape[:n], *y.shape[n:]))
-    at = [
-        jnp.where(index < size, 0, 1) if along == 1 else index
-        for index, size, along in zip(w.indices, w.sizes, y.shape[n:], strict=True)
-    ]
-    if not y.size:
-        return jnp.ones(w.data.shape, y.dtype)
-    take = lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1)
-    for _ in range(n):
-        take = jax.vmap(take)
-    return take(y, *at)
-
-
-def _where_both(primitive: Primitive, x: SparseArray, y: SparseArray, **params: Any) -> Any:
-    """Applies a function that is zero where either operand is."""
-    if x.shape != y.shape:
-        return NotImplemented
-    if same_pattern(x, y):
-        return x.replace(data=primitive.bind(x.elements, y.elements, **params))
-    at_x, at_y = known_indices(x), known_indices(y)
-    if at_x is None or at_y is None:
-        return NotImplemented
-    axes = range(len(x.sizes))
-    of_x, of_y = pairs(known_places(at_x, axes, x.sizes), known_places(at_y, axes, x.sizes))
-    return SparseArray.from_coo(primitive.bind(x.data[of_x], y.data[of_y], **params), at_x[of_x], x.sizes)
-
-
-@register_on_either_side(["add", "sub", "add_any"], SparseArray, other=ArrayLike)
+@register_on_either_side(["add", "sub", "add_any"], AbstractSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """Adds the elements to a dense array or a number, which gives a dense array."""
-    minus = primitive.name == "sub"
-    if isinstance(x, SparseArray) and isinstance(y, SparseArray):
-        return _where_either(x, y.replace(data=-y.data) if minus else y)
-    w, other = (x, y) if isinstance(x, SparseArray) else (y, x)
-    if not is_covered(w, other):
+    if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
+        return _of_both(primitive, x, y, **params)
+    on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
+    w, other = (x, y) if on_left else (y, x)
+    if not is_covered(w, other) or is_value(w.elements):
         return NotImplemented
+    w = w.with_elements(-w.elements) if minus and not on_left else w
     other = jnp.broadcast_to(jnp.asarray(other), w.shape)
-    data = -w.data if minus and w is y else w.data
-    add = lambda y, data, *indices: add_at(y, indices, data)
-    for _ in range(w.num_batch):
-        add = jax.vmap(add)
-    return add(-other if minus and w is x else other, data, *w.indices)
+    return w.added_to(-other if minus and on_left else other)
 
 
-def _where_either(x: SparseArray, y: SparseArray) -> Any:
-    """Adds two sparse arrays."""
-    if x.shape != y.shape:
+def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
+    """The product, sum or difference of two arrays; concrete places, if not the same ones, are merged."""
+    if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented
-    if same_pattern(x, y):
-        return x.replace(data=x.data + y.data)
+    if x.has_pattern_of(y):
+        return x.with_elements(_bind(primitive, x.elements, y.elements, **params))
+    if not isinstance(x, SparseArray) or not isinstance(y, SparseArray):
+        return NotImplemented
     at_x, at_y = known_indices(x), known_indices(y)
     if at_x is None or at_y is None:
         return NotImplemented
-    return SparseArray.from_coo(jnp.concatenate([x.data, y.data]), np.concatenate([at_x, at_y]), x.sizes)
+    if primitive.name == "mul":
+        axes = range(len(x.sizes))
+        of_x, of_y = pairs(known_places(at_x, axes, x.sizes), known_places(at_y, axes, x.sizes))
+        return SparseArray.from_coo(primitive.bind(x.data[of_x], y.data[of_y], **params), at_x[of_x], x.sizes)
+    data = jnp.concatenate([x.data, -y.data if primitive.name == "sub" else y.data])
+    return SparseArray.from_coo(data, np.concatenate([at_x, at_y]), x.sizes)
 
 
 @register("reduce_sum")

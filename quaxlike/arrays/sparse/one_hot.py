@@ -15,7 +15,8 @@ from ...core.policy import dense
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ...primitives.classes import ZERO_PRESERVING
-from ..dot_axes import dot_axes
+from ..batch_axes import mapped
+from ..dot_axes import dot_axes, product_dtype
 from .stacks import add_at, is_covered
 
 
@@ -54,9 +55,7 @@ class OneHotVector(ArrayOperators, ArrayValue):
         def dense(value: jax.Array, index: jax.Array) -> jax.Array:
             return add_at(jnp.zeros(self.length, value.dtype), index, value)
 
-        for _ in self.value.shape:
-            dense = jax.vmap(dense)
-        return dense(self.value, self.index)
+        return mapped(dense, self.value.ndim)(self.value, self.index)
 
     def leading_axis(self) -> Any:
         return (0, 0) if self.value.ndim else NotImplemented
@@ -91,9 +90,7 @@ def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bo
     fn = _look_up
     for _ in of_x.free:
         fn = jax.vmap(fn, in_axes=(0, None), out_axes=0 if on_left else len(of_y.free))
-    for _ in of_x.batch:
-        fn = jax.vmap(fn)
-    return fn(x, y)
+    return mapped(fn, len(of_x.batch))(x, y)
 
 
 @register("dot_general")
@@ -101,7 +98,7 @@ def _dot_general_array_one_hot(
     x: ArrayLike, y: OneHotVector, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
 ) -> Any:
     x = jnp.asarray(x)
-    dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
+    dtype = product_dtype(x, y, preferred_element_type)
     return _contract(y, x.astype(dtype), dimension_numbers, on_left=False)
 
 
@@ -110,7 +107,7 @@ def _dot_general_one_hot_array(
     x: OneHotVector, y: ArrayLike, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
 ) -> Any:
     y = jnp.asarray(y)
-    dtype = preferred_element_type or jnp.promote_types(x.dtype, y.dtype)
+    dtype = product_dtype(x, y, preferred_element_type)
     return _contract(x, y.astype(dtype), dimension_numbers, on_left=True)
 
 
@@ -144,10 +141,7 @@ def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
     if not x.size:
         return jnp.ones(x.value.shape, y.dtype)
     y = jnp.broadcast_to(y, x.shape)
-    fn = lambda y, i: y.at[i].get(mode="clip")
-    for _ in x.value.shape:
-        fn = jax.vmap(fn)
-    return fn(y, x.index)
+    return mapped(lambda y, i: y.at[i].get(mode="clip"), x.value.ndim)(y, x.index)
 
 
 @register("reduce_sum")

@@ -7,17 +7,16 @@ from typing import Any, TypeVar
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.values import ArrayValue, Value, is_value
-from ..batch_axes import transpose_batch
+from ..batch_axes import mapped, transpose_batch
 from ..dot_axes import dot_axes, in_order
 
-_S = TypeVar("_S", bound="SparseStack")
+_S = TypeVar("_S", bound="AbstractSparseArray")
 
 
 def dot_stack(
@@ -46,22 +45,20 @@ def dot_stack(
     (axis,) = of_w.contracting
     if axis < num_batch:
         return NotImplemented
-    mapped = of_w.free[:-1]
+    own = of_w.free[:-1]
     x = x.transpose(*of_x.batch, *of_x.free, *of_x.contracting)
-    w = transpose_batch(w, (*batch, *mapped))
+    w = transpose_batch(w, (*batch, *own))
 
     product: Callable[[Any, Array], Array] = lambda w, x: matmul(w, x, axis - num_batch)
-    for _ in mapped:
+    for _ in own:
         product = jax.vmap(product, in_axes=(0, None))
-    for _ in batch:
-        product = jax.vmap(product)
-    y = product(w, x)  # (*batch, *mapped, *of_x.free, the other axis of the matrix)
+    y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the other axis of the matrix)
 
-    own = [*range(len(batch), num_batch), y.ndim - 1]
-    return y.transpose(*range(len(batch)), *in_order(on_left, own, range(num_batch, y.ndim - 1)))
+    free = [*range(len(batch), num_batch), y.ndim - 1]
+    return y.transpose(*range(len(batch)), *in_order(on_left, free, range(num_batch, y.ndim - 1)))
 
 
-class SparseStack(ArrayValue):
+class AbstractSparseArray(ArrayValue):
     """The base of sparse arrays, whose batch axes are axes of all leaves."""
 
     @property
@@ -77,9 +74,32 @@ class SparseStack(ArrayValue):
     def stacked(self: _S) -> _S:
         return self
 
+    @property
+    @abc.abstractmethod
+    def elements(self) -> Any:
+        """What is stored, with zeros in the place of padding, for elementwise functions; a Value as it is.
+        Products and scatters ignore padding anyway."""
+
+    @abc.abstractmethod
+    def with_elements(self: _S, elements: Any) -> _S:
+        """Other elements at the same places."""
+
+    @abc.abstractmethod
+    def elements_of(self, y: Array) -> Array:
+        """The elements of `y`, which broadcasts to the shape of this array, at the places of those that are
+        stored; 1 for padding."""
+
+    @abc.abstractmethod
+    def added_to(self, y: Array) -> Array:
+        """The sum with a dense array of the same shape."""
+
+    @abc.abstractmethod
+    def has_pattern_of(self, other: Any) -> bool:
+        """Whether the other array is known to store the same places in the same order."""
+
     def widen(self, like: Value) -> Any:
         """Makes this dense if `like` is stored differently: by columns, or in other shapes."""
-        same = not isinstance(like, SparseStack) or self._layout() == like._layout()
+        same = not isinstance(like, AbstractSparseArray) or self._layout() == like._layout()
         return NotImplemented if same else dense_when_incompatible(self)
 
     def _layout(self) -> Any:
@@ -107,6 +127,27 @@ def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
     return [jax.P(*batch, *[None] * (leaf.ndim - len(batch))) for leaf in jax.tree.leaves(w)]
 
 
+def check_values(x: Any, chooses: str, name: str) -> None:
+    """Raises a `ValueError` for a tracer where a pattern is chosen by values."""
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"{chooses} by the values of {name}, which are not known under jit, vmap or grad; found a "
+            "tracer. Call it outside them."
+        )
+
+
+def largest(sizes: np.ndarray, density: float | None) -> np.ndarray:
+    """A mask of the largest entries along the last axis, so many that they are this share of them; None for
+    all that are not zero."""
+    if density is None:
+        return sizes != 0
+    count = max(1, round(density * sizes.shape[-1]))
+    kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
+    mask = np.zeros(sizes.shape, bool)
+    np.put_along_axis(mask, kept, True, axis=-1)
+    return mask
+
+
 def is_covered(w: Any, y: Any) -> bool:
     """Whether an elementwise function of `w` and `y` has the shape of `w`."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
@@ -126,14 +167,6 @@ def same_index(x: Any, y: Any) -> bool:
         return True
     known = not any(isinstance(index, jax.core.Tracer) for index in (x, y))
     return known and x.shape == y.shape and bool(np.array_equal(x, y))
-
-
-def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
-    """The dtype of a product, by JAX's standard promotion rules."""
-    if preferred_element_type is not None:
-        return np.dtype(preferred_element_type)
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(x.dtype, y.dtype)
 
 
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:

@@ -12,16 +12,18 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Int32
 
 from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
-from .stacks import SparseStack, add_at, shard_stack
+from ..batch_axes import mapped
+from .stacks import AbstractSparseArray, add_at, check_values, largest, same_index, shard_stack
 
 
-class SparseArray(ArrayOperators, SparseStack):
+class SparseArray(ArrayOperators, AbstractSparseArray):
     """An array that is zero except for some elements at any positions.
 
     Products with a matrix, on either side, forward and backward, take time in proportion to the number of
@@ -93,11 +95,7 @@ class SparseArray(ArrayOperators, SparseStack):
 
         **Raises:** `ValueError` for a density out of bounds, or for more stacked axes than there are.
         """
-        if isinstance(x, jax.core.Tracer):
-            raise ValueError(
-                "SparseArray.from_dense chooses elements by the values of x, which are not known under jit, "
-                "vmap or grad; found a tracer. Call it outside them."
-            )
+        check_values(x, "SparseArray.from_dense chooses elements", "x")
         x = jnp.asarray(x)
         if density is not None and not 0 < density <= 1:
             raise ValueError(f"SparseArray.from_dense takes 0 < density <= 1; found {density}.")
@@ -108,14 +106,7 @@ class SparseArray(ArrayOperators, SparseStack):
             )
         batch, sizes = x.shape[:stacked], x.shape[stacked:]
         flat = x.reshape(*batch, math.prod(sizes))
-        values = np.asarray(jnp.abs(flat))
-        if density is None:
-            mask = values != 0
-        else:
-            count = max(1, round(density * flat.shape[-1]))
-            mask = np.zeros(values.shape, bool)
-            largest = np.argsort(-values, axis=-1, kind="stable")[..., :count]
-            np.put_along_axis(mask, largest, True, axis=-1)
+        mask = largest(np.asarray(jnp.abs(flat)), density)
         size = flat.shape[-1]
         places = np.sort(np.where(mask, np.arange(size), size), axis=-1)[..., : mask.sum(-1).max(initial=0)]
         data = jnp.take_along_axis(flat, jnp.asarray(np.minimum(places, max(size - 1, 0))), axis=-1)
@@ -166,8 +157,7 @@ class SparseArray(ArrayOperators, SparseStack):
         places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
         group = jnp.asarray(np.reshape([g for _, g in each], flat.shape), jnp.int32)
         total = lambda data, group: add_at(jnp.zeros(width, data.dtype), group, data)
-        for _ in batch:
-            total = jax.vmap(total)
+        total = mapped(total, len(batch))
         places = np.reshape(places, (*batch, width)).astype(np.int64)
         return cls._at_places(total(data, group), places, sizes)
 
@@ -298,9 +288,28 @@ class SparseArray(ArrayOperators, SparseStack):
 
     @property
     def elements(self) -> Array:
-        """`data`, with zeros for padding; for elementwise functions. Scatters by the indices ignore padding
-        anyway."""
         return jnp.where(self.is_stored, self.data, jnp.zeros_like(self.data))
+
+    def with_elements(self, elements: Any) -> "SparseArray":
+        return self.replace(data=elements)
+
+    def elements_of(self, y: Array) -> Array:
+        n = self.num_batch
+        y = jnp.broadcast_to(y, (*self.shape[:n], *y.shape[n:]))
+        at = [
+            jnp.where(index < size, 0, 1) if along == 1 else index
+            for index, size, along in zip(self.indices, self.sizes, y.shape[n:], strict=True)
+        ]
+        if not y.size:
+            return jnp.ones(self.data.shape, y.dtype)
+        return mapped(lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1), n)(y, *at)
+
+    def added_to(self, y: Array) -> Array:
+        add = mapped(lambda y, data, *indices: add_at(y, indices, data), self.num_batch)
+        return add(y, self.data, *self.indices)
+
+    def has_pattern_of(self, other: Any) -> bool:
+        return self.shape == other.shape and all(map(same_index, self.indices, other.indices))
 
     def replace(self, **fields: Any) -> "SparseArray":
         """This array with some fields replaced, without checking them against the others."""
@@ -317,9 +326,7 @@ class SparseArray(ArrayOperators, SparseStack):
 
     def materialise(self) -> Array:
         dense = lambda data, *indices: add_at(jnp.zeros(self.sizes, data.dtype), indices, data)
-        for _ in range(self.num_batch):
-            dense = jax.vmap(dense)
-        return dense(self.data, *self.indices)
+        return mapped(dense, self.num_batch)(self.data, *self.indices)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return [0] * len(jax.tree.leaves(self)) if self.num_batch else NotImplemented
@@ -346,3 +353,84 @@ def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
             "SparseArray takes each place once; found two elements at one place. `SparseArray.from_coo` adds "
             "them up."
         )
+
+
+# -------------------------------------------------------------------------------------------------
+# Coordinates: without batch axes, flattened, or concrete
+# -------------------------------------------------------------------------------------------------
+
+
+def unstacked(x: SparseArray) -> SparseArray:
+    """The same array, with its batch axes made sparse like the others."""
+    if not x.num_batch:
+        return x
+    shape, batch = x.data.shape, x.data.shape[:-1]
+    inside = x.is_stored
+    stacked = [
+        jnp.where(inside, lax.broadcasted_iota(jnp.int32, shape, axis), size)
+        for axis, size in enumerate(batch)
+    ]
+    indices = tuple(index.reshape(-1) for index in (*stacked, *x.indices))
+    return x.placed(x.data.reshape(-1), indices, (*batch, *x.sizes))
+
+
+def flattened(
+    indices: Sequence[Array], sizes: Sequence[int], inside: Bool[Array, " elements"]
+) -> Int32[Array, " elements"]:
+    """The flat indices of elements in an array of these sizes; its total size for those not `inside`."""
+    place = jnp.zeros(inside.shape, jnp.int32)
+    for index, size in zip(indices, sizes, strict=True):
+        place = place * size + index
+    return jnp.where(inside, place, math.prod(sizes))
+
+
+def unflattened(
+    place: Int32[Array, " elements"], sizes: Sequence[int], inside: Bool[Array, " elements"]
+) -> tuple[Array, ...]:
+    """The inverse of `flattened`."""
+    indices: list[Array] = []
+    for size in reversed(sizes):
+        indices.append(jnp.where(inside, place % max(size, 1), size))
+        place = place // max(size, 1)
+    return tuple(reversed(indices))
+
+
+def fits_int32(sizes: Sequence[int]) -> bool:
+    """Whether flat indices into an array of these sizes fit int32."""
+    return math.prod(sizes) < 2**31
+
+
+def smaller(x: SparseArray) -> Any:
+    """`x`, or the dense array if that needs no more elements."""
+    return x.materialise() if x.data.size >= x.size else x
+
+
+# Concrete patterns
+
+
+def known_indices(x: SparseArray) -> np.ndarray | None:
+    """The concrete indices of the elements, `(elements, axes)`; None if they are traced, or for a stack."""
+    if x.num_batch or any(isinstance(index, jax.core.Tracer) for index in x.indices):
+        return None
+    return np.stack([np.asarray(index) for index in x.indices], -1)
+
+
+def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    """Flat indices into the array of these axes; -1 for padding."""
+    inside = (indices < np.asarray(sizes)).all(1)
+    safe = np.where(inside[:, None], indices, 0).astype(np.int64)
+    place = np.zeros(len(indices), np.int64)
+    for axis in axes:
+        place = place * sizes[axis] + safe[:, axis]
+    return np.where(inside, place, -1)
+
+
+def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All pairs of positions at which `x` and `y` hold the same number that is not negative."""
+    order = np.argsort(y, kind="stable")
+    first = np.searchsorted(y[order], x, side="left")
+    counts = np.searchsorted(y[order], x, side="right") - first
+    counts[x < 0] = 0
+    of_x = np.repeat(np.arange(len(x)), counts)
+    nth = np.arange(len(of_x)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return of_x, order[np.repeat(first, counts) + nth]

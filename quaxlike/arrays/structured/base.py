@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._checked import as_array
-from ...core.jaxprs.slots import leading_axes
+from ...core.jaxprs.slots import leading_axes, part_specs
 from ...core.jaxprs.unify import can_be_unified, dense_when_incompatible, widened_part
 from ...core.operators import ArrayOperators
 from ...core.quaxify import quaxify
@@ -223,15 +223,9 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         batch = len(self.batch)
         if any(axis is not None for axis in spec[batch:]):
             return NotImplemented  # a block of rows is not a matrix of this type
-        specs: list[jax.P] = []
         sharded = (*spec[:batch], *[None] * (batch - len(spec)))
-        for name, part in self.parts.items():
-            own = jax.P(*sharded[batch - (part.ndim - self.CORE[name]) :], *[None] * self.CORE[name])
-            inner = part.shard_spec(own) if is_value(part) else [own]
-            if inner is NotImplemented:
-                return NotImplemented
-            specs += inner
-        return specs
+        own = lambda part, core: jax.P(*sharded[batch - (part.ndim - core) :], *[None] * core)
+        return part_specs((part, own(part, self.CORE[name])) for name, part in self.parts.items())
 
 
 def inside(fn: Callable[..., Any], *operands: Any) -> Any:

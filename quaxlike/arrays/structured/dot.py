@@ -6,29 +6,24 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jaxtyping import ArrayLike
 
 from ...core.policy import dense
 from ...core.quaxify import quaxify
-from ...core.rules import register
-from ...core.values import ArrayValue
+from ...core.rules import register_on_either_side
 from ..dot_axes import dot_axes, in_order
 from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
 
 
-@register("dot_general")
-def _matrix_first(primitive: Primitive, x: StructuredMatrix, y: ArrayLike | ArrayValue, **params: Any):
-    return _product(primitive, x, y, True, **params)
-
-
-@register("dot_general")
-def _matrix_second(primitive: Primitive, x: ArrayLike | ArrayValue, y: StructuredMatrix, **params: Any):
-    return _product(primitive, y, x, False, **params)
+@register_on_either_side("dot_general", StructuredMatrix)
+def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
+    if isinstance(x, StructuredMatrix) and isinstance(y, StructuredMatrix):
+        return _of_two(primitive, x, y, **params)
+    on_left = isinstance(x, StructuredMatrix)
+    return _product(*((x, y) if on_left else (y, x)), on_left, **params)
 
 
 def _product(
-    primitive: Primitive,
     matrix: StructuredMatrix,
     x: Any,
     on_left: bool,
@@ -77,8 +72,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 # -------------------------------------------------------------------------------------------------
 
 
-@register("dot_general")
-def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any):
+def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any) -> Any:
     (x_summed, y_summed), (x_batch, y_batch) = params["dimension_numbers"]
     n = x.num_batch
     stacked = tuple(range(n))

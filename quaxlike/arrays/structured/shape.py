@@ -13,7 +13,7 @@ from jaxtyping import ArrayLike
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
-from ..bounds import dynamic_slice_in_dim, fill_value_of, fills
+from ..bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, fills
 from .base import StructuredMatrix, inside
 
 
@@ -90,12 +90,9 @@ def _stack(x: StructuredMatrix, *rest: StructuredMatrix, axis: int, **params: An
 
 
 @register("slice")
-def _slice(
-    x: StructuredMatrix, *, start_indices: Sequence[int], limit_indices: Sequence[int], strides: Any = None
-):
+def _slice(x: StructuredMatrix, **params: Any):
     n = x.num_batch
-    strides = tuple(strides or (1,) * x.ndim)
-    cuts = [slice(*cut) for cut in zip(start_indices, limit_indices, strides, strict=True)]
+    cuts = [slice(*cut) for cut in cuts_of(x.shape, **params)[0]]
     rows, columns = cuts[n:]
     if n:
         x = x.stacked().each(lambda part, core: part[tuple(cuts[:n])])
@@ -147,14 +144,7 @@ def _gather(
 
     def pick(name: str, part: Any) -> Any:
         core = x.CORE[name]
-        offsets = (*dnums.offset_dims[:-2], *range(ndim - 2, ndim - 2 + core))
-        numbers = lax.GatherDimensionNumbers(
-            offset_dims=offsets,
-            collapsed_slice_dims=dnums.collapsed_slice_dims,
-            start_index_map=dnums.start_index_map,
-            operand_batching_dims=dnums.operand_batching_dims,
-            start_indices_batching_dims=dnums.start_indices_batching_dims,
-        )
+        numbers = dnums._replace(offset_dims=(*dnums.offset_dims[:-2], *range(ndim - 2, ndim - 2 + core)))
         sizes = (*slice_sizes[:n], *part.shape[n:])
         gather = lambda part: lax.gather(
             part, jnp.asarray(indices), numbers, sizes, mode=mode, fill_value=constant_of[name], **params

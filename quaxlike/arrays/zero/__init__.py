@@ -4,7 +4,6 @@ Operations on them are simplified while tracing: x + 0 is x, x · 0 is 0, I @ x 
 left in the jaxpr.
 """
 
-from .constants import Full, Zero
-from .identity import Identity
+from .constants import Full, Identity, Zero
 
 __all__ = ["Full", "Identity", "Zero"]

@@ -5,6 +5,5 @@ from . import control_flow as control_flow
 from . import custom_derivatives as custom_derivatives
 from . import inline as inline
 from . import linear as linear
-from . import shard_map as shard_map
 from . import structural as structural
 from . import value as value

@@ -1,10 +1,11 @@
 """Primitives that call a function, once: the same call, applied to the leaves.
 
-They are `jax.jit`, `jax.checkpoint`, `custom_vmap`, and our `sequential_vmap_with_vjp` and `custom_dce`.
+They are `jax.jit`, `jax.checkpoint`, `custom_vmap`, `jax.shard_map` (with specs for leaves in place of those
+for logical arrays), and our `sequential_vmap_with_vjp` and `custom_dce`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,11 @@ from jax.extend.core import Primitive
 
 from .. import compat
 from ..jaxprs.evaluate import call_on_values, evaluate, subjaxpr
+from ..jaxprs.linearity import held, map_parts
 from ..jaxprs.slots import LeafLayout, flatten, leaf_specs, per_slot, spread, unflatten
 from ..jaxprs.unify import convert_to
+from ..policy import dense
+from ..recording import shown_as
 from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import is_value
 
@@ -161,3 +165,66 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
 
     params = params | {"jaxpr": flat.jaxpr, "rule": narrow}
     return unflatten(flat.out, primitive.bind(*flat.consts, *leaves, **params))
+
+
+@builtin("shard_map")
+@shown_as("shard_map")
+def _shard_map(
+    trace: QuaxTrace,
+    primitive: jexc.Primitive,
+    fun: Callable[..., Any],
+    operands: Sequence[Any],
+    **params: Any,
+) -> Any:
+    leaves, slots = flatten([trace.unwrap(x) for x in operands])
+    results: Any = None
+    out_slots: tuple[LeafLayout, ...] = ()
+
+    def flat_fun(*shards: Any) -> Any:
+        nonlocal results, out_slots
+        with jexc.take_current_trace() as parent:
+            inner = QuaxTrace(parent, trace.tag, trace.resolver)
+            with jexc.set_current_trace(inner):
+                results, out_specs = fun(*map(inner.box, unflatten(slots, shards))).unpack_aux()
+            with jexc.set_current_trace(parent):
+                found = [inner.unwrap(x) for x in results]
+                flat, out_slots = flatten(
+                    [_dense_unless_joinable(x, spec) for x, spec in zip(found, out_specs, strict=True)]
+                )
+        return compat.flat_tree(flat).with_aux(_spread_specs(out_slots, out_specs))
+
+    params = params | {
+        "subfuns": (flat_fun,),
+        "in_specs": _spread_specs(slots, params["in_specs"]),
+        "debug_info": params["debug_info"].with_unknown_names(),
+    }
+    out = compat.bind_with_trace(primitive, trace.parent_trace, tuple(leaves), params)
+    return results.update([trace.box(x) for x in unflatten(out_slots, list(out))])
+
+
+def _dense_unless_joinable(x: Any, spec: Any) -> Any:
+    """A result, made dense in parts or as a whole if it is a Value whose leaves differ between devices where
+    `spec` assumes that they agree: say, the factor of an adapter that each device scaled differently."""
+    to_dense = functools.partial(
+        dense,
+        what="shard_map (out_specs)",
+        hint=f"Its leaves differ between devices, so that {spec} cannot join them.",
+    )
+    if not _is_joinable(x, spec) and x.linear and held(x):
+        x = map_parts(to_dense, x)
+    return x if _is_joinable(x, spec) else to_dense(x)
+
+
+def _is_joinable(x: Any, spec: Any) -> bool:
+    leaves, slots = flatten([x])
+    if slots[0].treedef is None:
+        return True
+    for leaf, own in zip(leaves, _spread_specs(slots, [spec]), strict=True):
+        named = {axis for entry in own for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        if compat.varying_axes(leaf) - named:
+            return False
+    return True
+
+
+def _spread_specs(slots: Sequence[LeafLayout], specs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(s for slot, spec in zip(slots, specs, strict=True) for s in leaf_specs(slot, spec))

@@ -5,6 +5,7 @@ scan runs over the rows of Values where their type can cut them.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
         )
         if not all(all(map(LeafLayout.admits, out, flat.out)) for flat in flats):
             flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]
-    flats, consts = with_leading_inputs(flats, len(leaves))
+    flats, consts = with_leading_inputs(flats)
     params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
     return unflatten(out, primitive.bind(index, *consts, *leaves, **params))
 
@@ -244,17 +245,10 @@ def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] |
     """The position of each leaf among the inputs: leaves that all rows share become constants of the loop."""
     if not any(shared):
         return None
-    n_shared = sum(shared)
-    at_shared, at_row = n_consts, n_consts + n_shared + n_carried
-    order = [*range(n_consts), *range(n_consts + n_shared, n_consts + n_shared + n_carried)]
-    for is_shared in shared:
-        if is_shared:
-            order.append(at_shared)
-            at_shared += 1
-        else:
-            order.append(at_row)
-            at_row += 1
-    return order
+    first_carried = n_consts + sum(shared)
+    at_shared, at_row = itertools.count(n_consts), itertools.count(first_carried + n_carried)
+    carried = range(first_carried, first_carried + n_carried)
+    return [*range(n_consts), *carried, *(next(at_shared if is_shared else at_row) for is_shared in shared)]
 
 
 def _stacking(slot: LeafLayout, length: int) -> LeafLayout:

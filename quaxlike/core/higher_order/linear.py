@@ -1,5 +1,6 @@
 """Linear functions of Values: `lax.custom_linear_solve`, and calls of functions with a custom transpose."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,18 +43,21 @@ def _abstract(*_: Any, fun: jexc.ClosedJaxpr, **__: Any) -> Sequence[Any]:
     return fun.out_avals
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Sequence[Any], Sequence[Any]]:
+def jvp_along(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """`jax.jvp`, where tangents may be symbolic zeros."""
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
-    def of_moving(*xs: Any) -> Sequence[Any]:
+    def of_moving(*xs: Any) -> Any:
         operands = list(primals)
         for i, x in zip(moving, xs, strict=True):
             operands[i] = x
-        return _evaluate(*operands, **params)
+        return fun(*operands)
 
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    return jvp_along(functools.partial(_evaluate, **params), primals, tangents)
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, fun: jexc.ClosedJaxpr, transpose: Transpose) -> list[Any]:

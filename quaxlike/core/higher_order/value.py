@@ -17,6 +17,7 @@ from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin, stage, value_p
 from ..values import Value, materialise, not_dispatched
 from .control_flow import stacks
+from .linear import jvp_along
 
 _HINT = (
     "It was made inside of a transform, and passed to a function of JAX. Use its operators (`@` for "
@@ -48,8 +49,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
     """The tangent is a Value if its type is linear, and dense otherwise."""
     value: Value = jtu.tree_unflatten(treedef, primals)
     out = stage(value)
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not has_tangent(jax.typeof(out)) or not moving:
+    if not has_tangent(jax.typeof(out)) or all(type(t) is ad.Zero for t in tangents):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     if is_linear(value):
         leaves = [
@@ -58,13 +58,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
         ]
         return out, value_p.bind(*leaves, treedef=treedef)
 
-    def of_moving(*parts: Any) -> Any:
-        leaves = list(primals)
-        for i, x in zip(moving, parts, strict=True):
-            leaves[i] = x
-        return dense(jtu.tree_unflatten(treedef, leaves), "the derivative of a Value", hint=_HINT)
-
-    return out, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+    whole = lambda *leaves: dense(
+        jtu.tree_unflatten(treedef, leaves), "the derivative of a Value", hint=_HINT
+    )
+    return out, jvp_along(whole, primals, tangents)[1]
 
 
 def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:

@@ -14,6 +14,7 @@ from ..._checked import checked
 from ..rules import GLOBAL, AmbiguousRuleError, Rule, RuleSet, signature_of
 from ..rules.resolution import Ambiguity, in_order, more_specific
 from ..values import ArrayValue, Value
+from .page import plain_table
 
 
 @checked
@@ -73,11 +74,7 @@ class RulesDiff:
     def __str__(self) -> str:
         head = ("primitive", *(cls.__name__ for cls in self.types))
         lines = [(name, *("yes" if rules else "-" for rules in each)) for name, each in self.rules.items()]
-        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (head, *lines)
-        )
+        return plain_table([head, *lines])
 
     __repr__ = __str__
 

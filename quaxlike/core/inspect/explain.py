@@ -115,7 +115,7 @@ class Report:
     def __str__(self) -> str:
         if importlib.util.find_spec("rich") is None:
             notes = _numbered(self.rows)
-            return "\n".join([_plain(_table(self.rows, notes)), *_listed(notes), "", self.summary])
+            return "\n".join([page.plain_table(_table(self.rows, notes)), *_listed(notes), "", self.summary])
         import rich.console
 
         console = rich.console.Console()
@@ -257,25 +257,18 @@ def _is_abstract(leaf: Any) -> bool:
 def _rows(events: Any) -> list[Row]:
     alike: dict[Any, list[Event]] = {}
     for where, e in events:
-        key = (e.primitive, e.operands, e.results, e.outcome, e.rule, e.source, e.through, where)
+        rule = None if e.rule is None else e.rule.source
+        key = (e.primitive, e.operands, e.results, e.outcome, rule, e.source, e.through, where)
         alike.setdefault(key, []).append(e)
     return [
         Row(
-            primitive=e.primitive,
-            operands=e.operands,
-            results=e.results,
-            outcome=e.outcome,
-            rule=None if e.rule is None else e.rule.source,
-            source=e.source,
-            through=e.through,
-            where=key[-1],
+            *key,
             count=len(group),
             bytes=sum(e.size for e in group),
             notes=tuple(dict.fromkeys(note for e in group for note in e.notes)),
-            hint=e.hint,
+            hint=group[0].hint,
         )
         for key, group in alike.items()
-        for e in group[:1]
     ]
 
 
@@ -349,12 +342,3 @@ def _short(source: str) -> str:
     """A place with only the last folder of its path; `Row` holds all of it."""
     path, _, rest = source.rpartition(":")
     return ":".join(["/".join(pathlib.PurePath(path).parts[-2:]), rest])
-
-
-def _plain(table: Sequence[Sequence[str]]) -> str:
-    """The table without `rich`: columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    )

@@ -1,4 +1,4 @@
-"""Reports as self-contained pages of HTML."""
+"""Reports as tables: of text, and as self-contained pages of HTML."""
 
 import html
 import pathlib
@@ -38,6 +38,15 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
+
+
+def plain_table(table: Sequence[Sequence[str]]) -> str:
+    """The lines of a table as text, whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )
 
 
 def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) -> str:

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from .. import compat, recording
 from ..placeholders import follow, marked
-from ..policy import MaterialisationError, losses_raised, policy_key
+from ..policy import MaterialisationError, entered, on_materialise, policy_key
 from ..rules import use_rule_sets
 from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
 from .slots import LeafLayout, flatten, split, unflatten
@@ -237,7 +237,7 @@ def _trace(
     return Flat(compat.with_consts(flat, ()), tuple(consts), out)
 
 
-def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat], tuple[Any, ...]]:
+def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, ...]]:
     """Makes several jaxprs of the same operands take the constants of all of them."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
@@ -250,11 +250,7 @@ def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat
             *groups, leaves = split(inputs, *sizes)
             return jexc.jaxpr_as_fun(flat.jaxpr)(*groups[i], *leaves)
 
-        avals = (
-            [*map(jax.typeof, consts), *flat.jaxpr.in_avals[-n_leaves:]]
-            if n_leaves
-            else [*map(jax.typeof, consts)]
-        )
+        avals = [*map(jax.typeof, consts), *flat.jaxpr.in_avals[len(flat.consts) :]]
         jaxpr, more = compat.trace_to_jaxpr(widened, avals, compat.debug_info_of(flat.jaxpr))
         out.append(dataclasses.replace(flat, jaxpr=compat.with_consts(jaxpr, more), consts=()))
     return out, consts
@@ -262,6 +258,7 @@ def with_leading_inputs(flats: Sequence[Flat], n_leaves: int) -> tuple[list[Flat
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
+_LOSSES_RAISED = on_materialise("error")
 _MOST_STRUCTURES = 1024  # structures of operands that are cached for a rule
 
 
@@ -332,11 +329,15 @@ def _trace_rule(
         return flat
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
+    # Each loss is to be reported at its own place. What JAX caches here is without losses, and serves every
+    # mode: the keys of its caches, which cost more than the rest of a small trace, stay as they are.
+    token = entered.set((*entered.get(), _LOSSES_RAISED))
     try:
-        with losses_raised():  # so that each is reported at its own place
-            jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
+        jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
     except (_NotReplayable, MaterialisationError):
         return None
+    finally:
+        entered.reset(token)
     if any(isinstance(c, jax.core.Tracer) for c in consts):
         return None
     return _TracedRule(compat.with_consts(jaxpr, consts), out)

@@ -356,6 +356,18 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
     return axes
 
 
+def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplementedType:
+    """The result of `shard_spec` for a Value made of `parts`: each array or Value that it holds, in the order
+    of its leaves, and the spec for it."""
+    specs: list[jax.P] = []
+    for part, spec in parts:
+        own = part.shard_spec(spec) if is_value(part) else [spec]
+        if own is NotImplemented:
+            return NotImplemented
+        specs += own
+    return specs
+
+
 def spread(items: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
     """Repeats one item per logical operand for each of its leaves."""
     return tuple(x for x, slot in zip(items, slots, strict=True) for _ in slot.avals)

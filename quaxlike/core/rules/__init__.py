@@ -1,41 +1,18 @@
 """Rules: their registration, the choice of one for a primitive, and the checks of its results."""
 
-from .registry import (
-    GLOBAL,
-    Rule,
-    RuleError,
-    RuleSet,
-    RuleWarning,
-    mark_in_use,
-    register,
-    register_on_either_side,
-    require_stack_depth,
-    signature_of,
-)
-from .resolution import (
-    AmbiguousRuleError,
-    Checked,
-    Resolver,
-    active_layers,
-    resolver,
-    use_rule_sets,
-)
-
-__all__ = [
-    "GLOBAL",
-    "AmbiguousRuleError",
-    "Checked",
-    "Resolver",
-    "Rule",
-    "RuleError",
-    "RuleSet",
-    "RuleWarning",
-    "active_layers",
-    "mark_in_use",
-    "register",
-    "register_on_either_side",
-    "require_stack_depth",
-    "resolver",
-    "signature_of",
-    "use_rule_sets",
-]
+from .registry import GLOBAL as GLOBAL
+from .registry import Rule as Rule
+from .registry import RuleError as RuleError
+from .registry import RuleSet as RuleSet
+from .registry import RuleWarning as RuleWarning
+from .registry import mark_in_use as mark_in_use
+from .registry import register as register
+from .registry import register_on_either_side as register_on_either_side
+from .registry import require_stack_depth as require_stack_depth
+from .registry import signature_of as signature_of
+from .resolution import AmbiguousRuleError as AmbiguousRuleError
+from .resolution import Checked as Checked
+from .resolution import Resolver as Resolver
+from .resolution import active_layers as active_layers
+from .resolution import resolver as resolver
+from .resolution import use_rule_sets as use_rule_sets

@@ -1,22 +1,15 @@
 """Products with weights that are stored as codes, with or without adapters."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from ..._checked import checked
-from ..backends import bind
-from ..blockwise import NestedScales
-from ..multilinear import dot_general, precision_for
-from .formats import INTEGERS, NIBBLES, Decode
-from .primitive import PRODUCTS, lora_matmul_p
-from .product import Product
+from .primitive import block_matmul, check_x, to_ranks
+from .product import INTEGERS, NIBBLES, NestedScales
 
 
 @checked
@@ -145,7 +138,7 @@ def lora_matmul(
     """
     codebook = jnp.asarray(codebook, jnp.float32)
     _check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
-    _check_x("lora_matmul", x, shape, transpose=False)
+    check_x("lora_matmul", x, shape, transpose=False)
     _check_adapters(x, a, b, shape, adapter_index)
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     if adapter_index is None:
@@ -209,56 +202,6 @@ def int8_matmul(
     return block_matmul(x, (codes, scale), INTEGERS, shape=(n, k), **params)
 
 
-def block_matmul(
-    x: Float[Array, "*batch contracted"],
-    leaves: Sequence[Any],
-    decode: Decode,
-    *,
-    shape: tuple[int, int],
-    block_size: int,
-    transpose: bool = False,
-    low_rank: Sequence[Array] = (),
-    out_dtype: DTypeLike | None = None,
-) -> Float[Array, "*batch free"]:
-    """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight `W` of any format; with adapters if
-    `low_rank`.
-
-    It makes no dense copy of `W` on a CPU, nor of more than 128 MiB of it on a GPU. Differentiable in `x`, in
-    `low_rank`, and in everything in which `decode` is.
-
-    **Arguments:**
-
-    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `leaves`: the arrays that `decode` reads: codes, scales, minima.
-    - `decode`: decodes them to `W`; describes the storage of codes to kernels.
-    - `shape`: `(N, K)`.
-    - `block_size`: how many codes share a scale.
-    - `transpose`: whether to contract over `N` instead of `K`.
-    - `low_rank`: nothing; or, unless `transpose`, `t` from `to_ranks` and `b`, `(adapters, N, rank)`, whose
-        product `t @ b.T` is added before the result is rounded.
-    - `out_dtype`: the dtype of the result; that of `x` if None.
-
-    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
-
-    **Raises:** `ValueError` unless the last axis of `x` is the one that is contracted.
-    """
-    primitive = lora_matmul_p if low_rank else PRODUCTS[decode.name]
-    _check_x(primitive.name, x, shape, transpose)
-    out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    product = Product((shape[0], shape[1]), block_size, transpose, out_dtype)
-    return bind(primitive, x, *leaves, *low_rank, decode=decode, product=product)
-
-
-def _check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
-    """Raises `ValueError` unless the last axis of `x` is the one that is contracted."""
-    contracted = shape[0] if transpose else shape[1]
-    if x.ndim == 0 or x.shape[-1] != contracted:
-        raise ValueError(
-            f"{op}: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the weight's "
-            f"shape {shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
-        )
-
-
 def _check_weight(
     op: str, packed: Any, absmax: Any, codebook: Any, shape: tuple[int, int], block_size: int
 ) -> None:
@@ -284,20 +227,6 @@ def _check_weight(
                 f"{op}: {name} of a weight of shape {shape} in blocks of {block_size} must have "
                 f"shape {want}, got {array.shape}"
             )
-
-
-def to_ranks(
-    x: Float[Array, "*batch features"],
-    a: Float[Array, "adapters rank features"],
-    scaling: Any,
-    index: Int[Array, "*batch"] | None = None,
-) -> Float[Array, "*batch adapters rank"]:
-    """`scaling · x @ a.T` for each adapter; with `index`, zero for adapters that a row does not use."""
-    params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
-    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
-    if index is not None:
-        t = t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
-    return t * jnp.asarray(scaling, x.dtype)
 
 
 def _check_adapters(x: Any, a: Any, b: Any, shape: tuple[int, int], index: Any) -> None:

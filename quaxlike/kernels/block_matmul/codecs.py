@@ -124,7 +124,7 @@ class Codec:
 
     def cuts(self, count: int, block: int) -> bool:
         """Whether rows of codes may be cut into, or joined from, parts of this many codes."""
-        whole = count % max(block, 1) == 0 and count % bitstream.stride_of(self.bits) == 0
+        whole = count % max(block, 1) == 0 and count * self.bits % 8 == 0
         if self.group is None or not whole:
             return whole
         return self.group > 0 and count // max(block, 1) % self.group == 0

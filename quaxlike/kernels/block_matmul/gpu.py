@@ -15,11 +15,9 @@ from jaxtyping import Array
 
 from ...core import compat
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
-from ..blockwise import NestedScales, dense_scales
 from ..multilinear import accumulator_dtype
 from . import costs
-from .formats import Decode
-from .product import Product
+from .product import Decode, NestedScales, Product, dense_scales
 from .reference import scaled_outside, times, times_scaled, whole
 from .tilings import Problem, blocks, tiling_for
 

@@ -134,7 +134,9 @@ class Warp:
         numbers = [n for n in (self.scales, self.zeros) if n is not None]
         self.tiles = Tiles(self.layout, self.codes, numbers, shared, self.lane)
         self.tokens = [self.first_token + self.group + 8 * i for i in range(p.token_tiles)]
-        if p.m % (8 * p.token_tiles):  # past the end the last row is read again; what comes of it is not stored
+        if p.m % (
+            8 * p.token_tiles
+        ):  # past the end the last row is read again; what comes of it is not stored
             self.tokens = [lanes.minimum(token, p.m - 1) for token in self.tokens]
 
     @property

@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from ...primitives import DefinedPrimitive, Partitioning
-from ..backends import Backend, Choice, first_choice, kernel_primitive
-from ..blockwise import NestedScales
-from ..multilinear import accumulator_dtype, map_rows, nonzero, precision_for, sum_tangents
+from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
+from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero, precision_for, sum_tangents
 from . import gpu, tpu
-from .formats import Decode, Nibbles
-from .product import Product
+from .product import Decode, NestedScales, Nibbles, Product
 from .reference import tiled, times_adapters, whole
 
 # Up to this many rows of activations, XLA may fuse decoding into the product.
@@ -206,3 +205,67 @@ PRODUCTS = {name: _primitive(name) for name in ("nf4_matmul", "int8_matmul")}
 PRODUCTS["block_matmul"] = _primitive("block_matmul", divided=False)
 nf4_matmul_p, int8_matmul_p, block_matmul_p = PRODUCTS.values()
 lora_matmul_p = _primitive("lora_matmul", adapters=True)
+
+
+def block_matmul(
+    x: Float[Array, "*batch contracted"],
+    leaves: Sequence[Any],
+    decode: Decode,
+    *,
+    shape: tuple[int, int],
+    block_size: int,
+    transpose: bool = False,
+    low_rank: Sequence[Array] = (),
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "*batch free"]:
+    """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight `W` of any format; with adapters if
+    `low_rank`.
+
+    It makes no dense copy of `W` on a CPU, nor of more than 128 MiB of it on a GPU. Differentiable in `x`, in
+    `low_rank`, and in everything in which `decode` is.
+
+    **Arguments:**
+
+    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
+    - `leaves`: the arrays that `decode` reads: codes, scales, minima.
+    - `decode`: decodes them to `W`; describes the storage of codes to kernels.
+    - `shape`: `(N, K)`.
+    - `block_size`: how many codes share a scale.
+    - `transpose`: whether to contract over `N` instead of `K`.
+    - `low_rank`: nothing; or, unless `transpose`, `t` from `to_ranks` and `b`, `(adapters, N, rank)`, whose
+        product `t @ b.T` is added before the result is rounded.
+    - `out_dtype`: the dtype of the result; that of `x` if None.
+
+    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+
+    **Raises:** `ValueError` unless the last axis of `x` is the one that is contracted.
+    """
+    primitive = lora_matmul_p if low_rank else PRODUCTS[decode.name]
+    check_x(primitive.name, x, shape, transpose)
+    out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+    product = Product((shape[0], shape[1]), block_size, transpose, out_dtype)
+    return bind(primitive, x, *leaves, *low_rank, decode=decode, product=product)
+
+
+def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
+    """Raises `ValueError` unless the last axis of `x` is the one that is contracted."""
+    contracted = shape[0] if transpose else shape[1]
+    if x.ndim == 0 or x.shape[-1] != contracted:
+        raise ValueError(
+            f"{op}: the last axis of x must be {'N' if transpose else 'K'} = {contracted} of the weight's "
+            f"shape {shape}{' (transposed)' if transpose else ''}, got x of shape {x.shape}"
+        )
+
+
+def to_ranks(
+    x: Float[Array, "*batch features"],
+    a: Float[Array, "adapters rank features"],
+    scaling: Any,
+    index: Int[Array, "*batch"] | None = None,
+) -> Float[Array, "*batch adapters rank"]:
+    """`scaling · x @ a.T` for each adapter; with `index`, zero for adapters that a row does not use."""
+    params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
+    t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
+    if index is not None:
+        t = t * jax.nn.one_hot(index, a.shape[0], dtype=x.dtype)[..., None]
+    return t * jnp.asarray(scaling, x.dtype)

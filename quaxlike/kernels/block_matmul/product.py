@@ -1,8 +1,35 @@
-"""The description of a product with a stored weight, for kernels."""
+"""A product with a stored weight: its description, and the decoders of the weight.
+
+There are decoders of 4-bit codes whose blocks may cross rows, and of rows of any codec. A decoder is a static
+parameter of products. It reads the arrays of a weight `W`, its leaves, as float32:
+
+- `tiles`: a function that decodes the tile of so many rows from an even row on, in `stride` planes: columns
+    0, stride, …; columns 1, stride + 1, …; and so on, since interleaving costs as much as decoding.
+- `matrix`: `W`, or some of its rows or columns; parts of many are multiples of the numbers in `aligned`.
+- `scaled_rows`: `W` as values that are exact in any floating dtype and one scale for each row, if it is that.
+- `stored`: the product with the details of the codes that kernels need, None if no kernel supports them, and
+    `operands`: codes, scales, the table of values and zero points as it describes them. `decoded`: whether to
+    make scales and zero points float32, for kernels that take no others.
+- `dimensions`: for `Partitioning`, the names of the dimensions of the leaves, where those of `W` are n and k,
+    and the ones that can be summed over parts; None if XLA divides the product. `local`: that of a part.
+
+`name` is the primitive of its products. `linear` says whether `W` is linear in each floating leaf, `fuses`
+whether compilers for GPUs and TPUs fuse decoding with a product of few rows.
+"""
 
 import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, UInt8
+
+from .. import bits as bitstream
+from ..blockwise import dequantize_codebook, dequantize_scales
+from .codecs import CODECS, E8M0, Codec
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -70,3 +97,210 @@ class Product:
 
     def of_dtype(self, out_dtype: np.dtype) -> "Product":
         return dataclasses.replace(self, out_dtype=out_dtype)
+
+
+class NestedScales(NamedTuple):
+    """Block scales in 8 bits each: scale `i` is `quant_map[codes[i]] * absmax[i // 256] + offset`.
+
+    In the place of float32 scales they save an eighth of the bytes of a weight; the kernels decode
+    them where they are used.
+
+    **Arguments:**
+
+    - `codes`: a byte for each block of weights.
+    - `absmax`: float32, for each 256 blocks.
+    - `offset`: float32 scalar.
+    - `quant_map`: the 256 float32 values that codes stand for.
+    """
+
+    codes: UInt8[Array, " blocks"]
+    absmax: Float32[Array, " nested"]
+    offset: Float32[Array, ""]
+    quant_map: Float32[Array, "256"]
+
+
+def dense_scales(scales: Array | NestedScales) -> Float32[Array, "*blocks"]:
+    """The float32 scales, whichever way they are stored; one axis, or those of the rows and their blocks."""
+    if not isinstance(scales, NestedScales):
+        return scales
+    codes, absmax, offset, quant_map = scales
+    return dequantize_scales(codes, absmax, offset, quant_map=quant_map)
+
+
+Leaves = Sequence[Any]
+Tiles = Callable[[Array | int, int], list[Array]]
+ALL = slice(None)
+
+
+def join(planes: list[Array], count: int) -> Array:
+    """Interleaves the planes of a matrix, and returns its first `count` columns."""
+    if len(planes) == 1:
+        return planes[0]
+    width = planes[0].shape[-1]
+    full = [jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, width - p.shape[-1])]) for p in planes]
+    return jnp.stack(full, axis=-1).reshape(*planes[0].shape[:-1], -1)[..., :count]
+
+
+@dataclasses.dataclass(frozen=True)
+class Nibbles:
+    """4-bit codes, `(packed, absmax, codebook)` as of `nf4_matmul`; blocks may cross rows."""
+
+    name: ClassVar[str] = "nf4_matmul"
+    linear: ClassVar[bool] = True
+    fuses: ClassVar[bool] = False
+
+    def stride(self, product: Product) -> int:
+        return 2
+
+    def tiles(self, leaves: Leaves, product: Product) -> Tiles:
+        """A byte is looked up in two tables of 256 entries, one for each of its codes. The two values are
+        neighbours within a row."""
+        (n, k), block = product.shape, product.block_size
+        packed, absmax = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1)
+        code = jnp.arange(256)
+        tables = [leaves[2][c] for c in (code >> 4, code & 15)]
+        look_up = lambda pairs, scale: [table[pairs] * scale for table in tables]
+
+        def paired(start: Array | int, rows: int) -> list[Array]:
+            """Rows of `W` as its even and its odd columns, each (rows, K / 2)."""
+            pairs = lax.dynamic_slice_in_dim(packed.reshape(n, k // 2), start, rows)
+            span = math.gcd(k, block)  # the longest run that divides rows and blocks alike
+            runs = start * (k // span) + jnp.arange(rows * (k // span))
+            scale = absmax[runs // (block // span)].reshape(rows, k // span)
+            return look_up(pairs, jnp.repeat(scale, span // 2, axis=1))
+
+        def unaligned(start: Array | int, rows: int) -> list[Array]:
+            """Rows of `W` where rows begin in the middle of bytes; `start` is even."""
+            first, count = start * k // 2, (rows * k + 1) // 2
+            pairs = lax.dynamic_slice_in_dim(packed, first, count)
+            scale = absmax[(first + jnp.arange(count)) // (block // 2)]
+            values = jnp.stack(look_up(pairs, scale), axis=-1).reshape(-1)[: rows * k].reshape(rows, k)
+            return [values[:, 0::2], values[:, 1::2]]
+
+        return unaligned if k % 2 else paired
+
+    def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL, columns: slice = ALL) -> Array:
+        (n, k), block = product.shape, product.block_size
+        packed, absmax, codebook = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1), leaves[2]
+        start, stop, _ = columns.indices(k)
+        if stop - start < k:
+            part = lambda leaf, size: leaf.reshape(n, -1)[:, start // size : stop // size]
+            packed, absmax, k = part(packed, 2), part(absmax, block), stop - start
+        else:
+            start, stop, _ = rows.indices(n)
+            packed = packed[start * k // 2 : (stop * k + 1) // 2]
+            absmax, n = absmax[start * k // block : -(-stop * k // block)], stop - start
+        dense = dequantize_codebook(
+            packed.reshape(-1), absmax.reshape(-1), codebook, n=n * k, block_size=block
+        )
+        return dense.reshape(n, k)
+
+    def aligned(self, product: Product) -> tuple[int, int]:
+        block = product.block_size
+        return block // math.gcd(block, product.shape[1]), block
+
+    def scaled_rows(self, leaves: Leaves) -> None:
+        return None
+
+    def stored(self, product: Product, *, decoded: bool) -> Product:
+        return product
+
+    def operands(self, leaves: Leaves, *, decoded: bool) -> tuple[Array, Any, Array, None]:
+        packed, absmax, codebook = leaves
+        return packed, absmax, codebook, None
+
+    def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]]:
+        if leaves[0].ndim == 2:
+            return "n k, n k, codebook", ("n" if product.transpose else "k",)
+        nested = isinstance(leaves[1], NestedScales)
+        return f"bytes, blocks{', nested, , map' if nested else ''}, codebook", ()
+
+    def local(self, leaves: Leaves, product: Product) -> Product:
+        if leaves[0].ndim != 2:
+            return product
+        n, row_bytes = leaves[0].shape  # rows of codes say of which shape the part is
+        return dataclasses.replace(product, shape=(n, 2 * row_bytes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of codes, scales and zeros, as a codec reads them: those of its five parts that are `present`."""
+
+    codec: Codec
+    present: tuple[bool, ...]
+    fuses: ClassVar[bool] = True
+
+    @property
+    def linear(self) -> bool:
+        return self.codec == CODECS["int8"]
+
+    @property
+    def name(self) -> str:
+        return "int8_matmul" if self.linear else "block_matmul"
+
+    def planes(self, leaves: Leaves, product: Product) -> list[Array]:
+        return self.codec.planes(product.shape[1], product.block_size, self._all(leaves))
+
+    def stride(self, product: Product) -> int:
+        return self.codec.stride(product.shape[1], product.block_size)
+
+    def tiles(self, leaves: Leaves, product: Product) -> Tiles:
+        part = lambda start, rows: [lax.dynamic_slice_in_dim(leaf, start, rows) for leaf in leaves]
+        return lambda start, rows: self.planes(part(start, rows), product)
+
+    def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL, columns: slice = ALL) -> Array:
+        planes = self.planes([leaf[rows] for leaf in leaves], product)
+        return join(planes, product.shape[1])[:, columns]  # the compiler decodes only these columns
+
+    def aligned(self, product: Product) -> tuple[int, int]:
+        return 1, 1
+
+    def scaled_rows(self, leaves: Leaves) -> tuple[Array, Array] | None:
+        return (leaves[0], leaves[1]) if self.linear and leaves[1].shape[1] == 1 else None
+
+    def stored(self, product: Product, *, decoded: bool) -> Product | None:
+        codec = self.codec
+        if codec.bits not in (4, 8) or codec.scales == "nibbles" or self.linear:
+            return None
+        return dataclasses.replace(
+            product,
+            bits=codec.bits,
+            bias=codec.bias if codec.codes == "integer" else None,
+            low_first=not codec.high_first,
+            scales=codec.scales if self._reads_scales(decoded) else "float",
+            zeros=codec.zeros,
+        )
+
+    def operands(self, leaves: Leaves, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
+        codes, scale, outer, zero, outer_zero = self._all(leaves)
+        if not self._reads_scales(decoded):
+            scale, zero = self.codec.scales_and_zeros(scale, outer, zero, outer_zero)
+        elif zero is not None and str(zero.dtype) not in ("uint8", "float32", "bfloat16", "float16"):
+            zero = zero.astype(jnp.float32)
+        return codes.view(np.uint8), scale, jnp.asarray(self.codec.all_values()), zero
+
+    def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
+        if not self.linear:
+            return None
+        # A partial block at the end of rows keeps columns together; one scale a row goes with all of them.
+        whole = product.shape[1] % product.block_size == 0
+        k, blocks = ("k" if whole else "kept"), ("k" if whole and leaves[1].shape[1] != 1 else "blocks")
+        return f"n {k}, n {blocks}", ("n",) if product.transpose else ("k",) if whole else ()
+
+    def local(self, leaves: Leaves, product: Product) -> Product:
+        (n, row_bytes), k, bits = leaves[0].shape, product.shape[1], self.codec.bits
+        part = k if row_bytes == bitstream.num_bytes(k, bits) else row_bytes * 8 // bits
+        return dataclasses.replace(product, shape=(n, part))
+
+    def _all(self, leaves: Leaves) -> list[Any]:
+        rest = iter(leaves)
+        return [next(rest) if p else None for p in self.present]
+
+    def _reads_scales(self, decoded: bool) -> bool:
+        """Whether kernels read stored scales directly."""
+        _, _, outer, _, outer_zero = self.present
+        return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *E8M0)
+
+
+Decode = Nibbles | Rows
+NIBBLES, INTEGERS = Nibbles(), Rows(CODECS["int8"], (True, True, False, False, False))

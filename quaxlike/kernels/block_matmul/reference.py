@@ -16,10 +16,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ...primitives.partitioning import is_spread
-from ..multilinear import accumulator_dtype, precision_for
-from .formats import Decode, Tiles
-from .product import Product
+from ..multilinear import accumulator_dtype, is_spread, precision_for
+from .product import Decode, Product, Tiles
 
 # Weights decoded at a time. Few: one MiB of float32, which fits in a core's L2. Many: enough work for
 # each step to be shared between cores, and fewer passes over activations and accumulator.

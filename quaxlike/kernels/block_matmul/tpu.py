@@ -20,8 +20,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
-from ..blockwise import NestedScales, dense_scales
-from .product import Product
+from .product import NestedScales, Product, dense_scales
 
 _LANES, _SUBLANES = 128, 8
 _ROWS_OF_X = 256  # in a tile

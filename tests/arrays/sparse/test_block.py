@@ -41,6 +41,11 @@ def agrees(f, *args, rtol=1e-5):
 # -------------------------------------------------------------------------------------------------
 
 
+def test_blocks_that_are_not_numbers_are_kept():
+    w = jnp.zeros((8, 8)).at[0, 5].set(jnp.nan)
+    np.testing.assert_array_equal(B.from_dense(w, block_size=4).materialise(), w)
+
+
 @pytest.mark.slow
 def test_the_largest_blocks_are_kept():
     scale = jnp.array([[1.0, 5.0, 2.0], [7.0, 6.0, 4.0]])

@@ -1,0 +1,68 @@
+"""Variables of Flax NNX among the arguments of a quaxified function."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax.tree_util as jtu
+
+from .values import kind_of
+
+
+class Copies:
+    """Copies of the Variables, which the function may write to.
+
+    A quaxified function gets a copy of its arguments, with tracers in place of Values. What it changes in the
+    copy of a module has to arrive in the module itself, as with `nnx.jit`. Flax need not be installed.
+    """
+
+    def __init__(self) -> None:
+        self._variable = sys.modules["flax.nnx"].Variable
+        self._of: dict[int, tuple[Any, Any, Any]] = {}  # the Variable, its copy, and the content of the copy
+        self._trees: list[tuple[Any, Any]] = []
+
+    def shared(self, tree: Any, copy: Any) -> Any:
+        """`copy`, a copy of `tree`, with one copy for each Variable, however often it occurs."""
+        leaves = jtu.tree_leaves(tree, is_leaf=self._is_leaf)
+        if not any(isinstance(x, self._variable) for x in leaves):
+            return copy
+        copies, treedef = jtu.tree_flatten(copy, is_leaf=self._is_leaf)
+        for i, (x, y) in enumerate(zip(leaves, copies, strict=True)):
+            if isinstance(x, self._variable):
+                copies[i] = self._of.setdefault(id(x), (x, y, y.get_raw_value()))[1]
+        self._trees.append((tree, copy := treedef.unflatten(copies)))
+        return copy
+
+    def write_back(self, unwrap: Callable[[Any], Any]) -> None:
+        """Writes to the Variables what was written to their copies, and adds those that are new.
+
+        **Arguments:**
+
+        - `unwrap`: turns what a Variable holds inside the function into what it holds outside.
+        """
+        for variable, copy, before in self._of.values():
+            if (after := copy.get_raw_value()) is not before:
+                variable.set_raw_value(unwrap(after))
+        for tree, copy in self._trees:
+            known = dict(jtu.tree_leaves_with_path(tree, is_leaf=self._is_leaf))
+            for path, x in jtu.tree_leaves_with_path(copy, is_leaf=self._is_leaf):
+                if path not in known and isinstance(x, self._variable):
+                    _add(tree, path, unwrap(x))
+
+    def _is_leaf(self, x: Any) -> bool:
+        return kind_of(x) == "value" or isinstance(x, self._variable)
+
+
+def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:
+    """Adds a Variable that was made during the call, as `nnx.Module.sow` does."""
+    *above, last = path
+    for key in above:
+        tree = getattr(tree, key.name) if isinstance(key, jtu.GetAttrKey) else tree[_index(key)]
+    if isinstance(last, jtu.GetAttrKey):
+        setattr(tree, last.name, variable)
+    else:
+        tree[_index(last)] = variable
+
+
+def _index(key: Any) -> Any:
+    return key.idx if isinstance(key, jtu.SequenceKey) else key.key
