@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ..core import compat
+from ..core.jaxprs.unify import widened
 from ..core.operators import ArrayOperators
 from ..core.policy import dense_operands
 from ..core.quaxify import quaxify
@@ -125,8 +126,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Any:
-        lifted = type(like.array).promote(array, like.array) if is_value(like.array) else array
-        return like.with_array(array if lifted is NotImplemented else lifted)
+        return like.with_array(widened(array, like.array))
 
     def leading_axis(self) -> Any:
         return self.array.leading_axis() if is_value(self.array) else (0,)

@@ -210,7 +210,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
         carry, is a Value and the other side is not. Reads only the statics and shapes of `like`.
 
         The result equals `array` and has the same derivative. Its static fields may differ from those of
-        `like` if `like` can be widened to them: see `widen`.
+        `like` if `like` can be widened to them: see `widen`. If `like` holds a Value (as an array with names
+        may), `array` may be a Value of the same class.
 
         If `like` may be None (which is then its default), and rules of this type raise
         [`quaxlike.OperandMismatch`][] in a loop, it is called without `like` on the zeros that the loop

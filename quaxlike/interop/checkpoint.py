@@ -92,6 +92,9 @@ class Checkpoint(Mapping[str, Any]):
         out._dtype = dtype
         return out
 
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._weights
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 

@@ -1,14 +1,16 @@
 """Loop carries and branches that hold one type in two forms: brought to one, or dense under the policy."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.conformance.weights import TYPES, WEIGHTS
+from tests.conformance.weights import TYPES, WEIGHTS, WRAPPERS
 from tests.differential.compare import Finding, check, outcomes
 from tests.differential.program import Program, Step, result, under
+from tests.samples import normal
 
 FORMS = [
     "jnp.transpose(x)",
@@ -24,6 +26,7 @@ FORMS = [
     "x.at[0].set(0)",
 ]
 TURNED = ["LowRankUpdate of Int4Array", "BlockSparseArray of NF4Array", "LoraArray, magnitude"]
+HELD = ["Zero", "Full", "Identity", "NF4Array", "Int8Array", "SparseArray", "DiagonalMatrix"]
 DENSE = ["NF4Array", "Int8Array", "SparseArray", "BlockSparseArray"]
 
 
@@ -87,3 +90,20 @@ def test_branches_of_two_forms_are_dense_under_the_policy(name):
             assert jnp.array_equal(ql.quaxify(turned)(x, jnp.array(p)), expected)
     with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="laid out otherwise"):
         jax.jit(ql.quaxify(turned))(x, True)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("inner", [*HELD, "LoraArray", "LoraArray of NF4Array"])
+@pytest.mark.parametrize("outer", ["NamedArray", "LoraArray", "TrainableArray", "LowRankUpdate"])
+def test_branches_of_which_one_holds_what_the_other_is(outer, inner):
+    x = TYPES[inner](1)
+    wrapped = WRAPPERS[outer](TYPES[inner](), 0)
+    either = ql.quaxify(lambda p, x, y: lax.cond(p, lambda x, y: x, lambda x, y: y, x, y))
+    weighted = lambda x: jnp.sum(normal(4, 4) * ql.materialise(x))
+    with ql.on_materialise("error"):
+        for p, expected in ((True, wrapped), (False, x)):
+            out = either(p, wrapped, x)
+            assert type(out) is type(wrapped)
+            assert jnp.allclose(ql.materialise(out), ql.materialise(expected))
+        gradient = eqx.filter_grad(lambda x: weighted(either(False, wrapped, x)))(x)
+        assert eqx.tree_equal(gradient, eqx.filter_grad(weighted)(x), rtol=1e-5)

@@ -12,7 +12,9 @@ import pytest
 import quaxlike as ql
 from quaxlike import interop
 from quaxlike.interop import bitsandbytes
-from quaxlike.interop.files.tensors import write_tensors
+from quaxlike.interop.files.open_file import OpenFile
+from quaxlike.interop.files.tensors import open_tensors, write_tensors
+from quaxlike.interop.gguf.container import Gguf
 from quaxlike.models import load
 from quaxlike.sharding import fsdp
 from tests.fixtures import fixture
@@ -79,6 +81,18 @@ def test_rows_of_4_bits(tmp_path):
     for storage in (None, jnp.bfloat16):
         bitsandbytes.save(tmp_path / "x.safetensors", weights, quant_storage=storage)
         assert _check_rows(tmp_path / "x.safetensors") == 2
+
+
+def test_whether_there_is_a_weight_is_known_without_reading_it(tmp_path, monkeypatch):
+    tensors, gguf = tmp_path / "x.safetensors", tmp_path / "x.gguf"
+    for path in (tensors, gguf):
+        interop.save(path, {"x.weight": normal(4, 32)}, format=path.suffix[1:])
+    opened = [interop.open_checkpoint(tensors), bitsandbytes.open_checkpoint(tensors), open_tensors(tensors)]
+    opened += [interop.open_checkpoint(gguf), Gguf(gguf)]
+    monkeypatch.delattr(OpenFile, "read")
+    for checkpoint in opened:
+        assert "x.weight" in checkpoint
+        assert "y.weight" not in checkpoint
 
 
 def test_tiles_that_do_not_divide_the_rows(tmp_path):

@@ -38,6 +38,7 @@ MODELS = {
     "LoRA over NF4": lambda: _adapted(ql.quantize(_mlp(), "nf4")),
 }
 QUICK = ("LoRA over NF4",)
+ADAPTED_OR_NOT = pytest.mark.filterwarnings("ignore:The model has no adapters")
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
@@ -62,6 +63,7 @@ def _agree(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@ADAPTED_OR_NOT
 @pytest.mark.parametrize("name", EACH)
 def test_tensor_parallel(name: str):
     model = MODELS[name]()
@@ -112,6 +114,7 @@ def test_mapped_outside_of_quaxify(name: str, over: str | None):
 
 
 # A dense weight that is spread over the devices of the batch has to be gathered first: JAX refuses it.
+@ADAPTED_OR_NOT
 @pytest.mark.parametrize("name", [p for p in EACH if p.values != ("LoRA",)])
 def test_fully_sharded(name: str):
     model = MODELS[name]()

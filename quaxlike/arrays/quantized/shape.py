@@ -74,8 +74,8 @@ def _broadcast_in_dim(
         if out is not None:
             return out
     inner = [i for i in range(n, len(w.stored_shape)) if i not in stretched]
-    if w.order is not None and n not in inner:
-        return NotImplemented  # the first inner axis counts the rows that share the order
+    if w.order is not None and len(inner) < len(w.inner_shape):
+        return NotImplemented  # rows share the order, and the codes of each are packed by themselves
     # Stretched inner axes are dropped, and come first again, like new ones.
     gone = {dims[i] for i, at in enumerate(w.permutation) if at in stretched and at >= n}
     new = sorted({*new, *gone})

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._checked import checked
+from ...core.jaxprs.unify import widened
 from ...core.quaxify import quaxify, value_of
 from ...core.rules import active_layers, resolver
 from ...core.values import Value, is_value, materialise, replace_fields
@@ -89,8 +90,8 @@ class LowRankUpdate(StructuredMatrix):
     def promote(cls, array: Any, like: Value) -> Any:
         """Makes `array` the base, with an update that adds nothing."""
         assert isinstance(like, LowRankUpdate)
-        base = type(like.base).promote(array, like.base) if is_value(like.base) else array
-        if base is NotImplemented or base.shape != like.base.shape:
+        base = widened(array, like.base)
+        if is_value(base) != is_value(like.base) or base.shape != like.base.shape:
             return NotImplemented
         zeros = {name: jnp.zeros(part.shape, part.dtype) for name, part in (("u", like.u), ("v", like.v))}
         return replace_fields(like, base=base, **zeros)

@@ -67,6 +67,8 @@ class Zero(ArrayOperators, ArrayValue):
 
     def widen(self, like: Value) -> Any:
         """Converts to a `Full`, or lifts an array of zeros to another type."""
+        if isinstance(like, Zero):
+            return self
         return _unknown(self) if isinstance(like, Full) else widened(self.materialise(), like)
 
     def __pdoc__(self, **kwargs: Any) -> wl.AbstractDoc:

@@ -15,7 +15,7 @@ from ..placeholders import either, without_guess
 from ..policy import dense, policy_key
 from ..rules import active_layers, resolver
 from ..values import Value, is_value, materialise, replace_fields
-from .linearity import map_parts
+from .linearity import held, map_parts
 from .slots import LeafLayout, flatten
 
 
@@ -85,7 +85,12 @@ def widened(x: Any, like: Any) -> Any:
     """
     if not is_value(like):
         return x
-    out = x.widen(like) if is_value(x) else type(like).promote(x, like)
+    out: Any = NotImplemented
+    # An array is lifted, and so is a Value of a class that `like` holds: one that lost its names, say.
+    if not is_value(x) or (type(x) is not type(like) and type(x) in map(type, held(like))):
+        out = type(like).promote(x, like)
+    if out is NotImplemented and is_value(x):
+        out = x.widen(like)
     if out is not NotImplemented:
         return out
     if type(x) is not type(like):

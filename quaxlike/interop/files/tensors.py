@@ -108,6 +108,9 @@ class Tensors(Mapping[str, np.ndarray]):
             return self[name]
         return info.file.mapped(info.offset, info.dtype, info.shape, name)
 
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self.info
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.info)
 

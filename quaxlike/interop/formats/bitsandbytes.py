@@ -285,6 +285,9 @@ class Checkpoint(Mapping[str, Any]):
             return rows_of(self._tensors, name, *self.states[name])
         return dense_rows(self._tensors, name)
 
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

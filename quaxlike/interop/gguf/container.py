@@ -96,6 +96,9 @@ class Gguf(Mapping[str, Any]):
         """The shapes of all tensors."""
         return [tensor.shape for tensor in self._tensors.values()]
 
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._sources
+
     def __iter__(self) -> Any:
         return iter(self._sources)
 
