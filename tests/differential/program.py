@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.core.values import aval_of
-from tests.conformance.weights import TYPES, WEIGHTS
+from tests.array_types import TYPES, WEIGHTS
 
 from .groups import GROUPS
 from .operations import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import quaxlike as ql
-from tests.conformance.weights import TYPES, WEIGHTS
+from tests.array_types import TYPES, WEIGHTS
 
 from .faults import FAULTS
 from .hunt import hunt

@@ -16,9 +16,8 @@ from jax import Array
 import quaxlike as ql
 from quaxlike.arrays import named, sparse, structured, unitful, zero
 from quaxlike.arrays.lora import LoraBias
+from tests import users
 from tests.samples import normal
-
-from . import users
 
 Make = Callable[..., Any]
 
