@@ -163,7 +163,7 @@ CORNERS: dict[str, Make] = {
     "SparseArray, integers": lambda k=0: ql.SparseArray.from_dense(_integers(k, 3, 4)),
     "SparseArray, booleans": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) != 0),
     "SparseArray, complex": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) * (1 + 2j), density=0.5),
-    "OneHotVector": lambda k=0: sparse.OneHotVector(_dense(k)[0, 0], 2, length=6),
+    "OneHotVector": lambda k=0: sparse.OneHotVector(_dense(k)[0, 0], 2 + k % 2, length=4),
     "OneHotVector, stacked": lambda k=0: sparse.OneHotVector(_dense(k, 2), jnp.array([3, 0]), length=6),
     "OneHotVector, out of bounds": lambda k=0: sparse.OneHotVector(_dense(k)[0, 0], 7, length=6),
     "OneHotVector, integers": lambda k=0: sparse.OneHotVector(5, 2, length=6),
@@ -187,6 +187,9 @@ CORNERS: dict[str, Make] = {
     "NamedArray, names": lambda k=0: named.NamedArray(_dense(k, 3, 4), ("i", "j")),
     "Unitful, metres": lambda k=0: unitful.Unitful(_dense(k), "m"),
     "Unitful, scalar": lambda k=0: unitful.Unitful(_dense(k)[0, 0], "m"),
+    "NamedArray of Unitful of BlockSparseArray": lambda k=0: named.NamedArray(
+        unitful.Unitful(_blocks(k), "m"), ("in", "in")
+    ),
     "Unitful of OneHotVector": lambda k=0: unitful.Unitful(
         sparse.OneHotVector(_dense(k)[0, 0], 2, length=6), "m"
     ),
@@ -242,3 +245,8 @@ def _wrapped(wrap: Callable[[Any, int], Any], make: Make, k: int = 0) -> Any:
 
 
 TYPES: dict[str, Make] = nested() | WEIGHTS | CORNERS
+
+
+def parts(x: Any) -> list[Any]:
+    """A Value and the Values that it is made of."""
+    return [x, *(v for part in vars(x).values() for v in parts(part))] if ql.is_value(x) else []

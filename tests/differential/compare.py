@@ -22,9 +22,10 @@ from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.core.jaxprs.unify import StructureError
 from quaxlike.core.values import replace_fields
 from quaxlike.testing.compare import Disagreement, disagreement_of_numbers, disagreement_of_types, is_inexact
+from tests.array_types import parts
 from tests.primitives.jaxprs import equations
 
-from .program import Program, parts, under
+from .program import Program, under
 from .transforms import OUTER
 
 # The errors that a type documents for programs that mean nothing for it.

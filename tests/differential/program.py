@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.core.values import aval_of
-from tests.array_types import TYPES, WEIGHTS
+from tests.array_types import TYPES, WEIGHTS, parts
 
 from .groups import GROUPS
 from .operations import (
     HOLES,
-    LISTED,
     OPERANDS,
     VALUE,
     filled,
     function_of,
     holes_of,
     lines,
+    listed,
     operands_of,
     operations,
 )
@@ -268,11 +268,6 @@ def _by_primitive(name: str) -> Mapping[str, tuple[str, ...]]:
     return {p: texts for p, texts in table.items() if texts}
 
 
-def parts(x: Any) -> list[Any]:
-    """A Value and the Values that it is made of."""
-    return [x, *(v for part in vars(x).values() for v in parts(part))] if ql.is_value(x) else []
-
-
 @functools.cache
 def classes_of(name: str) -> frozenset[type]:
     """The classes that a value of the type is made of."""
@@ -343,9 +338,9 @@ def programs(
 
 def _listed(texts: tuple[str, ...], with_value: bool) -> tuple[str, ...]:
     """Those that are listed, or if there are any those with another Value; else all."""
-    listed = tuple(text for text in texts if text in lines(LISTED))
-    of_two = tuple(text for text in listed if VALUE in operands_of(text))
-    return (of_two if with_value else ()) or listed or texts
+    usual = tuple(text for text in texts if text in listed())
+    of_two = tuple(text for text in usual if VALUE in operands_of(text))
+    return (of_two if with_value else ()) or usual or texts
 
 
 @st.composite

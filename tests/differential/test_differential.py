@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import quaxlike as ql
-from tests.array_types import TYPES, WEIGHTS
+from tests.array_types import TYPES, WEIGHTS, parts
 
 from .faults import FAULTS
 from .hunt import hunt
 from .operations import operations
-from .program import of_each_rule, parts, programs, under
+from .program import of_each_rule, programs, under
 
 ARRAYS = Path(ql.__file__).parent / "arrays"
 
@@ -22,7 +22,7 @@ PADDED = ("SparseArray, stacked", "SparseArray, stacked matrices")
 
 # What no function of `jax.numpy` or `lax` binds on its own: transforms do, or other functions; and what is
 # left out of the programs, as it may never end.
-NOT_OPERATIONS = {"add_any", "sharding_constraint", "jit", "geqrf", "eq_to", "le_to", "lt_to", "svd"}
+NOT_OPERATIONS = {"add_any", "sharding_constraint", "geqrf", "eq_to", "le_to", "lt_to", "svd"}
 
 
 @pytest.mark.slow
