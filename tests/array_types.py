@@ -1,8 +1,9 @@
 """Every shipped array type, one line each: in this table it is held to all that the tests ask of a type.
 
 `WEIGHTS` are the weights of shape (4, 4) that layers of models may hold, `CORNERS` other shapes and dtypes.
-`nested` puts each wrapper around each weight. An entry makes another value for another seed `k`; its dtype
-is that of Python's `float`, float64 if 64-bit types are on.
+`nested` puts each wrapper around each weight. `STRICT` are the tests' own, which no transform may lose. An
+entry makes another value for another seed `k`; its dtype is that of Python's `float`, float64 if 64-bit types
+are on.
 """
 
 import functools
@@ -18,6 +19,7 @@ from quaxlike.arrays import named, sparse, structured, unitful, zero
 from quaxlike.arrays.lora import LoraBias
 from tests import users
 from tests.samples import normal
+from tests.strict import product, strict, strict_pair
 
 Make = Callable[..., Any]
 
@@ -244,6 +246,9 @@ def _wrapped(wrap: Callable[[Any, int], Any], make: Make, k: int = 0) -> Any:
     return wrap(make(k), k)
 
 
+STRICT: dict[str, Make] = {
+    make.__name__: lambda k=0, make=make: make(_dense(k, 4)) for make in (strict, strict_pair, product)
+}
 TYPES: dict[str, Make] = nested() | WEIGHTS | CORNERS
 
 

@@ -45,7 +45,7 @@ def disagreement_of_types(
     if trees[0] != trees[1]:
         return Disagreement("structure", f"a result of structure {trees[0]} instead of {trees[1]}")
     for where, a, b in _pairs(found, expected):
-        differs = {"shape": (np.shape(a), np.shape(b))}
+        differs: dict[str, tuple[Any, Any]] = {"shape": (np.shape(a), np.shape(b))}
         if dtypes and _has_numbers(b):
             differs["dtype"] = (jnp.result_type(a), jnp.result_type(b))
         if weak_types and _has_numbers(b) and hasattr(a, "weak_type"):

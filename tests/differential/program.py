@@ -345,7 +345,7 @@ def _listed(texts: tuple[str, ...], with_value: bool) -> tuple[str, ...]:
 
 @st.composite
 def of_each_rule(
-    draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), common: int = 2, share: int = 1
+    draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), common: int = 2, share: int = 1, numbers: str = ""
 ) -> tuple[Program, ...]:
     """Operations that bind the primitives that a type has rules for, and its transforms, one by one.
 
@@ -357,7 +357,7 @@ def of_each_rule(
     x64 = draw(st.sampled_from([True, True, True, False]))
     out: list[Program] = []
     with under(x64):
-        shape, dtype = _shape_dtype(_value(name, 0, x64))
+        shape, dtype = _shape_dtype(_value(name, 0, x64, numbers))
         table = _by_primitive(name) or {"any": tuple(sorted(operations()))}
         usual = [primitive for primitive in COMMON if primitive in table] or sorted(table)
         taken = lambda: draw(st.integers(0, (share if len(table) < 80 else 4 * share) - 1)) == 0
@@ -379,6 +379,6 @@ def of_each_rule(
                     step, inner, jax.ShapeDtypeStruct(shape, dtype), x64
                 ):
                     outer = ("grad_and_result",)
-                    out.append(Program(name, (step,), inner, outer, True, x64, len(out), origin))
+                    out.append(Program(name, (step,), inner, outer, True, x64, len(out), origin, numbers))
                     break
     return tuple(out)

@@ -14,7 +14,7 @@ from tests.array_types import TYPES, WEIGHTS, parts
 from .faults import FAULTS
 from .hunt import hunt
 from .operations import operations
-from .program import of_each_rule, programs, under
+from .program import NUMBERS, of_each_rule, programs, under
 
 ARRAYS = Path(ql.__file__).parent / "arrays"
 
@@ -33,14 +33,21 @@ def test_every_rule(name):
     _no_findings(name, of_each_rule((name,), common, share))
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("numbers", list(NUMBERS)[1:])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_rules_on_other_numbers(name, numbers):
+    _no_findings(f"{name}, {numbers}", of_each_rule((name,), 1, 12, numbers))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TYPES if " of " in name])
 def test_programs(name):
     _no_findings(name, programs((name,)))
 
 
-def _no_findings(name, drawn):
-    found = hunt(drawn, seed_=zlib.crc32(name.encode()), examples=1, shrink=False)
+def _no_findings(case, drawn):
+    found = hunt(drawn, seed_=zlib.crc32(case.encode()), examples=1, shrink=False)
     assert not found.findings, "\n\n".join(found.findings.values())
 
 
