@@ -24,6 +24,7 @@ OPERANDS: dict[str, Callable[[_Shape], _Shape]] = {
 
 # Primitives that do not take just one or two arrays of the same shape. Each program is tried on the dense
 # array first, and left out if that raises. Windows have at least one axis, as XLA crashes on none.
+# `tests/differential` reads the expressions, for programs with other operands.
 LISTED: dict[str, list[_Run]] = {
     "argmax": [lambda x: jnp.argmax(x, 0)],
     "argmin": [lambda x: jnp.argmin(x, 0)],
