@@ -23,82 +23,65 @@ class Disagreement(NamedTuple):
 
 
 def disagreement(
-    found: Any, expected: Any, *, dtypes: bool = True, weak_types: bool = False, **numbers: Any
-) -> Disagreement | None:
-    """How two trees of arrays differ; None if they agree.
-
-    **Arguments:**
-
-    - `dtypes`: whether dtypes must agree.
-    - `weak_types`: whether weak types must agree, of what has one.
-    - `numbers`: options of `disagreement_of_numbers`.
-    """
-    differs = disagreement_of_types(found, expected, dtypes=dtypes, weak_types=weak_types)
-    return differs or disagreement_of_numbers(found, expected, **numbers)
-
-
-def disagreement_of_types(
-    found: Any, expected: Any, *, dtypes: bool = True, weak_types: bool = False
-) -> Disagreement | None:
-    """How the structures, shapes and dtypes of two trees differ, of arrays or of their avals."""
-    trees = jtu.tree_structure(found), jtu.tree_structure(expected)
-    if trees[0] != trees[1]:
-        return Disagreement("structure", f"a result of structure {trees[0]} instead of {trees[1]}")
-    for where, a, b in _pairs(found, expected):
-        differs: dict[str, tuple[Any, Any]] = {"shape": (np.shape(a), np.shape(b))}
-        if dtypes and _has_numbers(b):
-            differs["dtype"] = (jnp.result_type(a), jnp.result_type(b))
-        if weak_types and _has_numbers(b) and hasattr(a, "weak_type"):
-            differs["weak type"] = (a.weak_type, b.weak_type)
-        for kind, (of_a, of_b) in differs.items():
-            if of_a != of_b:
-                return Disagreement(kind, f"{kind} {of_a} instead of {of_b}{where}")
-    return None
-
-
-def disagreement_of_numbers(
     found: Any,
     expected: Any,
     *,
+    dtypes: bool = True,
+    weak_types: bool = False,
     tolerance: float | int | None = None,
     scale: float | int = 0.0,
     nans: bool = True,
 ) -> Disagreement | None:
-    """How the numbers in two trees of arrays of the same shapes differ.
+    """How two trees of arrays differ, in their types before their numbers; None if they agree.
 
     **Arguments:**
 
+    - `dtypes`: whether dtypes must agree.
+    - `weak_types`: whether weak types must agree, of arrays that have one.
     - `tolerance`: the allowed difference, relative to the largest finite element. Default: by the dtypes.
     - `scale`: the size of the terms that were added up, for sums that nearly cancel.
     - `nans`: whether there must be a NaN wherever one is expected.
     """
-    for where, a, b in _pairs(found, expected):
-        if not _has_numbers(b) or not np.size(b):
-            continue
-        if jnp.issubdtype(jnp.result_type(b), jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        dtypes = jnp.result_type(a), jnp.result_type(b)
-        wide = np.complex128 if jnp.issubdtype(dtypes[1], jnp.complexfloating) else np.float64
-        x, y = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
-        largest = max(scale, np.abs(y[np.isfinite(y)]).max(initial=0.0))
-        allowed = max(map(_tolerance, dtypes)) if tolerance is None else tolerance
-        with np.errstate(invalid="ignore"):
-            wrong = (x != y) & ~(np.abs(x - y) <= allowed * largest + 1e-30)
-        wrong &= ~(np.isnan(y) & (np.isnan(x) | (not nans)))
-        if wrong.any():
-            at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            text = f"{int(wrong.sum())} of {wrong.size} elements differ, {x[at]:.6g} instead of {y[at]:.6g}"
-            return Disagreement("numbers", text + (f" at {at}" if at else "") + where)
+    trees = jtu.tree_structure(found), jtu.tree_structure(expected)
+    if trees[0] != trees[1]:
+        return Disagreement("structure", f"a result of structure {trees[0]} instead of {trees[1]}")
+    leaves = zip(jtu.tree_leaves_with_path(found), jtu.tree_leaves(expected), strict=True)
+    pairs = [(a, b, f" in result {jtu.keystr(path)}" if path else "") for (path, a), b in leaves]
+    for a, b, where in pairs:
+        types: dict[str, tuple[Any, Any]] = {"shape": (np.shape(a), np.shape(b))}
+        if dtypes and _has_numbers(b):
+            types["dtype"] = (jnp.result_type(a), jnp.result_type(b))
+        if weak_types and hasattr(a, "weak_type") and hasattr(b, "weak_type"):
+            types["weak type"] = (a.weak_type, b.weak_type)
+        for kind, (of_a, of_b) in types.items():
+            if of_a != of_b:
+                return Disagreement(kind, f"{kind} {of_a} instead of {of_b}{where}")
+    for a, b, where in pairs:
+        if _has_numbers(b) and np.size(b) and (text := _difference(a, b, tolerance, scale, nans)):
+            return Disagreement("numbers", text + where)
     return None
 
 
-def _pairs(found: Any, expected: Any) -> list[tuple[str, Any, Any]]:
-    """The leaves of two trees of the same structure, with words that say where they are."""
-    pairs = zip(jtu.tree_leaves_with_path(found), jtu.tree_leaves(expected), strict=True)
-    return [(f" in result {jtu.keystr(path)}" if path else "", a, b) for (path, a), b in pairs]
+def _difference(a: Any, b: Any, tolerance: float | int | None, scale: float | int, nans: bool) -> str:
+    if jnp.issubdtype(jnp.result_type(b), jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    dtypes = jnp.result_type(a), jnp.result_type(b)
+    wide = np.complex128 if jnp.issubdtype(dtypes[1], jnp.complexfloating) else np.float64
+    x, y = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
+    largest = max(scale, np.abs(y[np.isfinite(y)]).max(initial=0.0))
+    allowed = max(map(_tolerance, dtypes)) if tolerance is None else tolerance
+    with np.errstate(invalid="ignore"):
+        wrong = (x != y) & ~(np.abs(x - y) <= allowed * largest + 1e-30)
+    wrong &= ~(np.isnan(y) & (np.isnan(x) | (not nans)))
+    if not wrong.any():
+        return ""
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    where = f" at {at}" if at else ""
+    return f"{int(wrong.sum())} of {wrong.size} elements differ, {x[at]:.6g} instead of {y[at]:.6g}{where}"
 
 
 def _has_numbers(x: Any) -> bool:
+    """Not so are the gradients of integers."""
     return jnp.result_type(x) != jax.dtypes.float0
 
 
