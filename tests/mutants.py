@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.conftest  # noqa: F401  (the settings of JAX under test)
-from tests.conformance.weights import TYPES
+from tests.array_types import TYPES
 from tests.differential.program import classes_of
 from tests.fixtures import FIXTURES
 

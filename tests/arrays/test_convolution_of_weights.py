@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.conformance.weights import TYPES
+from tests.array_types import TYPES
 
 KEY = jax.random.key(0)
 LAYOUTS = {"oihw": ("NCHW", "OIHW", "NCHW"), "hwio": ("NHWC", "HWIO", "NHWC")}

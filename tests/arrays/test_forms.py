@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.conformance.weights import TYPES, WEIGHTS, WRAPPERS
+from tests.array_types import TYPES, WEIGHTS, WRAPPERS
 from tests.differential.compare import Finding, check, outcomes
 from tests.differential.program import Program, Step, result, under
 from tests.samples import normal

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.conformance.weights import WEIGHTS
+from tests.array_types import WEIGHTS
 from tests.samples import normal
 
 BIAS, ADDED = normal(4, 3), normal(4, 3, seed=1)

@@ -9,7 +9,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.interop import peft
 from quaxlike.interop.files.tensors import open_tensors
-from tests.conformance.weights import TYPES
+from tests.array_types import TYPES
 from tests.samples import normal
 
 

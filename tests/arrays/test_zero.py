@@ -13,7 +13,7 @@ import quaxlike as ql
 from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.primitives import classes
-from tests.conformance.weights import TYPES
+from tests.array_types import TYPES
 
 X = jnp.arange(1.0, 13.0).reshape(3, 4)
 ZERO = Zero((3, 4))

@@ -12,6 +12,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.testing import check_type, refuses
+from quaxlike.testing.compare import disagreement
 from quaxlike.testing.programs import LINEAR
 from tests.samples import wrong_types
 from tests.strict import strict
@@ -175,6 +176,33 @@ def test_a_seeded_mistake_is_found_and_named(cls, programs, culprit, default_pro
     assert report.failures, report
     assert all(lines.get(culprit, culprit) in found for found in culprits), (culprits, report)
     assert lines.get(culprit, culprit) in str(report)
+
+
+_X = np.array([1.0, np.nan, np.inf], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        ([_X], "structure"),
+        (_X[None], "shape"),
+        (_X.astype(np.float16), "dtype"),
+        (np.float32([1.0, 0.0, np.inf]), "numbers"),
+        (np.float32([1.0, np.nan, -np.inf]), "numbers"),
+        (np.float32([np.nan, np.nan, np.inf]), "numbers"),
+        (np.float32([1.001, np.nan, np.inf]), "numbers"),
+        (np.float32([1.0001, np.nan, np.inf]), None),
+    ],
+)
+def test_what_differs_is_told(found, kind):
+    assert getattr(disagreement(found, _X), "kind", None) == kind
+
+
+def test_weak_types_and_nans_count_if_asked():
+    weak = jnp.asarray(1.0)
+    assert not disagreement(weak, jnp.float32(1))
+    assert disagreement(weak, jnp.float32(1), weak_types=True).kind == "weak type"
+    assert not disagreement(np.float32([1.0, 0.0, np.inf]), _X, nans=False)
 
 
 def test_nothing_is_wrong_with_a_type_that_is_right(default_promotion):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-
-from .weights import WEIGHTS
+from tests.array_types import WEIGHTS
 
 PROGRAMS = {
     "x @ w.T": lambda w, x: jnp.matmul(x, jnp.swapaxes(w, -1, -2)),

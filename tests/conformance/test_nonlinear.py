@@ -8,13 +8,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
-import numpy as np
 import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.conformance.weights import WEIGHTS
+from quaxlike.testing.compare import disagreement
+from quaxlike.testing.hooks import Subject
+from tests.array_types import WEIGHTS
 from tests.samples import normal
 
 
@@ -46,15 +46,8 @@ def _of_arrays(name):
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_gradients(name, program, default_promotion):
-    leaves, treedef = jtu.tree_flatten(WEIGHTS[name]())
-    inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    varied, weight = Subject(WEIGHTS[name](), None).varied()
     y, s, z = normal(4, 4), jnp.array(1.5), normal(4, 4, seed=1)
-
-    def weight(varied):
-        rest = iter(varied)
-        return treedef.unflatten([next(rest) if is_ else x for is_, x in zip(inexact, leaves, strict=True)])
-
-    varied = [x for is_, x in zip(inexact, leaves, strict=True) if is_]
     with ql.on_materialise("allow"):
         quaxified = ql.quaxify(PROGRAMS[program])
         of_value = lambda varied, *args: _loss(ql.materialise(quaxified(weight(varied), *args)))
@@ -62,4 +55,4 @@ def test_gradients(name, program, default_promotion):
         dense, pull = jax.vjp(lambda varied: ql.materialise(weight(varied)), varied)
     value, (by_weight, *by_others) = _of_arrays(program)(dense, y, s, z)
     expected = value, (*pull(by_weight), *by_others)
-    jtu.tree_map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
+    assert not disagreement(found, expected, tolerance=2e-4)

@@ -5,12 +5,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.conformance.weights import TYPES, WEIGHTS
+from quaxlike.testing.compare import disagreement
+from tests.array_types import TYPES, WEIGHTS
 
 # Each applies a function of a vector under a transform, so that what the function makes belongs to it.
 TRANSFORMS = {
@@ -65,7 +65,7 @@ def test_keeps_its_type(name, origin, product, default_promotion):
         with ql.on_materialise("error"):
             for quaxified in (ql.quaxify(run), jax.jit(ql.quaxify(run))):
                 found = ql.materialise(quaxified(w if origin == "passed in" else None, x))
-                np.testing.assert_allclose(found, expected, 1e-4, 1e-5, err_msg=transform)
+                assert not disagreement(found, expected, tolerance=1e-4), transform
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -88,9 +88,7 @@ def test_gradients_by_the_leaves_of_one_that_is_made_inside(name, default_promot
         found = ql.quaxify(lambda moving: of(lambda w: w)(moving))(moving)
         jitted = ql.quaxify(lambda moving: jax.jit(of(lambda w: w))(moving))(moving)
     expected = of(ql.materialise)(moving)
-    for a, b, c in zip(found, jitted, expected, strict=True):
-        np.testing.assert_allclose(a, c, 1e-4, 1e-5)
-        np.testing.assert_allclose(b, c, 1e-4, 1e-5)
+    assert not disagreement([found, jitted], [expected, expected], tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -124,7 +122,7 @@ def test_a_model_that_is_closed_over():
             ql.quaxify(lambda tokens: jax.vmap(model)(tokens))(tokens),
             ql.quaxify(lambda tokens: jax.lax.map(jax.checkpoint(lambda i: model(i)), tokens))(tokens),
         ):
-            np.testing.assert_allclose(found, expected, 1e-4, 1e-5)
+            assert not disagreement(found, expected, tolerance=1e-4)
 
 
 @pytest.mark.quick(11)

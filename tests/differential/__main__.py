@@ -11,7 +11,7 @@ import sys
 import time
 
 import tests.conftest  # noqa: F401  (the settings of JAX under test)
-from tests.conformance.weights import TYPES
+from tests.array_types import TYPES
 
 from .hunt import Tally, hunt_for
 

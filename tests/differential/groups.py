@@ -18,7 +18,6 @@ jnp.linalg.cholesky(x @ x.T + 3 * jnp.eye(x.shape[0]))
 jnp.linalg.cholesky(abs(x) + 3 * jnp.eye(x.shape[-1]), upper=True, symmetrize_input=True)
 jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(x @ x.T + 3 * jnp.eye(x.shape[0])), y)
 jax.scipy.linalg.lu(x + 3 * jnp.eye(x.shape[-1]))[{n}]
-jax.scipy.linalg.lu_solve(jax.scipy.linalg.lu_factor(x), y)
 jnp.linalg.qr(x)[0] @ y
 abs(jnp.linalg.qr(x)[1])
 jnp.linalg.eigvalsh(x + x.T)

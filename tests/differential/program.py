@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.core.values import aval_of
-from tests.conformance.weights import TYPES, WEIGHTS
+from tests.array_types import TYPES, WEIGHTS, parts
 
 from .groups import GROUPS
 from .operations import (
     HOLES,
-    LISTED,
     OPERANDS,
     VALUE,
     filled,
     function_of,
     holes_of,
     lines,
+    listed,
     operands_of,
     operations,
 )
@@ -268,11 +268,6 @@ def _by_primitive(name: str) -> Mapping[str, tuple[str, ...]]:
     return {p: texts for p, texts in table.items() if texts}
 
 
-def parts(x: Any) -> list[Any]:
-    """A Value and the Values that it is made of."""
-    return [x, *(v for part in vars(x).values() for v in parts(part))] if ql.is_value(x) else []
-
-
 @functools.cache
 def classes_of(name: str) -> frozenset[type]:
     """The classes that a value of the type is made of."""
@@ -343,14 +338,14 @@ def programs(
 
 def _listed(texts: tuple[str, ...], with_value: bool) -> tuple[str, ...]:
     """Those that are listed, or if there are any those with another Value; else all."""
-    listed = tuple(text for text in texts if text in lines(LISTED))
-    of_two = tuple(text for text in listed if VALUE in operands_of(text))
-    return (of_two if with_value else ()) or listed or texts
+    usual = tuple(text for text in texts if text in listed())
+    of_two = tuple(text for text in usual if VALUE in operands_of(text))
+    return (of_two if with_value else ()) or usual or texts
 
 
 @st.composite
 def of_each_rule(
-    draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), common: int = 2, share: int = 1
+    draw: st.DrawFn, names: tuple[str, ...] = tuple(TYPES), common: int = 2, share: int = 1, numbers: str = ""
 ) -> tuple[Program, ...]:
     """Operations that bind the primitives that a type has rules for, and its transforms, one by one.
 
@@ -362,7 +357,7 @@ def of_each_rule(
     x64 = draw(st.sampled_from([True, True, True, False]))
     out: list[Program] = []
     with under(x64):
-        shape, dtype = _shape_dtype(_value(name, 0, x64))
+        shape, dtype = _shape_dtype(_value(name, 0, x64, numbers))
         table = _by_primitive(name) or {"any": tuple(sorted(operations()))}
         usual = [primitive for primitive in COMMON if primitive in table] or sorted(table)
         taken = lambda: draw(st.integers(0, (share if len(table) < 80 else 4 * share) - 1)) == 0
@@ -384,6 +379,6 @@ def of_each_rule(
                     step, inner, jax.ShapeDtypeStruct(shape, dtype), x64
                 ):
                     outer = ("grad_and_result",)
-                    out.append(Program(name, (step,), inner, outer, True, x64, len(out), origin))
+                    out.append(Program(name, (step,), inner, outer, True, x64, len(out), origin, numbers))
                     break
     return tuple(out)

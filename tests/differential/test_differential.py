@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import quaxlike as ql
-from tests.conformance.weights import TYPES, WEIGHTS
+from tests.array_types import TYPES, WEIGHTS, parts
 
 from .faults import FAULTS
 from .hunt import hunt
 from .operations import operations
-from .program import of_each_rule, parts, programs, under
+from .program import NUMBERS, of_each_rule, programs, under
 
 ARRAYS = Path(ql.__file__).parent / "arrays"
 
@@ -22,7 +22,7 @@ PADDED = ("SparseArray, stacked", "SparseArray, stacked matrices")
 
 # What no function of `jax.numpy` or `lax` binds on its own: transforms do, or other functions; and what is
 # left out of the programs, as it may never end.
-NOT_OPERATIONS = {"add_any", "sharding_constraint", "jit", "geqrf", "eq_to", "le_to", "lt_to", "svd"}
+NOT_OPERATIONS = {"add_any", "sharding_constraint", "geqrf", "eq_to", "le_to", "lt_to", "svd"}
 
 
 @pytest.mark.slow
@@ -33,14 +33,21 @@ def test_every_rule(name):
     _no_findings(name, of_each_rule((name,), common, share))
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("numbers", list(NUMBERS)[1:])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_rules_on_other_numbers(name, numbers):
+    _no_findings(f"{name}, {numbers}", of_each_rule((name,), 1, 12, numbers))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TYPES if " of " in name])
 def test_programs(name):
     _no_findings(name, programs((name,)))
 
 
-def _no_findings(name, drawn):
-    found = hunt(drawn, seed_=zlib.crc32(name.encode()), examples=1, shrink=False)
+def _no_findings(case, drawn):
+    found = hunt(drawn, seed_=zlib.crc32(case.encode()), examples=1, shrink=False)
     assert not found.findings, "\n\n".join(found.findings.values())
 
 

@@ -125,9 +125,7 @@ def test_each_of_two_processes_is_killed(command, tmp_path):
                 pytest.fail("\n\n".join(printed))
             time.sleep(0.05)
         killed.kill()
-        since = time.monotonic()
         printed = other.communicate(timeout=60)[0]
-        assert time.monotonic() - since < 60
         assert other.returncode not in (0, 2), printed
         assert "heartbeat" in printed or victim == 0  # JAX names a process that it has lost
         killed.communicate()

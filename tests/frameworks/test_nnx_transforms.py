@@ -8,7 +8,7 @@ from flax import nnx
 
 import quaxlike as ql
 from quaxlike.testing.layers import LAYERS
-from tests.conformance.weights import WEIGHTS
+from tests.array_types import WEIGHTS
 
 pytestmark = pytest.mark.frameworks
 

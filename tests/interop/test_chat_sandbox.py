@@ -1,7 +1,5 @@
 """Chat templates that are damaged, or made to fill the memory."""
 
-import time
-
 import pytest
 
 from quaxlike.interop import CheckpointError
@@ -92,12 +90,11 @@ TOO_LARGE = [
 @pytest.mark.parametrize("text", TOO_LARGE)
 def test_too_large(text, render):
     most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    before, start = most(), time.perf_counter()
+    before = most()
     with pytest.raises(
         ValueError, match=r"rejects this conversation: (it makes|.*too big|.*undefined|.*supported)"
     ):
         render(text)
-    assert time.perf_counter() - start < 5
     assert most() - before < 400 << 10  # kibibytes, on Linux
 
 

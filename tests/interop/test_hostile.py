@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 
 import equinox as eqx
 import jax
@@ -49,11 +48,10 @@ def adapter(tmp_path):
     ],
 )
 def test_expressions_that_backtrack(entries, adapter):
+    """With exponentially many steps this would never end."""
     folder, model = adapter(**entries)
-    start = time.perf_counter()
     with contextlib.suppress(CheckpointError):
         peft.load_adapter(folder, model)
-    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("pattern", ["(", "a{999999999999}", r"(a)\1"])

@@ -10,7 +10,7 @@ import quaxlike as ql
 from quaxlike.arrays.unitful import Unit, Unitful
 from quaxlike.arrays.zero import Zero
 from quaxlike.sharding import shard, specs_for
-from tests.conformance.weights import TYPES
+from tests.array_types import TYPES
 from tests.differential.program import under
 from tests.samples import normal
 

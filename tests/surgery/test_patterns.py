@@ -1,6 +1,5 @@
 import contextlib
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -43,10 +42,9 @@ def test_what_stands_before(pattern: str, text: str):
 
 
 @pytest.mark.parametrize("pattern", ["(.*)*!", "((((a*)*)*)*)*b", r"(a|a)*b", r"(?=(a*)*b)a", "(.*.*.*)*,"])
-def test_time_is_linear(pattern: str):
-    start = time.perf_counter()
+def test_steps_are_linear(pattern: str):
+    """Otherwise they would be more than are allowed."""
     assert not fullmatch(pattern, "a" * 200)
-    assert time.perf_counter() - start < 2
 
 
 EMPTY = ["(?:){2000000000}x", "((?:){2000}){2000000}x", "(|){9999}x", "(?:(?:)*){1000000}x"]
@@ -54,20 +52,16 @@ EMPTY = ["(?:){2000000000}x", "((?:){2000}){2000000}x", "(|){9999}x", "(?:(?:)*)
 
 @pytest.mark.parametrize("pattern", EMPTY)
 def test_empty_expressions_add_nothing(pattern: str):
-    start = time.perf_counter()
     try:
         assert not fullmatch(pattern, "a" * 50)
     except PatternError:
         assert pattern not in EMPTY[:2]
-    assert time.perf_counter() - start < 2
 
 
 @pytest.mark.parametrize("pattern", [".*" * 900 + "x", "a?" * 900 + "x", "(?=.*.*.*.*x)*" * 20 + "a" * 41])
 def test_steps_are_limited(pattern: str):
-    start = time.perf_counter()
     with pytest.raises(PatternError, match="takes more than 50,000 steps on 'aaa"):
         fullmatch(pattern, "a" * 400)
-    assert time.perf_counter() - start < 2
 
 
 @pytest.mark.parametrize(

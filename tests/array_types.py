@@ -1,8 +1,9 @@
 """Every shipped array type, one line each: in this table it is held to all that the tests ask of a type.
 
 `WEIGHTS` are the weights of shape (4, 4) that layers of models may hold, `CORNERS` other shapes and dtypes.
-`nested` puts each wrapper around each weight. An entry makes another value for another seed `k`; its dtype
-is that of Python's `float`, float64 if 64-bit types are on.
+`nested` puts each wrapper around each weight. `STRICT` are the tests' own, which no transform may lose. An
+entry makes another value for another seed `k`; its dtype is that of Python's `float`, float64 if 64-bit types
+are on.
 """
 
 import functools
@@ -16,9 +17,9 @@ from jax import Array
 import quaxlike as ql
 from quaxlike.arrays import named, sparse, structured, unitful, zero
 from quaxlike.arrays.lora import LoraBias
+from tests import users
 from tests.samples import normal
-
-from . import users
+from tests.strict import product, strict, strict_pair
 
 Make = Callable[..., Any]
 
@@ -164,7 +165,7 @@ CORNERS: dict[str, Make] = {
     "SparseArray, integers": lambda k=0: ql.SparseArray.from_dense(_integers(k, 3, 4)),
     "SparseArray, booleans": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) != 0),
     "SparseArray, complex": lambda k=0: ql.SparseArray.from_dense(_pruned(k, 3, 4) * (1 + 2j), density=0.5),
-    "OneHotVector": lambda k=0: sparse.OneHotVector(_dense(k)[0, 0], 2, length=6),
+    "OneHotVector": lambda k=0: sparse.OneHotVector(_dense(k)[0, 0], 2 + k % 2, length=4),
     "OneHotVector, stacked": lambda k=0: sparse.OneHotVector(_dense(k, 2), jnp.array([3, 0]), length=6),
     "OneHotVector, out of bounds": lambda k=0: sparse.OneHotVector(_dense(k)[0, 0], 7, length=6),
     "OneHotVector, integers": lambda k=0: sparse.OneHotVector(5, 2, length=6),
@@ -188,6 +189,9 @@ CORNERS: dict[str, Make] = {
     "NamedArray, names": lambda k=0: named.NamedArray(_dense(k, 3, 4), ("i", "j")),
     "Unitful, metres": lambda k=0: unitful.Unitful(_dense(k), "m"),
     "Unitful, scalar": lambda k=0: unitful.Unitful(_dense(k)[0, 0], "m"),
+    "NamedArray of Unitful of BlockSparseArray": lambda k=0: named.NamedArray(
+        unitful.Unitful(_blocks(k), "m"), ("in", "in")
+    ),
     "Unitful of OneHotVector": lambda k=0: unitful.Unitful(
         sparse.OneHotVector(_dense(k)[0, 0], 2, length=6), "m"
     ),
@@ -242,4 +246,12 @@ def _wrapped(wrap: Callable[[Any, int], Any], make: Make, k: int = 0) -> Any:
     return wrap(make(k), k)
 
 
+STRICT: dict[str, Make] = {
+    make.__name__: lambda k=0, make=make: make(_dense(k, 4)) for make in (strict, strict_pair, product)
+}
 TYPES: dict[str, Make] = nested() | WEIGHTS | CORNERS
+
+
+def parts(x: Any) -> list[Any]:
+    """A Value and the Values that it is made of."""
+    return [x, *(v for part in vars(x).values() for v in parts(part))] if ql.is_value(x) else []
