@@ -24,13 +24,12 @@ def test_the_record_and_its_page_are_of_the_rows_of_today():
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", RECORD)
 def test_no_recorded_row_spills_or_makes_a_dense_copy(name):
-    """Nor, of quantised weights, temporaries of this size; and each row was compiled."""
+    """Nor the library more than it is allowed; and each row was compiled."""
     for row, figures in zip(compiled_rows.rows(TARGETS[name].platform), RECORD[name]["rows"], strict=True):
         assert "error" not in figures
         assert kernels_check.problems(name, figures, figures) == []
-        assert figures["temporaries"] < row.dense_bytes
-        if row.weight_bytes == row.dense_bytes:
-            assert figures["of_the_weight"] < 1
+        assert figures.get("spills", 0) <= 24  # of adapters, for 64 rows
+        assert figures["temporaries"] < (row.dense_bytes if figures["fused"] else kernels_check._LIBRARY_BYTES)
 
 
 @pytest.mark.parametrize("name", RECORD)
@@ -42,8 +41,8 @@ def test_block_sparse_rows_in_half_precision_are_kernels_without_temporaries(nam
 
 
 def test_warpgroups_multiply_asynchronously():
-    wide = [row for row in RECORD["h100"]["rows"] if row["fused"] and "M = 512" in row["row"]]
-    assert len(wide) >= 6
+    wide = [row for row in RECORD["h100"]["rows"] if row["fused"] and "M = 256" in row["row"]]
+    assert len(wide) >= 4
     assert not any(row["serialized"] for row in wide)
     figures = wide[0] | {"serialized": 1}
     assert "the assembler serializes them" in kernels_check.problems("h100", figures, wide[0])[0]
@@ -53,7 +52,7 @@ def test_warpgroups_multiply_asynchronously():
 def test_no_recorded_kernel_needs_a_copy_of_its_weight(name):
     fused = [row for row in RECORD[name]["rows"] if row["fused"]]
     # For many rows activations are copied, and terms of the result are in float32.
-    many = [row for row in fused if "M = 512" in row["row"]]
+    many = [row for row in fused if row["row"].endswith(("M = 128", "M = 256"))]
     assert max(row["of_the_weight"] for row in fused if row not in many) < 0.05
     assert max((row["of_the_weight"] for row in many), default=0) <= 0.5
     assert {"BlockArray mxfp4, x @ W 14336×4096, M = 16", "NF4, x @ W 14336×4096, M = 64"} <= {
@@ -99,11 +98,13 @@ def test_what_counts_as_worse():
     assert "registers 128, recorded were 80" in said
     assert "temporaries 134217728, recorded were 0" in said
     assert "no kernel of ours runs" in said
-    name = next(row for row in compiled_rows.rows("cuda") if row.operation == "int8").name
-    copied = {"row": name, "fused": False, "temporaries": 2 * 14336 * 4096}
-    assert kernels_check.problems("a100", copied, copied) == [
-        f"a100, {name}: temporaries 117440512, as much as a dense copy of the weight in bfloat16 (117440512)"
-    ]
+    dense = 2 * 14336 * 4096
+    for operation, fused, most in (("NF4", True, dense), ("int8", False, 2**28)):
+        name = next(row for row in compiled_rows.rows("cuda") if row.operation == operation).name
+        copied = {"row": name, "fused": fused, "temporaries": most}
+        assert kernels_check.problems("a100", copied, copied) == [
+            f"a100, {name}: temporaries {most}, allowed are less than {most}"
+        ]
     failed = {"row": "NF4", "error": "LLVM ERROR"}
     assert kernels_check.problems("a100", failed, row) == ["a100, NF4: LLVM ERROR"]
     assert kernels_check.problems("a100", failed, failed) == []
