@@ -12,9 +12,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from ..sharding import constrain, fsdp, shard
-from ..sharding.layouts import divides_layers
 from ..sharding.meshes import MODEL_AXES, mesh_from_text
 from ..sharding.reading import usual_rule
+from ..sharding.rules import divides_layers
 from .settings import FinetuneError, Settings
 
 _Tree = TypeVar("_Tree")
@@ -84,13 +84,8 @@ class Devices:
     """The devices of a run, and how its arrays are spread over them.
 
     Along a mesh axis called model, tensor or tp, layers are split as by `tensor_parallel`; along all others,
-    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`.
-
-    **Arguments:**
-
-    - `settings`: of the run.
-
-    **Raises:** `FinetuneError` for a mesh that does not fit the devices.
+    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`. Raises
+    `FinetuneError` for a mesh that does not fit the devices.
     """
 
     def __init__(self, settings: Settings) -> None:

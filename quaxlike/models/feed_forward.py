@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..sharding.experts import sum_over_experts
-from ..sharding.explicit import whole_rows
+from ..sharding.meshes import whole_rows
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ..core.quaxify import quaxify
 from ..kernels.multilinear import varying_zeros
-from .explicit import divided_along
-from .meshes import expert_axis, mesh_of
+from .meshes import divided_along, expert_axis, mesh_of
 
 _Experts = TypeVar("_Experts")
 
@@ -28,13 +27,9 @@ def sum_over_experts(
     """Sums the outputs of the experts chosen for each token, weighted by their shares.
 
     On a mesh whose devices can share the experts evenly ([`quaxlike.sharding.expert_parallel`][]), each
-    device runs its own experts on all tokens, and one sum over devices follows. No weights move.
-
-    **Arguments:**
-
-    - `one`: called with an expert and tokens; returns an array of the tokens' shape.
-    - `experts`: all `count` experts, along the first axis of every array and Value in it.
-    - `chosen`, `share`: for each token, the numbers of its experts, and the factors of their outputs.
+    device runs its own experts on all tokens, and one sum over devices follows. No weights move. `one` maps
+    an expert and tokens to an array of the tokens' shape; every array and Value in `experts` has all `count`
+    of them along its first axis.
     """
     mesh = mesh_of((experts, x))
     axis = None if mesh is None else expert_axis(mesh, count)

@@ -89,11 +89,13 @@ def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
             return eqx.combine(found, rest)
         ```
     """
-    return _each(model, mesh, specs, _shaped)
+    shapes = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x, model)
+    put = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return _each(shapes, mesh, specs, put)
 
 
-def _shaped(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def _is_array(x: Any) -> bool:
+    return eqx.is_array(x) or isinstance(x, np.ndarray | jax.ShapeDtypeStruct)
 
 
 @checked
@@ -160,18 +162,25 @@ def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) 
 
 
 def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any], Any]) -> Any:
-    """Places one leaf. `spec` is the logical array's, None, or a Value with a spec for each leaf."""
-    if not (is_value(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)):
+    if not (is_value(leaf) or _is_array(leaf)):
         return leaf
-    specs = spec if is_value(spec) else leaf_specs_of(name, leaf, spec)
-    if is_value(leaf) and jtu.tree_structure(specs) != jtu.tree_structure(leaf):
-        leaf = unnested(leaf) if put is not _shaped else eqx.filter_eval_shape(unnested, leaf)
-    if (reason := refusal(leaf, specs, mesh)) is not None:
-        raise ValueError(f"{name}{reason}")
+    leaf, specs = spread(name, leaf, spec, mesh)
     return jtu.tree_map(lambda x, own: put(x, jax.NamedSharding(mesh, own)), leaf, specs)
 
 
-def refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
+def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
+    """An array, or a Value in the form in which it is spread over the mesh, and its specs; arrays may be
+    shapes. Raises `ValueError` if the devices cannot share it evenly."""
+    specs = leaf_specs_of(name, leaf, spec)
+    if is_value(leaf) and jtu.tree_structure(specs) != jtu.tree_structure(leaf):
+        are_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves(leaf))
+        leaf = eqx.filter_eval_shape(unnested, leaf) if are_shapes else unnested(leaf)
+    if (reason := _refusal(leaf, specs, mesh)) is not None:
+        raise ValueError(f"{name}{reason}")
+    return leaf, specs
+
+
+def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
     """Why an array cannot be spread over a mesh by these specs, as the end of a sentence that starts with its
     name; None if it can."""
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
