@@ -36,21 +36,13 @@ def merged(settings: Settings) -> Path:
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
-    """Fine-tunes a checkpoint, and writes the adapter to `settings.output`.
+    """Fine-tunes a checkpoint, and writes the adapter to `settings.output`. A stopped run with the same
+    settings that is there is resumed.
 
-    **Arguments:**
+    **Returns:** the metrics on held-out data, `"before"` and `"after"`.
 
-    - `settings`: of the run. If `settings.output` holds a stopped run with the same settings, it is resumed.
-    - `console`: the console to print progress to.
-
-    **Returns:**
-
-    The metrics on held-out data, `"before"` and `"after"`.
-
-    **Raises:**
-
-    `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run cannot start;
-    nothing is written then.
+    **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run
+    cannot start; nothing is written then.
     """
     devices = Devices(settings)
     with contextlib.ExitStack() as held:

@@ -50,15 +50,7 @@ class Memory(NamedTuple):
 
 
 class Program:
-    """The update of the state by one batch, compiled for each shape of batches.
-
-    **Arguments:**
-
-    - `task`: its loss.
-    - `optimiser`: of `State`.
-    - `settings`: of the run.
-    - `devices`: the devices that it runs on.
-    """
+    """The update of the state by one batch, compiled for each shape of batches."""
 
     def __init__(
         self, task: AbstractTask, optimiser: optax.MultiSteps, settings: Settings, devices: Devices

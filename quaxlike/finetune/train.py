@@ -57,17 +57,8 @@ def steps_of(settings: Settings, n: int) -> int:
 
 
 class Training:
-    """A run of `steps` steps on examples.
-
-    **Arguments:**
-
-    - `task`, `settings`: of the run.
-    - `frozen`: the part of the model that is not trained.
-    - `examples`: the examples that batches are drawn from.
-    - `steps`: of the whole run.
-    - `max_length`: of a text, in tokens.
-    - `devices`: the devices that it runs on.
-    """
+    """A run of `steps` steps on batches of these examples; `frozen` is the part of the model that is not
+    trained."""
 
     def __init__(
         self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: Settings, *,
