@@ -22,16 +22,8 @@ class Task(NamedTuple):
 
 
 def load_tasks(seed: int) -> tuple[Task, Task]:
-    """Loads the upright and the rotated task, with the same digits held out from both.
-
-    **Arguments:**
-
-    - `seed`: determines which 30 % of the 1,797 images are held out.
-
-    **Returns:**
-
-    The task of upright digits, and that of the same digits a quarter turn to the left.
-    """
+    """The task of upright digits, and that of the same digits a quarter turn to the left. The same 30 % of
+    the 1,797 images are held out from both."""
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
     labels = labels.astype(np.int32)

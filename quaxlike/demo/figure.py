@@ -82,14 +82,8 @@ def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Imag
 
 
 def save_figure(path: Path, adapted: list[Result], upright: Images, turned: Images) -> None:
-    """Writes the figure as a PNG.
-
-    **Arguments:**
-
-    - `path`: of the file.
-    - `adapted`: the methods, which are compared with the first; the predictions of the last are shown.
-    - `upright`, `turned`: the held-out images of these predictions, as they were and as the models see them.
-    """
+    """Writes the figure as a PNG. The methods are compared with the first, and the predictions of the last
+    shown: for `upright` images, which the models see `turned`."""
     figure = Figure(figsize=(11, 7.2), dpi=130, layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1.15], squeeze=False)[:, 0]
     losses, memory = upper.subplots(1, 2)

@@ -14,14 +14,7 @@ from .report import results_table, rules_table
 
 
 def show(*, seed: int, steps: int, output: Path) -> None:
-    """Trains, adapts three ways, prints the tables and writes `demo.png` to a directory.
-
-    **Arguments:**
-
-    - `seed`: of data, weights and batches.
-    - `steps`: of each of the four training runs.
-    - `output`: an existing directory.
-    """
+    """Trains, adapts three ways, prints the tables and writes `demo.png` to a directory."""
     console = Console()
     upright, rotated = load_tasks(seed)
     model = VisionTransformer(key=jax.random.key(seed))

@@ -57,14 +57,7 @@ def fit(
 ) -> Fit:
     """Trains the arrays that the filter selects, by AdamW with a warm-up and cosine schedule.
 
-    **Arguments:**
-
-    - `model`: its weights may be of any type.
-    - `trainable`: a tree like `model`, `True` on the arrays to train.
-    - `digits`: the digits that batches are drawn from.
-    - `steps`, `learning_rate`, `batch_size`: the optimiser's; the learning rate is the peak.
-    - `seed`: of the batches.
-    - `on_step`: called with the loss of each step.
+    Weights may be of any type. `on_step` is called with the loss of each step.
     """
     start = time.perf_counter()
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)

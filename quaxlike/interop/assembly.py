@@ -24,15 +24,8 @@ def tensors_of(
 ) -> dict[str, list[str]]:
     """The tensors of a file that make up each array of a model.
 
-    **Arguments:**
-
-    - `wanted`: the names of the arrays.
-    - `names`: the names of the tensors.
-    - `source`: the name of the file in errors.
-    - `published`: returns the tensors of an array that the file does not store under its own name.
-    - `optional`: tensors that are not needed but may be present.
-
-    **Raises:** `CheckpointError` for a missing or superfluous name.
+    `published` returns those of an array that the file does not store under its own name; those in `optional`
+    may be present. Raises `CheckpointError`, which names `source`, for any other missing or superfluous name.
     """
     files = {name: name for name in names}
     sources = {name: [name] if name in files else published(name) for name in wanted}

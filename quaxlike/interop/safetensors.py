@@ -159,10 +159,8 @@ def load(
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """Finds the Values in a file that `save` wrote.
-
-    **Returns:** functions that read them, by name; and the names of their tensors.
-    """
+    """The Values in a file that `save` wrote, as functions that read them, by name; and the names of their
+    tensors."""
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
     def names_in(node: Any) -> None:
@@ -191,10 +189,8 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
         return {}
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     if manifest.get("version") != _VERSION:
-        raise tensors.error(
-            "version",
-            f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}",
-        )
+        problem = f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}"
+        raise tensors.error("version", problem)
     values = manifest.get("values")
     if not isinstance(values, dict):
         raise tensors.error("values", "the manifest must hold an object here")
@@ -243,10 +239,8 @@ def _shipped_types() -> _Types:
 
 
 def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
-    """The node for `x`. Passes its arrays to `put`, under names that begin with `name`.
-
-    **Raises:** `TypeError` for a value that a file cannot hold.
-    """
+    """The node for `x`, whose arrays are passed to `put`, under names that begin with `name`. Raises
+    `TypeError` for a value that a file cannot hold."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         put(name, np.asarray(jax.random.key_data(x)))
         return {"key": name, "impl": str(jax.random.key_impl(x))}
@@ -274,10 +268,8 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
 
 
 def _decode(node: Any, types: _Types, get: Callable[[str], Any]) -> Any:
-    """The inverse of `_encode`; `get` returns a tensor by its name.
-
-    **Raises:** `ValueError` for a node that `_encode` does not write, or an inconsistent value.
-    """
+    """The inverse of `_encode`; `get` returns a tensor by its name. Raises `ValueError` for a node that
+    `_encode` does not write, or an inconsistent value."""
     if not isinstance(node, dict):
         raise ValueError(f"expected an object, found {type(node).__name__}")
     match node:

@@ -101,15 +101,9 @@ def _write_folder(
 
 
 def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Writes weights to a folder in the format for their types, with copies of another checkpoint's
-    tokeniser, templates, generation settings and modules of sentence-transformers. What the folder had of
-    these is replaced, or removed.
-
-    **Arguments:**
-
-    - `source`: the other checkpoint.
-    - `directory`: the folder to write to, which is created if it does not exist.
-    - `mapping`, `config`: as for `save`.
+    """Writes weights to a folder in the format for their types, with copies of the tokeniser, templates,
+    generation settings and modules of sentence-transformers in `source`, another checkpoint. What the folder
+    had of these is replaced, or removed.
 
     **Raises:** `CheckpointError` for types that no format takes, and for a file to copy that is no regular
     one in the folder; nothing is written then.

@@ -19,14 +19,8 @@ _PROBE = "\ue000probe\ue001"
 def find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
     """The start and end of each answer in the text of a conversation.
 
-    An answer starts where the prompt for it ends, and ends with its turn.
-
-    **Arguments:**
-
-    - `render`: the text of messages, as a function of them and of whether a prompt for an answer follows.
-    - `messages`: the conversation.
-
-    **Raises:** `ValueError` if an answer cannot be found.
+    An answer starts where the prompt for it ends, and ends with its turn. `render` is a function of messages
+    and of whether a prompt for an answer follows. Raises `ValueError` if an answer cannot be found.
     """
     whole, closing = render(messages, False), _closing(render, messages)
     spans, after = [], 0

@@ -13,13 +13,7 @@ _MAX_LEVELS = 64  # of lists and objects within each other
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes.
-
-    **Arguments:**
-
-    - `path`: the file, for messages.
-    - `text`: the bytes.
-    - `what`: the name of the text in messages, such as "the index".
+    """A JSON object from untrusted bytes, which messages call `what` and place in the file `path`.
 
     **Raises:** `CheckpointError` if it is not a JSON object, has a name twice, or would take much more memory
     than the text.

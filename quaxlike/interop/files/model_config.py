@@ -24,17 +24,11 @@ class Config:
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
-        """Reads the fields from `config`, with their defaults where absent.
+        """Reads the fields from `config`, with their defaults where absent. `required` has the values that
+        other entries must have if they are present; a tuple lists several.
 
-        **Arguments:**
-
-        - `config`: the entries by name.
-        - `label`: the name of the model in error messages. Default: the name of the class.
-        - `required`: values that other entries must have if they are present. A tuple lists several.
-
-        **Raises:**
-
-        `UnsupportedConfigError` for an entry with another value, or a missing entry without a default.
+        **Raises:** `UnsupportedConfigError`, which names `label`, for an entry with another value, or a
+        missing entry without a default.
         """
         label = label or cls.__name__
         for name, allowed in required.items():
@@ -66,10 +60,7 @@ def is_finite(x: Any) -> bool:
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """Reads an entry that must be a whole number if it is present.
-
-    **Raises:** `UnsupportedConfigError`.
-    """
+    """An entry that must be a whole number if it is present. Raises `UnsupportedConfigError`."""
     value = entries.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise refused(name, value, label, "whole numbers that are not negative")

@@ -53,14 +53,8 @@ def _read(layer: Layer, tile: list[int] | None) -> Any:
 
 
 def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_block: int | None = None) -> Any:
-    """A weight in float8_e4m3fn.
-
-    **Arguments:**
-
-    - `suffix`: of its scales: a single one, one per row, one per tile, or one per row and `column_block`
-        columns.
-    - `tile`: the rows and columns that share a scale.
-    """
+    """A weight in float8_e4m3fn, and its scales: a single one, one per row, one per `tile` of rows and
+    columns, or one per row and `column_block` columns."""
     n, k = layer.shape("weight", 2)
     shapes: dict[tuple[int, ...], list[int] | None]
     shapes = {(): None, (1,): None, (1, 1): None, (n, 1): None, (n,): None}

@@ -69,12 +69,7 @@ class Format:
 
 
 class Layer:
-    """The tensors of one layer of a checkpoint, by suffix.
-
-    **Attributes:**
-
-    - `name`: of the layer, without a trailing dot; `at(suffix)` is the name of a tensor.
-    """
+    """The tensors of one layer of a checkpoint, by suffix: `at(suffix)` is the name of one."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
         self.tensors = tensors

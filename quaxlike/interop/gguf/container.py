@@ -213,11 +213,8 @@ def _place(
         else:
             nbytes = math.prod(shape) * _PLAIN[kind].itemsize
         if offset % alignment or start + offset + nbytes > file.size:
-            raise file_error(
-                path,
-                name,
-                f"{nbytes:,} bytes at {offset:,} are not in the file, or not aligned to {alignment}",
-            )
+            problem = f"{nbytes:,} bytes at {offset:,} are not in the file, or not aligned to {alignment}"
+            raise file_error(path, name, problem)
         out[name] = _Tensor(file, kind, shape, start + offset, nbytes)
     end = 0
     for name, tensor in sorted(out.items(), key=lambda item: (item[1].start, item[1].nbytes)):

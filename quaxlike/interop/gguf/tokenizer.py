@@ -47,14 +47,8 @@ LONGEST = 1_024
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of `tokenizer.json` for the vocabulary of a GGUF file.
-
-    **Arguments:**
-
-    - `path`: the name of the file in errors.
-    - `metadata`: its keys and values: byte-level BPE ("gpt2") or SentencePiece ("llama").
-
-    **Returns:** an object for `tokenizers.Tokenizer.from_str(json.dumps(…))`.
+    """The contents of `tokenizer.json`, for `tokenizers.Tokenizer.from_str(json.dumps(…))`, from the metadata
+    of a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
     **Raises:** `CheckpointError` for another kind of vocabulary, or an inconsistent one.
     """
@@ -203,14 +197,8 @@ def vocabulary_of(
     templates: Mapping[str, str],
     special: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file.
-
-    **Arguments:**
-
-    - `folder`: the checkpoint, with `tokenizer.json`.
-    - `config`: its `config.json`, for special tokens that the tokeniser does not name.
-    - `rows`: the number of rows of the embedding. Rows without a token get one that no text has.
-    - `templates`, `special`: its chat templates, and its special tokens, by name.
+    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file. Each
+    of the `rows` of the embedding is a token; those without one get one that no text has.
 
     **Raises:** `FileNotFoundError` without `tokenizer.json`; `CheckpointError` for a tokeniser that is
     damaged, or that llama.cpp would not follow.

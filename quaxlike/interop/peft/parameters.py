@@ -82,13 +82,8 @@ def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
     """The stacks whose experts have separate adapters in the file, with the layers of their matrices.
-
-    **Arguments:**
-
-    - `adapters`: the layers of the file.
-    - `stacks`: of the model; a mapping from their names in the file to those in the model.
-    - `tensors_of`: returns the tensors of files that make up an array of the model, by its name.
-    """
+    `stacks` maps their names in the file to those in the model, and `tensors_of` these to the tensors of
+    published files."""
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}
     return apart if {layer for own in apart.values() for layer in own} & set(adapters) else {}
