@@ -60,7 +60,6 @@ class Tokens:
 
     @functools.cached_property
     def chat(self) -> Any:
-        """The chat template of the checkpoint."""
         try:
             from ..interop.chat import ChatTemplate
         except ModuleNotFoundError as error:

@@ -58,14 +58,11 @@ class Follower:
     def entries(self) -> list[dict[str, Any]]:
         return []
 
-    def save(self, step: int, state: PyTree) -> None:
-        """Does nothing: the main process saves."""
+    def save(self, step: int, state: PyTree) -> None: ...
 
-    def note(self, step: int, **entry: Any) -> None:
-        """Does nothing: the main process notes."""
+    def note(self, step: int, **entry: Any) -> None: ...
 
-    def close(self) -> None:
-        """Does nothing."""
+    def close(self) -> None: ...
 
 
 class Gathered(eqx.Module):

@@ -22,7 +22,6 @@ def console_on(file: Any = None) -> Console:
 
 
 def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iterator[Step]:
-    """The steps of a run, with a progress bar."""
     progress = Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
         TimeRemainingColumn(), TextColumn("left"), console=console,

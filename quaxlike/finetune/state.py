@@ -46,7 +46,6 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Unlocks the directory."""
         if self._lock is not None:
             self._lock.close()
 
@@ -71,7 +70,6 @@ class RunDirectory:
         return step, state
 
     def note(self, **entry: Any) -> None:
-        """Adds a line to the log."""
         with naming(self.log), open(self.log, "ab") as file:
             file.write(_line(entry))
 
