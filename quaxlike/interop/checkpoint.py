@@ -25,8 +25,7 @@ from .files.file_pair import Pair, consistent
 from .files.json_text import read_json, read_json_file
 from .files.tensors import Tensors, as_jax, open_tensors
 from .formats import FORMATS
-from .formats.format import Format
-from .formats.rows import dense_rows, rows_of_weight
+from .formats.format import Format, dense_rows, rows_of_weight
 from .gguf.container import Gguf, holds_gguf, open_gguf
 from .safetensors import open_values
 

@@ -75,7 +75,6 @@ def save(
 
 
 def _writers() -> dict[str, Callable[..., tuple[dict[str, np.ndarray], dict[str, Any]]]]:
-    """The functions that write a folder, by the name of the format."""
     return {format.name: format.write for format in FORMATS if format.write is not None}
 
 
@@ -127,8 +126,9 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
 def _format_of(directory: Path, name: str, value: Any) -> str:
     found = next((format.name for format in FORMATS if format.accepts(value)), None)
     if found is None:
+        known = dict.fromkeys(kind.__name__ for format in FORMATS for kind in format.types)
         raise CheckpointError(
-            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, NF4Array, "
-            "FP4Array, Int8Array and BlockArray. Merge adapters, and materialise the others."
+            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, "
+            f"{', '.join(known)}. Merge adapters, and materialise the others."
         )
     return found

@@ -216,7 +216,7 @@ class Decoder(Part, roles="model lm_head"):
     def _with_layers(self, change: Any) -> "Decoder":
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
-    def untied(self) -> "Decoder":
+    def with_separate_head(self) -> "Decoder":
         """The same model with a separate output layer, whose weight is the present embedding."""
         if self.part("lm_head") is not None:
             return self

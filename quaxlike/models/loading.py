@@ -270,7 +270,6 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
-    """The configuration and the model of a `config.json`."""
     names = config.get("architectures")
     supported = (*_ENCODERS, *FAMILIES)
     known = [name for name in supported if isinstance(names, list) and name in names]

@@ -16,8 +16,6 @@ from .rope import Rope, rope_for, rotate
 
 @dataclasses.dataclass(frozen=True)
 class ModernBertConfig(Config):
-    """The configuration of a `ModernBert`."""
-
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int

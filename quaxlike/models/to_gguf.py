@@ -94,7 +94,6 @@ def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, 
 def _of_folder(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The metadata, and the tensors that belong to it."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
     if names:

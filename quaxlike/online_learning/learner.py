@@ -183,12 +183,10 @@ class Learner(abc.ABC):
                 warnings.warn(message, UntracedParameterWarning, stacklevel=4)
 
     @abc.abstractmethod
-    def _first_traces(self, step: Step) -> PyTree:
-        """Makes traces of zeros."""
+    def _first_traces(self, step: Step) -> PyTree: ...
 
     @abc.abstractmethod
-    def _advance(self, here: "Linearised", traces: PyTree) -> PyTree:
-        """The traces after the step."""
+    def _advance(self, here: "Linearised", traces: PyTree) -> PyTree: ...
 
     @abc.abstractmethod
     def _solve(
@@ -270,7 +268,6 @@ def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[...,
 def _operands(
     step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
 ) -> dict[int, tuple[Any, Weights]]:
-    """The input and the weights of each traced op."""
     found: dict[int, tuple[Any, Weights]] = {}
 
     def note(op: Op, operands: Sequence[Any]) -> list[Any]:

@@ -61,7 +61,6 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 
 
 def _needed(jaxpr: Any) -> list[JaxprEqn]:
-    """The equations that the results depend on."""
     out: list[JaxprEqn] = []
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqn in reversed(jaxpr.eqns):

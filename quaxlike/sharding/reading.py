@@ -108,7 +108,6 @@ def goes_by_rows(value: Any) -> bool:
 
 
 def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
-    """A Value in the form in which it is spread, with shapes for arrays, and its specs."""
     shapes = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     return spread(name, shapes, rule(name, shapes), mesh)
 

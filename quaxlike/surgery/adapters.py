@@ -197,7 +197,6 @@ def _adapters(function: str, models: Sequence[PyTree]) -> dict[str, list[LoraArr
 
 
 def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `ValueError` if the models differ in more than adapters."""
     bare = [
         replace(model, {name: x.w for name, x in named.items() if isinstance(x, LoraArray)})
         for model, named in zip(models, arrays, strict=True)

@@ -121,7 +121,6 @@ def quantizers(
 
 
 def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
-    """`q` with codes that suit the inputs of the layer."""
     if name not in moments:
         raise ValueError(f"calibrate has no moments for {name}; it has those for {', '.join(moments)}.")
     if isinstance(q, LoraArray):

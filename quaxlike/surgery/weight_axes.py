@@ -256,7 +256,6 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_pro
 
 
 def is_norm(layer: str) -> bool:
-    """Whether the name of a layer says that it is a norm."""
     return _NORM.fullmatch(re.split(r"[./]", layer)[-1]) is not None
 
 

@@ -261,7 +261,6 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _is_static(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field is part of a pytree's structure."""
     return field.metadata.get("static", False)
 
 

@@ -31,7 +31,6 @@ def read_json_file(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_json_list(path: Path, what: str) -> list[Any]:
-    """Reads a file like `read_json_file`, but for a JSON list."""
     check_regular(path)
     out = _parsed(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
     if not isinstance(out, list):
@@ -40,7 +39,6 @@ def read_json_list(path: Path, what: str) -> list[Any]:
 
 
 def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
-    """Reads an open file, like `read_json`."""
     text = _bounded(file.path, file.size, lambda: file.read(0, file.size, None), what)
     return read_json(file.path, text, what)
 

@@ -50,12 +50,10 @@ class Config:
 
 
 def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
-    """The error for an entry whose value no model supports."""
     return UnsupportedConfigError(f"config.json has {name}={quoted(found)}; {label} supports {supported}.")
 
 
 def is_finite(x: Any) -> bool:
-    """Whether a value of a configuration is a finite number."""
     return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
 
 

@@ -74,7 +74,6 @@ class OpenFile:
 
 
 def foreign(file: OpenFile, kind: str) -> CheckpointError:
-    """Returns the error for a file of another kind."""
     start = file.read(0, 40, None)
     if start.startswith(b"version https://git-lfs"):
         return file_error(

@@ -48,8 +48,6 @@ _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 
 
 class TensorInfo(NamedTuple):
-    """The position, dtype and shape of a tensor."""
-
     file: OpenFile
     dtype: np.dtype
     shape: tuple[int, ...]

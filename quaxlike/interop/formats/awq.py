@@ -30,7 +30,6 @@ _PARTS = ("qweight", "qzeros", "scales")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     integer(config, "bits", tensors.path, among=(4,))
     version = str(config.get("version", "gemm")).lower()
     if version not in ("gemm", "gemv"):

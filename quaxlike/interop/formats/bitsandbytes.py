@@ -26,8 +26,7 @@ from ...kernels import blockwise
 from ...sharding.reading import Rows
 from ..files.errors import CheckpointError, file_error
 from ..files.tensors import Tensors, are_sizes, as_jax, read_json
-from .format import INT8, UINT8, Format, Layer, Weight, layers, weights_of
-from .rows import dense_rows
+from .format import INT8, UINT8, Format, Layer, Weight, dense_rows, layers, weights_of
 
 TYPES: dict[str, type[AbstractCodebookArray]] = {"nf4": NF4Array, "fp4": FP4Array}
 _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16))}
@@ -77,8 +76,6 @@ def check_no_orphans(tensors: Tensors, states: Mapping[str, Any], plain: Iterabl
 
 
 class _State(NamedTuple):
-    """The statics of a quantised weight."""
-
     block_size: int
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -293,7 +290,6 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None) -> dict[str, np.ndarray]:
-    """The tensors that `save` writes to `path`."""
     storage = getattr(mapping, "storage", {})
     tensors: dict[str, np.ndarray] = {}
 
@@ -368,5 +364,5 @@ FORMAT = Format(
     ("bitsandbytes",), weights, codes=(".SCB", ".weight_format"), by_rows=True,
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
-    accepts=lambda value: isinstance(value, NF4Array | FP4Array),
+    types=(NF4Array, FP4Array),
 )  # fmt: skip

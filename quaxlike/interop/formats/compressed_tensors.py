@@ -293,13 +293,7 @@ def _read_masked(layer: Layer, kind: str) -> Any:
     return jnp.asarray(dense)
 
 
-def _is_held(value: Any) -> bool:
-    """Whether the format can store this Value."""
-    return isinstance(value, Int8Array) or (isinstance(value, BlockArray) and value.codec != CODECS["mxfp4"])
-
-
 def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of a checkpoint, and its `quantization_config`."""
     tensors: dict[str, np.ndarray] = {}
     groups: dict[str, dict[str, Any]] = {}
     for name, value in mapping.items():
@@ -398,5 +392,5 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
-    write=_written, accepts=_is_held,
+    write=_written, types=(BlockArray, Int8Array),
 )  # fmt: skip

@@ -35,7 +35,6 @@ _PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     tile = config.get("weight_block_size")
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise tensors.error("weight_block_size", f"expected two positive sizes; found {quoted(tile)}")

@@ -35,7 +35,6 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     kind = config.get("checkpoint_format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         kind = "marlin" if config.get("is_marlin_format") else kind

@@ -93,7 +93,6 @@ class Gguf(Mapping[str, Any]):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of all tensors."""
         return [tensor.shape for tensor in self._tensors.values()]
 
     def __iter__(self) -> Any:

@@ -387,7 +387,6 @@ def _check_merges(
 
 
 def _space_prefix(path: Path, described: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text."""
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     normal, before = described.get("normalizer"), described.get("pre_tokenizer")
     match _steps(normal, "normalizers"), before:
@@ -406,7 +405,6 @@ def _space_prefix(path: Path, described: Mapping[str, Any]) -> bool:
 
 
 def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
-    """The tokens before and after each text."""
     begins = ends = None
     for step in _steps(processor, "processors"):
         match step:

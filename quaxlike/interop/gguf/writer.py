@@ -157,7 +157,6 @@ def _tensor(
 
 
 def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, outputs: Collection[str]) -> str:
-    """The type of a tensor."""
     own = next((kind for kind in _KINDS if _is_stored(value, kind)), None)
     if is_value(value) and own is None and not (quantize and isinstance(value, AbstractQuantizedArray)):
         raise file_error(

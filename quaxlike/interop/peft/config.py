@@ -33,7 +33,6 @@ _UNKNOWN_CHANGES = {
 
 
 def files_of(folder: Path) -> Pair:
-    """The files of an adapter."""
     return Pair(folder, "adapter_config.json", "adapter_model.safetensors")
 
 
@@ -179,7 +178,6 @@ def _named(patterns: str | Sequence[str], layer: str) -> bool:
 
 
 def read_config(path: Path) -> AdapterConfig:
-    """Reads and checks the configuration of an adapter."""
     fields = read_json_file(path, "the configuration")
     if fields.get("peft_type") != "LORA":
         raise file_error(path, "peft_type", f"expected 'LORA', found {quoted(fields.get('peft_type'))}")

@@ -172,11 +172,11 @@ def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
 def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
     """The model with a separate output layer if the adapter is for the embedding or the output layer alone.
 
-    A model supports this with a method `untied`. With `ensure_weight_tying`, the file holds the change of the
-    shared array twice.
+    A model supports this with a method `with_separate_head`. With `ensure_weight_tying`, the file holds the
+    change of the shared array twice.
     """
-    untied = getattr(model, "untied", None)
-    if untied is None or any(name.startswith("lm_head") for name in named_arrays(model)):
+    separated = getattr(model, "with_separate_head", None)
+    if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
         return model
     if config.ensure_weight_tying:
         for held in (file.adapters, file.bases, file.trained):
@@ -185,7 +185,7 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
         return model
     changed = [*file.adapters, *map(layer_of, file.trained)]
     apart = any(name.rpartition(".")[2] in (*names_of("embed_tokens"), "lm_head") for name in changed)
-    return untied() if apart else model
+    return separated() if apart else model
 
 
 def _blank(config: AdapterConfig, layer: str, leaf: Any, layout: Any, count: int = 1) -> LoraArray:
@@ -199,7 +199,6 @@ def _blank(config: AdapterConfig, layer: str, leaf: Any, layout: Any, count: int
 def _parameter_adapter(
     config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str], leaf: Any, layout: Any
 ) -> LoraArray:
-    """The adapter of a parameter, such as a stack of experts."""
     _check_plain(config, file, layer, keys)
     return file.read_parts(_blank(config, layer, leaf, layout), "parameter", keys, ("a", "b"))
 

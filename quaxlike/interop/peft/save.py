@@ -243,7 +243,7 @@ def _tied_head_entries(
 ) -> dict[str, Any]:
     """PEFT's entries for an output layer that is tied to the embedding. They repeat the change of the
     embedding."""
-    if getattr(model, "untied", None) is None or any(name.startswith("lm_head") for name in tensors):
+    if not hasattr(model, "with_separate_head") or any(name.startswith("lm_head") for name in tensors):
         return {}
     if getattr(model, "lm_head", None) is not None:
         return {}
