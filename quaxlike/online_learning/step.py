@@ -187,7 +187,7 @@ class Step:
             return i if parent[i] == i else root(parent[i])
 
         for j in range(self.num_state):
-            for i, reached in enumerate(self._reached_by_state(j)):
+            for i, reached in enumerate(self._reached_by(j)):
                 if not reached or i == j:
                     continue
                 shapes = [self.state_avals[k].shape for k in (j, i)]
@@ -211,7 +211,7 @@ class Step:
     def _find_relations(self) -> list[Relation]:
         relations = []
         for k, op in enumerate(self.ops):
-            reached = self._reached_by_op(k)
+            reached = self._reached_by(self.num_state + k)
             for g, group in enumerate(self.groups):
                 if not any(reached[i] for i in group.states):
                     continue
@@ -264,13 +264,8 @@ class Step:
             return f"{names[mixed.argument]} acts on the state through {mixed}"
         return None
 
-    def _reached_by_state(self, j: int) -> list[bool]:
-        return self._reached_by(len(self.param_avals) + len(self.input_avals) + j)
-
-    def _reached_by_op(self, k: int) -> list[bool]:
-        return self._reached_by(len(self.param_avals) + len(self.input_avals) + self.num_state + k)
-
     def _reached_by(self, number: int) -> list[bool]:
+        """Which next states have a derivative with respect to a state, or to the y of an op, counted on."""
         shifts = [op.y_var.aval for op in self.ops]
         avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]
         n, m = len(self.param_avals), len(self.param_avals) + len(self.input_avals)
@@ -279,7 +274,7 @@ class Step:
             state, shifts = leaves[m : m + self.num_state], leaves[m + self.num_state :]
             return self.isolated(leaves[:n], leaves[n:m], state, shifts)
 
-        return reached(fn, avals, number)
+        return reached(fn, avals, m + number)
 
 
 def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:

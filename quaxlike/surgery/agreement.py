@@ -38,15 +38,12 @@ def _difference(x: Any, y: Any, path: tuple[Any, ...]) -> str | None:
         return f"{name} is {a_or_an(type(x))} in one and {a_or_an(type(y))} in the other"
     keys, other_keys = ({path_of(key) for key, _ in each} for each in (children, others))
     if keys != other_keys:
-        return f"only one of them has {', '.join(path_of(path + _key(k)) for k in sorted(keys ^ other_keys))}"
+        named = (path_of((*path, jtu.DictKey(key))) for key in sorted(keys ^ other_keys))
+        return f"only one of them has {', '.join(named)}"
     for (key, child), (_, other) in zip(children, others, strict=True):
         if (found := _difference(child, other, path + key)) is not None:
             return found
     return None if structure == other_structure else _of_statics(x, y, path, name)
-
-
-def _key(name: str) -> tuple[Any, ...]:
-    return (jtu.DictKey(name),)
 
 
 def _is_array(x: Any) -> bool:

@@ -118,19 +118,14 @@ class Gguf(Mapping[str, Any]):
         return as_jax(plain if rows is None else plain[rows])
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether there is a GGUF file at `path`."""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return path.suffix == ".gguf" or file.read(4) == MAGIC
-
-
 def holds_gguf(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a folder that has one and no safetensors."""
     if path.is_dir():
         return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors*"))
-    return is_gguf(path)
+    if not path.is_file() or path.suffix == ".gguf":
+        return path.is_file()
+    with open(path, "rb") as file:
+        return file.read(4) == MAGIC
 
 
 def _parts(path: Path) -> list[Path]:
