@@ -124,10 +124,8 @@ def load(
     used: set[str] = set()
 
     def get(name: str) -> Any:
-        if name not in tensors:
-            raise ValueError(f"its tensor {name!r} is missing")
         used.add(name)
-        return as_jax(tensors[name])
+        return _tensor(tensors, name)
 
     def read(key_path: Any, leaf: Any) -> Any:
         if not (is_value(leaf) or _is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
@@ -170,18 +168,19 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
             names_in(child)
 
     def read(name: str) -> Any:
-        def get(part: str) -> Any:
-            if part not in tensors:
-                raise ValueError(f"its tensor {part!r} is missing")
-            return as_jax(tensors[part])
-
         try:
-            return _decode(nodes[name], known, get)
+            return _decode(nodes[name], known, functools.partial(_tensor, tensors))
         except Exception as error:  # an inconsistent value may make its type raise anything
             raise tensors.error(name, f"cannot be rebuilt: {error}") from error
 
     names_in(nodes)
     return {name: lambda name=name: read(name) for name in nodes}, used
+
+
+def _tensor(tensors: Tensors, name: str) -> Any:
+    if name not in tensors:
+        raise ValueError(f"its tensor {name!r} is missing")
+    return as_jax(tensors[name])
 
 
 def _read_manifest(tensors: Tensors) -> dict[str, Any]:

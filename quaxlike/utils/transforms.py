@@ -232,16 +232,9 @@ def shard_map(
         shard_map(total, mesh=mesh, in_specs=P("x"), out_specs=P())(jnp.ones(8))
         ```
     """
-    options: dict[str, Any] = {"out_specs": out_specs}
-    if in_specs is not None:
-        options["in_specs"] = in_specs
-    if mesh is not None:
-        options["mesh"] = mesh
-    if axis_names:
-        options["axis_names"] = axis_names
-    if not check_vma:
-        options["check_vma"] = check_vma
-    sharded = jax.shard_map(f, **options)
+    given = {"in_specs": in_specs, "mesh": mesh, "axis_names": axis_names or None}
+    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+    sharded = jax.shard_map(f, out_specs=out_specs, check_vma=check_vma, **options)
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -309,6 +302,4 @@ def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> A
         jvp(1.0)  # cos(0.0)
         ```
     """
-    if has_aux:
-        return jax.linearize(fn, *primals, has_aux=True)
-    return jax.linearize(fn, *primals)
+    return jax.linearize(fn, *primals, has_aux=has_aux)

@@ -10,17 +10,19 @@ GPT2 = Llama = Decoder
 load_model = load
 
 
-class GPT2Config:
+class _Config:
     """`DecoderConfig.from_json` with the architecture filled in."""
 
-    @staticmethod
-    def from_json(config: Mapping[str, Any]) -> DecoderConfig:
-        return DecoderConfig.from_json({**config, "architectures": ["GPT2LMHeadModel"]})
+    architecture = ""
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        return DecoderConfig.from_json({**config, "architectures": [cls.architecture]})
 
 
-class LlamaConfig:
-    """`DecoderConfig.from_json` with the architecture filled in."""
+class GPT2Config(_Config):
+    architecture = "GPT2LMHeadModel"
 
-    @staticmethod
-    def from_json(config: Mapping[str, Any]) -> DecoderConfig:
-        return DecoderConfig.from_json({**config, "architectures": ["LlamaForCausalLM"]})
+
+class LlamaConfig(_Config):
+    architecture = "LlamaForCausalLM"
