@@ -4,6 +4,7 @@ One loop trains every method: a filter selects what to train, types determine ho
 those that ship inside scikit-learn.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -167,17 +168,12 @@ def _lora(model: VisionTransformer, key: PRNGKeyArray) -> VisionTransformer:
     return ql.loraify(model, rank=RANK, alpha=2 * RANK, where=ADAPTED, key=key)
 
 
-def _qlora(model: VisionTransformer, key: PRNGKeyArray) -> VisionTransformer:
-    return _lora(ql.quantize(model, "nf4", where=ADAPTED), key)
-
-
-def _every_array(model: VisionTransformer) -> PyTree[bool]:
-    return jax.tree.map(eqx.is_inexact_array, model)
-
-
-FULL = Method("full fine-tuning", lambda model, key: model, _every_array, 1e-3)
+_EVERY_ARRAY = functools.partial(jax.tree.map, eqx.is_inexact_array)
+FULL = Method("full fine-tuning", lambda model, key: model, _EVERY_ARRAY, 1e-3)
 LORA = Method("LoRA", _lora, ql.trainable, 4e-3)
-QLORA = Method("QLoRA (NF4)", _qlora, ql.trainable, 4e-3)
+QLORA = LORA._replace(
+    name="QLoRA (NF4)", prepare=lambda model, key: _lora(ql.quantize(model, "nf4", where=ADAPTED), key)
+)
 PRETRAINING = FULL._replace(name="training, upright")
 
 

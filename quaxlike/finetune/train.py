@@ -244,13 +244,7 @@ class Training:
         return self.task.metrics(joined, whole)
 
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:
-        devices, keys = self._devices, self._keys(i)
+        devices, settings, keys = self._devices, self.settings, None
+        if settings.dropout:
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
         return devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
-
-    def _keys(self, i: int) -> Any:
-        """The keys of a batch; None without dropout."""
-        if not self.settings.dropout:
-            return None
-        return jax.random.split(
-            jax.random.fold_in(jax.random.key(self.settings.seed), i), self.settings.batch_size
-        )

@@ -170,7 +170,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    kinds = _kinds_by_name()
+    kinds = {name: kind for kind, roles in _KINDS.items() for role in roles for name in names_of(role)}
     by_layer = {layer_of(name): layout for name, layout in layouts(model).items() if layout is not None}
     for path, leaf in leaves_with_path(model):
         name = path_of(path, model)
@@ -300,11 +300,6 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 # -------------------------------------------------------------------------------------------------
 # Layers
 # -------------------------------------------------------------------------------------------------
-
-
-def _kinds_by_name() -> dict[str, str]:
-    """The kinds of layers by their names, those that architectures have of their own among them."""
-    return {name: kind for kind, roles in _KINDS.items() for role in roles for name in names_of(role)}
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:

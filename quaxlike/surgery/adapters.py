@@ -27,9 +27,8 @@ from ..arrays.lora import (
 )
 from ..core.quaxify import value_of
 from ..core.values import is_value
-from .agreement import difference
 from .inits import factored
-from .trees import named_arrays, replace
+from .trees import difference, named_arrays, replace
 
 
 @checked(options=("models",))

@@ -234,7 +234,9 @@ def shard_map(
     """
     given = {"in_specs": in_specs, "mesh": mesh, "axis_names": axis_names or None}
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-    sharded = jax.shard_map(f, out_specs=out_specs, check_vma=check_vma, **options)
+    if not check_vma:
+        options["check_vma"] = False
+    sharded = jax.shard_map(f, out_specs=out_specs, **options)
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

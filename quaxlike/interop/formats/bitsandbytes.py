@@ -335,17 +335,13 @@ def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Weight]:
         companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
         read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
         out[name] = Weight((name, key, *companions), read, rows)
-    return out | _int8_weights(tensors, settings)
+    # There are weights in 8 bits only if the settings or other tensors say so.
+    is_used = settings or layers(tensors, *_INT8_PARTS)
+    found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
+    return out | weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
 
 
 _INT8_PARTS = ("SCB", "weight_format")
-
-
-def _int8_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The weights in 8 bits by name. There are none unless the settings or other tensors say so."""
-    is_used = config or layers(tensors, *_INT8_PARTS)
-    found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
-    return weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
 
 
 def _read_int8(layer: Layer) -> Any:

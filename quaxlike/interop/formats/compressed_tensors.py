@@ -309,18 +309,15 @@ def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
         group = groups.setdefault(key, {"format": kind, "weights": scheme, "targets": []})
         group["targets"].append(name.removesuffix(".weight"))
     kinds = {group["format"] for group in groups.values()}
+    weights_only = {"input_activations": None, "output_activations": None}
     config = {
         "quant_method": "compressed-tensors",
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": _group(group) for i, group in enumerate(groups.values())},
+        "config_groups": {f"group_{i}": group | weights_only for i, group in enumerate(groups.values())},
         "ignore": [],
     }
     return tensors, config
-
-
-def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**group, "input_activations": None, "output_activations": None}
 
 
 def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:

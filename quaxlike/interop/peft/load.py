@@ -140,7 +140,10 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         name, leaf = layers[layer]
         bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
         if layer in parameters and is_targeted(layer, config.target_parameters):
-            loaded[name] = _parameter_adapter(config, file, layer, keys, leaf, layouts[name])
+            _check_plain(config, file, layer, keys)
+            loaded[name] = file.read_parts(
+                _blank(config, layer, leaf, layouts[name]), "parameter", keys, ("a", "b")
+            )
             continue
         lora, lora_bias = _adapter(config, file, layer, keys, (name, leaf), layouts, bias)
         loaded[name] = lora
@@ -194,13 +197,6 @@ def _blank(config: AdapterConfig, layer: str, leaf: Any, layout: Any, count: int
         leaf, layout, count * config.rank(layer), dtype=None, rslora=config.use_rslora,
         alpha=config.alpha(layer) * (count**0.5 if config.use_rslora else count), dropout=config.lora_dropout,
     )  # fmt: skip
-
-
-def _parameter_adapter(
-    config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str], leaf: Any, layout: Any
-) -> LoraArray:
-    _check_plain(config, file, layer, keys)
-    return file.read_parts(_blank(config, layer, leaf, layout), "parameter", keys, ("a", "b"))
 
 
 def _adapter_of_experts(

@@ -17,7 +17,7 @@ from ..._checked import a_or_an, checked
 from ..._families import FAMILIES, names_of
 from ...arrays.lora import RANK, LoraArray, LoraBias, TrainableArray, TrainableRows, labels
 from ...core.values import is_value
-from ...surgery.inits import as_matrix, svd, taken_by, with_factors
+from ...surgery.inits import as_matrix, halves, svd, taken_by, with_factors
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, named_arrays, replace, suggestion
@@ -479,8 +479,7 @@ def _relative(name: str, lora: LoraArray, w: Any) -> LoraArray:
             f"`base` and the adapted base differ in {name} by more than an initialisation of rank "
             f"{lora.rank} takes out (the rest is {share:.1g} of the weight)."
         )
-    root = jnp.sqrt(s / lora.scaling)
-    other = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])
+    other = with_factors(lora, *halves(u, s / lora.scaling, vt))
     _, a_labels, b_labels = labels(lora)
     return lora.replace(
         a=jnp.concatenate([lora.a, other.a], a_labels.index(RANK)),
