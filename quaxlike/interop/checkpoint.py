@@ -17,9 +17,9 @@ from ml_dtypes import float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 
 from .._checked import checked
 from ..arrays.quantized import BlockArray, Int8Array
+from ..sharding.placing import Rule as SpecRule
+from ..sharding.placing import by_name
 from ..sharding.reading import Rows, read_onto, usual_rule
-from ..sharding.specs import Rule as SpecRule
-from ..sharding.specs import by_name
 from .files.errors import file_error, quoted
 from .files.file_pair import Pair, consistent
 from .files.json_text import read_json, read_json_file

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from ..interop.files.model_config import UnsupportedConfigError
 from ..interop.formats.mxfp4 import in_published_layout
 from ..interop.gguf.container import holds_gguf
 from ..interop.saving import save_like
+from ..sharding.placing import Rule as SpecRule
+from ..sharding.placing import by_name
 from ..sharding.reading import Rows, read_onto, usual_rule
-from ..sharding.specs import Rule as SpecRule
-from ..sharding.specs import by_name
 from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
@@ -319,15 +319,30 @@ _BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_pro
 
 
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
-    """The tensors of a checkpoint that make up each array of a model."""
+    """The tensors of a checkpoint that make up each array of a model.
+
+    **Raises:** `CheckpointError` for a missing or superfluous one.
+    """
     published = getattr(model, "tensors_of", lambda name: [name])
     config = getattr(model, "config", None)
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
         published = lambda name: [name]  # not one by one: so many names would not fit the file
-    optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
-    files = text_tensors(names)
-    found = _tensors_of(named_arrays(model), files, directory, published=published, optional=optional)
-    return {name: [files.get(file, file) for file in own] for name, own in found.items()}
+    text = text_tensors(names)
+    wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
+    used, files = {file for own in wanted.values() for file in own}, text
+    if not used & files.keys():  # saved inside of a model with a task's head, or outside
+        head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
+        inside = {name.partition(".")[2]: file for name, file in text.items()}
+        files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
+    missing = sorted(used - files.keys())
+    known = {*used, "lm_head.weight"}  # which some files repeat although it is tied to the embedding
+    unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{directory} does not fit the model of its config.json. "
+            f"Missing: {listed(missing) or 'none'}. Unknown: {listed(unknown) or 'none'}."
+        )
+    return {name: [files[file] for file in own] for name, own in wanted.items()}
 
 
 #: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.
@@ -337,36 +352,6 @@ _ALL_QUANTISED = ("gguf", "mlx")
 # -------------------------------------------------------------------------------------------------
 # Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn
 # -------------------------------------------------------------------------------------------------
-
-
-def _tensors_of(
-    wanted: Iterable[str],
-    names: Iterable[str],
-    source: Any,
-    *,
-    published: Callable[[str], list[str]] = lambda name: [name],
-    optional: Collection[str] = (),
-) -> dict[str, list[str]]:
-    """The tensors of a file that make up each array of a model.
-
-    `published` returns those of an array that the file does not store under its own name; those in `optional`
-    may be present. Raises `CheckpointError`, which names `source`, for any other missing or superfluous name.
-    """
-    files = {name: name for name in names}
-    sources = {name: [name] if name in files else published(name) for name in wanted}
-    used = {file for own in sources.values() for file in own}
-    if not used & files.keys():  # saved inside of a model with a task's head, or outside
-        head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
-        inside = {name.partition(".")[2]: name for name in files}
-        files = inside if used & inside.keys() else {f"{head}.{name}": name for name in files}
-    missing, known = sorted(used - files.keys()), {*used, *optional}
-    unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
-    if missing or unknown:
-        raise CheckpointError(
-            f"{source} does not fit the model of its config.json. "
-            f"Missing: {listed(missing) or 'none'}. Unknown: {listed(unknown) or 'none'}."
-        )
-    return {name: [files[file] for file in own] for name, own in sources.items()}
 
 
 def _rows_of(

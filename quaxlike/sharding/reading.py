@@ -13,9 +13,8 @@ from jaxtyping import PyTree
 
 from ..core.values import is_value
 from ..surgery.trees import named_arrays
-from .placing import spread
+from .placing import NamedRule, leaf_specs_of, spread, unnested
 from .rules import divides_layers, fsdp
-from .specs import NamedRule, leaf_specs_of, unnested
 
 
 @dataclasses.dataclass(frozen=True)

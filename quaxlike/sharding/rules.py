@@ -19,8 +19,7 @@ from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
 from ..surgery.weight_axes import Layout
 from .meshes import EXPERT_AXES, MODEL_AXES, expert_axis
-from .placing import spread
-from .specs import NamedRule, axes_of, leaf_specs_of, unnested
+from .placing import NamedRule, axes_of, leaf_specs_of, spread, unnested
 
 # How layers are split, by the last components of their names in checkpoints of transformers, Equinox and
 # Flax; decoders in the table of architectures may have other names for these. Of "out", each device computes

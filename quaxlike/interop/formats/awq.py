@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.bits import unpack
 from ..files.tensors import Tensors
 from .format import (
     INT32,
@@ -20,7 +21,6 @@ from .format import (
     layers,
     num_words,
     stream,
-    unpack,
     weights_of,
 )
 

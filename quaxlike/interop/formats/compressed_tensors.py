@@ -17,7 +17,7 @@ import numpy as np
 from ..._checked import a_or_an
 from ...arrays.quantized import CODECS, BlockArray, Codec, Int8Array
 from ...core.values import is_value
-from ...kernels import bits as bitstream
+from ...kernels.bits import pack, unpack
 from ...surgery.patterns import PatternError, startmatch
 from ..files.errors import file_error, quoted
 from ..files.tensors import Tensors, are_sizes
@@ -39,7 +39,6 @@ from .format import (
     small_floats,
     spread_tiles,
     stream,
-    unpack,
     weight,
 )
 
@@ -347,9 +346,9 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
         return "float-quantized", scheme, {"weight": raw, "weight_scale": scale}
     if w.codec.codes != "integer" or not _is_packable(w.codec):
         raise file_error(path, name, f"the codec has no place in the file: {dataclasses.asdict(w.codec)}")
-    bits, words = w.codec.bits, -(-k * w.codec.bits // 32)
+    bits = w.codec.bits
     parts = {
-        "weight_packed": _words(np.asarray(w.codes), words),
+        "weight_packed": _words(np.asarray(w.codes), num_words(k, bits)),
         "weight_shape": np.array([n, k], np.int64),
         "weight_scale": scale,
     }
@@ -357,8 +356,8 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
         points = np.asarray(w.scale.zero)
         if not np.issubdtype(points.dtype, np.integer) or points.max(initial=0) >= 1 << bits:
             raise file_error(path, name, f"zero points must be integers of {bits} bits; found {points.dtype}")
-        along_outputs = bitstream.pack(np.ascontiguousarray(points.T.astype(np.uint8)), bits)
-        parts["weight_zero_point"] = np.ascontiguousarray(_words(along_outputs, -(-n * bits // 32)).T)
+        along_outputs = pack(np.ascontiguousarray(points.T.astype(np.uint8)), bits)
+        parts["weight_zero_point"] = np.ascontiguousarray(_words(along_outputs, num_words(n, bits)).T)
     if w.order is not None:
         index = np.empty(k, np.int32)
         index[np.asarray(w.order)] = np.arange(k) // w.block

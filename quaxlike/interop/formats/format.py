@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
-from ...kernels import bits as bitstream
 from ...sharding.reading import Rows
 from ..files.errors import CheckpointError, file_error, quoted
 from ..files.tensors import TensorInfo, Tensors
@@ -246,14 +245,6 @@ def group_size(config: Mapping[str, Any], path: Path) -> int | None:
     if size != -1 and not 1 <= size < 2**31:
         raise file_error(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
     return None if size == -1 else size
-
-
-def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    return bitstream.unpack(packed, bits, count)
-
-
-def num_blocks(count: int, block: int | None) -> int:
-    return 1 if block is None else math.ceil(count / block)
 
 
 # -------------------------------------------------------------------------------------------------
