@@ -3,8 +3,7 @@
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +14,8 @@ from .._checked import a_or_an
 from .._interrupts import interrupts_deferred, take_interrupt
 from ..interop import CheckpointError, peft
 from ..interop.chat import ChatTemplate
+from ..interop.files.companions import ends_of
 from ..interop.files.errors import ErrorAboutFiles
-from ..interop.files.json_text import read_json_file
 from ..interop.text import TextTokenizer
 from ..models import Conversation, Decoder, UnsupportedConfigError, generate, load
 from ..sharding.meshes import mesh_from_text
@@ -145,21 +144,6 @@ def _continue(
     if new < arguments.max_new_tokens and not writer.ended:
         tell(f"Stopped where the context of the model ends, at {most} tokens.")
     return count
-
-
-def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, from `generation_config.json` or else `config.json`.
-
-    **Raises:** `GenerateError` if these are not tokens.
-    """
-    path, found = directory / "generation_config.json", None
-    if path.is_file():
-        found = read_json_file(path, "the settings of generation").get("eos_token_id")
-    found = config.get("eos_token_id") if found is None else found
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int and 0 <= token < 2**31 for token in ends):
-        raise GenerateError(f"{directory} has eos_token_id={found!r}; expected the numbers of tokens.")
-    return ends
 
 
 class _Writer:

@@ -65,6 +65,15 @@ def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> An
     return default if value is None else value
 
 
+def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
+    """Which layers see only a window, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
+    known = {"full_attention": False, "sliding_attention": True}
+    are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
+    if not are_known or len(types) != layers:
+        raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
+    return tuple(known[kind] for kind in types)
+
+
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:
     """Raises `UnsupportedConfigError` if any of these entries is present but not a number."""
     for name in names:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files.companions import ends_of
 from ..files.errors import CheckpointError, file_error, quoted
 from ..files.json_text import read_json_file
 
@@ -462,7 +463,7 @@ def _special(
             found[theirs] = _number(folder / "tokenizer_config.json", ids, token)
         elif type(number) is int and 0 <= number < len(ids):
             found[theirs] = number
-    ends = _ends(folder, config, len(ids))
+    ends = ends_of(folder, config, len(ids))
     if "eos" not in found and ends:
         found["eos"] = ends[0]
     others = [end for end in ends if end != found.get("eos")]
@@ -470,13 +471,3 @@ def _special(
         raise CheckpointError(f"{folder} has {len(ends)} tokens that end a text; GGUF has keys for three.")
     found |= zip(("eot", "eom"), others, strict=False)
     return {f"{name}_token_id": number for name, number in found.items()}
-
-
-def _ends(folder: Path, config: Mapping[str, Any], size: int) -> list[int]:
-    path = folder / "generation_config.json"
-    settings = read_json_file(path, "the settings of generation") if path.is_file() else {}
-    ends = config.get("eos_token_id") if settings.get("eos_token_id") is None else settings["eos_token_id"]
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(end) is int and 0 <= end < size for end in ends):
-        raise CheckpointError(f"{folder} has eos_token_id={quoted(ends)}; expected the numbers of tokens.")
-    return ends
