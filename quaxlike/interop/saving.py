@@ -60,8 +60,8 @@ def save(
         interop.load("head.gguf")["lm_head.weight"]
         ```
     """
-    path = Path(path)
-    if format not in (known := ("gguf", *_WRITERS, "safetensors")):
+    path, writers = Path(path), _writers()
+    if format not in (known := ("gguf", *writers, "safetensors")):
         raise ValueError(f"save writes the formats {', '.join(known)}; found {format!r}.")
     if format == "safetensors":
         safetensors.save(path, dict(mapping))
@@ -70,10 +70,11 @@ def save(
         factors = gguf_config.rope_tensors(config) if config is not None else {}
         writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
     else:
-        _write_folder(path, *_WRITERS[format](path, mapping), config or {})
+        _write_folder(path, *writers[format](path, mapping), config or {})
 
 
-_WRITERS = {format.name: format.write for format in FORMATS if format.write is not None}
+def _writers() -> dict[str, Callable[..., tuple[dict[str, np.ndarray], dict[str, Any]]]]:
+    return {format.name: format.write for format in FORMATS if format.write is not None}
 
 
 def _write_folder(
@@ -111,7 +112,7 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
             f"{directory}: the weights are in several formats, {', '.join(sorted(formats))}; a checkpoint is "
             "in one of them. Materialise the others."
         )
-    written = _WRITERS[next(iter(formats), "bitsandbytes")](directory, mapping)
+    written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
     copies, modules = companion_files(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
     for module in modules:  # also those without files
