@@ -80,9 +80,8 @@ def _first_step(directory: pathlib.Path, depth: int) -> tuple[Any, tuple[Any, ..
     from quaxlike.finetune.data import Example, collate
     from quaxlike.finetune.devices import Devices
     from quaxlike.finetune.settings import Settings
-    from quaxlike.finetune.step import Program, State
     from quaxlike.finetune.tasks import task_for
-    from quaxlike.finetune.train import optimiser_for
+    from quaxlike.finetune.train import Program, State, optimiser_for
 
     settings = Settings(directory, directory, directory, batch_size=1, remat="nothing", scan_layers=True)
     config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": depth}

@@ -1,22 +1,23 @@
-"""The closing tables: the cost and accuracy of each method, and the rules that it used."""
+"""The results: tables of costs, accuracy and rules, and a figure of losses, memory and predictions."""
 
 from collections import Counter
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.table import Table
 
 import quaxlike as ql
 
-from .data import Digits
-from .experiment import Result
-from .train import loss
+from .experiment import Digits, Result, loss
 
 _PACKAGE = Path(ql.__file__).parent
 
 
 def results_table(pretraining: Result, adapted: list[Result]) -> Table:
-    """The table with one row per training run."""
     table = Table(title="Upright digits, then digits turned by 90°", title_justify="left")
     table.add_column("method", no_wrap=True)
     for column in ("before", "after", "trained", "weights", "training", "seconds"):
@@ -63,3 +64,98 @@ def rules_table(adapted: list[Result], digits: Digits) -> Table:
     table.caption = f"Weights that became dense: {'; '.join(lost) or 'none'}"
     table.caption_justify = "left"
     return table
+
+
+Images = Float[np.ndarray, "n 8 8"]
+
+# Colours differ in lightness too, for greyscale prints and colour-blind readers.
+_COLOURS = ("#1b4965", "#2a9d8f", "#e76f51")
+_RIGHT, _WRONG = "#2b8a3e", "#c92a2a"
+
+
+def _smooth(losses: list[float], decay: float = 0.9) -> Float[np.ndarray, " steps"]:
+    """The exponential moving average, started at the first loss."""
+    smoothed = np.empty(len(losses))
+    mean = losses[0]
+    for i, value in enumerate(losses):
+        mean = decay * mean + (1 - decay) * value
+        smoothed[i] = mean
+    return smoothed
+
+
+def _draw_losses(ax: Axes, adapted: list[Result]) -> None:
+    for result, colour in zip(adapted, _COLOURS, strict=True):
+        steps = np.arange(1, len(result.fit.losses) + 1)
+        ax.plot(steps, result.fit.losses, color=colour, alpha=0.2, linewidth=0.8)
+        ax.plot(steps, _smooth(result.fit.losses), color=colour, linewidth=2, label=result.name)
+    ax.set(title="Training loss on rotated digits", xlabel="step", ylabel="cross-entropy")
+    ax.set_yscale("log")
+    ax.legend(frameon=False)
+
+
+def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
+    """Draws what each method keeps while training, in parts, beside its share of the first one's."""
+    places = np.arange(len(adapted))[::-1]
+    memory = [result.training_bytes for result in adapted]
+    start = np.zeros(len(adapted))
+    for part, alpha in zip(memory[0], (1.0, 0.6, 0.3), strict=True):
+        kilobytes = np.array([parts[part] / 1000 for parts in memory])
+        ax.barh(places, kilobytes, left=start, color=_COLOURS, alpha=alpha, height=0.5)
+        ax.barh([0], [0], color="black", alpha=alpha, label=part)
+        start += kilobytes
+    for place, size, result in zip(places, start, adapted, strict=True):
+        saved = "" if size == start[0] else f", {size / start[0]:.0%} of {adapted[0].name}"
+        text = f"{size:,.0f} kB{saved}; {result.accuracy:.1%} recognised"
+        ax.text(0.01 * start[0], place + 0.29, text, va="bottom", fontsize=10)
+    ax.set_yticks(places, [result.name for result in adapted])
+    ax.set(title="Memory while training", xlabel="kB", ylim=(-0.5, 2.75))
+    ax.legend(frameon=False, loc="lower right")
+
+
+def _shown(result: Result, number: int) -> list[int]:
+    """Up to half as many digits that are still taken for others, then the first ones of different classes."""
+    wrong = np.flatnonzero(result.after != result.labels)[: number // 2].tolist()
+    firsts = [np.flatnonzero((result.labels == label) & (result.after == label))[:1] for label in range(10)]
+    return [*wrong, *np.concatenate(firsts).astype(int).tolist()][:number]
+
+
+def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Images) -> None:
+    """Draws digits as they were and turned, with the predictions before and after."""
+    for i, column in zip(_shown(result, axes.shape[1]), axes.T, strict=False):
+        label, was, now = result.labels[i], result.before[i], result.after[i]
+        colour = _RIGHT if now == label else _WRONG
+        for ax, images in zip(column, (upright, turned), strict=True):
+            ax.imshow(images[i], cmap="gray_r", vmin=0, vmax=1)
+            for spine in ax.spines.values():
+                spine.set(visible=ax is column[1], color=colour, linewidth=2)
+        column[0].set_title(f"a {label}", fontsize=11)
+        column[1].set_xlabel(f"{was} → {now}", color=colour, fontsize=12)
+    for ax in axes.flat:
+        ax.set(xticks=[], yticks=[])
+        if not ax.images:  # fewer digits than places
+            ax.set_axis_off()
+    for ax, name in zip(axes[:, 0], ("upright", "turned"), strict=True):
+        ax.set_ylabel(name)
+
+
+def save_figure(path: Path, adapted: list[Result], upright: Images, turned: Images) -> None:
+    """Writes the figure as a PNG. The methods are compared with the first, and the predictions of the last
+    shown: for `upright` images, which the models see `turned`."""
+    figure = Figure(figsize=(11, 7.2), dpi=130, layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1.15], squeeze=False)[:, 0]
+    losses, memory = upper.subplots(1, 2)
+    _draw_losses(losses, adapted)
+    _draw_memory(memory, adapted)
+    for ax in (losses, memory):
+        ax.spines[["top", "right"]].set_visible(False)
+    last = adapted[-1]
+    wrong = int(np.sum(last.after != last.labels))
+    lower.suptitle(
+        f"{last.name}: {len(last.labels) - wrong} of {len(last.labels)} held-out digits are recognised. "
+        "What it said before → after, mistakes first",
+        fontsize=12,
+    )
+    _draw_digits(lower.subplots(2, 10, squeeze=False), last, upright, turned)
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    figure.savefig(unfinished)
+    unfinished.replace(path)

@@ -7,23 +7,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import experiment
-from .data import Task, load_tasks
-from .figure import save_figure
 from .model import VisionTransformer
-from .report import results_table, rules_table
+from .report import results_table, rules_table, save_figure
 
 
 def show(*, seed: int, steps: int, output: Path) -> None:
-    """Trains, adapts three ways, prints the tables and writes `demo.png` to a directory.
-
-    **Arguments:**
-
-    - `seed`: of data, weights and batches.
-    - `steps`: of each of the four training runs.
-    - `output`: an existing directory.
-    """
+    """Trains, adapts three ways, prints the tables and writes `demo.png` to a directory."""
     console = Console()
-    upright, rotated = load_tasks(seed)
+    upright, rotated = experiment.load_tasks(seed)
     model = VisionTransformer(key=jax.random.key(seed))
     progress = Progress(
         TextColumn("{task.description:<18}"),
@@ -34,7 +25,7 @@ def show(*, seed: int, steps: int, output: Path) -> None:
         console=console,
     )
 
-    def run(method: experiment.Method, model: VisionTransformer, task: Task) -> experiment.Result:
+    def run(method: experiment.Method, model: VisionTransformer, task: experiment.Task) -> experiment.Result:
         bar = progress.add_task(method.name, total=steps, loss=float("nan"))
 
         def on_step(loss: float) -> None:

@@ -15,14 +15,7 @@ from .settings import FinetuneError
 
 
 class Tokens:
-    """The tokeniser of a checkpoint.
-
-    **Arguments:**
-
-    - `directory`: a checkpoint with `tokenizer.json`.
-    - `config`: its `config.json`.
-    - `max_length`: the maximum number of tokens in a text.
-    """
+    """The tokeniser of a checkpoint, whose texts have at most `max_length` tokens."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
@@ -67,7 +60,6 @@ class Tokens:
 
     @functools.cached_property
     def chat(self) -> Any:
-        """The chat template of the checkpoint."""
         try:
             from ..interop.chat import ChatTemplate
         except ModuleNotFoundError as error:
@@ -127,16 +119,11 @@ class Examples(NamedTuple):
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
-    """Reads a file with one JSON object per line, and skips empty lines.
-
-    **Arguments:**
-
-    - `path`: the file.
-    - `encode`: maps an object to an example, or to None if nothing in it is learned. File and line are
-        prepended to its `ValueError`s.
+    """Reads a file with one JSON object per line, and skips empty lines. `encode` maps an object to an
+    example, or to None if nothing in it is learned.
 
     **Raises:** `FileNotFoundError` if there is no such file; `FinetuneError` for a line that is not an
-    object, or not one for this model.
+    object, or not one for this model, with file and line.
     """
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")

@@ -12,9 +12,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from ..sharding import constrain, fsdp, shard
-from ..sharding.layouts import divides_layers
 from ..sharding.meshes import MODEL_AXES, mesh_from_text
 from ..sharding.reading import usual_rule
+from ..sharding.rules import divides_layers
 from .settings import FinetuneError, Settings
 
 _Tree = TypeVar("_Tree")
@@ -58,14 +58,11 @@ class Follower:
     def entries(self) -> list[dict[str, Any]]:
         return []
 
-    def save(self, step: int, state: PyTree) -> None:
-        """Does nothing: the main process saves."""
+    def save(self, step: int, state: PyTree) -> None: ...
 
-    def note(self, step: int, **entry: Any) -> None:
-        """Does nothing: the main process notes."""
+    def note(self, step: int, **entry: Any) -> None: ...
 
-    def close(self) -> None:
-        """Does nothing."""
+    def close(self) -> None: ...
 
 
 class Gathered(eqx.Module):
@@ -84,13 +81,8 @@ class Devices:
     """The devices of a run, and how its arrays are spread over them.
 
     Along a mesh axis called model, tensor or tp, layers are split as by `tensor_parallel`; along all others,
-    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`.
-
-    **Arguments:**
-
-    - `settings`: of the run.
-
-    **Raises:** `FinetuneError` for a mesh that does not fit the devices.
+    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`. Raises
+    `FinetuneError` for a mesh that does not fit the devices.
     """
 
     def __init__(self, settings: Settings) -> None:

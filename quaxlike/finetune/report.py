@@ -22,7 +22,6 @@ def console_on(file: Any = None) -> Console:
 
 
 def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iterator[Step]:
-    """The steps of a run, with a progress bar."""
     progress = Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
         TimeRemainingColumn(), TextColumn("left"), console=console,
@@ -36,13 +35,7 @@ def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iter
 
 
 class Metrics:
-    """Writes the metrics of a run as lines of JSON, and for TensorBoard.
-
-    **Arguments:**
-
-    - `directory`: the folder for `metrics.jsonl` and TensorBoard's files. A resumed run appends to them.
-    - `tensorboard`: whether to write TensorBoard's files.
-    """
+    """Writes the metrics of a run as lines of JSON, and for TensorBoard. A resumed run appends to them."""
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self._lines = directory / "metrics.jsonl"

@@ -25,9 +25,8 @@ from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
 from .settings import FinetuneError, Settings
 from .state import RunDirectory
-from .step import State, stored_for
 from .tasks import AbstractTask, task_for
-from .train import Training, steps_of
+from .train import State, Training, steps_of, stored_for
 
 
 def merged(settings: Settings) -> Path:
@@ -36,21 +35,13 @@ def merged(settings: Settings) -> Path:
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
-    """Fine-tunes a checkpoint, and writes the adapter to `settings.output`.
+    """Fine-tunes a checkpoint, and writes the adapter to `settings.output`. A stopped run with the same
+    settings that is there is resumed.
 
-    **Arguments:**
+    **Returns:** the metrics on held-out data, `"before"` and `"after"`.
 
-    - `settings`: of the run. If `settings.output` holds a stopped run with the same settings, it is resumed.
-    - `console`: the console to print progress to.
-
-    **Returns:**
-
-    The metrics on held-out data, `"before"` and `"after"`.
-
-    **Raises:**
-
-    `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run cannot start;
-    nothing is written then.
+    **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run
+    cannot start; nothing is written then.
     """
     devices = Devices(settings)
     with contextlib.ExitStack() as held:
@@ -159,7 +150,6 @@ def _quantisation(settings: Settings, task: AbstractTask) -> dict[str, Any]:
 def read_data(
     settings: Settings, task: AbstractTask, tokens: Tokens, console: Console
 ) -> tuple[list[Example], list[Example]]:
-    """The training set and the held-out set."""
     parts = []
     for path in [settings.data] if settings.eval_data is None else [settings.data, settings.eval_data]:
         examples, cut, empty, without_answer = read_examples(path, lambda fields: task.encode(fields, tokens))
@@ -196,7 +186,6 @@ def read_data(
 
 
 def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
-    """Returns the model with adapters, quantised unless its file was."""
     arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
     if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
         try:
@@ -221,7 +210,6 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
 
 
 def _scanned(model: PyTree, settings: Settings) -> PyTree:
-    """Returns the model with its layers stacked for a scan, if the settings ask for it."""
     if not settings.scan_layers:
         return model
     if not isinstance(model, Decoder):
@@ -233,7 +221,6 @@ def _scanned(model: PyTree, settings: Settings) -> PyTree:
 
 
 def _merge(model: PyTree, settings: Settings) -> None:
-    """Writes the checkpoint with the adapter merged into its weights."""
     if settings.merge == "dense":
         base, _ = load(settings.model)
         model = peft.load_adapter(settings.output, ql.materialise(base))

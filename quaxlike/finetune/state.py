@@ -17,18 +17,11 @@ from .settings import FinetuneError, Settings
 
 class RunDirectory:
     """The directory of a run: `run.json` (its settings), `checkpoint.safetensors` (the newest state) and
-    `log.jsonl` (one line per step), beside the adapter that the run finally writes.
+    `log.jsonl` (one line per step), beside the adapter that the run finally writes. It is locked until
+    `close`.
 
-    **Arguments:**
-
-    - `settings`: of this run.
-
-    A run locks its directory until `close`.
-
-    **Raises:**
-
-    `FinetuneError` if the directory holds a run with other settings, a run that is active in another process,
-    or an adapter that no run wrote.
+    **Raises:** `FinetuneError` if it holds a run with other settings, a run that is active in another
+    process, or an adapter that no run wrote.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -53,7 +46,6 @@ class RunDirectory:
             raise
 
     def close(self) -> None:
-        """Unlocks the directory."""
         if self._lock is not None:
             self._lock.close()
 
@@ -78,7 +70,6 @@ class RunDirectory:
         return step, state
 
     def note(self, **entry: Any) -> None:
-        """Adds a line to the log."""
         with naming(self.log), open(self.log, "ab") as file:
             file.write(_line(entry))
 

@@ -49,9 +49,9 @@ class AbstractTask(eqx.Module):
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         """The loss, summed over a batch."""
 
-    @abc.abstractmethod
     def weight(self, batch: Batch) -> float:
-        """The number of terms in that sum: tokens or examples."""
+        """The number of terms in that sum: tokens or, by default, examples."""
+        return float(len(batch.ids))
 
     @abc.abstractmethod
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
@@ -148,9 +148,6 @@ class Pairs(AbstractTask):
         logits = self.scale * anchors @ positives.T
         return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))))
 
-    def weight(self, batch: Batch) -> float:
-        return float(len(batch.ids))
-
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
         """The share of anchors that rank their positive first among all, and the mean of 1 / rank."""
         similarity = outputs[:, 0] @ outputs[:, 1].T
@@ -182,9 +179,6 @@ class Classes(AbstractTask):
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(outputs, batch.labels))
-
-    def weight(self, batch: Batch) -> float:
-        return float(len(batch.ids))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
         loss = float(self.total(outputs, batch)) / self.weight(batch)

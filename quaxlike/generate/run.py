@@ -1,24 +1,87 @@
-"""Texts from prompts."""
+"""Texts from prompts, and conversations, as `python -m quaxlike.generate` writes them."""
 
 import argparse
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
 from .._checked import a_or_an
+from .._interrupts import interrupts_deferred, take_interrupt
 from ..interop import CheckpointError, peft
 from ..interop.chat import ChatTemplate
-from ..interop.files.json_text import read_json_file
+from ..interop.files.companions import ends_of
+from ..interop.files.errors import ErrorAboutFiles
 from ..interop.text import TextTokenizer
-from ..models import Decoder, UnsupportedConfigError, generate, load
+from ..models import Conversation, Decoder, UnsupportedConfigError, generate, load
 from ..sharding.meshes import mesh_from_text
 from ..sharding.reading import usual_rule
-from .chat import GenerateError, chat
-from .stream import Clock, Count, Stream
+
+_HELP = "Type a message. Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
+
+
+class GenerateError(ErrorAboutFiles):
+    """Texts cannot be generated, for the reason in the message."""
+
+
+class Count(NamedTuple):
+    """The number of tokens, and the time that they took once both programs were compiled."""
+
+    tokens: int
+    timed: int
+    seconds: float
+
+    def __add__(self, other: "Count") -> "Count":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Count(self.tokens + other.tokens, self.timed + other.timed, self.seconds + other.seconds)
+
+
+class Clock:
+    """Counts tokens by step. The first two steps compile: a prompt's program, and the one for a token."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._counts: list[int] = []
+
+    def tick(self, tokens: int) -> None:
+        self._times.append(time.perf_counter())
+        self._counts.append(tokens)
+
+    def count(self) -> Count:
+        if len(self._times) < 3:
+            return Count(sum(self._counts), 0, 0.0)
+        return Count(sum(self._counts), sum(self._counts[2:]), self._times[-1] - self._times[1])
+
+
+class Stream:
+    """Turns the tokens of one text into text as they come."""
+
+    def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
+        self._tokenizer, self._out, self._clock = tokenizer, out, Clock()
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def add(self, token: int) -> None:
+        self._clock.tick(1)
+        self.tokens.append(token)
+        text = self._tokenizer.decode(self.tokens)
+        # A character may need several tokens, and decodes to U+FFFD until it is complete.
+        if not text.endswith("\ufffd") and text.startswith(self.text):
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        self._out.write(text.removeprefix(self.text))
+        self._out.flush()
+        self.text = text
+
+    def finish(self) -> Count:
+        self._write(self._tokenizer.decode(self.tokens))
+        self._out.write("\n")
+        self._out.flush()
+        return self._clock.count()
 
 
 def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) -> Count:
@@ -42,7 +105,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
         model = peft.load_adapter(arguments.adapter, model)
     ends = ends_of(arguments.model, config)
     if arguments.prompt is None:
-        return chat(model, tokenizer, ChatTemplate(arguments.model), ends, arguments, out, tell)
+        return _chat(model, tokenizer, ChatTemplate(arguments.model), ends, arguments, out, tell)
     return _continue(model, tokenizer, ends, arguments, out, tell)
 
 
@@ -83,21 +146,6 @@ def _continue(
     return count
 
 
-def ends_of(directory: Path, config: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, from `generation_config.json` or else `config.json`.
-
-    **Raises:** `GenerateError` if these are not tokens.
-    """
-    path, found = directory / "generation_config.json", None
-    if path.is_file():
-        found = read_json_file(path, "the settings of generation").get("eos_token_id")
-    found = config.get("eos_token_id") if found is None else found
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int and 0 <= token < 2**31 for token in ends):
-        raise GenerateError(f"{directory} has eos_token_id={found!r}; expected the numbers of tokens.")
-    return ends
-
-
 class _Writer:
     """Turns tokens into texts: a single one as it comes, several when they are complete."""
 
@@ -109,7 +157,6 @@ class _Writer:
 
     @property
     def ended(self) -> bool:
-        """Whether all texts have ended."""
         return all(self._ended)
 
     def __call__(self, tokens: Int[np.ndarray, " batch"]) -> None:
@@ -123,7 +170,6 @@ class _Writer:
                 self._stream.add(token)
 
     def finish(self, prompts: list[str]) -> Count:
-        """Writes the remaining text."""
         if self._stream is not None:
             self._stream.finish()
         else:
@@ -131,3 +177,113 @@ class _Writer:
             self._out.writelines(f"{prompt!r}: {text}\n" for prompt, text in zip(prompts, texts, strict=True))
             self._out.flush()
         return self._clock.count()
+
+
+# -------------------------------------------------------------------------------------------------
+# Conversations
+# -------------------------------------------------------------------------------------------------
+
+
+def _chat(
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    template: ChatTemplate,
+    ends: list[int],
+    arguments: argparse.Namespace,
+    out: Any,
+    tell: Callable[[str], None],
+) -> Count:
+    """Answers messages: `arguments.message`, or those that are typed until the input ends.
+
+    **Raises:** `GenerateError` if the template rejects the conversation, or its text is too long.
+    """
+    ends = sorted({*ends, *_ends_of_turns(template, tokenizer)})
+    talk = _Talk(Conversation(model), tokenizer, template, ends, arguments, out)
+    if arguments.message is not None:
+        talk.answer(arguments.message)
+        return talk.count
+    tell(_HELP)
+    for text in _typed():
+        if text == "/new":
+            talk.messages = talk.beginning()
+            continue
+        try:
+            talk.answer(text)
+        except GenerateError as error:
+            talk.messages.pop()
+            tell(str(error))
+    return talk.count
+
+
+def _typed() -> Iterator[str]:
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if text:
+            yield text
+
+
+def _ends_of_turns(template: ChatTemplate, tokenizer: TextTokenizer) -> list[int]:
+    """The special token with which the template ends an answer, if it does."""
+    try:
+        text, spans = template.learned(
+            [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        )
+    except ValueError:  # the template takes other conversations
+        return []
+    start, end = spans[-1]
+    ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids
+    return [token for token in ids[:1] if not tokenizer.decode([token])]
+
+
+@dataclasses.dataclass
+class _Talk:
+    conversation: Conversation
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+    ends: list[int]
+    arguments: argparse.Namespace
+    out: Any
+
+    def __post_init__(self) -> None:
+        self.messages = self.beginning()
+        self.count = Count(0, 0, 0.0)
+
+    def beginning(self) -> list[dict[str, str]]:
+        system = self.arguments.system
+        return [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str) -> None:
+        """Adds a message and its answer, which Ctrl-C stops."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = self.template.render(self.messages, add_generation_prompt=True).text
+            ids = self.tokenizer.encode(prompt, special=False).ids
+        except ValueError as error:
+            raise GenerateError(str(error)) from None
+        a, most = self.arguments, self.conversation.context
+        if len(ids) >= most:
+            raise GenerateError(
+                f"The conversation has {len(ids)} tokens; the model takes {most}. Begin anew with /new."
+            )
+        new = min(a.max_new_tokens, most - len(ids))
+        stream = Stream(self.tokenizer, self.out)
+        key = jax.random.fold_in(jax.random.key(a.seed), len(self.messages))
+        try:
+            with interrupts_deferred(""):
+                for token in self.conversation.answer(
+                    ids, max_new_tokens=new, eos=self.ends, temperature=a.temperature, top_k=a.top_k,
+                    top_p=a.top_p, key=key,
+                ):  # fmt: skip
+                    stream.add(token)
+                    take_interrupt()
+        except KeyboardInterrupt:
+            if a.message is not None:
+                raise
+        self.count += stream.finish()
+        if new < a.max_new_tokens and len(stream.tokens) == new:
+            self.out.write(f"[The context of {most} tokens is full.]\n")
+        self.messages.append({"role": "assistant", "content": stream.text})

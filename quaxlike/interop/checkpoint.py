@@ -17,16 +17,15 @@ from ml_dtypes import float8_e4m3fn, float8_e5m2, float8_e8m0fnu
 
 from .._checked import checked
 from ..arrays.quantized import BlockArray, Int8Array
+from ..sharding.placing import Rule as SpecRule
+from ..sharding.placing import by_name
 from ..sharding.reading import Rows, read_onto, usual_rule
-from ..sharding.specs import Rule as SpecRule
-from ..sharding.specs import by_name
 from .files.errors import file_error, quoted
 from .files.file_pair import Pair, consistent
 from .files.json_text import read_json, read_json_file
 from .files.tensors import Tensors, as_jax, open_tensors
 from .formats import FORMATS
-from .formats.format import Format
-from .formats.rows import dense_rows, rows_of_weight
+from .formats.format import Format, dense_rows, rows_of_weight
 from .gguf.container import Gguf, holds_gguf, open_gguf
 from .safetensors import open_values
 

@@ -124,10 +124,8 @@ def load(
     used: set[str] = set()
 
     def get(name: str) -> Any:
-        if name not in tensors:
-            raise ValueError(f"its tensor {name!r} is missing")
         used.add(name)
-        return as_jax(tensors[name])
+        return _tensor(tensors, name)
 
     def read(key_path: Any, leaf: Any) -> Any:
         if not (is_value(leaf) or _is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
@@ -159,10 +157,8 @@ def load(
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """Finds the Values in a file that `save` wrote.
-
-    **Returns:** functions that read them, by name; and the names of their tensors.
-    """
+    """The Values in a file that `save` wrote, as functions that read them, by name; and the names of their
+    tensors."""
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
     def names_in(node: Any) -> None:
@@ -172,13 +168,8 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
             names_in(child)
 
     def read(name: str) -> Any:
-        def get(part: str) -> Any:
-            if part not in tensors:
-                raise ValueError(f"its tensor {part!r} is missing")
-            return as_jax(tensors[part])
-
         try:
-            return _decode(nodes[name], known, get)
+            return _decode(nodes[name], known, functools.partial(_tensor, tensors))
         except Exception as error:  # an inconsistent value may make its type raise anything
             raise tensors.error(name, f"cannot be rebuilt: {error}") from error
 
@@ -186,15 +177,19 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
     return {name: lambda name=name: read(name) for name in nodes}, used
 
 
+def _tensor(tensors: Tensors, name: str) -> Any:
+    if name not in tensors:
+        raise ValueError(f"its tensor {name!r} is missing")
+    return as_jax(tensors[name])
+
+
 def _read_manifest(tensors: Tensors) -> dict[str, Any]:
     if _MANIFEST not in tensors.metadata:
         return {}
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     if manifest.get("version") != _VERSION:
-        raise tensors.error(
-            "version",
-            f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}",
-        )
+        problem = f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}"
+        raise tensors.error("version", problem)
     values = manifest.get("values")
     if not isinstance(values, dict):
         raise tensors.error("values", "the manifest must hold an object here")
@@ -243,10 +238,8 @@ def _shipped_types() -> _Types:
 
 
 def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
-    """The node for `x`. Passes its arrays to `put`, under names that begin with `name`.
-
-    **Raises:** `TypeError` for a value that a file cannot hold.
-    """
+    """The node for `x`, whose arrays are passed to `put`, under names that begin with `name`. Raises
+    `TypeError` for a value that a file cannot hold."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         put(name, np.asarray(jax.random.key_data(x)))
         return {"key": name, "impl": str(jax.random.key_impl(x))}
@@ -274,10 +267,8 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
 
 
 def _decode(node: Any, types: _Types, get: Callable[[str], Any]) -> Any:
-    """The inverse of `_encode`; `get` returns a tensor by its name.
-
-    **Raises:** `ValueError` for a node that `_encode` does not write, or an inconsistent value.
-    """
+    """The inverse of `_encode`; `get` returns a tensor by its name. Raises `ValueError` for a node that
+    `_encode` does not write, or an inconsistent value."""
     if not isinstance(node, dict):
         raise ValueError(f"expected an object, found {type(node).__name__}")
     match node:

@@ -60,8 +60,7 @@ def save(
         interop.load("head.gguf")["lm_head.weight"]
         ```
     """
-    path = Path(path)
-    writers = _writers()
+    path, writers = Path(path), _writers()
     if format not in (known := ("gguf", *writers, "safetensors")):
         raise ValueError(f"save writes the formats {', '.join(known)}; found {format!r}.")
     if format == "safetensors":
@@ -75,7 +74,6 @@ def save(
 
 
 def _writers() -> dict[str, Callable[..., tuple[dict[str, np.ndarray], dict[str, Any]]]]:
-    """The functions that write a folder, by the name of the format."""
     return {format.name: format.write for format in FORMATS if format.write is not None}
 
 
@@ -101,15 +99,9 @@ def _write_folder(
 
 
 def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Writes weights to a folder in the format for their types, with copies of another checkpoint's
-    tokeniser, templates, generation settings and modules of sentence-transformers. What the folder had of
-    these is replaced, or removed.
-
-    **Arguments:**
-
-    - `source`: the other checkpoint.
-    - `directory`: the folder to write to, which is created if it does not exist.
-    - `mapping`, `config`: as for `save`.
+    """Writes weights to a folder in the format for their types, with copies of the tokeniser, templates,
+    generation settings and modules of sentence-transformers in `source`, another checkpoint. What the folder
+    had of these is replaced, or removed.
 
     **Raises:** `CheckpointError` for types that no format takes, and for a file to copy that is no regular
     one in the folder; nothing is written then.
@@ -133,8 +125,9 @@ def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config:
 def _format_of(directory: Path, name: str, value: Any) -> str:
     found = next((format.name for format in FORMATS if format.accepts(value)), None)
     if found is None:
+        known = dict.fromkeys(kind.__name__ for format in FORMATS for kind in format.types)
         raise CheckpointError(
-            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, NF4Array, "
-            "FP4Array, Int8Array and BlockArray. Merge adapters, and materialise the others."
+            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, "
+            f"{', '.join(known)}. Merge adapters, and materialise the others."
         )
     return found

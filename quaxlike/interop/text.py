@@ -16,11 +16,8 @@ from .tokenizer import read_tokenizer
 class TextTokenizer:
     """The tokeniser of a checkpoint, without the padding and truncation that its file may ask for.
 
-    **Arguments:**
-
-    - `path`: as for `read_tokenizer`.
-
-    **Raises:** as for `read_tokenizer`; `CheckpointError` for a file that is not a tokeniser.
+    **Raises:** as `read_tokenizer`, which says where it is; `CheckpointError` for a file that is no
+    tokeniser.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,19 +35,14 @@ class TextTokenizer:
             self._tokenizer.no_truncation()
 
     def encode(self, text: str, *, special: bool = True) -> Any:
-        """Encodes a text as tokens, with the special ones that mark its ends unless `special` is False.
-
-        **Raises:** `ValueError` for a text that is not Unicode; `CheckpointError` for a damaged tokeniser.
-        """
+        """The tokens of a text, with the special ones that mark its ends unless `special` is False. Raises
+        `ValueError` for a text that is not Unicode; `CheckpointError` for a damaged tokeniser."""
         text.encode()  # raises for a lone surrogate
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens to text.
-
-        **Raises:** `CheckpointError` for a damaged tokeniser.
-        """
+        """The text of tokens. Raises `CheckpointError` for a damaged tokeniser."""
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.decode(tokens)
 

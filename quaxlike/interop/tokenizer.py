@@ -44,12 +44,8 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 
 
 def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The chat templates by name ("default", "tool_use", …), and the special tokens ("bos_token", …).
-
-    **Arguments:**
-
-    - `directory`: the folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; or a
-        GGUF file.
+    """The chat templates by name ("default", "tool_use", …), and the special tokens ("bos_token", …): of a
+    folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; or of a GGUF file.
 
     **Raises:** `CheckpointError` for templates or tokens that are no texts.
     """

@@ -82,8 +82,6 @@ class BertAttention(eqx.Module):
 
 
 class Dense(eqx.Module):
-    """A linear layer under the name `dense`."""
-
     dense: eqx.nn.Linear
 
 

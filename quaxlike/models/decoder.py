@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._families import FAMILIES
 from ..surgery.stacking import stack_layers, unstack_layers
-from ..utils.batches import largest_of_batch
 from .attention import Attention, Context, Memory
 from .decoder_config import DecoderConfig
 from .feed_forward import MLP, SparseMLP
@@ -80,7 +79,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
-            length = largest_of_batch(last + 1)  # transformers picks frequencies once per batch
+            length = _largest_of_batch(last + 1)  # transformers picks frequencies once per batch
         contexts = self._contexts(seen, positions, start, length, x.dtype, segments)
         kinds = [int(window) for window in c.windows]
         if isinstance(layers, list):
@@ -217,7 +216,7 @@ class Decoder(Part, roles="model lm_head"):
     def _with_layers(self, change: Any) -> "Decoder":
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
-    def untied(self) -> "Decoder":
+    def with_separate_head(self) -> "Decoder":
         """The same model with a separate output layer, whose weight is the present embedding."""
         if self.part("lm_head") is not None:
             return self
@@ -257,3 +256,14 @@ def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " roo
     first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
     places = order - lax.cummax(jnp.where(first, order, 0))
     return places, jnp.max(jnp.where(seen, places, 0))
+
+
+@jax.custom_batching.custom_vmap
+def _largest_of_batch(x: Any) -> Any:
+    """`x` itself; under `jax.vmap`, the largest `x` of the batch, for every item."""
+    return x
+
+
+@_largest_of_batch.def_vmap
+def _(axis_size: int, in_batched: Any, x: Any) -> Any:
+    return _largest_of_batch(jnp.max(x, axis=0) if in_batched[0] else x), False

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._families import FAMILIES, TEXT_TOWERS, Family
-from ..interop.files.model_config import Config, UnsupportedConfigError, refused, whole
+from ..interop.files.model_config import Config, UnsupportedConfigError, refused, whole, windows_of
 from .rope import Rope, rope_for
 
 
@@ -134,12 +134,7 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     if off or (family.window_switch and not config.use_sliding_window):
         return (False,) * len(layers)
     if types := fields.get("layer_types"):
-        known = {"full_attention": False, "sliding_attention": True}
-        are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
-        if not are_known or len(types) != len(layers):
-            needed = f"{' or '.join(known)} for each of {len(layers)} layers"
-            raise refused("layer_types", types, label, needed)
-        return tuple(known[kind] for kind in types)
+        return windows_of(types, len(layers), label)
     if family.windows == "upper":
         first = whole(fields, "max_window_layers", 28, label)
         return tuple(i >= first for i in layers)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ..sharding.experts import sum_over_experts
-from ..sharding.explicit import whole_rows
+from ..core.quaxify import quaxify
+from ..kernels.multilinear import varying_zeros
+from ..sharding.meshes import divided_along, expert_axis, mesh_of, whole_rows
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears
 
@@ -92,9 +93,59 @@ class Experts(eqx.Module):
     def __call__(
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
-        """Sums the outputs of the experts chosen for each token, weighted by their shares."""
-        count = self.gate_up_proj.shape[0]
-        return sum_over_experts(Experts._one, self, x, chosen, share, count=count)
+        """Sums the outputs of the experts chosen for each token, weighted by their shares.
+
+        On a mesh whose devices can share the experts evenly ([`quaxlike.sharding.expert_parallel`][]), each
+        device runs its own experts on all tokens, and one sum over devices follows. No weights move.
+        """
+        count, mesh = self.gate_up_proj.shape[0], mesh_of((self, x))
+        axis = None if mesh is None else expert_axis(mesh, count)
+        stacks, numbers = self, jnp.arange(count)
+        if mesh is not None and axis is not None and axis in mesh.explicit_axes:
+            stacks = divided_along(axis, self)
+            numbers = jax.sharding.reshard(numbers, jax.NamedSharding(mesh, jax.P(axis)))
+        if axis is None or stacks is None:
+            return self._sum(x, chosen, share, count)
+
+        def of_device(own: Experts, numbers: Array, x: Array, chosen: Array, share: Array) -> Array:
+            chosen = chosen - numbers[0]
+            is_own = (chosen >= 0) & (chosen < len(numbers))
+            chosen, share = jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0)
+            return lax.psum(own._sum(x, chosen, share, len(numbers)), axis)
+
+        whole, cut = jax.P(), jax.P(axis)
+        specs = (cut, cut, whole, whole, whole)
+        mapped = jax.shard_map(
+            quaxify(of_device), mesh=mesh, in_specs=specs, out_specs=whole, axis_names={axis}
+        )
+        return mapped(stacks, numbers, x, chosen, share)
+
+    def _sum(self, x: Array, chosen: Array, share: Array, count: int) -> Array:
+        """The sum over the `count` experts on this device.
+
+        For few tokens (decoding), each looks up its experts. Many tokens pass through all experts in turn,
+        with a share of 0 for those not chosen, so that no array grows with tokens times experts, for stacks
+        of any type.
+        """
+        tokens, choices = chosen.shape
+        zeros = varying_zeros(x.shape, x.dtype, x, share)
+        if tokens * choices < count:
+            pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
+
+            def add_choice(y: Array, pair: Any) -> tuple[Array, None]:
+                token, i, part = pair
+                own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), self)
+                return y.at[token].add(part * own._one(x[token][None])[0]), None
+
+            return lax.scan(add_choice, zeros, pairs)[0]
+        shares = jnp.zeros((tokens, count), share.dtype)
+        shares = shares.at[jnp.arange(tokens)[:, None], chosen].add(share)
+
+        def add_expert(y: Array, part: Any) -> tuple[Array, None]:
+            expert, share = part
+            return y + share[:, None] * expert._one(x), None
+
+        return lax.scan(add_expert, zeros, (self, shares.T))[0]
 
     def _one(self, x: Hidden) -> Hidden:
         """One expert, whose matrices have no leading axis."""

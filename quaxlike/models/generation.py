@@ -74,13 +74,11 @@ def generate(
     """
     ids = np.asarray(ids)
     seen = np.ones(ids.shape, bool) if mask is None else np.asarray(mask).astype(bool)
-    _check(model, ids, seen, max_new_tokens, temperature, top_k, top_p, key)
+    sampling = _sampling(model, ids, seen, max_new_tokens, temperature, top_k, top_p, key)
     ends = np.atleast_1d(np.asarray([] if eos is None else eos))
     if ends.size and ends.dtype.kind not in "iu":
         raise TypeError(f"`eos` must be the number of a token, or several; found {eos!r}.")
     ends = ends.astype(np.int32)
-    as_array = lambda x: None if x is None else jnp.float32(x)
-    sampling = _Sampling(as_array(temperature or None), as_array(top_p), key, top_k)
     steps, done = list[Any](), np.zeros(len(ids), bool)
     fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
     for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling):
@@ -96,9 +94,10 @@ def generate(
     return jnp.stack([jnp.asarray(step) for step in steps], axis=1)
 
 
-def _check(
+def _sampling(
     model: Any, ids: Any, seen: Any, new: int, temperature: Any, top_k: Any, top_p: Any, key: Any
-) -> None:
+) -> "_Sampling":
+    """How tokens are chosen. Raises `ValueError` for arguments that do not fit each other or the model."""
     if not isinstance(model, Decoder):
         raise ValueError(f"generate takes a Decoder of `quaxlike.models`; found {type(model).__name__}.")
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
@@ -128,6 +127,8 @@ def _check(
         raise ValueError(f"The model has {most} positions; prompt and new tokens need {needed}.")
     if counts := {adapter.shape[0] for adapter in _stacked_adapters(model)} - {len(ids)}:
         raise ValueError(f"There are {len(ids)} texts and {min(counts)} adapters; each text takes one.")
+    as_array = lambda x: None if x is None else jnp.float32(x)
+    return _Sampling(as_array(temperature or None), as_array(top_p), key, top_k)
 
 
 class _Sampling(eqx.Module):
@@ -265,9 +266,8 @@ class Conversation:
         """
         tokens = [int(token) for token in ids]
         row = np.asarray([tokens], np.int64)
-        _check(self._model, row, np.ones(row.shape, bool), max_new_tokens, temperature, top_k, top_p, key)
-        as_array = lambda x: None if x is None else jnp.float32(x)
-        sampling = _Sampling(as_array(temperature or None), as_array(top_p), key, top_k)
+        seen = np.ones(row.shape, bool)
+        sampling = _sampling(self._model, row, seen, max_new_tokens, temperature, top_k, top_p, key)
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
 
     def _tokens(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .._families import FAMILIES
-from ..sharding.explicit import rows_of
+from ..sharding.meshes import rows_of
 from .decoder_config import DecoderConfig
 
 Ids = Int[Array, " tokens"]

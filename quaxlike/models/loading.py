@@ -3,7 +3,8 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,20 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from .._families import FAMILIES, TEXT_TOWERS
+from ..core.quaxify import quaxify
 from ..core.values import is_value
 from ..interop import Checkpoint, CheckpointError, open_checkpoint
-from ..interop.assembly import rows_of, split_into_tensors, tensors_of
 from ..interop.files.companions import modules_of
-from ..interop.files.errors import hub_hint, quoted
+from ..interop.files.errors import hub_hint, listed, quoted
 from ..interop.files.file_pair import Pair
 from ..interop.files.json_text import read_json_file
 from ..interop.files.model_config import UnsupportedConfigError
+from ..interop.formats.mxfp4 import in_published_layout
 from ..interop.gguf.container import holds_gguf
 from ..interop.saving import save_like
-from ..sharding.reading import read_onto, usual_rule
-from ..sharding.specs import Rule as SpecRule
-from ..sharding.specs import by_name
+from ..sharding.placing import Rule as SpecRule
+from ..sharding.placing import by_name
+from ..sharding.reading import Rows, read_onto, usual_rule
 from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .bert import Bert, BertConfig, BertForSequenceClassification
@@ -106,7 +108,7 @@ def load(
         like = {name: eqx.filter_eval_shape(partial(made, name), leaf) for name, leaf in arrays.items()}
         rule = usual_rule(mesh, replace(skeleton, like))
     for name, files in sources(skeleton, weights, directory).items():
-        rows = rows_of(name, files, tuple(arrays[name].shape), weights, directory)
+        rows = _rows_of(name, files, tuple(arrays[name].shape), weights, directory)
         rows = dataclasses.replace(rows, then=partial(made, name))
         loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
     return replace(skeleton, loaded), config
@@ -185,7 +187,7 @@ def save(
     if format == "gguf":
         save_gguf(Path(directory), arrays, config, source, quantize)
         return
-    save_like(source, Path(directory), split_into_tensors(arrays, sources(model, names, source)), config)
+    save_like(source, Path(directory), _split_into_tensors(arrays, sources(model, names, source)), config)
 
 
 #: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
@@ -270,7 +272,6 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
-    """The configuration and the model of a `config.json`."""
     names = config.get("architectures")
     supported = (*_ENCODERS, *FAMILIES)
     known = [name for name in supported if isinstance(names, list) and name in names]
@@ -318,16 +319,117 @@ _BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_pro
 
 
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
-    """The tensors of a checkpoint that make up each array of a model."""
+    """The tensors of a checkpoint that make up each array of a model.
+
+    **Raises:** `CheckpointError` for a missing or superfluous one.
+    """
     published = getattr(model, "tensors_of", lambda name: [name])
     config = getattr(model, "config", None)
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
         published = lambda name: [name]  # not one by one: so many names would not fit the file
-    optional = ("lm_head.weight",)  # which some files repeat although it is tied to the embedding
-    files = text_tensors(names)
-    found = tensors_of(named_arrays(model), files, directory, published=published, optional=optional)
-    return {name: [files.get(file, file) for file in own] for name, own in found.items()}
+    text = text_tensors(names)
+    wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
+    used, files = {file for own in wanted.values() for file in own}, text
+    if not used & files.keys():  # saved inside of a model with a task's head, or outside
+        head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
+        inside = {name.partition(".")[2]: file for name, file in text.items()}
+        files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
+    missing = sorted(used - files.keys())
+    known = {*used, "lm_head.weight"}  # which some files repeat although it is tied to the embedding
+    unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{directory} does not fit the model of its config.json. "
+            f"Missing: {listed(missing) or 'none'}. Unknown: {listed(unknown) or 'none'}."
+        )
+    return {name: [files[file] for file in own] for name, own in wanted.items()}
 
 
 #: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.
 _ALL_QUANTISED = ("gguf", "mlx")
+
+
+# -------------------------------------------------------------------------------------------------
+# Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn
+# -------------------------------------------------------------------------------------------------
+
+
+def _rows_of(
+    name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
+) -> Rows:
+    """Reads an array of this shape by rows, from the tensors `files`.
+
+    **Raises:** when rows are read, `CheckpointError` for another shape, or a dtype that no model computes
+    with.
+    """
+
+    def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
+        expected = (min(stop, shape[0]) - start, *shape[1:])
+        if tuple(leaf.shape) != expected:
+            raise CheckpointError(f"{source}: {name} must be of shape {expected}; found {tuple(leaf.shape)}.")
+        if not _computes(leaf.dtype):
+            raise CheckpointError(
+                f"{source}: {name} must be of float32, bfloat16 or float16 (or float64 with jax_enable_x64); "
+                f"found {leaf.dtype}."
+            )
+        return leaf
+
+    if len(files) > 1:
+        each = len(files) // shape[0]
+
+        def stacked(start: int = 0, stop: int = shape[0]) -> Any:
+            wanted, parts = files[start * each : stop * each], []
+            for file in wanted:
+                parts.append(weights[file])
+                found, expected = tuple(parts[-1].shape), (shape[1] // each, *shape[2:])
+                if found != expected or parts[-1].dtype != parts[0].dtype:
+                    raise CheckpointError(
+                        f"{source}: {file} must be of {parts[0].dtype} and of shape {expected}, like the "
+                        f"other parts of {name}; found {parts[-1].dtype} of shape {found}."
+                    )
+            return checked(_joined(parts, stop - start), start, stop)
+
+        return Rows(shape[0], stacked)
+    (file,) = files
+    rows = weights.rows(file)
+
+    def read(*span: int) -> Any:
+        return checked(in_published_layout(name, rows.read(*span) if span else weights[file]), *span)
+
+    return Rows(rows.count, read, rows.step) if rows.count == shape[0] else Rows(None, read)
+
+
+def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Splits arrays of a model into the tensors that a file stores; `sources` names them."""
+    out: dict[str, Any] = {}
+    for name, files in sources.items():
+        leaf = arrays[name]
+        parts = [in_published_layout(name, leaf)]
+        if len(files) > 1:
+            each, rows = len(files) // leaf.shape[0], leaf.shape[1]
+            cut = quaxify(lambda x, i, at, size=rows // each: x[i, at : at + size])
+            starts = range(0, rows, rows // each)
+            parts = [cut(leaf, i, at) for i in range(leaf.shape[0]) for at in starts]
+        out |= zip(files, parts, strict=True)
+    return out
+
+
+def _joined(parts: list[Any], count: int) -> Any:
+    """Stacks `count` matrices. The rows of each are those of the next parts, concatenated."""
+    each = len(parts) // count
+    concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
+    rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
+    return stack(rows)
+
+
+def _computes(dtype: Any) -> bool:
+    """Whether models compute with weights of this dtype in JAX's present configuration."""
+    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+    return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+# Constants that some versions of transformers save too.
+_BUFFERS = (
+    *("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"),
+    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),  # GGUF's; in the config
+)

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..interop.files.model_config import Config, refused, whole
+from ..interop.files.model_config import Config, refused, whole, windows_of
 from .attention import Context, attend
 from .layers import Hidden, Ids, Seen, each
 from .rope import Rope, rope_for, rotate
@@ -16,8 +16,6 @@ from .rope import Rope, rope_for, rotate
 
 @dataclasses.dataclass(frozen=True)
 class ModernBertConfig(Config):
-    """The configuration of a `ModernBert`."""
-
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -45,16 +43,12 @@ class ModernBertConfig(Config):
         """Reads a `config.json` of transformers 4 or 5. **Raises:** `UnsupportedConfigError`."""
         fields = {**config, "windows": None, "ropes": None}
         out = cls.read(fields, hidden_activation=("gelu", None))
-        kinds = {"full_attention": False, "sliding_attention": True}
         types, label = config.get("layer_types"), "ModernBertConfig"
         if types is None:
             every = whole(config, "global_attn_every_n_layers", 3, label) or 1
-            types = [
-                "sliding_attention" if i % every else "full_attention" for i in range(out.num_hidden_layers)
-            ]
-        if not isinstance(types, list) or len(types) != out.num_hidden_layers or not {*types} <= kinds.keys():
-            needed = f"{' or '.join(kinds)} for each of {out.num_hidden_layers} layers"
-            raise refused("layer_types", types, label, needed)
+            windows = tuple(i % every != 0 for i in range(out.num_hidden_layers))
+        else:
+            windows = windows_of(types, out.num_hidden_layers, label)
         thetas = {"full_attention": ("global", 160000.0), "sliding_attention": ("local", 10000.0)}
         given, ropes = config.get("rope_parameters") or {}, []
         for kind, (name, theta) in thetas.items():
@@ -65,7 +59,7 @@ class ModernBertConfig(Config):
             ropes.append(
                 rope_for({**shared, **(config.get("rope_scaling") or {}), **(part or {})}, out, label)
             )
-        return dataclasses.replace(out, windows=tuple(kinds[x] for x in types), ropes=tuple(ropes))
+        return dataclasses.replace(out, windows=windows, ropes=tuple(ropes))
 
 
 class ModernBertEmbeddings(eqx.Module):

@@ -58,13 +58,8 @@ _NUMBERS = (
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
-    """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`.
-
-    **Arguments:**
-
-    - `rope`: the entry.
-    - `config`: the model's, for the size of heads and the lengths of texts.
-    - `label`: the name of the model in errors.
+    """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`. The `config` of the
+    model has the size of heads and the lengths of texts.
 
     **Raises:** `UnsupportedConfigError` for an unsupported kind, or numbers that give no rotation.
     """

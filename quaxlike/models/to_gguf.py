@@ -30,18 +30,11 @@ _APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "r
 def save_gguf(
     path: Path, arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, quantize: str | None
 ) -> None:
-    """Writes the arrays of a decoder, with the metadata and the tokeniser that llama.cpp needs.
+    """Writes the arrays of a decoder to a file, or to `model.gguf` in a folder, with the metadata and the
+    tokeniser that llama.cpp needs; `source` is the checkpoint with the latter.
 
-    **Arguments:**
-
-    - `path`: the file, or a folder for `model.gguf`.
-    - `arrays`: by their names in the model.
-    - `config`: the contents of `config.json`.
-    - `source`: the checkpoint with the tokeniser.
-    - `quantize`: as for `gguf_writer.write`.
-
-    **Raises:** `ValueError` for another `quantize`; `CheckpointError` for a model or a tokeniser that
-    llama.cpp would not follow; nothing is written then.
+    **Raises:** `ValueError` for another `quantize` than `gguf.writer` has; `CheckpointError` for a model or a
+    tokeniser that llama.cpp would not follow; nothing is written then.
     """
     if quantize is not None and quantize not in TYPES:
         raise ValueError(f"GGUF is written with quantize={', '.join(map(repr, TYPES))}; found {quantize!r}.")
@@ -101,7 +94,6 @@ def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, 
 def _of_folder(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The metadata, and the tensors that belong to it."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
     if names:

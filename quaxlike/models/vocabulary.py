@@ -26,7 +26,7 @@ from ..arrays.quantized import AbstractQuantizedArray
 from ..core.policy import MaterialisationError, on_materialise
 from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise, replace_fields
-from ..surgery.trees import listing, named_arrays, replace
+from ..surgery.trees import listing, map_arrays, named_arrays, replace
 from .decoder_config import DecoderConfig
 from .modern_bert import ModernBertConfig
 
@@ -80,11 +80,8 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
     chosen = {name: x for name, x in arrays.items() if _OF_TOKENS.fullmatch(name)}
     if not chosen:
         raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
-    done: dict[int, Any] = {}  # tied weights stay tied
-    for name, x in chosen.items():
-        if id(x) not in done:
-            done[id(x)] = _resized(name, x, n)
-    return _described(replace(model, {name: done[id(x)] for name, x in chosen.items()}), n)
+    resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # tied weights stay tied
+    return _described(replace(model, resized), n)
 
 
 def _resized(name: str, x: Any, n: int) -> Any:

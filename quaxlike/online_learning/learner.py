@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .graph import Group, Op, Relation, bind
-from .step import Step, reached
-from .traced import TracedStep
+from .step import Step, TracedStep, reached
 
 Weights = dict[str, Any]
 
@@ -126,7 +125,8 @@ class Learner(abc.ABC):
                     if group.states[0] in by:
                         found = self._solve(here, of, r, relation, _components(group, _conjugated(by)))
                         cotangents[relation.op] = jax.tree.map(jnp.add, cotangents[relation.op], found)
-            by_params = jax.vjp(lambda p: _weights(step, p, traced.state, traced.inputs), params)[1]
+            operands = lambda p: _operands(step, p, traced.state, traced.inputs).items()
+            by_params = jax.vjp(lambda p: {k: weights for k, (_, weights) in operands(p)}, params)[1]
             grads = [g + h for g, h in zip(grads, by_params(cotangents)[0], strict=True)]
         return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
 
@@ -183,12 +183,10 @@ class Learner(abc.ABC):
                 warnings.warn(message, UntracedParameterWarning, stacklevel=4)
 
     @abc.abstractmethod
-    def _first_traces(self, step: Step) -> PyTree:
-        """Makes traces of zeros."""
+    def _first_traces(self, step: Step) -> PyTree: ...
 
     @abc.abstractmethod
-    def _advance(self, here: "Linearised", traces: PyTree) -> PyTree:
-        """The traces after the step."""
+    def _advance(self, here: "Linearised", traces: PyTree) -> PyTree: ...
 
     @abc.abstractmethod
     def _solve(
@@ -270,7 +268,6 @@ def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[...,
 def _operands(
     step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
 ) -> dict[int, tuple[Any, Weights]]:
-    """The input and the weights of each traced op."""
     found: dict[int, tuple[Any, Weights]] = {}
 
     def note(op: Op, operands: Sequence[Any]) -> list[Any]:
@@ -281,9 +278,3 @@ def _operands(
 
     step.evaluate(params, state, inputs, note)
     return found
-
-
-def _weights(
-    step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
-) -> dict[int, Weights]:
-    return {k: weights for k, (_, weights) in _operands(step, params, state, inputs).items()}

@@ -61,7 +61,6 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 
 
 def _needed(jaxpr: Any) -> list[JaxprEqn]:
-    """The equations that the results depend on."""
     out: list[JaxprEqn] = []
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     for eqn in reversed(jaxpr.eqns):
@@ -190,14 +189,6 @@ def _without(place: Place | None, axes: Sequence[int]) -> Place | None:
     if place is None or any(place[i] is not None for i in axes):
         return None
     return tuple(digits for i, digits in enumerate(place) if i not in axes)
-
-
-def _squeeze(eqn: Any, places: list[Place | None]) -> Place | None:
-    return _without(places[0], eqn.params["dimensions"])
-
-
-def _reduce(eqn: Any, places: list[Place | None]) -> Place | None:
-    return _without(places[0], eqn.params["axes"])
 
 
 def _expand_dims(eqn: Any, places: list[Place | None]) -> Place | None:
@@ -329,10 +320,6 @@ def _split(eqn: Any, places: list[Place | None]) -> list[Place | None]:
     return out
 
 
-def _unstack(eqn: Any, places: list[Place | None]) -> list[Place | None]:
-    return [_without(places[0], [eqn.params["axis"]])] * len(eqn.outvars)
-
-
 def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
     axis, found = eqn.params["axis"], {p for p in places if p is not None}
     place = found.pop()
@@ -356,6 +343,10 @@ def _one(rule: Any) -> Any:
 
 
 _MOVES: dict[str, Any] = {
+    "reduce_sum": _one(lambda eqn, places: _without(places[0], eqn.params["axes"])),
+    "squeeze": _one(lambda eqn, places: _without(places[0], eqn.params["dimensions"])),
+    "transpose": _one(_transpose),
+    "unstack": lambda eqn, places: [_without(places[0], [eqn.params["axis"]])] * len(eqn.outvars),
     "broadcast_in_dim": _one(_broadcast_in_dim),
     "concatenate": _one(_concatenate),
     "dot_general": _one(_dot_general),
@@ -363,14 +354,10 @@ _MOVES: dict[str, Any] = {
     "dynamic_update_slice": _one(_update),
     "expand_dims": _one(_expand_dims),
     "pad": _one(_pad),
-    "reduce_sum": _one(_reduce),
     "reshape": _one(_reshape),
     "scatter": _one(_update),
     "scatter-add": _one(_update),
     "slice": _one(_slice),
     "split": _split,
-    "squeeze": _one(_squeeze),
     "stack": _one(_stack),
-    "transpose": _one(_transpose),
-    "unstack": _unstack,
 }

@@ -254,12 +254,8 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
 
 
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
-    """Makes an `init_drtrl` rule: zeros with the batch axes of x, the shape of each weight, and the states.
-
-    **Arguments:**
-
-    - `batch`: the number of leading batch axes of x, or a function of x's aval that returns it.
-    """
+    """Makes an `init_drtrl` rule: zeros with the batch axes of x, of which there are `batch` (a number, or a
+    function of x's aval), the shape of each weight, and the states."""
 
     def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
         num_batch = batch(x_var.aval) if callable(batch) else batch

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
+from jaxtyping import PyTree
 
 from ..core import compat
+from ..core.quaxify import quaxify
 from ..primitives.forms import symbolic_tangents
 from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops
 from .mixing import Mixed, Positions, own_place
@@ -187,7 +191,7 @@ class Step:
             return i if parent[i] == i else root(parent[i])
 
         for j in range(self.num_state):
-            for i, reached in enumerate(self._reached_by_state(j)):
+            for i, reached in enumerate(self._reached_by(j)):
                 if not reached or i == j:
                     continue
                 shapes = [self.state_avals[k].shape for k in (j, i)]
@@ -211,7 +215,7 @@ class Step:
     def _find_relations(self) -> list[Relation]:
         relations = []
         for k, op in enumerate(self.ops):
-            reached = self._reached_by_op(k)
+            reached = self._reached_by(self.num_state + k)
             for g, group in enumerate(self.groups):
                 if not any(reached[i] for i in group.states):
                     continue
@@ -264,13 +268,8 @@ class Step:
             return f"{names[mixed.argument]} acts on the state through {mixed}"
         return None
 
-    def _reached_by_state(self, j: int) -> list[bool]:
-        return self._reached_by(len(self.param_avals) + len(self.input_avals) + j)
-
-    def _reached_by_op(self, k: int) -> list[bool]:
-        return self._reached_by(len(self.param_avals) + len(self.input_avals) + self.num_state + k)
-
     def _reached_by(self, number: int) -> list[bool]:
+        """Which next states have a derivative with respect to a state, or to the y of an op, counted on."""
         shifts = [op.y_var.aval for op in self.ops]
         avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]
         n, m = len(self.param_avals), len(self.param_avals) + len(self.input_avals)
@@ -279,7 +278,7 @@ class Step:
             state, shifts = leaves[m : m + self.num_state], leaves[m + self.num_state :]
             return self.isolated(leaves[:n], leaves[n:m], state, shifts)
 
-        return reached(fn, avals, number)
+        return reached(fn, avals, m + number)
 
 
 def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:
@@ -292,3 +291,76 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
     if tangent.dtype == jax.dtypes.float0:
         return [False] * len(jax.eval_shape(fn, *avals))
     return [t is not None for t in jax.eval_shape(tangents, list(avals), tangent)]
+
+
+class TracedStep:
+    """A step function `step(model, state, *inputs) -> (state, output)`, traced for given arguments.
+
+    The arguments have these leaves: `params`, the trained arrays of the model; `state`; and `inputs`, the
+    model's other arrays followed by those of the inputs.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        trainable: PyTree,
+        model: PyTree,
+        state: PyTree,
+        inputs: Sequence[PyTree],
+    ) -> None:
+        trained, held = eqx.partition(model, trainable)
+        others, static = eqx.partition((held, list(inputs)), eqx.is_array_like)
+        num_held = len(jtu.tree_leaves(others[0]))
+        paths_and_params, self._trained_tree = jtu.tree_flatten_with_path(trained)
+        self.param_names = [jtu.keystr(path) for path, _ in paths_and_params]
+        self.params = [leaf for _, leaf in paths_and_params]
+        paths_and_state, self._state_tree = jtu.tree_flatten_with_path(state)
+        self.state = [leaf for _, leaf in paths_and_state]
+        self.inputs, others_tree = jtu.tree_flatten(others)
+        self._output_tree: Any = None
+        self._output_static: Any = None
+
+        def on_leaves(*leaves: Any) -> list[Any]:
+            n, m = len(self.params), len(self.params) + len(self.state)
+            trained = jtu.tree_unflatten(self._trained_tree, leaves[:n])
+            others = jtu.tree_unflatten(others_tree, leaves[m:])
+            held, inputs = eqx.combine(others, static)
+            model = eqx.combine(trained, held)
+            state = jtu.tree_unflatten(self._state_tree, leaves[n:m])
+            result = quaxify(step)(model, state, *inputs)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(f"the step must return a pair (state, output), got {result!r}")
+            next_state, output = result
+            arrays, self._output_static = eqx.partition(output, eqx.is_array)
+            outputs, self._output_tree = jtu.tree_flatten(arrays)
+            return [*self._checked_state(next_state), *outputs]
+
+        leaves = [*self.params, *self.state, *self.inputs]
+        jaxpr = jax.make_jaxpr(on_leaves)(*leaves)
+        state_names = [jtu.keystr(path) or "state" for path, _ in paths_and_state]
+        self.step = Step(jaxpr, len(self.params), len(self.state), num_held, state_names)
+
+    def _checked_state(self, next_state: PyTree) -> list[Any]:
+        leaves, tree = jtu.tree_flatten(next_state)
+        if tree != self._state_tree:
+            raise TypeError(
+                "the step must return a state of the same structure as its argument, "
+                f"{self._state_tree}; found {tree}"
+            )
+        for leaf, last in zip(leaves, self.state, strict=True):
+            found, expected = jax.typeof(leaf), jax.typeof(last)
+            if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                raise TypeError(
+                    f"the step must return a state of the types of its argument; found {found.str_short()} "
+                    f"for {expected.str_short()}"
+                )
+        return leaves
+
+    def state_of(self, leaves: Sequence[Any]) -> PyTree:
+        return jtu.tree_unflatten(self._state_tree, leaves)
+
+    def output_of(self, leaves: Sequence[Any]) -> PyTree:
+        return eqx.combine(jtu.tree_unflatten(self._output_tree, leaves), self._output_static)
+
+    def grads_of(self, leaves: Sequence[Any]) -> PyTree:
+        return jtu.tree_unflatten(self._trained_tree, leaves)

@@ -1,10 +1,16 @@
-"""Meshes: the names of their axes, the mesh that arrays are on, and meshes described by text."""
+"""Meshes: the names of their axes, the mesh that arrays are on, and meshes described by text.
+
+If the axes of a mesh are explicit, some shardings must be stated that JAX infers otherwise."""
 
 import math
 import re
 from typing import Any
 
+import equinox as eqx
 import jax
+from jaxtyping import Array, Float, Int
+
+from ..core.quaxify import value_of
 
 #: Names of axes that layers are split along, and of those that experts are distributed along.
 MODEL_AXES = ("model", "tensor", "tp")
@@ -12,12 +18,8 @@ EXPERT_AXES = ("expert", "ep")
 
 
 def expert_axis(mesh: Any, count: int | None = None) -> str | None:
-    """The mesh axis that experts are distributed along: one for experts, or else one for layers.
-
-    **Arguments:** `count`, the number of experts. Default: any.
-
-    **Returns:** its name; None if no such axis is free, or if its devices cannot share the experts evenly.
-    """
+    """The mesh axis that experts are distributed along: one for experts, or else one for layers. None if no
+    such axis is free, or if its devices cannot share `count` experts evenly."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = jax.sharding.AxisType.Manual
     name = next((n for n in (*EXPERT_AXES, *MODEL_AXES) if kinds.get(n, manual) != manual), None)
@@ -53,3 +55,34 @@ def mesh_from_text(text: str) -> jax.sharding.Mesh:
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
     )
+
+
+# -------------------------------------------------------------------------------------------------
+# Explicit axes
+# -------------------------------------------------------------------------------------------------
+
+
+def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
+    """The rows of an embedding for each token, sharded like the tokens; no row is split."""
+    mesh = mesh_of((embedding, at))
+    if mesh is None or not mesh.explicit_axes:
+        return jax.vmap(embedding)(at)
+    sharding = jax.NamedSharding(mesh, jax.P(*jax.typeof(at).sharding.spec, None))
+    return embedding.weight.at[at].get(out_sharding=sharding)
+
+
+def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
+    """`x`, not sharded along its last axis."""
+    mesh = mesh_of(x)
+    if mesh is None or not mesh.explicit_axes:
+        return x
+    spec = jax.P(*jax.typeof(x).sharding.spec[:-1], None)
+    return jax.sharding.reshard(x, jax.NamedSharding(mesh, spec))
+
+
+def divided_along(axis: str, tree: Any) -> Any:
+    """The tree with the Values behind its leaves, whose arrays have sharding types; None if the first axis of
+    any array is not sharded over this axis of the mesh."""
+    tree = jax.tree.map(value_of, tree)
+    divided = all(tuple(jax.typeof(x).sharding.spec)[:1] == (axis,) for x in jax.tree.leaves(tree))
+    return tree if divided else None

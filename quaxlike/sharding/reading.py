@@ -13,22 +13,17 @@ from jaxtyping import PyTree
 
 from ..core.values import is_value
 from ..surgery.trees import named_arrays
-from .layouts import Rule, divides_layers, fsdp
-from .placing import refusal
-from .specs import leaf_specs_of, unnested
+from .placing import NamedRule, leaf_specs_of, spread, unnested
+from .rules import divides_layers, fsdp
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """An array, or a Value, that can be read in part.
 
-    **Arguments:**
-
-    - `count`: its length along the first axis; None if it can only be read as a whole.
-    - `read`: called without arguments for the whole array, or with `start` and `stop` for rows. It may return
-        a view of a file.
-    - `step`: parts must start and stop at multiples of it, or at the end.
-    - `then`: a function that is applied to what is read, and that maps rows to rows. Default: none.
+    `count` is its length along the first axis, or None if it can only be read as a whole. `read` is called
+    without arguments for the whole array, or with `start` and `stop`, multiples of `step` or the end, for
+    rows; it may return a view of a file. `then` is applied to what is read, and maps rows to rows.
     """
 
     count: int | None
@@ -55,17 +50,14 @@ class Rows:
         return made if goes_by_rows(made) else None
 
 
-def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
+def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
     """The default rule: `tensor_parallel` along an axis called "model", "tensor" or "tp", `expert_parallel`
-    along one called "expert" or "ep", and `fsdp` along the others.
+    along one called "expert" or "ep", and with `fully`, `fsdp` along the others.
 
-    **Arguments:**
-
-    - `model`: the model, whose classes identify layers. By default, and for weights stored in a form other
-        than the model's, only the names of weights do.
-    - `fully`: whether to spread weights along the other axes too.
+    The classes of `model` identify layers. Without it, and for weights stored in a form other than the
+    model's, only the names of weights do.
     """
-    by_layers: Rule | None = None
+    by_layers: NamedRule | None = None
     if rule_for := divides_layers(mesh):
         like = {} if model is None else named_arrays(model)
         whole: Any = None if model is None else rule_for(model, mesh)
@@ -78,18 +70,11 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> Rule:
     return fsdp(mesh, over=by_layers) if fully else by_layers or (lambda name, leaf: None)
 
 
-def read_onto(name: str, rows: Rows, mesh: Any, rule: Rule) -> Any:
+def read_onto(name: str, rows: Rows, mesh: Any, rule: NamedRule) -> Any:
     """Reads an array or a Value onto a mesh.
 
     If all parts of a Value are stored by rows, and no block crosses rows, a process reads only the rows that
     its own devices need; otherwise it reads the whole of this one array. It keeps what its devices store.
-
-    **Arguments:**
-
-    - `name`: its name, for the rule and for errors.
-    - `rows`: where it is read from.
-    - `mesh`: the devices, of this process and others.
-    - `rule`: maps a name and an array to a spec, as for [`specs_for`][quaxlike.sharding.specs_for].
 
     **Raises:** `ValueError`, as for [`shard`][quaxlike.sharding.shard].
     """
@@ -121,15 +106,9 @@ def goes_by_rows(value: Any) -> bool:
     return all(spec and spec[0] == "rows" for spec in jtu.tree_leaves(specs))
 
 
-def _specs(name: str, like: Any, mesh: Any, rule: Rule) -> tuple[Any, Any]:
-    """A Value in the form in which it is spread, with shapes for arrays, and its specs."""
+def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
     shapes = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-    specs = leaf_specs_of(name, shapes, rule(name, shapes))
-    if is_value(shapes) and jtu.tree_structure(specs) != jtu.tree_structure(shapes):
-        shapes = eqx.filter_eval_shape(unnested, shapes)
-    if (reason := refusal(shapes, specs, mesh)) is not None:
-        raise ValueError(f"{name}{reason}")
-    return shapes, specs
+    return spread(name, shapes, rule(name, shapes), mesh)
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: Rows) -> tuple[int, int]:
@@ -145,7 +124,7 @@ def _own_rows(like: Any, specs: Any, mesh: Any, rows: Rows) -> tuple[int, int]:
     return start, min(rows.count, math.ceil(max(stops) / rows.step) * rows.step)
 
 
-def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: Rule) -> Any:
+def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedRule) -> Any:
     """Places an array on the mesh, given the rows `part` from `start` on."""
     shapes, specs = _specs(name, like, mesh, rule)
     if jtu.tree_structure(shapes) != jtu.tree_structure(part):

@@ -27,9 +27,8 @@ from ..arrays.lora import (
 )
 from ..core.quaxify import value_of
 from ..core.values import is_value
-from .agreement import difference
 from .inits import factored
-from .trees import named_arrays, replace
+from .trees import difference, named_arrays, replace
 
 
 @checked(options=("models",))
@@ -197,7 +196,6 @@ def _adapters(function: str, models: Sequence[PyTree]) -> dict[str, list[LoraArr
 
 
 def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `ValueError` if the models differ in more than adapters."""
     bare = [
         replace(model, {name: x.w for name, x in named.items() if isinstance(x, LoraArray)})
         for model, named in zip(models, arrays, strict=True)

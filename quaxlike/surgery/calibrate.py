@@ -26,15 +26,8 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> AbstractQuantizedArray:
-    """Quantises a matrix as `like` is, so that its products with inputs of these moments change least.
-
-    **Arguments:**
-
-    - `name`: the name of the weight in errors.
-    - `dense`: the matrix to approximate.
-    - `like`: an array of the wanted type, codec and block size.
-    - `moments`: the sum of `x xᵀ` over the inputs, `(in, in)`.
-    """
+    """Quantises a matrix as `like` is, so that its products with inputs of these moments, the sum of `x xᵀ`
+    over the inputs, `(in, in)`, change least."""
     stored = jnp.transpose(dense, [like.permutation.index(i) for i in range(dense.ndim)])
     w = np.asarray(stored, np.float64)
     h = np.asarray(moments, np.float64)

@@ -76,8 +76,7 @@ def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) 
     """
     w = dense_base(name, lora, "init='pissa'")
     u, s, vt = svd(w, lora.rank, None if iterations is None else (key, iterations))
-    root = jnp.sqrt(s / lora.scaling)
-    return _moved(lora, w, root[..., :, None] * vt, u * root[..., None, :])
+    return _moved(lora, w, *halves(u, s / lora.scaling, vt))
 
 
 def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
@@ -146,8 +145,7 @@ def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArr
 def factored(lora: LoraArray, delta: jax.Array, rank: int) -> LoraArray:
     """`lora` with the adapter of `scaling` 1 that best approximates `delta`, an array with the same axes."""
     u, s, vt = svd(as_matrix(lora, delta), rank)
-    root = jnp.sqrt(s)
-    factors = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])
+    factors = with_factors(lora, *halves(u, s, vt))
     return factors.replace(alpha=float(factors.rank), rslora=False)
 
 
@@ -166,6 +164,12 @@ def svd(w: jax.Array, rank: int, randomised: tuple[Any, int] | None = None) -> t
     else:
         u, s, vt = jnp.linalg.svd(w, full_matrices=False)
     return u[..., :, :rank], s[..., :rank], vt[..., :rank, :]
+
+
+def halves(u: jax.Array, s: jax.Array, vt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors `a` and `b` with `b @ a` of these singular vectors and values, of equal norms."""
+    root = jnp.sqrt(s)
+    return root[..., :, None] * vt, u * root[..., None, :]
 
 
 _INITS: dict[str, Init] = {"kaiming": _kaiming, "gaussian": _gaussian, "pissa": _pissa, "olora": _olora}
@@ -209,8 +213,7 @@ def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) ->
                 name, rest, scheme, Layout(lora.out_axes, lora.in_axes), **scheme_options
             )
             u, s, vt = svd(w - as_matrix(lora, materialise(quantized)), lora.rank)
-            root = jnp.sqrt(s / lora.scaling)
-            lora = with_factors(lora, root[..., :, None] * vt, u * root[..., None, :])
+            lora = with_factors(lora, *halves(u, s / lora.scaling, vt))
         return lora.replace(w=quantized)
 
     return init

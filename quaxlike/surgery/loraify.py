@@ -157,10 +157,10 @@ def loraify(
 
 def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
     """The model with an output layer of its own, and if it had none, the names of that layer's weight and of
-    the embedding that it was tied to. A model supports this with a method `untied`."""
-    if not hasattr(model, "untied"):
+    the embedding that it was tied to. A model supports this with a method `with_separate_head`."""
+    if not hasattr(model, "with_separate_head"):
         return model, "", ""
-    own = model.untied()
+    own = model.with_separate_head()
     arrays, before = named_arrays(own), named_arrays(model)
     head = next((name for name in arrays if name not in before), "")
     embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
@@ -267,5 +267,4 @@ def pattern_matches(pattern: str, name: str) -> bool:
 
 
 def value_for(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches."""
     return next((value for pattern, value in patterns.items() if pattern_matches(pattern, name)), otherwise)

@@ -13,9 +13,8 @@ from .._checked import a_or_an, checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, in_float32, row_scale
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import Value, is_value, materialise
-from .agreement import difference
 from .calibrate import fit
-from .trees import map_arrays, named_arrays, replace
+from .trees import difference, map_arrays, named_arrays, replace
 
 
 @checked

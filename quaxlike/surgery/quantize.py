@@ -93,13 +93,14 @@ def quantize(
 
     Schemes and their names follow bitsandbytes.
     """
-    chosen = select_matrices(model, records_of(model, layout), where, exclude)
+    chosen = quantizers(model, scheme, where=where, exclude=exclude, layout=layout, **scheme_options)
 
     def quantized(name: str, w: Any) -> Any:
-        q = quantize_array(name, w, scheme, require_layout(name, chosen[name]), **scheme_options)
+        q = chosen[name](w)
         return q if calibrate is None else _calibrated(name, w, q, calibrate)
 
-    return replace(model, map_arrays(quantized, {name: record.array for name, record in chosen.items()}))
+    arrays = named_arrays(model)
+    return replace(model, map_arrays(quantized, {name: arrays[name] for name in chosen}))
 
 
 def quantizers(
@@ -113,15 +114,12 @@ def quantizers(
 ) -> dict[str, Callable[[Any], Any]]:
     """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
     chosen = select_matrices(model, records_of(model, layout), where, exclude)
-
-    def quantized(name: str, w: Any) -> Any:
-        return quantize_array(name, w, scheme, require_layout(name, chosen[name]), **scheme_options)
-
+    layouts = {name: require_layout(name, record) for name, record in chosen.items()}
+    quantized = lambda name, w: quantize_array(name, w, scheme, layouts[name], **scheme_options)
     return {name: functools.partial(quantized, name) for name in chosen}
 
 
 def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
-    """`q` with codes that suit the inputs of the layer."""
     if name not in moments:
         raise ValueError(f"calibrate has no moments for {name}; it has those for {', '.join(moments)}.")
     if isinstance(q, LoraArray):

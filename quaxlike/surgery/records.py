@@ -167,7 +167,6 @@ def _is_open(layout: Layout | None, leaf: Any) -> bool:
 
 
 def how_to_state_layout(name: str, shape: tuple[int, ...]) -> str:
-    """A hint for users on how to state a layout that cannot be told."""
     examples = {2: "'io' for (in, out), 'oi' for (out, in)"}.get(
         len(shape), "'ioo' for (in, heads, dim), 'iio' for (heads, dim, out), 'io' for a stack of (in, out)"
     )

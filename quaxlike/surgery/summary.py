@@ -78,28 +78,13 @@ class Summary:
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
-        def cells(path: str, kind: str, shape: str, axes: str, *numbers: int) -> tuple[str, ...]:
+        def cells(path: str, kind: str, shape: str, axes: str, of: "Row | Summary") -> tuple[str, ...]:
+            numbers = of.logical_bytes, of.stored_bytes, of.trainable
             return path, kind, shape, axes, *(f"{n:,}" for n in numbers)
 
-        rows = [
-            cells(
-                r.path,
-                r.type,
-                f"{r.dtype}[{','.join(map(str, r.shape))}]",
-                _axes(r.layout),
-                r.logical_bytes,
-                r.stored_bytes,
-                r.trainable,
-            )
-            for r in self.rows
-        ]
-        share = f"{self.trainable_share:.3%} trained"
-        return [
-            *rows,
-            cells(
-                "total", share, f"{self.size:,}", "", self.logical_bytes, self.stored_bytes, self.trainable
-            ),
-        ]
+        shape = lambda row: f"{row.dtype}[{','.join(map(str, row.shape))}]"
+        rows = [cells(row.path, row.type, shape(row), _axes(row.layout), row) for row in self.rows]
+        return [*rows, cells("total", f"{self.trainable_share:.3%} trained", f"{self.size:,}", "", self)]
 
     def __str__(self) -> str:
         *rows, total = self._cells()

@@ -3,16 +3,22 @@
 Flax keeps arrays in boxes: `nnx.Variable`, and Linen's axis metadata. A box does not appear in names.
 """
 
+import dataclasses
 import difflib
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.core
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import PyTree
 
-from .._checked import checked
+from .._checked import a_or_an, checked
 from ..core.values import is_value
 
 
@@ -94,8 +100,9 @@ def _is_box(node: Any) -> bool:
 
 def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
     """All arrays and Values of a model with their key paths."""
+    is_array = lambda leaf: is_value(leaf) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
     leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
-    return [(path, leaf) for path, leaf in leaves if is_value(leaf) or _is_array(leaf)]
+    return [(path, leaf) for path, leaf in leaves if is_array(leaf)]
 
 
 def named_arrays(model: PyTree) -> dict[str, Any]:
@@ -111,10 +118,6 @@ def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> 
         if id(array) not in done:
             done[id(array)] = change(name, array)
     return {name: done[id(array)] for name, array in arrays.items()}
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
@@ -189,3 +192,89 @@ def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:
     names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"
+
+
+# -------------------------------------------------------------------------------------------------
+# Whether models agree in what they must share
+# -------------------------------------------------------------------------------------------------
+
+
+def difference(x: PyTree, y: PyTree) -> str | None:
+    """Where two trees differ first, and how; None if they agree.
+
+    Arrays agree if they are the same object, or of equal shape, dtype and values (NaN equals NaN). Values
+    that are not known, those of traced arrays, count as equal.
+    """
+    return _difference(x, y, ())
+
+
+def _difference(x: Any, y: Any, path: tuple[Any, ...]) -> str | None:
+    if x is y:
+        return None
+    name = path_of(path) if path else "the whole"
+    if _is_plain_array(x) or _is_plain_array(y):
+        forms = [f"{z.dtype}{list(z.shape)}" if _is_plain_array(z) else _short(z) for z in (x, y)]
+        if forms[0] != forms[1]:
+            return f"{name} is {forms[0]} in one and {forms[1]} in the other"
+        return None if same_values(x, y) else f"{name} has other values"
+    one_level = lambda tree: jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    (children, structure), (others, other_structure) = one_level(x), one_level(y)
+    if jtu.treedef_is_leaf(structure) or jtu.treedef_is_leaf(other_structure):
+        return None if _same_object(x, y) else f"{name} is {_short(x)} in one and {_short(y)} in the other"
+    if type(x) is not type(y):
+        return f"{name} is {a_or_an(type(x))} in one and {a_or_an(type(y))} in the other"
+    keys, other_keys = ({path_of(key) for key, _ in each} for each in (children, others))
+    if keys != other_keys:
+        named = (path_of((*path, jtu.DictKey(key))) for key in sorted(keys ^ other_keys))
+        return f"only one of them has {', '.join(named)}"
+    for (key, child), (_, other) in zip(children, others, strict=True):
+        if (found := _difference(child, other, path + key)) is not None:
+            return found
+    return None if structure == other_structure else _of_statics(x, y, path, name)
+
+
+def _is_plain_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def same_values(x: Any, y: Any) -> bool:
+    """Whether two arrays of one shape and dtype hold the same; True if that is not known."""
+    if x is y or any(isinstance(z, jax.core.Tracer | jax.ShapeDtypeStruct) for z in (x, y)):
+        return True
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    if isinstance(x, jax.Array) and isinstance(y, jax.Array) and x.sharding == y.sharding:
+        return bool(_equal(x, y))
+    return bool(np.all(_equal_each(np.asarray(x), np.asarray(y))))
+
+
+def _equal_each(x: Any, y: Any) -> Any:
+    return (x == y) | ((x != x) & (y != y))
+
+
+@jax.jit
+def _equal(x: Any, y: Any) -> Any:
+    return jnp.all(_equal_each(x, y))
+
+
+def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
+    for field in dataclasses.fields(x) if dataclasses.is_dataclass(x) else ():
+        both = getattr(x, field.name, None), getattr(y, field.name, None)
+        if field.metadata.get("static") and not _same_object(*both):
+            where = path_of((*path, jtu.GetAttrKey(field.name)))
+            return f"{where} is {_short(both[0])} in one and {_short(both[1])} in the other"
+    return f"the static fields of {name}, {a_or_an(type(x))}, differ"
+
+
+def _same_object(x: Any, y: Any) -> bool:
+    """Whether two objects that are not arrays are equal. Functions are, if they are the same code over equal
+    variables: a layer may make its activation anew for each model."""
+    if isinstance(x, types.FunctionType) and isinstance(y, types.FunctionType):
+        parts = [(f.__code__, f.__defaults__, [c.cell_contents for c in f.__closure__ or ()]) for f in (x, y)]
+        return x is y or bool(parts[0] == parts[1])
+    return x is y or bool(x == y)
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) < 80 else f"{text[:80]}…"

@@ -143,9 +143,16 @@ def _einsum(layer: Any, shape: _Shape) -> Layout:
     return Layout(outs, into) if into and outs else UNKNOWN
 
 
-_LINEAR: Mapping[str, _Entry] = {"kernel": "io"}
 _NORMS: dict[str, Mapping[str, _Entry]] = {
     f"{kind}Norm": {} for kind in ("Batch", "Layer", "RMS", "Group", "Instance", "Spectral", "Weight")
+}
+
+_FLAX: dict[str, Mapping[str, _Entry]] = {
+    "Einsum": {"kernel": _einsum},
+    "Conv": {"kernel": _conv("*io", groups="feature_group_count")},
+    "ConvTranspose": {"kernel": _transposed("*io", "*oi")},
+    "Embed": {"embedding": "vo"},
+    **_NORMS,
 }
 
 # For each class, the fields that hold weights; all others hold biases, scales and statistics.
@@ -159,25 +166,8 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
         "LSTMCell": {"weight_ih": "oi", "weight_hh": "oi"},
         **_NORMS,
     },
-    "flax.nnx": {
-        "Linear": _LINEAR,
-        "LinearGeneral": {"kernel": _general},
-        "Einsum": {"kernel": _einsum},
-        "Conv": {"kernel": _conv("*io", groups="feature_group_count")},
-        "ConvTranspose": {"kernel": _transposed("*io", "*oi")},
-        "Embed": {"embedding": "vo"},
-        **_NORMS,
-        "LoRA": {},
-    },
-    "flax.linen": {
-        "Dense": _LINEAR,
-        "DenseGeneral": {"kernel": _general},
-        "Einsum": {"kernel": _einsum},
-        "Conv": {"kernel": _conv("*io", groups="feature_group_count")},
-        "ConvTranspose": {"kernel": _transposed("*io", "*oi")},
-        "Embed": {"embedding": "vo"},
-        **_NORMS,
-    },
+    "flax.nnx": {"Linear": {"kernel": "io"}, "LinearGeneral": {"kernel": _general}, "LoRA": {}, **_FLAX},
+    "flax.linen": {"Dense": {"kernel": "io"}, "DenseGeneral": {"kernel": _general}, **_FLAX},
     "haiku": {
         "Linear": {"w": "io"},
         "ConvND": {"w": _conv("*io", groups="feature_group_count")},
@@ -256,7 +246,6 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_pro
 
 
 def is_norm(layer: str) -> bool:
-    """Whether the name of a layer says that it is a norm."""
     return _NORM.fullmatch(re.split(r"[./]", layer)[-1]) is not None
 
 

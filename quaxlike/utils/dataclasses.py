@@ -8,9 +8,11 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast, dataclass_transform, o
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from .equality import equal, hash_of, is_static, made
 from .lenses import LensField, LensSpec, make_lens_fields, make_slot_lenses
 
 _T = TypeVar("_T")
@@ -18,18 +20,27 @@ _C = TypeVar("_C", bound=type[Any])
 _MISSING = dataclasses.MISSING
 _Missing = dataclasses._MISSING_TYPE  # pyright: ignore[reportPrivateUsage]
 
+# The classes made by `dataclass`. JAX's registry of pytrees keeps them alive as well.
+_made: set[type[Any]] = set()
+
+
+class FieldOptions(TypedDict, total=False):
+    """The options of `field`, besides the default."""
+
+    init: bool
+    repr: bool
+    hash: bool | None
+    compare: bool
+    metadata: Mapping[Any, Any] | None
+    kw_only: bool
+    static: bool
+
 
 def field(
     *,
     default: _T | _Missing = _MISSING,
     default_factory: Callable[[], _T] | _Missing = _MISSING,
-    init: bool = True,
-    repr: bool = True,
-    hash: bool | None = None,
-    compare: bool = True,
-    metadata: Mapping[Any, Any] | None = None,
-    kw_only: bool | _Missing = _MISSING,
-    static: bool = False,
+    **options: Unpack[FieldOptions],
 ) -> _T:
     """A field of a [`dataclass`][quaxlike.utils.dataclass], which may be static.
 
@@ -54,32 +65,18 @@ def field(
             name: str = field(default="layer", static=True)
         ```
     """
+    given: dict[str, Any] = {"default": default, "default_factory": default_factory, **options}
+    metadata, static = given.pop("metadata", None), given.pop("static", False)
     if not isinstance(metadata, Mapping | None):
         raise TypeError(f"field takes a mapping as `metadata`; found {metadata!r}.")
-    made = dataclasses.field(
-        default=cast(Any, default),
-        default_factory=cast(Any, default_factory),
-        init=init,
-        repr=repr,
-        hash=hash,
-        compare=compare,
-        metadata={**(metadata or {}), "static": static},
-        kw_only=cast(Any, kw_only),
-    )
-    return cast(_T, made)
+    return cast(_T, dataclasses.field(**given, metadata={**(metadata or {}), "static": static}))
 
 
 def lens_field(
     *,
     default: _T | _Missing = _MISSING,
     default_factory: Callable[[], _T] | _Missing = _MISSING,
-    init: bool = True,
-    repr: bool = True,
-    hash: bool | None = None,
-    compare: bool = True,
-    metadata: Mapping[Any, Any] | None = None,
-    kw_only: bool | _Missing = _MISSING,
-    static: bool = False,
+    **options: Unpack[FieldOptions],
 ) -> LensField[_T]:
     """Like [`field`][quaxlike.utils.field], for a [`LensField`][quaxlike.utils.LensField].
 
@@ -102,21 +99,13 @@ def lens_field(
             name: LensField[str] = lens_field(default="p", static=True)
         ```
     """
-    made = field(
-        default=default,
-        default_factory=default_factory,
-        init=init,
-        repr=repr,
-        hash=hash,
-        compare=compare,
-        metadata=metadata,
-        kw_only=kw_only,
-        static=static,
-    )
-    return cast(LensField[_T], LensSpec.of(cast(Any, made)))
+    made: Any = field(default=default, default_factory=default_factory, **options)
+    return cast(LensField[_T], LensSpec.of(made))
 
 
-class _Options(TypedDict, total=False):
+class DataclassOptions(TypedDict, total=False):
+    """The options of `dataclasses.dataclass`."""
+
     init: bool
     repr: bool
     eq: bool
@@ -130,25 +119,11 @@ class _Options(TypedDict, total=False):
 
 
 @overload
-def dataclass(cls: _C, /, **options: Unpack[_Options]) -> _C: ...
+def dataclass(cls: _C, /, **options: Unpack[DataclassOptions]) -> _C: ...
 @overload
-def dataclass(cls: None = None, /, **options: Unpack[_Options]) -> Callable[[_C], _C]: ...
+def dataclass(cls: None = None, /, **options: Unpack[DataclassOptions]) -> Callable[[_C], _C]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(field, lens_field, dataclasses.field))
-def dataclass(
-    cls: Any = None,
-    /,
-    *,
-    init: bool = True,
-    repr: bool = True,
-    eq: bool = True,
-    order: bool = False,
-    unsafe_hash: bool = False,
-    frozen: bool = True,
-    match_args: bool = True,
-    kw_only: bool = False,
-    slots: bool = False,
-    weakref_slot: bool = False,
-) -> Any:
+def dataclass(cls: Any = None, /, **options: Unpack[DataclassOptions]) -> Any:
     """Makes a class a standard dataclass that is a pytree, frozen by default.
 
     - Fields are children; those made with `field(static=True)` are part of the structure, and their
@@ -188,10 +163,12 @@ def dataclass(
         ```
     """
 
+    given: dict[str, Any] = {"init": True, "eq": True, "frozen": True, **options}
+
     def decorate(cls: Any) -> Any:
         if not isinstance(cls, type):
             raise TypeError(f"dataclass decorates a class; found {cls!r}.")
-        if cls in made:
+        if cls in _made:
             return cls
         if issubclass(cls, eqx.Module):
             raise TypeError(
@@ -199,29 +176,18 @@ def dataclass(
             )
         before = dict(vars(cls))
         make_lens_fields(cls)
-        cls = dataclasses.dataclass(
-            cls,
-            # A hand-written `__init__` stays in any case; `init=False` lets lenses know about it.
-            init=init and "__init__" not in before,
-            repr=repr,
-            eq=eq,
-            order=order,
-            unsafe_hash=unsafe_hash,
-            frozen=frozen,
-            match_args=match_args,
-            kw_only=kw_only,
-            slots=slots,
-            weakref_slot=weakref_slot,
-        )
+        # A hand-written `__init__` stays in any case; `init=False` lets lenses know about it.
+        own_init = {"init": given["init"] and "__init__" not in before}
+        cls = dataclasses.dataclass(cls, **given | own_init)
         make_slot_lenses(cls)
-        if eq and "__eq__" not in before:
-            cls.__eq__ = equal
+        if given["eq"] and "__eq__" not in before:
+            cls.__eq__ = _equal
         if vars(cls).get("__hash__") not in (None, before.get("__hash__")):
-            cls.__hash__ = hash_of
+            cls.__hash__ = _hash_of
         if "__init__" in vars(cls):
             cls.__init__ = _checking_static_fields(cls.__init__)
         _register(cls)
-        made.add(cls)
+        _made.add(cls)
         return cls
 
     return decorate if cls is None else decorate(cls)
@@ -232,7 +198,7 @@ def _checking_static_fields(init: Callable[..., None]) -> Callable[..., None]:
     def checked_init(self: Any, /, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         for f in dataclasses.fields(self):
-            if not is_static(f) or not hasattr(self, f.name):
+            if not _is_static(f) or not hasattr(self, f.name):
                 continue
             value = getattr(self, f.name)
             try:
@@ -253,8 +219,8 @@ _Structure = tuple[tuple[str, ...], tuple[str, ...], tuple[Hashable, ...]]
 
 def _register(cls: type[Any]) -> None:
     fields = dataclasses.fields(cls)
-    children = tuple(f.name for f in fields if not is_static(f))
-    static = tuple(f.name for f in fields if is_static(f))
+    children = tuple(f.name for f in fields if not _is_static(f))
+    static = tuple(f.name for f in fields if _is_static(f))
     get_children, get_static = _getter(children), _getter(static)
 
     def flatten(obj: Any) -> tuple[Iterable[Any], _Structure]:
@@ -287,3 +253,81 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     if len(names) < 2:  # then attrgetter gives no tuple, or cannot be made
         return lambda obj: tuple(getattr(obj, name) for name in names)
     return operator.attrgetter(*names)
+
+
+# -------------------------------------------------------------------------------------------------
+# Equality and hash, by the values of arrays
+# -------------------------------------------------------------------------------------------------
+
+
+def _is_static(field: dataclasses.Field[Any]) -> bool:
+    return field.metadata.get("static", False)
+
+
+def _equal(self: Any, other: Any) -> Any:
+    """`__eq__`: a bool, or a traced one where arrays are traced."""
+    if type(other) is not type(self):
+        return NotImplemented
+    names = [f.name for f in dataclasses.fields(self) if f.compare and not _is_static(f)]
+    static = [f.name for f in dataclasses.fields(self) if f.compare and _is_static(f)]
+    if any(getattr(self, name) != getattr(other, name) for name in static):
+        return False
+    leaves, structure = _flatten_to_dataclasses([getattr(self, name) for name in names])
+    others, other_structure = _flatten_to_dataclasses([getattr(other, name) for name in names])
+    if structure != other_structure:
+        return False
+    all_same: Any = True
+    for leaf, other_leaf in zip(leaves, others, strict=True):
+        same = _leaf_equal(leaf, other_leaf)
+        if same is False:
+            return False
+        all_same = all_same & same
+    return all_same
+
+
+def _hash_of(self: Any) -> int:
+    """`__hash__`: equal instances have equal hashes."""
+    fields = [f for f in dataclasses.fields(self) if (f.compare if f.hash is None else f.hash)]
+    static = tuple(getattr(self, f.name) for f in fields if _is_static(f))
+    leaves, _ = _flatten_to_dataclasses([getattr(self, f.name) for f in fields if not _is_static(f)])
+    return hash((static, *map(_leaf_hash, leaves)))
+
+
+def _flatten_to_dataclasses(tree: Any) -> Any:
+    # Nested dataclasses compare by their own `__eq__`, which may leave fields out.
+    return jax.tree.flatten(tree, is_leaf=lambda node: type(node) in _made)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _on_host(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        with jax.ensure_compile_time_eval():
+            x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _leaf_equal(x: Any, y: Any) -> Any:
+    if not _is_array(x) and not _is_array(y):
+        same = x == y
+        return same if isinstance(same, Tracer) else bool(same)
+    if not (_is_array(x) and _is_array(y)) or x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if isinstance(x, Tracer) or isinstance(y, Tracer):
+        return jnp.all(jnp.asarray(x) == jnp.asarray(y))
+    return bool(np.array_equal(_on_host(x), _on_host(y)))
+
+
+def _leaf_hash(x: Any) -> int:
+    if not _is_array(x):
+        return hash(x)
+    if isinstance(x, Tracer):
+        raise TypeError(
+            f"Cannot hash a dataclass that holds a traced array ({x.aval}), whose values are not "
+            "known yet. Hash it outside of jit, grad and vmap."
+        )
+    # Adding zero makes -0.0 and 0.0, which are equal, the same bytes.
+    values = _on_host(x) + np.zeros((), _on_host(x).dtype)
+    return hash((x.shape, str(x.dtype), values.tobytes()))

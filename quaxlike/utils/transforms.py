@@ -1,6 +1,5 @@
 """JAX's transforms with types, and without their pitfalls."""
 
-import enum
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -17,18 +16,9 @@ _R = TypeVar("_R")
 _Aux = TypeVar("_Aux")
 
 
-class _Unset(enum.Enum):
-    UNSET = enum.auto()
+class JitOptions(TypedDict, total=False):
+    """The options of `jax.jit`, of this release of JAX and others."""
 
-    def __repr__(self) -> str:
-        return "..."
-
-
-# JAX gives None a meaning of its own for some options.
-_UNSET: Any = _Unset.UNSET
-
-
-class _JitOptions(TypedDict, total=False):
     in_shardings: Any
     out_shardings: Any
     static_argnums: int | Sequence[int] | None
@@ -44,26 +34,11 @@ class _JitOptions(TypedDict, total=False):
 
 
 @overload
-def jit(fn: _F, **options: Unpack[_JitOptions]) -> _F: ...
+def jit(fn: _F, **options: Unpack[JitOptions]) -> _F: ...
 @overload
-def jit(fn: None = None, **options: Unpack[_JitOptions]) -> Callable[[_F], _F]: ...
+def jit(fn: None = None, **options: Unpack[JitOptions]) -> Callable[[_F], _F]: ...
 @checked
-def jit(
-    fn: Any = None,
-    *,
-    in_shardings: Any = _UNSET,
-    out_shardings: Any = _UNSET,
-    static_argnums: Any = _UNSET,
-    static_argnames: Any = _UNSET,
-    donate_argnums: Any = _UNSET,
-    donate_argnames: Any = _UNSET,
-    keep_unused: Any = _UNSET,
-    device: Any = _UNSET,
-    backend: Any = _UNSET,
-    inline: Any = _UNSET,
-    abstracted_axes: Any = _UNSET,
-    compiler_options: Any = _UNSET,
-) -> Any:
+def jit(fn: Any = None, **options: Unpack[JitOptions]) -> Any:
     """`jax.jit` that keeps the type of the function, and can be used as a decorator with options.
 
     It returns what `jax.jit` returns, with `.lower`, `.trace` and `.clear_cache`. Type checkers,
@@ -95,26 +70,9 @@ def jit(
         power(jnp.arange(4.0), 3)
         ```
     """
-    options: dict[str, Any] = {
-        "in_shardings": in_shardings,
-        "out_shardings": out_shardings,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-        "keep_unused": keep_unused,
-        "device": device,
-        "backend": backend,
-        "inline": inline,
-        "abstracted_axes": abstracted_axes,
-        "compiler_options": compiler_options,
-    }
     known = inspect.signature(jax.jit).parameters.keys()
-    given: dict[str, Any] = {
-        name: value
-        for name, value in options.items()
-        if value is not _UNSET and (value is not None or name in known)
-    }
+    optional = JitOptions.__annotations__.keys() - known  # where None changes nothing
+    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None or k not in optional}
     unknown = given.keys() - known
     if unknown:
         raise TypeError(
@@ -274,16 +232,11 @@ def shard_map(
         shard_map(total, mesh=mesh, in_specs=P("x"), out_specs=P())(jnp.ones(8))
         ```
     """
-    options: dict[str, Any] = {"out_specs": out_specs}
-    if in_specs is not None:
-        options["in_specs"] = in_specs
-    if mesh is not None:
-        options["mesh"] = mesh
-    if axis_names:
-        options["axis_names"] = axis_names
+    given = {"in_specs": in_specs, "mesh": mesh, "axis_names": axis_names or None}
+    options: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     if not check_vma:
-        options["check_vma"] = check_vma
-    sharded = jax.shard_map(f, **options)
+        options["check_vma"] = False
+    sharded = jax.shard_map(f, out_specs=out_specs, **options)
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -351,6 +304,4 @@ def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> A
         jvp(1.0)  # cos(0.0)
         ```
     """
-    if has_aux:
-        return jax.linearize(fn, *primals, has_aux=True)
-    return jax.linearize(fn, *primals)
+    return jax.linearize(fn, *primals, has_aux=has_aux)

@@ -9,7 +9,7 @@ import pytest
 from quaxlike import interop
 from quaxlike.finetune.__main__ import main as finetune
 from quaxlike.generate.__main__ import main as generate
-from quaxlike.generate.stream import Stream
+from quaxlike.generate.run import Stream
 from quaxlike.interop.chat import ChatTemplate
 from quaxlike.interop.text import TextTokenizer
 from quaxlike.surgery.trees import named_arrays

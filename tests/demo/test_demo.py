@@ -8,9 +8,8 @@ import pytest
 from matplotlib import image
 
 from quaxlike.demo.__main__ import main
-from quaxlike.demo.data import load_tasks
-from quaxlike.demo.experiment import Result
-from quaxlike.demo.figure import _shown  # pyright: ignore[reportPrivateUsage]
+from quaxlike.demo.experiment import Result, load_tasks
+from quaxlike.demo.report import _shown  # pyright: ignore[reportPrivateUsage]
 
 
 def test_tasks_hold_out_the_same_digits():

@@ -17,9 +17,8 @@ from quaxlike.finetune.__main__ import main
 from quaxlike.finetune.run import read_data
 from quaxlike.finetune.settings import FinetuneError, Settings
 from quaxlike.finetune.state import RunDirectory
-from quaxlike.finetune.step import Memory
 from quaxlike.finetune.tasks import NextToken
-from quaxlike.finetune.train import Step
+from quaxlike.finetune.train import Memory, Step
 from quaxlike.interop import CheckpointError, peft, safetensors
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.models import Bert, Decoder, DecoderConfig, ModernBert, ModernBertConfig

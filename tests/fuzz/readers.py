@@ -19,8 +19,9 @@ from quaxlike.finetune.run import read_data
 from quaxlike.finetune.settings import FinetuneError, Settings
 from quaxlike.finetune.state import RunDirectory
 from quaxlike.finetune.tasks import NextToken
-from quaxlike.generate.run import GenerateError, ends_of
+from quaxlike.generate.run import GenerateError
 from quaxlike.interop import CheckpointError, bitsandbytes, peft, safetensors
+from quaxlike.interop.files.companions import ends_of
 from quaxlike.interop.files.json_text import read_json_file
 from quaxlike.interop.files.tensors import open_tensors
 from quaxlike.interop.text import TextTokenizer

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import quaxlike as ql
 from quaxlike.generate.__main__ import main
-from quaxlike.generate.stream import Stream
+from quaxlike.generate.run import Stream
 from quaxlike.interop import peft
 from quaxlike.models import generate, load
 from tests.fixtures import fixture

@@ -13,8 +13,8 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import interop
-from quaxlike.generate.run import GenerateError, ends_of
 from quaxlike.interop import CheckpointError, bitsandbytes, peft, safetensors
+from quaxlike.interop.files.companions import ends_of
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.interop.text import TextTokenizer
 from quaxlike.models import DecoderConfig, UnsupportedConfigError
@@ -165,7 +165,7 @@ def test_tokenisers_that_panic(tmp_path):
 
 @pytest.mark.parametrize("ends", ["2", [[2]], [True], -1])
 def test_ends_that_are_no_tokens(ends, tmp_path):
-    with pytest.raises(GenerateError, match="expected the numbers of tokens"):
+    with pytest.raises(CheckpointError, match="expected the numbers of tokens"):
         ends_of(tmp_path, {"eos_token_id": ends})
 
 

@@ -11,7 +11,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.interop import CheckpointError, peft
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
-from quaxlike.models import load
+from quaxlike.models import Decoder, DecoderConfig, load
 from quaxlike.surgery.trees import named_arrays
 from tests.models.fixtures import adapter, agree, expected, folder, has_adapter, of_peft
 
@@ -190,3 +190,35 @@ def test_experts_that_differ_in_shape(tmp_path):
     model = eqx.tree_at(where, model, jnp.zeros((8, 48, 20)))
     with pytest.raises(CheckpointError, match=r"expected shape \(24, 20\); found \(24, 24\)"):
         peft.load_adapter(adapter(QUICK[0]), model)
+
+
+_SIZES = {"vocab_size": 20, "num_attention_heads": 2}
+_BODIES = {
+    "LlamaForCausalLM": ({"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}, "layers.0."),
+    "GPT2LMHeadModel": ({"n_embd": 8, "n_layer": 1, "n_head": 2}, "h.0."),
+}
+
+
+@pytest.mark.parametrize("architecture", _BODIES)
+def test_names_of_embedding_models(architecture, tmp_path):
+    """PEFT puts an adapter for feature extraction on `AutoModel`, whose names are those of the body alone."""
+    sizes, start = _BODIES[architecture]
+    config = DecoderConfig.from_json({**_SIZES, **sizes, "architectures": [architecture]})
+    base = Decoder(config, key=jax.random.key(0))
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(1))
+    peft.save_adapter(tmp_path, model, task_type="FEATURE_EXTRACTION")
+    names = open_tensors(tmp_path / "adapter_model.safetensors")
+    assert all(name.startswith(f"base_model.model.{start}") for name in names)
+    again = peft.load_adapter(tmp_path, base)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
+def test_names_of_a_model_of_ones_own(tmp_path):
+    """Those that it has, as PEFT keeps the names of a module that it wraps."""
+    base = {"model": eqx.nn.MLP(4, 4, 8, depth=1, key=jax.random.key(0))}
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(1))
+    peft.save_adapter(tmp_path, model, task_type="FEATURE_EXTRACTION")
+    names = open_tensors(tmp_path / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.layers.") for name in names)
+    again = peft.load_adapter(tmp_path, base)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))

@@ -145,7 +145,7 @@ def test_scanned_layers(name):
 def test_one_array_for_tied_layers():
     model, _ = load(folder("qwen2"))
     assert "lm_head.weight" not in named_arrays(model)
-    apart = model.untied()
+    apart = model.with_separate_head()
     assert apart.lm_head.weight is model.model.embed_tokens.weight
     ids, seen = jnp.arange(5), jnp.ones(5, bool)
     run = jax.jit(lambda model: model(ids, seen))

@@ -29,6 +29,7 @@ def test_configurations_of_transformers_4_say_the_same():
     [
         ({"hidden_activation": "relu"}, "hidden_activation='relu'; ModernBertConfig supports 'gelu'"),
         ({"layer_types": ["full_attention"]}, "supports full_attention or sliding_attention for each of 4"),
+        ({"layer_types": [["full_attention"]] * 4}, "for each of 4 layers"),
         ({"rope_parameters": {"full_attention": 1}}, "supports an object for each kind of attention"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_merged_adapter_gives_the_logits_of_peft(tmp_path):
 
 def test_an_output_layer_of_its_own(tmp_path):
     model, _ = load(folder("gemma3"))
-    save(tmp_path, model.untied(), folder("gemma3"))
+    save(tmp_path, model.with_separate_head(), folder("gemma3"))
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
     again, _ = load(tmp_path)
     np.testing.assert_array_equal(again.lm_head.weight, model.model.embed_tokens.weight)

@@ -117,15 +117,16 @@ def test_encoders(tmp_path):
 def _adapted(kind):
     key, options = jax.random.key(0), {"rank": 2, "init": "gaussian"}
     base, _ = load(folder("qwen2"))
+    separate = base.with_separate_head()
     match kind:
         case "embedding":
             return ql.loraify(base, where=["embed_tokens"], key=key, **options)
         case "embedding, DoRA":
             return ql.loraify(base, where=["embed_tokens"], dora=True, key=key, **options)
         case "untied":
-            return ql.loraify(base.untied(), where=["embed_tokens", "lm_head"], key=key, **options)
+            return ql.loraify(separate, where=["embed_tokens", "lm_head"], key=key, **options)
         case "head, DoRA":
-            return ql.loraify(base.untied(), where=["lm_head"], dora=True, lora_bias=True, key=key, **options)
+            return ql.loraify(separate, where=["lm_head"], dora=True, lora_bias=True, key=key, **options)
         case "in full":
             model = ql.loraify(base, where=["q_proj"], modules_to_save=["embed_tokens"], key=key, **options)
         case "rows":

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quaxlike.utils import dataclass, field, no_post_init, skip_post_init_if_disabled
+from quaxlike.utils.dataclasses import DataclassOptions, FieldOptions
 
 
 @dataclass
@@ -63,13 +64,13 @@ def test_options_reach_the_standard_decorator():
 
 def test_signature_and_doc_are_kept():
     assert str(inspect.signature(Point)) == "(x: Any, y: Any) -> None"
-    assert inspect.signature(dataclass).parameters["frozen"].default is True
-    stdlib = inspect.signature(dataclasses.dataclass).parameters
-    ours = inspect.signature(dataclass).parameters
-    assert ours.keys() == stdlib.keys()
-    assert {n: p.default for n, p in ours.items() if n != "frozen"} == {
-        n: p.default for n, p in stdlib.items() if n != "frozen"
-    }
+
+
+def test_options_are_those_of_the_standard_library():
+    stdlib = inspect.signature(dataclasses.dataclass).parameters.keys() - {"cls"}
+    assert DataclassOptions.__annotations__.keys() == stdlib
+    of_field = inspect.signature(dataclasses.field).parameters.keys()
+    assert FieldOptions.__annotations__.keys() >= of_field - {"default", "default_factory", "doc"}
 
 
 def test_repr_and_replace():

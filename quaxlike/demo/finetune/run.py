@@ -1,5 +1,3 @@
 """An older name of `quaxlike.finetune.run`."""
 
-from ...finetune.run import finetune
-
-__all__ = ["finetune"]
+from ...finetune.run import *  # noqa: F403

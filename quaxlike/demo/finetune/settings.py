@@ -1,5 +1,3 @@
 """An older name of `quaxlike.finetune.settings`."""
 
-from ...finetune.settings import FinetuneError, Settings
-
-__all__ = ["FinetuneError", "Settings"]
+from ...finetune.settings import *  # noqa: F403

@@ -1,5 +1,3 @@
 """An older name of `quaxlike.finetune.state`."""
 
-from ...finetune.state import RunDirectory
-
-__all__ = ["RunDirectory"]
+from ...finetune.state import *  # noqa: F403

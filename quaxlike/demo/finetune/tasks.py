@@ -1,5 +1,3 @@
 """An older name of `quaxlike.finetune.tasks`."""
 
-from ...finetune.tasks import AbstractTask, Classes, NextToken, Pairs, task_for
-
-__all__ = ["AbstractTask", "Classes", "NextToken", "Pairs", "task_for"]
+from ...finetune.tasks import *  # noqa: F403

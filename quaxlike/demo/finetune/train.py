@@ -1,6 +1,3 @@
 """An older name of `quaxlike.finetune.train`."""
 
-from ...finetune.step import State
-from ...finetune.train import Step, Training, optimiser_for, steps_of
-
-__all__ = ["State", "Step", "Training", "optimiser_for", "steps_of"]
+from ...finetune.train import *  # noqa: F403

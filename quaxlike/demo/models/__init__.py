@@ -1,27 +1,28 @@
 """Older names for `quaxlike.models`."""
 
-from ...models import (
-    Bert,
-    BertForSequenceClassification,
-    UnsupportedConfigError,
-    mean_pooled,
-)
-from ...models import (
-    Decoder as GPT2,
-)
-from ...models import (
-    Decoder as Llama,
-)
-from ...models import (
-    load as load_model,
-)
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = [
-    "GPT2",
-    "Bert",
-    "BertForSequenceClassification",
-    "Llama",
-    "UnsupportedConfigError",
-    "load_model",
-    "mean_pooled",
-]
+from ...models import *  # noqa: F403
+from ...models import Decoder, DecoderConfig, load
+
+GPT2 = Llama = Decoder
+load_model = load
+
+
+class _Config:
+    """`DecoderConfig.from_json` with the architecture filled in."""
+
+    architecture = ""
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        return DecoderConfig.from_json({**config, "architectures": [cls.architecture]})
+
+
+class GPT2Config(_Config):
+    architecture = "GPT2LMHeadModel"
+
+
+class LlamaConfig(_Config):
+    architecture = "LlamaForCausalLM"

@@ -1,5 +1,3 @@
 """Older names for `quaxlike.models`."""
 
-from ...models import Bert, BertConfig, BertForSequenceClassification, mean_pooled
-
-__all__ = ["Bert", "BertConfig", "BertForSequenceClassification", "mean_pooled"]
+from ...models import *  # noqa: F403

@@ -101,7 +101,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_arguments("format" if isinstance(left, str | bytes) else "", (left, right), {})
         elif isinstance(left, int | float) and isinstance(right, int | float):
             if isinstance(left, int) and isinstance(right, int) and operator != "+":
-                _check(left.bit_length() * abs(right) if operator == "**" else _bits(left, right), _MAX_BITS)
+                bits, others = left.bit_length(), right.bit_length()
+                _check(bits * abs(right) if operator == "**" else bits + others, _MAX_BITS)
         elif operator == "*":
             _check(_size(left, 0) * right if isinstance(right, int) else _size(right, 0) * left)
         else:
@@ -152,10 +153,6 @@ def _inside(values: Sequence[Any]) -> list[Any]:
 
 def _size(x: Any, otherwise: int) -> int:
     return len(x) if isinstance(x, str | bytes | list | tuple) else otherwise
-
-
-def _bits(left: int, right: int) -> int:
-    return left.bit_length() + right.bit_length()
 
 
 def _check(size: float | int, most: int = _MAX) -> None:

@@ -4,12 +4,14 @@ layers that sentence-transformers puts on an encoder."""
 import filecmp
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from ..._files import replacing
-from .errors import file_error, quoted
-from .json_text import read_json_list
+from .errors import CheckpointError, file_error, quoted
+from .json_text import read_json_file, read_json_list
 
 # As transformers names them. What makes a tokeniser usable is first, and so in place last.
 _NAMES = (
@@ -104,3 +106,17 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
             )
         out.append((str(module.get("type")).rpartition(".")[2], str(found) if parts else ""))
     return out
+
+
+def ends_of(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> list[int]:
+    """The tokens that end a text, from `generation_config.json` or else from `config.json`.
+
+    **Raises:** `CheckpointError` if these are not tokens, whose numbers are below `limit`.
+    """
+    path = folder / "generation_config.json"
+    settings = read_json_file(path, "the settings of generation") if path.is_file() else {}
+    ends = config.get("eos_token_id") if settings.get("eos_token_id") is None else settings["eos_token_id"]
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int and 0 <= end < limit for end in ends):
+        raise CheckpointError(f"{folder} has eos_token_id={quoted(ends)}; expected the numbers of tokens.")
+    return ends

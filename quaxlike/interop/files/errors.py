@@ -16,7 +16,6 @@ def quoted(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text."""
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 

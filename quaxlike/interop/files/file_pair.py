@@ -9,7 +9,7 @@ tensors it finds.
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,25 +17,19 @@ from ..._files import replacing
 from .errors import CheckpointError, file_error
 from .tensors import write_to
 
-
-@runtime_checkable
-class _Opened(Protocol):
-    def is_current(self) -> bool: ...
-
-
-_O = TypeVar("_O", bound=_Opened)
+_O = TypeVar("_O")
 _C = TypeVar("_C")
 
 
 def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
-    """Opens tensors and reads the configuration that belongs to them. If they are replaced meanwhile, it
-    tries again.
+    """Opens tensors, which know whether they are still current, and reads the configuration that belongs to
+    them. If they are replaced meanwhile, it tries again.
 
     **Raises:** what the two functions raise; `CheckpointError` if the files are replaced again and again.
     """
     for last in (False, False, True):
         try:
-            opened = open()
+            opened: Any = open()
         except (CheckpointError, FileNotFoundError):
             read()  # what is wrong with the configuration is said first
             raise

@@ -1,60 +1,57 @@
 """JSON from untrusted files, whose size and contents are bounded."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import file_error
 from .open_file import OpenFile, check_regular
+
+_T = TypeVar("_T", dict[str, Any], list[Any])
 
 _MAX_BYTES = 64 << 20  # far more than any configuration or index
 _MAX_LEVELS = 64  # of lists and objects within each other
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes.
-
-    **Arguments:**
-
-    - `path`: the file, for messages.
-    - `text`: the bytes.
-    - `what`: the name of the text in messages, such as "the index".
+    """A JSON object from untrusted bytes, which messages call `what` and place in the file `path`.
 
     **Raises:** `CheckpointError` if it is not a JSON object, has a name twice, or would take much more memory
     than the text.
     """
-    out = _parsed(path, text, what)
-    if not isinstance(out, dict):
-        raise file_error(path, None, f"{what} must be a JSON object, found {type(out).__name__}")
-    return out
+    return _of_kind(path, _parsed(path, text, what), what, dict)
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
     """Reads a file, like `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
-    check_regular(path)
-    return read_json(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
+    return _of_kind(path, _parsed_file(path, what), what, dict)
 
 
 def read_json_list(path: Path, what: str) -> list[Any]:
-    """Reads a file like `read_json_file`, but for a JSON list."""
-    check_regular(path)
-    out = _parsed(path, _bounded(path, path.stat().st_size, path.read_bytes, what), what)
-    if not isinstance(out, list):
-        raise file_error(path, None, f"{what} must be a JSON list, found {type(out).__name__}")
-    return out
+    return _of_kind(path, _parsed_file(path, what), what, list)
 
 
 def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
-    """Reads an open file, like `read_json`."""
-    text = _bounded(file.path, file.size, lambda: file.read(0, file.size, None), what)
-    return read_json(file.path, text, what)
+    _check_size(file.path, file.size, what)
+    return read_json(file.path, file.read(0, file.size, None), what)
 
 
-def _bounded(path: Path, size: int, read: Callable[[], bytes], what: str) -> bytes:
+def _of_kind(path: Path, found: Any, what: str, kind: type[_T]) -> _T:
+    if not isinstance(found, kind):
+        name = {dict: "object", list: "list"}[kind]
+        raise file_error(path, None, f"{what} must be a JSON {name}, found {type(found).__name__}")
+    return found
+
+
+def _check_size(path: Path, size: int, what: str) -> None:
     if size > _MAX_BYTES:
         raise file_error(path, None, f"{what} has {size:,} bytes; at most {_MAX_BYTES:,} can be read")
-    return read()
+
+
+def _parsed_file(path: Path, what: str) -> Any:
+    check_regular(path)
+    _check_size(path, path.stat().st_size, what)
+    return _parsed(path, path.read_bytes(), what)
 
 
 def _parsed(path: Path, text: bytes | str, what: str) -> Any:

@@ -24,17 +24,11 @@ class Config:
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
-        """Reads the fields from `config`, with their defaults where absent.
+        """Reads the fields from `config`, with their defaults where absent. `required` has the values that
+        other entries must have if they are present; a tuple lists several.
 
-        **Arguments:**
-
-        - `config`: the entries by name.
-        - `label`: the name of the model in error messages. Default: the name of the class.
-        - `required`: values that other entries must have if they are present. A tuple lists several.
-
-        **Raises:**
-
-        `UnsupportedConfigError` for an entry with another value, or a missing entry without a default.
+        **Raises:** `UnsupportedConfigError`, which names `label`, for an entry with another value, or a
+        missing entry without a default.
         """
         label = label or cls.__name__
         for name, allowed in required.items():
@@ -56,24 +50,28 @@ class Config:
 
 
 def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
-    """The error for an entry whose value no model supports."""
     return UnsupportedConfigError(f"config.json has {name}={quoted(found)}; {label} supports {supported}.")
 
 
 def is_finite(x: Any) -> bool:
-    """Whether a value of a configuration is a finite number."""
     return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """Reads an entry that must be a whole number if it is present.
-
-    **Raises:** `UnsupportedConfigError`.
-    """
+    """An entry that must be a whole number if it is present. Raises `UnsupportedConfigError`."""
     value = entries.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise refused(name, value, label, "whole numbers that are not negative")
     return default if value is None else value
+
+
+def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
+    """Which layers see only a window, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
+    known = {"full_attention": False, "sliding_attention": True}
+    are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
+    if not are_known or len(types) != layers:
+        raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
+    return tuple(known[kind] for kind in types)
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:

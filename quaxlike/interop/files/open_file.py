@@ -39,10 +39,8 @@ class OpenFile:
         self.size = self._state[0]
 
     def read(self, offset: int, nbytes: int, name: str | None) -> bytes:
-        """Reads some bytes; errors name the entry `name`.
-
-        **Raises:** `CheckpointError` if the file was changed since it was opened.
-        """
+        """Some bytes, of the entry `name`. Raises `CheckpointError` if the file was changed since it was
+        opened."""
         parts, end = [], offset + nbytes
         while offset < end and (part := _read_at(self.file.fileno(), min(_MAX, end - offset), offset)):
             parts.append(part)
@@ -51,10 +49,7 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def mapped(self, offset: int, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """Maps an array of the file into memory.
-
-        **Raises:** like `read`, for changes before this call.
-        """
+        """An array of the file, mapped into memory. Raises like `read`, for changes before this call."""
         self._check(name)
         with _lock:  # NumPy moves the position
             return np.memmap(self.file, dtype, "r", offset, shape)
@@ -79,7 +74,6 @@ class OpenFile:
 
 
 def foreign(file: OpenFile, kind: str) -> CheckpointError:
-    """Returns the error for a file of another kind."""
     start = file.read(0, 40, None)
     if start.startswith(b"version https://git-lfs"):
         return file_error(

@@ -48,8 +48,6 @@ _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 
 
 class TensorInfo(NamedTuple):
-    """The position, dtype and shape of a tensor."""
-
     file: OpenFile
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -119,12 +117,8 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
-    """Reads and checks the headers of a checkpoint.
-
-    **Arguments:**
-
-    - `path`: a `.safetensors` file, a `.safetensors.index.json`, or a folder that holds
-        `model.safetensors.index.json`, `model.safetensors` or a single `.safetensors` file.
+    """Reads and checks the headers of a checkpoint: a `.safetensors` file, a `.safetensors.index.json`, or a
+    folder that holds `model.safetensors.index.json`, `model.safetensors` or a single `.safetensors` file.
 
     **Raises:** `FileNotFoundError` if there is nothing at `path`, `CheckpointError` if it is damaged.
     """

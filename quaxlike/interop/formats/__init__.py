@@ -3,7 +3,8 @@
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, mlx, mxfp4, torchao
 from .format import Format
 
+#: A format for some of the arrays of a type stands before those for all of them.
 FORMATS: list[Format] = [
     module.FORMAT
-    for module in (awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, mlx, mxfp4, torchao)
+    for module in (awq, bitsandbytes, mxfp4, compressed_tensors, float8, gptq, hqq, mlx, torchao)
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.bits import unpack
 from ..files.tensors import Tensors
 from .format import (
     INT32,
@@ -20,7 +21,6 @@ from .format import (
     layers,
     num_words,
     stream,
-    unpack,
     weights_of,
 )
 
@@ -30,7 +30,6 @@ _PARTS = ("qweight", "qzeros", "scales")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     integer(config, "bits", tensors.path, among=(4,))
     version = str(config.get("version", "gemm")).lower()
     if version not in ("gemm", "gemv"):

@@ -26,8 +26,7 @@ from ...kernels import blockwise
 from ...sharding.reading import Rows
 from ..files.errors import CheckpointError, file_error
 from ..files.tensors import Tensors, are_sizes, as_jax, read_json
-from .format import INT8, UINT8, Format, Layer, Weight, layers, weights_of
-from .rows import dense_rows
+from .format import INT8, UINT8, Format, Layer, Weight, dense_rows, layers, weights_of
 
 TYPES: dict[str, type[AbstractCodebookArray]] = {"nf4": NF4Array, "fp4": FP4Array}
 _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16))}
@@ -77,8 +76,6 @@ def check_no_orphans(tensors: Tensors, states: Mapping[str, Any], plain: Iterabl
 
 
 class _State(NamedTuple):
-    """The statics of a quantised weight."""
-
     block_size: int
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -296,7 +293,6 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None) -> dict[str, np.ndarray]:
-    """The tensors that `save` writes to `path`."""
     storage = getattr(mapping, "storage", {})
     tensors: dict[str, np.ndarray] = {}
 
@@ -342,17 +338,13 @@ def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Weight]:
         companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
         read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
         out[name] = Weight((name, key, *companions), read, rows)
-    return out | _int8_weights(tensors, settings)
+    # There are weights in 8 bits only if the settings or other tensors say so.
+    is_used = settings or layers(tensors, *_INT8_PARTS)
+    found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
+    return out | weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
 
 
 _INT8_PARTS = ("SCB", "weight_format")
-
-
-def _int8_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The weights in 8 bits by name. There are none unless the settings or other tensors say so."""
-    is_used = config or layers(tensors, *_INT8_PARTS)
-    found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
-    return weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
 
 
 def _read_int8(layer: Layer) -> Any:
@@ -371,5 +363,5 @@ FORMAT = Format(
     ("bitsandbytes",), weights, codes=(".SCB", ".weight_format"), by_rows=True,
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
-    accepts=lambda value: isinstance(value, NF4Array | FP4Array),
+    types=(NF4Array, FP4Array),
 )  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 from ..._checked import a_or_an
 from ...arrays.quantized import CODECS, BlockArray, Codec, Int8Array
 from ...core.values import is_value
-from ...kernels import bits as bitstream
+from ...kernels.bits import pack, unpack
 from ...surgery.patterns import PatternError, startmatch
 from ..files.errors import file_error, quoted
 from ..files.tensors import Tensors, are_sizes
@@ -39,7 +39,6 @@ from .format import (
     small_floats,
     spread_tiles,
     stream,
-    unpack,
     weight,
 )
 
@@ -293,13 +292,7 @@ def _read_masked(layer: Layer, kind: str) -> Any:
     return jnp.asarray(dense)
 
 
-def _is_held(value: Any) -> bool:
-    """Whether the format can store this Value."""
-    return isinstance(value, Int8Array) or (isinstance(value, BlockArray) and value.codec != CODECS["mxfp4"])
-
-
 def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of a checkpoint, and its `quantization_config`."""
     tensors: dict[str, np.ndarray] = {}
     groups: dict[str, dict[str, Any]] = {}
     for name, value in mapping.items():
@@ -315,18 +308,15 @@ def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
         group = groups.setdefault(key, {"format": kind, "weights": scheme, "targets": []})
         group["targets"].append(name.removesuffix(".weight"))
     kinds = {group["format"] for group in groups.values()}
+    weights_only = {"input_activations": None, "output_activations": None}
     config = {
         "quant_method": "compressed-tensors",
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": _group(group) for i, group in enumerate(groups.values())},
+        "config_groups": {f"group_{i}": group | weights_only for i, group in enumerate(groups.values())},
         "ignore": [],
     }
     return tensors, config
-
-
-def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {**group, "input_activations": None, "output_activations": None}
 
 
 def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
@@ -356,9 +346,9 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
         return "float-quantized", scheme, {"weight": raw, "weight_scale": scale}
     if w.codec.codes != "integer" or not _is_packable(w.codec):
         raise file_error(path, name, f"the codec has no place in the file: {dataclasses.asdict(w.codec)}")
-    bits, words = w.codec.bits, -(-k * w.codec.bits // 32)
+    bits = w.codec.bits
     parts = {
-        "weight_packed": _words(np.asarray(w.codes), words),
+        "weight_packed": _words(np.asarray(w.codes), num_words(k, bits)),
         "weight_shape": np.array([n, k], np.int64),
         "weight_scale": scale,
     }
@@ -366,8 +356,8 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
         points = np.asarray(w.scale.zero)
         if not np.issubdtype(points.dtype, np.integer) or points.max(initial=0) >= 1 << bits:
             raise file_error(path, name, f"zero points must be integers of {bits} bits; found {points.dtype}")
-        along_outputs = bitstream.pack(np.ascontiguousarray(points.T.astype(np.uint8)), bits)
-        parts["weight_zero_point"] = np.ascontiguousarray(_words(along_outputs, -(-n * bits // 32)).T)
+        along_outputs = pack(np.ascontiguousarray(points.T.astype(np.uint8)), bits)
+        parts["weight_zero_point"] = np.ascontiguousarray(_words(along_outputs, num_words(n, bits)).T)
     if w.order is not None:
         index = np.empty(k, np.int32)
         index[np.asarray(w.order)] = np.arange(k) // w.block
@@ -398,5 +388,5 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
-    write=_written, accepts=_is_held,
+    write=_written, types=(BlockArray, Int8Array),
 )  # fmt: skip

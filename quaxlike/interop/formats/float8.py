@@ -35,7 +35,6 @@ _PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     tile = config.get("weight_block_size")
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise tensors.error("weight_block_size", f"expected two positive sizes; found {quoted(tile)}")
@@ -53,14 +52,8 @@ def _read(layer: Layer, tile: list[int] | None) -> Any:
 
 
 def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_block: int | None = None) -> Any:
-    """A weight in float8_e4m3fn.
-
-    **Arguments:**
-
-    - `suffix`: of its scales: a single one, one per row, one per tile, or one per row and `column_block`
-        columns.
-    - `tile`: the rows and columns that share a scale.
-    """
+    """A weight in float8_e4m3fn, and its scales: a single one, one per row, one per `tile` of rows and
+    columns, or one per row and `column_block` columns."""
     n, k = layer.shape("weight", 2)
     shapes: dict[tuple[int, ...], list[int] | None]
     shapes = {(): None, (1,): None, (1, 1): None, (n, 1): None, (n,): None}

@@ -11,10 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
-from ...kernels import bits as bitstream
 from ...sharding.reading import Rows
 from ..files.errors import CheckpointError, file_error, quoted
-from ..files.tensors import Tensors
+from ..files.tensors import TensorInfo, Tensors
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -50,8 +49,9 @@ class Format:
     - `settings`: the settings of a checkpoint that states them elsewhere than in `quantization_config`; None
         if it does not. Called with `config.json` and the folder.
     - `write`: the tensors of weights by name, and their `quantization_config`. None if it is only read.
-    - `accepts`: whether a Value of a model is saved in this format; the first of the list that accepts it is
-        chosen.
+    - `types`: the Values of a model that are saved in this format; the first of the list that has a Value's
+        type is chosen.
+    - `codec`: if there is one, the only codec of `BlockArray`s that are saved in this format.
     """
 
     methods: tuple[str, ...]
@@ -61,20 +61,20 @@ class Format:
     detect: Callable[[Tensors], bool] = lambda tensors: False
     settings: Callable[[Settings, Path], Settings | None] = lambda config, folder: None
     write: Callable[[Path, Mapping[str, Any]], tuple[dict[str, np.ndarray], dict[str, Any]]] | None = None
-    accepts: Callable[[Any], bool] = lambda value: False
+    types: tuple[type, ...] = ()
+    codec: str = ""
 
     @property
     def name(self) -> str:
         return self.methods[0]
 
+    def accepts(self, value: Any) -> bool:
+        """Whether a Value of a model is saved in this format."""
+        return isinstance(value, self.types) and (not self.codec or value.codec == CODECS[self.codec])
+
 
 class Layer:
-    """The tensors of one layer of a checkpoint, by suffix.
-
-    **Attributes:**
-
-    - `name`: of the layer, without a trailing dot; `at(suffix)` is the name of a tensor.
-    """
+    """The tensors of one layer of a checkpoint, by suffix: `at(suffix)` is the name of one."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
         self.tensors = tensors
@@ -224,7 +224,6 @@ def num_words(count: int, bits: int) -> int:
 
 
 def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[int] = ()) -> int:
-    """An integer from a configuration."""
     value, among = config.get(key), list(among)
     if type(value) is not int or (among and value not in among):
         wanted = f"one of {', '.join(map(str, among))}" if among else "an integer"
@@ -248,9 +247,57 @@ def group_size(config: Mapping[str, Any], path: Path) -> int | None:
     return None if size == -1 else size
 
 
-def unpack(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    return bitstream.unpack(packed, bits, count)
+# -------------------------------------------------------------------------------------------------
+# Weights by rows, so that a process reads only those that its devices store
+# -------------------------------------------------------------------------------------------------
 
 
-def num_blocks(count: int, block: int | None) -> int:
-    return 1 if block is None else math.ceil(count / block)
+def dense_rows(tensors: Any, name: str) -> Rows:
+    shape = tensors.info[name].shape
+
+    def read(start: int = 0, stop: int | None = None) -> np.ndarray:
+        return tensors.mapped(name)[start:stop]
+
+    return Rows(shape[0], read) if shape else Rows(None, lambda: tensors[name])
+
+
+def rows_of_weight(
+    tensors: Tensors,
+    name: str,
+    weight: Weight,
+    reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, Weight]],
+    settings: Mapping[str, Any],
+) -> Rows:
+    """The rows of a weight in a format whose reader reads windows as if they were files."""
+    names, read = weight.tensors, weight.read
+    count = max((tensors.info[part].shape or (1,))[0] for part in names)
+    tile = settings.get("weight_block_size")
+    each = {part: _rows_an_entry(tensors.info[part], count, tile[0] if tile else 1) for part in names}
+    if None in each.values():
+        return Rows(None, read)
+
+    def part(start: int = 0, stop: int | None = None) -> Any:
+        if stop is None or (start, stop) == (0, count):
+            return read()
+        info = {part: _cut(tensors.info[part], each[part] or 0, start, stop) for part in names}
+        window = Tensors(tensors.path, info, tensors.metadata)
+        return reader(window, settings)[name].read()
+
+    return Rows(count, part, math.lcm(*(n for n in each.values() if n)))
+
+
+def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
+    """The number of rows that share an entry of a tensor, 0 for all of them; None if it cannot be told."""
+    if math.prod(info.shape) == 1 < count:
+        return 0
+    entries = info.shape[0] if info.shape else 1
+    return next((rows for rows in (1, tile) if -(-count // rows) == entries), None)
+
+
+def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
+    """The part of a tensor with the entries for rows `start` to `stop`."""
+    if each == 0:
+        return info
+    first, last = start // each, -(-stop // each)
+    size = info.nbytes // info.shape[0]
+    return info._replace(shape=(last - first, *info.shape[1:]), offset=info.offset + first * size)

@@ -3,6 +3,7 @@
 Source: the layouts of AutoGPTQ and GPTQModel, <https://github.com/ModelCloud/GPTQModel>.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.bits import unpack
 from ...surgery.patterns import PatternError, startmatch
 from ..files.errors import quoted
 from ..files.json_text import read_json_file
@@ -23,11 +25,9 @@ from .format import (
     integer,
     integers,
     layers,
-    num_blocks,
     num_words,
     settings,
     stream,
-    unpack,
     weight,
 )
 
@@ -35,7 +35,6 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     kind = config.get("checkpoint_format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         kind = "marlin" if config.get("is_marlin_format") else kind
@@ -73,7 +72,7 @@ def _read(layer: Layer, config: Mapping[str, Any], plus_one: bool) -> Any:
     rows, n = layer.shape("qweight", 2)
     k = layer.shape("g_idx", 1)[0] if "g_idx" in layer else rows * 32 // bits
     block = k if group is None else group
-    groups = num_blocks(k, block)
+    groups = 1 if block is None else math.ceil(k / block)
     if bits == 3 and (k % 32 or n % 32):
         raise layer.error(None, f"3 bits take multiples of 32 inputs and outputs; found {k} and {n}")
     packed = layer.get("qweight", [INT32], (num_words(k, bits), n))

@@ -32,7 +32,6 @@ _INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     found = layers(tensors, *(part for part in _META if part not in _COMMON))
     return weights_of(found, _META, _read)
 

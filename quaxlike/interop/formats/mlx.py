@@ -25,7 +25,6 @@ _WORDS = np.dtype(np.uint32)
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     found = layers(tensors, "scales", "biases", dtypes=[_WORDS])
     return weights_of(found, _PARTS, lambda layer: _read(layer, config))
 

@@ -63,7 +63,6 @@ def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
 
 
 def _tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
-    """The tensors that store a weight."""
     if w.codec != CODECS["mxfp4"] or w.block != 32 or w.axes or len(w.inner_shape) != 1:
         raise file_error(path, name, "is not an array of the codec mxfp4 in blocks of 32 along its last axis")
     if w.inner_shape[0] % 32:
@@ -75,5 +74,5 @@ def _tensors_of(path: Path, name: str, w: BlockArray) -> dict[str, np.ndarray]:
 
 FORMAT = Format(
     ("mxfp4",), weights, codes=("_blocks", "_scales"), by_rows=True, write=_written,
-    accepts=lambda value: isinstance(value, BlockArray) and value.codec == CODECS["mxfp4"],
+    types=(BlockArray,), codec="mxfp4",
 )  # fmt: skip

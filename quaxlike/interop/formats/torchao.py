@@ -17,7 +17,6 @@ _PARTS = ("qdata", "scale", "zero_point")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The quantised weights of a checkpoint, by name."""
     out: dict[str, Weight] = {}
     for name, text in tensors.metadata.items():
         if not name.endswith(".weight") or not text.startswith("{"):

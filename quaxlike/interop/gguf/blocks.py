@@ -37,20 +37,17 @@ def _fifth_bits(raw: np.ndarray, at: int) -> np.ndarray:
     return np.unpackbits(np.ascontiguousarray(raw[:, at : at + 4]), axis=-1, bitorder="little") << np.uint8(4)
 
 
-def _q4_0(raw: np.ndarray) -> Parts:
-    return _nibbles(raw[:, 2:]), _half(raw, 0), None, None, None
+def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> Callable[[np.ndarray], Parts]:
+    """A reader of blocks of 32: a scale, perhaps a minimum, perhaps fifth bits, and nibbles."""
+    start = 4 if minimum else 2
 
+    def read(raw: np.ndarray) -> Parts:
+        codes = _nibbles(raw[:, start + 4 if fifth_bits else start :])
+        if fifth_bits:
+            codes = codes | _fifth_bits(raw, start)
+        return codes, _half(raw, 0), None, _half(raw, 2) if minimum else None, None
 
-def _q4_1(raw: np.ndarray) -> Parts:
-    return _nibbles(raw[:, 4:]), _half(raw, 0), None, _half(raw, 2), None
-
-
-def _q5_0(raw: np.ndarray) -> Parts:
-    return _nibbles(raw[:, 6:]) | _fifth_bits(raw, 2), _half(raw, 0), None, None, None
-
-
-def _q5_1(raw: np.ndarray) -> Parts:
-    return _nibbles(raw[:, 8:]) | _fifth_bits(raw, 4), _half(raw, 0), None, _half(raw, 2), None
+    return read
 
 
 def _q8_0(raw: np.ndarray) -> Parts:
@@ -117,17 +114,17 @@ def _mxfp4(raw: np.ndarray) -> Parts:
 
 #: Names and types, by their numbers in a file.
 BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
-    2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], _q4_0)),
-    3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], _q4_1)),
-    6: ("Q5_0", BlockType(32, 22, CODECS["q5_0"], _q5_0)),
-    7: ("Q5_1", BlockType(32, 24, CODECS["q5_1"], _q5_1)),
+    2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], _of_32())),
+    3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], _of_32(minimum=True))),
+    6: ("Q5_0", BlockType(32, 22, CODECS["q5_0"], _of_32(fifth_bits=True))),
+    7: ("Q5_1", BlockType(32, 24, CODECS["q5_1"], _of_32(minimum=True, fifth_bits=True))),
     8: ("Q8_0", BlockType(32, 34, CODECS["q8_0"], _q8_0)),
     10: ("Q2_K", BlockType(256, 84, CODECS["q2_k"], _q2_k)),
     11: ("Q3_K", BlockType(256, 110, CODECS["q3_k"], _q3_k)),
     12: ("Q4_K", BlockType(256, 144, CODECS["q4_k"], _q4_k)),
     13: ("Q5_K", BlockType(256, 176, CODECS["q5_k"], _q5_k)),
     14: ("Q6_K", BlockType(256, 210, CODECS["q6_k"], _q6_k)),
-    20: ("IQ4_NL", BlockType(32, 18, CODECS["iq4_nl"], _q4_0)),
+    20: ("IQ4_NL", BlockType(32, 18, CODECS["iq4_nl"], _of_32())),
     23: ("IQ4_XS", BlockType(256, 136, CODECS["iq4_xs"], _iq4_xs)),
     39: ("MXFP4", BlockType(32, 17, CODECS["mxfp4_gguf"], _mxfp4)),
 }

@@ -38,14 +38,8 @@ def config_of(
 ) -> dict[str, Any]:
     """transformers' `config.json` for a model; empty if its architecture is not in the table.
 
-    **Arguments:**
-
-    - `path`: the name of the file in errors.
-    - `metadata`: its keys and values.
-    - `shapes`: of its tensors, by llama.cpp's names.
-    - `read`: reads a tensor by such a name, for factors of rotary frequencies.
-
-    **Raises:** `CheckpointError` for a value of another type than the key has.
+    `shapes` has those of its tensors, by llama.cpp's names; `read` reads one, for factors of rotary
+    frequencies. Raises `CheckpointError` for a value of another type than the key has.
     """
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     if family is None or family.gguf is None:

@@ -93,7 +93,6 @@ class Gguf(Mapping[str, Any]):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of all tensors."""
         return [tensor.shape for tensor in self._tensors.values()]
 
     def __contains__(self, name: object) -> bool:  # without reading it
@@ -122,19 +121,14 @@ class Gguf(Mapping[str, Any]):
         return as_jax(plain if rows is None else plain[rows])
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether there is a GGUF file at `path`."""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return path.suffix == ".gguf" or file.read(4) == MAGIC
-
-
 def holds_gguf(path: Path) -> bool:
     """Whether `path` is a GGUF file, or a folder that has one and no safetensors."""
     if path.is_dir():
         return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors*"))
-    return is_gguf(path)
+    if not path.is_file() or path.suffix == ".gguf":
+        return path.is_file()
+    with open(path, "rb") as file:
+        return file.read(4) == MAGIC
 
 
 def _parts(path: Path) -> list[Path]:
@@ -216,11 +210,8 @@ def _place(
         else:
             nbytes = math.prod(shape) * _PLAIN[kind].itemsize
         if offset % alignment or start + offset + nbytes > file.size:
-            raise file_error(
-                path,
-                name,
-                f"{nbytes:,} bytes at {offset:,} are not in the file, or not aligned to {alignment}",
-            )
+            problem = f"{nbytes:,} bytes at {offset:,} are not in the file, or not aligned to {alignment}"
+            raise file_error(path, name, problem)
         out[name] = _Tensor(file, kind, shape, start + offset, nbytes)
     end = 0
     for name, tensor in sorted(out.items(), key=lambda item: (item[1].start, item[1].nbytes)):

@@ -147,7 +147,8 @@ def _encode(value: Any) -> tuple[int, bytes]:
         parts = [_encode(x) for x in value]
         return _ARRAY, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(raw for _, raw in parts)
     if type(value) in (bool, int, float):
-        value = _as_dtype(value, _dtype_of_number(value))
+        own = {bool: "?", float: "<f4"}.get(type(value))
+        value = _as_dtype(value, np.dtype(own or _smallest(value, value, "<u4", "<i4", "<i8", "<u8")))
     if not isinstance(value, np.ndarray | np.generic | jax.Array):
         raise TypeError(f"GGUF has no type for {value!r}")
     found = np.asarray(value)
@@ -174,14 +175,6 @@ def _array(value: Sequence[Any]) -> Any:
         return np.asarray(value)
     names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
     raise TypeError(f"the elements of an array must be of one type; found {names}")
-
-
-def _dtype_of_number(value: bool | int | float) -> np.dtype:
-    if isinstance(value, bool):
-        return np.dtype("?")
-    return np.dtype(
-        "<f4" if isinstance(value, float) else _smallest(value, value, "<u4", "<i4", "<i8", "<u8")
-    )
 
 
 def _smallest(least: int, most: int, *dtypes: str) -> str:

@@ -151,15 +151,9 @@ def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
-    """The array of transformers that these tensors of a file make up.
-
-    **Arguments:**
-
-    - `path`: the name of the file in errors.
-    - `name`: of the array.
-    - `parts`: one tensor, or gates and values: each `(experts, out, in)`, or `(experts, out)` for biases.
-    - `interleaved`: whether gates and values alternate in transformers, where matrices are `(experts, in,
-        out)` then.
+    """The array of transformers that these tensors of a file make up: one, or gates and values, each
+    `(experts, out, in)`, or `(experts, out)` for biases. With `interleaved`, gates and values alternate in
+    transformers, where matrices are `(experts, in, out)` then.
 
     **Raises:** `CheckpointError` for gates and values of different shapes, and for what is no stack.
     """

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files.companions import ends_of
 from ..files.errors import CheckpointError, file_error, quoted
 from ..files.json_text import read_json_file
 
@@ -47,14 +48,8 @@ LONGEST = 1_024
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of `tokenizer.json` for the vocabulary of a GGUF file.
-
-    **Arguments:**
-
-    - `path`: the name of the file in errors.
-    - `metadata`: its keys and values: byte-level BPE ("gpt2") or SentencePiece ("llama").
-
-    **Returns:** an object for `tokenizers.Tokenizer.from_str(json.dumps(…))`.
+    """The contents of `tokenizer.json`, for `tokenizers.Tokenizer.from_str(json.dumps(…))`, from the metadata
+    of a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
     **Raises:** `CheckpointError` for another kind of vocabulary, or an inconsistent one.
     """
@@ -203,14 +198,8 @@ def vocabulary_of(
     templates: Mapping[str, str],
     special: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file.
-
-    **Arguments:**
-
-    - `folder`: the checkpoint, with `tokenizer.json`.
-    - `config`: its `config.json`, for special tokens that the tokeniser does not name.
-    - `rows`: the number of rows of the embedding. Rows without a token get one that no text has.
-    - `templates`, `special`: its chat templates, and its special tokens, by name.
+    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file. Each
+    of the `rows` of the embedding is a token; those without one get one that no text has.
 
     **Raises:** `FileNotFoundError` without `tokenizer.json`; `CheckpointError` for a tokeniser that is
     damaged, or that llama.cpp would not follow.
@@ -399,7 +388,6 @@ def _check_merges(
 
 
 def _space_prefix(path: Path, described: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text."""
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     normal, before = described.get("normalizer"), described.get("pre_tokenizer")
     match _steps(normal, "normalizers"), before:
@@ -418,7 +406,6 @@ def _space_prefix(path: Path, described: Mapping[str, Any]) -> bool:
 
 
 def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
-    """The tokens before and after each text."""
     begins = ends = None
     for step in _steps(processor, "processors"):
         match step:
@@ -476,7 +463,7 @@ def _special(
             found[theirs] = _number(folder / "tokenizer_config.json", ids, token)
         elif type(number) is int and 0 <= number < len(ids):
             found[theirs] = number
-    ends = _ends(folder, config, len(ids))
+    ends = ends_of(folder, config, len(ids))
     if "eos" not in found and ends:
         found["eos"] = ends[0]
     others = [end for end in ends if end != found.get("eos")]
@@ -484,13 +471,3 @@ def _special(
         raise CheckpointError(f"{folder} has {len(ends)} tokens that end a text; GGUF has keys for three.")
     found |= zip(("eot", "eom"), others, strict=False)
     return {f"{name}_token_id": number for name, number in found.items()}
-
-
-def _ends(folder: Path, config: Mapping[str, Any], size: int) -> list[int]:
-    path = folder / "generation_config.json"
-    settings = read_json_file(path, "the settings of generation") if path.is_file() else {}
-    ends = config.get("eos_token_id") if settings.get("eos_token_id") is None else settings["eos_token_id"]
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(end) is int and 0 <= end < size for end in ends):
-        raise CheckpointError(f"{folder} has eos_token_id={quoted(ends)}; expected the numbers of tokens.")
-    return ends

@@ -77,16 +77,9 @@ def write(
 ) -> None:
     """Writes a file: metadata, and tensors by llama.cpp's names, one after the other.
 
-    **Arguments:**
-
-    - `path`: the file, whose folder is created if it does not exist.
-    - `mapping`: arrays and quantised arrays by their names in transformers.
-    - `metadata`: keys and values.
-    - `quantize`: one of `TYPES` for the weights. As in llama.cpp, vectors and routers are of float32, rows
-        that no whole blocks make up of float16, and the output of q8_0 if others are of q4_0. Default: as
-        they are.
-
-    **Raises:** `CheckpointError` for what the file cannot hold.
+    `quantize` is one of `TYPES`, for the weights. As in llama.cpp, vectors and routers are of float32, rows
+    that no whole blocks make up of float16, and the output of q8_0 if others are of q4_0. By default, arrays
+    are written as they are. Raises `CheckpointError` for what the file cannot hold.
     """
     metadata = {"general.architecture": "llama", **metadata}
     known = as_python(metadata)
@@ -164,7 +157,6 @@ def _tensor(
 
 
 def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, outputs: Collection[str]) -> str:
-    """The type of a tensor."""
     own = next((kind for kind in _KINDS if _is_stored(value, kind)), None)
     if is_value(value) and own is None and not (quantize and isinstance(value, AbstractQuantizedArray)):
         raise file_error(

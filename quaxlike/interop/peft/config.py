@@ -33,7 +33,6 @@ _UNKNOWN_CHANGES = {
 
 
 def files_of(folder: Path) -> Pair:
-    """The files of an adapter."""
     return Pair(folder, "adapter_config.json", "adapter_model.safetensors")
 
 
@@ -118,10 +117,6 @@ def _is_expression(x: Any) -> bool:
     return True
 
 
-def _is_pattern(x: Any) -> bool:
-    return _is_expression(x) or _is_names(x)
-
-
 def _are_expressions(x: Any) -> bool:
     return isinstance(x, list) and all(map(_is_expression, x))
 
@@ -130,32 +125,28 @@ def _is_by_pattern(x: Any, fits: Callable[[Any], bool]) -> bool:
     return isinstance(x, dict) and all(map(_is_expression, x)) and all(map(fits, x.values()))
 
 
-def _is_flag(x: Any) -> bool:
-    return type(x) is bool
-
-
 def _is_tokens(x: Any) -> bool:
     if isinstance(x, dict):
         return all(map(_is_tokens, x.values()))
     return isinstance(x, list) and all(_is_int(token) and token >= 0 for token in x)
 
 
+_FLAGS = ("lora_bias", "use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying")
+_MODULES = ("target_modules", "exclude_modules")
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(_FLAGS, ("true or false", lambda x: type(x) is bool)),
+    **dict.fromkeys(
+        _MODULES, ("a regular expression or a list of names", lambda x: _is_expression(x) or _is_names(x))
+    ),
     "r": ("a positive integer", lambda x: _is_int(x) and x > 0),
     "lora_alpha": ("a number", is_finite),
-    "target_modules": ("a regular expression or a list of names", _is_pattern),
-    "exclude_modules": ("a regular expression or a list of names", _is_pattern),
     "rank_pattern": (
         "positive integers by pattern",
         lambda x: _is_by_pattern(x, lambda rank: _is_int(rank) and rank > 0),
     ),
     "alpha_pattern": ("numbers by pattern", lambda x: _is_by_pattern(x, is_finite)),
     "bias": ("'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
-    "lora_bias": ("true or false", _is_flag),
     "lora_dropout": ("a number from 0 to 1", lambda x: is_finite(x) and 0 <= x < 1),
-    "use_rslora": ("true or false", _is_flag),
-    "use_dora": ("true or false", _is_flag),
-    "fan_in_fan_out": ("true or false", _is_flag),
     "modules_to_save": ("a list of names", _are_expressions),
     "init_lora_weights": (
         f"one of {', '.join(map(repr, (*_KEEPS_BASE, *CHANGES_BASE)))}",
@@ -167,7 +158,6 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "target_parameters": ("a list of names", _is_names),
     "trainable_token_indices": ("tokens, or tokens by the name of an embedding", _is_tokens),
-    "ensure_weight_tying": ("true or false", _is_flag),
     "layers_pattern": ("a name or a list of names", lambda x: _is_expression(x) or _are_expressions(x)),
 }
 
@@ -179,7 +169,6 @@ def _named(patterns: str | Sequence[str], layer: str) -> bool:
 
 
 def read_config(path: Path) -> AdapterConfig:
-    """Reads and checks the configuration of an adapter."""
     fields = read_json_file(path, "the configuration")
     if fields.get("peft_type") != "LORA":
         raise file_error(path, "peft_type", f"expected 'LORA', found {quoted(fields.get('peft_type'))}")

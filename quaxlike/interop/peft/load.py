@@ -1,6 +1,5 @@
 """`load_adapter`: an adapter's directory, put on a model."""
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,32 +24,23 @@ from ...surgery.weight_axes import MATRIX, Layout
 from ..files.errors import CheckpointError, file_error, hub_hint
 from ..files.file_pair import consistent
 from ..files.tensors import Tensors, open_tensors
-from .axes import Stored, file_name, part_shapes, stored_as, why_unsupported
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
-from .parameters import (
+from .stored import (
+    ENDINGS,
+    TOKENS,
+    Stored,
+    file_name,
     is_parameter,
     is_targeted,
+    parts_as_stored,
     renamed_parameters,
     separate_experts,
     stacked,
-    stored_shapes,
-    unpacked,
+    stored_as,
+    why_unsupported,
 )
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
-
-# The endings of an adapter's tensors, and the parts that they stand for.
-SUFFIXES = {
-    ".lora_A.weight": "a",
-    ".lora_B.weight": "b",
-    ".lora_B.bias": "b_bias",
-    ".lora_embedding_A": "a",
-    ".lora_embedding_B": "b",
-    ".lora_magnitude_vector": "magnitude",
-}
-
-
-TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 @checked
@@ -121,8 +111,8 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
-        if _is_without_head(file, map(layer_of, published.values())):
-            rename = lambda name: without_head(published.get(name, name))
+        if (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
+            rename = lambda name: published.get(name, name).removeprefix(body)
         else:
             rename = {
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
@@ -150,7 +140,10 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         name, leaf = layers[layer]
         bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
         if layer in parameters and is_targeted(layer, config.target_parameters):
-            loaded[name] = _parameter_adapter(config, file, layer, keys, leaf, layouts[name])
+            _check_plain(config, file, layer, keys)
+            loaded[name] = file.read_parts(
+                _blank(config, layer, leaf, layouts[name]), "parameter", keys, ("a", "b")
+            )
             continue
         lora, lora_bias = _adapter(config, file, layer, keys, (name, leaf), layouts, bias)
         loaded[name] = lora
@@ -170,25 +163,23 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     return replace(model, loaded)
 
 
-def without_head(name: str) -> str:
-    """The name that an array of a causal language model has in the model without its head (`AutoModel`)."""
-    return name.removeprefix("model.")
-
-
-def _is_without_head(file: "_File", layers: Iterable[str]) -> bool:
-    """Whether the adapter is of a model without the head that this one has, as those of encoders are."""
+def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
+    """How the names of a decoder's body begin, if the adapter is of the body alone (`AutoModel`)."""
     named, layers = {*file.adapters, *file.tokens}, set(layers)
-    return bool(named) and named.isdisjoint(layers) and named <= set(map(without_head, layers))
+    if not named or not named.isdisjoint(layers):
+        return None
+    bodies = (f"{name}." for name in names_of("model"))
+    return next((x for x in bodies if named <= {layer.removeprefix(x) for layer in layers}), None)
 
 
 def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
     """The model with a separate output layer if the adapter is for the embedding or the output layer alone.
 
-    A model supports this with a method `untied`. With `ensure_weight_tying`, the file holds the change of the
-    shared array twice.
+    A model supports this with a method `with_separate_head`. With `ensure_weight_tying`, the file holds the
+    change of the shared array twice.
     """
-    untied = getattr(model, "untied", None)
-    if untied is None or any(name.startswith("lm_head") for name in named_arrays(model)):
+    separated = getattr(model, "with_separate_head", None)
+    if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
         return model
     if config.ensure_weight_tying:
         for held in (file.adapters, file.bases, file.trained):
@@ -197,7 +188,7 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
         return model
     changed = [*file.adapters, *map(layer_of, file.trained)]
     apart = any(name.rpartition(".")[2] in (*names_of("embed_tokens"), "lm_head") for name in changed)
-    return untied() if apart else model
+    return separated() if apart else model
 
 
 def _blank(config: AdapterConfig, layer: str, leaf: Any, layout: Any, count: int = 1) -> LoraArray:
@@ -206,16 +197,6 @@ def _blank(config: AdapterConfig, layer: str, leaf: Any, layout: Any, count: int
         leaf, layout, count * config.rank(layer), dtype=None, rslora=config.use_rslora,
         alpha=config.alpha(layer) * (count**0.5 if config.use_rslora else count), dropout=config.lora_dropout,
     )  # fmt: skip
-
-
-def _parameter_adapter(
-    config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str], leaf: Any, layout: Any
-) -> LoraArray:
-    """The adapter of a parameter, such as a stack of experts."""
-    _check_plain(config, file, layer, keys)
-    lora = _blank(config, layer, leaf, layout)
-    shapes = stored_shapes(lora)
-    return unpacked(lora, file.read(keys["a"], shapes["a"]), file.read(keys["b"], shapes["b"]))
 
 
 def _adapter_of_experts(
@@ -248,7 +229,7 @@ def _check_plain(config: AdapterConfig, file: "_File", layer: str, keys: Mapping
         raise file.error(keys[other.pop()], f"expected lora_A and lora_B alone for {layer}")
     for part in {"a", "b"} - keys.keys():
         (found,) = keys.values()
-        missing = found.replace(".lora_B", ".lora_A") if part == "a" else found.replace(".lora_A", ".lora_B")
+        missing = found.replace(ENDINGS["layer"]["b" if part == "a" else "a"], ENDINGS["layer"][part])
         raise file.error(missing, f"is missing beside {found!r}")
     if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
         raise file.error(keys["a"], "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
@@ -278,9 +259,10 @@ class _File:
             if not key.startswith(PREFIX):
                 raise self.error(key, f"expected a name that starts with {PREFIX!r}")
             name = key.removeprefix(PREFIX)
-            suffix = next((s for s in SUFFIXES if name.endswith(s)), None)
-            if suffix is not None:
-                self.adapters[name.removesuffix(suffix)][SUFFIXES[suffix]] = key
+            found = (x for parts in ENDINGS.values() for x in parts.items())
+            part, ending = next((x for x in found if name.endswith(x[1])), (None, ""))
+            if part is not None:
+                self.adapters[name.removesuffix(ending)][part] = key
             elif name.endswith(TOKENS):
                 self.tokens[name.removesuffix(TOKENS)] = key
             elif name.endswith(".base_layer.weight"):
@@ -309,6 +291,14 @@ class _File:
     def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
         """Reads an array of this shape, stored in PyTorch's layout."""
         return stored.take(self.read(key, stored.shape), shape)
+
+    def read_parts(
+        self, lora: LoraArray, kind: str, keys: Mapping[str, str], parts: Iterable[str]
+    ) -> LoraArray:
+        """The adapter with parts of the file, on a layer of this kind."""
+        stored = parts_as_stored(lora, kind)
+        shapes = {"a": lora.a.shape, "b": lora.b.shape, "magnitude": lora.b.shape[:-1]}
+        return lora.replace(**{x: self.read_as(keys[x], stored[x], shapes[x]) for x in parts})
 
 
 def _check_layers(
@@ -383,11 +373,9 @@ def _adapter(
     bias: Any,
 ) -> tuple[LoraArray, LoraBias | None]:
     embedding = any("lora_embedding" in key for key in keys.values())
-    stem = f"{PREFIX}{layer}.lora_embedding_" if embedding else f"{PREFIX}{layer}.lora_"
-    ending = "" if embedding else ".weight"
-    wanted = {"a": f"{stem}A{ending}", "b": f"{stem}B{ending}"}
-    wanted |= {"b_bias": f"{stem}B.bias"} if config.lora_bias and not embedding else {}
-    wanted |= {"magnitude": f"{PREFIX}{layer}.lora_magnitude_vector"} if config.use_dora else {}
+    used = {"a", "b", *(["bias"] if config.lora_bias else []), *(["magnitude"] if config.use_dora else [])}
+    endings = ENDINGS["embedding" if embedding else "layer"]
+    wanted = {part: f"{PREFIX}{layer}{endings[part]}" for part in endings if part in used}
     for part in wanted.keys() | keys.keys():
         if part not in keys:
             raise file.error(wanted[part], "is missing")
@@ -418,17 +406,11 @@ def _adapter(
             lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
         except ValueError as error:
             raise file.error(keys["a"], str(error)) from None
-    shapes = part_shapes(lora, layout.kind)
-    held = {"a": lora.a.shape, "b": lora.b.shape, "magnitude": lora.b.shape[:-1]}
-    parts = [part for part in held if part != "magnitude" or config.use_dora]
-    lora = lora.replace(**{part: file.read(keys[part], shapes[part]).reshape(held[part]) for part in parts})
-    if "b_bias" not in wanted:
+    lora = file.read_parts(lora, layout.kind, keys, wanted.keys() - {"bias"})
+    if "bias" not in wanted:
         return lora, None
-    return lora, LoraBias(
-        bias,
-        file.read(keys["b_bias"], (math.prod(lora.b.shape[:-1]),)).reshape(lora.b.shape[:-1]),
-        lora.scaling,
-    )
+    stored, shape = parts_as_stored(lora, layout.kind)["bias"], lora.b.shape[:-1]
+    return lora, LoraBias(bias, file.read_as(keys["bias"], stored, shape), lora.scaling)
 
 
 def _trained_in_full(

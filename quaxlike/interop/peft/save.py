@@ -1,29 +1,38 @@
 """`save_adapter`: the adapter of a model, in a directory that PEFT loads."""
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from ..._checked import a_or_an, checked
-from ..._families import names_of
-from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
+from ..._families import FAMILIES, names_of
+from ...arrays.lora import RANK, LoraArray, LoraBias, TrainableArray, TrainableRows, labels
 from ...core.values import is_value
+from ...surgery.inits import as_matrix, halves, svd, taken_by, with_factors
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
-from ...surgery.trees import layer_of
+from ...surgery.trees import layer_of, named_arrays, replace, suggestion
 from ...surgery.weight_axes import Layout
-from .axes import part_shapes, stored_as, why_unsupported
-from .config import PREFIX, files_of
-from .initial import initialisation, relative_to_base
-from .load import TOKENS, Rename, names_in_file, without_head
-from .parameters import is_parameter, packed, wrapped_names
+from .config import CHANGES_BASE, PREFIX, files_of
+from .load import Rename, names_in_file
+from .stored import (
+    ENDINGS,
+    TOKENS,
+    is_parameter,
+    parts_as_stored,
+    stored_as,
+    why_unsupported,
+    wrapped_names,
+)
 
 
 @checked
@@ -49,7 +58,8 @@ def save_adapter(
         [`quaxlike.models.Decoder`][] are written one by one.
     - `base_model`: the name or path of the base model, so that PEFT can find it. Default: none.
     - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
-        Default: those of the model; with `"FEATURE_EXTRACTION"`, those that it has without its head.
+        Default: those of the model; of a decoder with `"FEATURE_EXTRACTION"`, those that it has without its
+        head, since PEFT puts such an adapter on `AutoModel`.
     - `adapter_name`: the name of the adapter. One other than `"default"` goes to a folder of this name in
         `directory`.
     - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. With a classifier's,
@@ -81,10 +91,10 @@ def save_adapter(
     [`quaxlike.train_scales`][]).
     """
     if base is not None:
-        model = relative_to_base(_unstacked(model), _unstacked(base))
+        model = _relative_to_base(_unstacked(model), _unstacked(base))
     model = _unstacked(model)
     if rename is None and task_type == "FEATURE_EXTRACTION":
-        rename = without_head
+        rename = _without_head(model)
     arrays = names_in_file(model, rename)
     layouts = {name: record.layout for name, record in records_of(model, layout).items()}
     adapters = {
@@ -104,17 +114,17 @@ def save_adapter(
     wrapped = wrapped_names(parameters)
     tensors: dict[str, Any] = {}
     for layer, adapter in adapters.items():
-        if layer in wrapped:
-            tensors |= _parameter_tensors(wrapped[layer], adapter)
-        else:
-            tensors |= _adapter_tensors(layer, adapter)
+        is_wrapped = layer in wrapped
+        tensors |= (
+            _parameter_tensors(wrapped[layer], adapter) if is_wrapped else _layer_tensors(layer, adapter)
+        )
     names = {new: leaf for new, _, leaf in arrays}
     lora_bias, trained = _biases(names, adapters)
     for new, leaf in names.items():
         layer = new.rpartition(".")[0].rpartition(".")[2]
         if layer in _HEADS.get(task_type or "", ()) and not is_value(leaf):
             trained[new] = leaf
-    tensors |= {f"{layer}.lora_B.bias": bias.reshape(-1) for layer, bias in lora_bias.items()}
+    tensors |= {f"{layer}{ENDINGS['layer']['bias']}": bias.reshape(-1) for layer, bias in lora_bias.items()}
     old = {new: name for new, name, _ in arrays}
     for new, array in trained.items():
         array = stored_as(old[new], array.shape, layouts).put(array)
@@ -134,7 +144,7 @@ def save_adapter(
             {*parameters, *map(layer_of, routers)},
         ),
         **_trained_config(names, adapters, trained),
-        "init_lora_weights": initialisation(
+        "init_lora_weights": _initialisation(
             {layer: adapter.lora for layer, adapter in adapters.items()},
             {
                 layer: _changes_base(adapter) and layer not in parameters and not lora_bias
@@ -165,6 +175,16 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
+def _without_head(model: PyTree) -> Rename:
+    """The names that the arrays of a decoder have in its body alone; None for any other model."""
+    arrays = named_arrays(model)
+    for family in FAMILIES.values():
+        body = f"{family.name('model')}."
+        if any(name.startswith(f"{body}{family.name('embed_tokens')}.") for name in arrays):
+            return lambda name: name.removeprefix(body)
+    return None
+
+
 def _unstacked(model: PyTree) -> PyTree:
     """Undoes `stack_layers`."""
     return model.unstacked() if hasattr(model, "unstacked") else model
@@ -188,35 +208,34 @@ def _layout(name: str, lora: LoraArray, layout: Layout | None) -> Layout:
     return Layout(lora.out_axes, lora.in_axes, "matrix")
 
 
-def _adapter_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
+def _layer_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
     _, lora, layout = adapter
     if lora.shape != lora.w.shape or layout.batch_shape(lora.shape):
         raise ValueError(
             f"{layer} is of shape {lora.shape}, with adapters of shapes {lora.a.shape} and {lora.b.shape}: "
             "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
         )
-    a, b = lora.a, lora.b
     if layout.kind == "other conv":
         raise ValueError(f"{layer} is {why_unsupported(layout)}.")
     if (lora.in_axes, lora.out_axes) == (layout.out_axes, layout.in_axes):
         # The layer shares its adapter with the embedding that it is tied to.
         if lora.magnitude is not None:
             raise ValueError(f"PEFT has no DoRA for {layer}, an output layer tied to an embedding.")
-        return {f"{layer}.lora_A.weight": b.T, f"{layer}.lora_B.weight": a.T}
+        turned = {"a": lora.b.T, "b": lora.a.T}
+        return {f"{layer}{ENDINGS['layer'][part]}": x for part, x in turned.items()}
     if (lora.out_axes, lora.in_axes) != (layout.out_axes, layout.in_axes):
         raise ValueError(
             f"The adapter on {layer} has out_axes={lora.out_axes} and in_axes={lora.in_axes}; those of the "
             f"layer are {layout.out_axes} and {layout.in_axes}."
         )
-    shapes = part_shapes(lora, layout.kind)
-    stem, ending = ("lora_embedding_", "") if layout.kind == "embedding" else ("lora_", ".weight")
-    tensors = {
-        f"{layer}.{stem}A{ending}": a.reshape(shapes["a"]),
-        f"{layer}.{stem}B{ending}": b.reshape(shapes["b"]),
-    }
-    if lora.magnitude is not None:
-        tensors[f"{layer}.lora_magnitude_vector"] = lora.magnitude.reshape(shapes["magnitude"])
-    return tensors
+    return _tensors(layer, lora, layout.kind)
+
+
+def _tensors(layer: str, lora: LoraArray, kind: str) -> dict[str, Any]:
+    endings = ENDINGS["embedding" if kind == "embedding" else "layer"]
+    parts = {part: x for part in ("a", "b", "magnitude") if (x := getattr(lora, part)) is not None}
+    stored = parts_as_stored(lora, kind)
+    return {f"{layer}{endings[part]}": stored[part].put(x) for part, x in parts.items()}
 
 
 def _tied_head_entries(
@@ -224,7 +243,7 @@ def _tied_head_entries(
 ) -> dict[str, Any]:
     """PEFT's entries for an output layer that is tied to the embedding. They repeat the change of the
     embedding."""
-    if getattr(model, "untied", None) is None or any(name.startswith("lm_head") for name in tensors):
+    if not hasattr(model, "with_separate_head") or any(name.startswith("lm_head") for name in tensors):
         return {}
     if getattr(model, "lm_head", None) is not None:
         return {}
@@ -232,11 +251,10 @@ def _tied_head_entries(
     for new, array in trained.items():
         if new.endswith(tuple(f"{x}.weight" for x in names_of("embed_tokens"))):
             out["lm_head.weight"] = array
-    for key, array in tensors.items():
-        if key.endswith("lora_embedding_A"):
-            out["lm_head.lora_B.weight"] = array.T
-        elif key.endswith("lora_embedding_B"):
-            out["lm_head.lora_A.weight"] = array.T
+    for part, other in (("a", "b"), ("b", "a")):
+        for key, array in tensors.items():
+            if key.endswith(ENDINGS["embedding"][part]):
+                out[f"lm_head{ENDINGS['layer'][other]}"] = array.T
     return out
 
 
@@ -253,8 +271,7 @@ def _parameter_tensors(module: str, adapter: _Adapter) -> dict[str, Any]:
             f"PEFT's files have no place for {name}, of shape {lora.shape}: it is stored as (in, out), and "
             "no layer's weight."
         )
-    parts = packed(lora)
-    return {f"{module}.lora_A.weight": parts["a"], f"{module}.lora_B.weight": parts["b"]}
+    return _tensors(module, lora, "parameter")
 
 
 def _is_fan_in_fan_out(adapter: _Adapter) -> bool:
@@ -392,3 +409,82 @@ def _trained_config(
             f"{', '.join(sorted(biases))}."
         )
     return {"bias": bias, "modules_to_save": sorted(modules - {""}) or None}
+
+
+# -------------------------------------------------------------------------------------------------
+# Adapters whose initialisation took a part of the base, in files that do not hold the base.
+#
+# PEFT takes the part out again when it loads "pissa" and "olora", which follow from the base alone. For all
+# others, and for layers where it does not, the part goes into the file: with `base + taken` for the base that
+# is adapted, `[a, a'], [b, b']` with `scaling * b' a' = taken` give the same sum on `base`, at twice the rank
+# (PEFT's `path_initial_model_for_weight_conversion`).
+# -------------------------------------------------------------------------------------------------
+
+_HINT = (
+    "Pass `base`: the model before it was adapted, to put that part into the file; or this model, if its "
+    "base is saved as well and the adapter will be loaded on that."
+)
+
+
+def _initialisation(adapters: Mapping[str, LoraArray], in_peft: Mapping[str, bool]) -> str | bool:
+    """The entry `init_lora_weights` for these adapters, by layer; `in_peft` says for which of them PEFT takes
+    a part out of the base.
+
+    Raises `ValueError` if the entry cannot tell what was taken out."""
+    names = {str(lora.taken[0]) for lora in adapters.values() if lora.taken is not None}
+    if not names:
+        return True
+    name = next(iter(names)) if len(names) == 1 else None
+    for layer, lora in adapters.items():
+        is_derivable = name in CHANGES_BASE and in_peft[layer] and lora.taken == taken_by(name, lora)
+        if not (is_derivable or (lora.taken is None and not in_peft[layer])):
+            raise ValueError(
+                f"The initialisations of the adapters ({', '.join(sorted(names))}) changed the base, and a "
+                f"file without the base cannot tell how for {layer}. {_HINT}"
+            )
+    assert name is not None
+    return name
+
+
+def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
+    """The model with adapters that give the same weights when they are put on the arrays of `base`."""
+    arrays = named_arrays(base)
+    new: dict[str, LoraArray] = {}
+    for name, lora in named_arrays(model).items():
+        if isinstance(lora, LoraArray):
+            if name not in arrays:
+                raise ValueError(f"`base` has no {name}, which the model adapts. {suggestion(name, arrays)}")
+            w = arrays[name]
+            new[name] = _relative(name, lora, w.w if isinstance(w, LoraArray) else w)
+    return replace(model, new)
+
+
+def _relative(name: str, lora: LoraArray, w: Any) -> LoraArray:
+    if lora.w is w or eqx.tree_equal(lora.w, w) is True:
+        return lora.replace(taken=None)
+    kind = lambda x: f"{x.dtype} {type(x).__name__ if is_value(x) else 'array'} of shape {x.shape}"
+    if is_value(w) or is_value(lora.w) or kind(w) != kind(lora.w):
+        raise ValueError(
+            f"`base` has {a_or_an(kind(w))} as {name}, and the adapted base is "
+            f"{a_or_an(kind(lora.w))}: the file can hold the difference of plain arrays only. Quantise "
+            "the model after the adapter is loaded."
+        )
+    before = as_matrix(lora, w)
+    taken = as_matrix(lora, lora.w) - before
+    u, s, vt = svd(taken, lora.rank)
+    rest = taken - jnp.matmul(u * s[..., None, :], vt, precision="highest")
+    share = float(jnp.linalg.norm(rest) / jnp.linalg.norm(before))
+    if not share <= 8 * max(float(jnp.finfo(lora.dtype).eps), 1e-6):
+        raise ValueError(
+            f"`base` and the adapted base differ in {name} by more than an initialisation of rank "
+            f"{lora.rank} takes out (the rest is {share:.1g} of the weight)."
+        )
+    other = with_factors(lora, *halves(u, s / lora.scaling, vt))
+    _, a_labels, b_labels = labels(lora)
+    return lora.replace(
+        a=jnp.concatenate([lora.a, other.a], a_labels.index(RANK)),
+        b=jnp.concatenate([lora.b, other.b], b_labels.index(RANK)),
+        alpha=lora.alpha * (math.sqrt(2) if lora.rslora else 2),
+        w=w,
+        taken=None,
+    )

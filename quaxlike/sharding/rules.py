@@ -19,8 +19,7 @@ from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
 from ..surgery.weight_axes import Layout
 from .meshes import EXPERT_AXES, MODEL_AXES, expert_axis
-from .placing import refusal
-from .specs import axes_of, leaf_specs_of, unnested
+from .placing import NamedRule, axes_of, leaf_specs_of, spread, unnested
 
 # How layers are split, by the last components of their names in checkpoints of transformers, Equinox and
 # Flax; decoders in the table of architectures may have other names for these. Of "out", each device computes
@@ -41,11 +40,9 @@ _KINDS = {
 # Stacks of matrices and of biases, one for each expert; layers may be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 
-Rule = Callable[[str, Any], Any]
-
 
 @checked
-def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rule:
+def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> NamedRule:
     """Makes Megatron's rule, which splits the layers of a model across devices.
 
     In each attention and feed-forward block, a device has the rows of the first projections (queries, keys
@@ -95,7 +92,7 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Rul
     return _by_kinds(model, mesh, _one_axis(mesh, axis))
 
 
-def expert_parallel(model: PyTree, mesh: Any) -> Rule:
+def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
     """Makes the rule that distributes the experts of a model across devices, each expert as a whole.
 
     Each device runs its own experts on all tokens of its group, and one sum over the devices of the group
@@ -159,7 +156,7 @@ def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
             yield from _with_parts(f"{name}.{path_of(below)}", part)
 
 
-def divides_layers(mesh: Any) -> Callable[[PyTree, Any], Rule] | None:
+def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
     """The function that makes the rule for a mesh, by the names of its axes; None if no axis splits
     layers."""
     if set(MODEL_AXES) & set(mesh.shape):
@@ -167,12 +164,12 @@ def divides_layers(mesh: Any) -> Callable[[PyTree, Any], Rule] | None:
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
 
 
-def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
+def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
     """The rule that distributes experts and, along an axis, splits layers of all kinds."""
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    kinds = _kinds_by_name()
+    kinds = {name: kind for kind, roles in _KINDS.items() for role in roles for name in names_of(role)}
     by_layer = {layer_of(name): layout for name, layout in layouts(model).items() if layout is not None}
     for path, leaf in leaves_with_path(model):
         name = path_of(path, model)
@@ -193,7 +190,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> Rule:
 
 
 @checked
-def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: Rule | None = None) -> Rule:
+def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
     """Makes the rule that gives every device an equal part of each weight, to be gathered for use.
 
     Parts of Values (codes, scales, the factors of adapters) are split independently, along any axis that the
@@ -292,27 +289,16 @@ def _check_axis(mesh: Any, axis: str) -> None:
 
 def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, otherwise: Any) -> Any:
     try:
-        specs = leaf_specs_of(name, leaf, spec)
+        return spread(name, eqx.filter_eval_shape(lambda x: x, leaf), spec, mesh)[1]
     except ValueError:
         if needed:
             raise
         return otherwise
-    if jtu.tree_structure(specs) != jtu.tree_structure(leaf):
-        leaf = eqx.filter_eval_shape(unnested, leaf)
-    reason = refusal(leaf, specs, mesh)
-    if reason is not None and needed:
-        raise ValueError(f"{name}{reason}")
-    return specs if reason is None else otherwise
 
 
 # -------------------------------------------------------------------------------------------------
 # Layers
 # -------------------------------------------------------------------------------------------------
-
-
-def _kinds_by_name() -> dict[str, str]:
-    """The kinds of layers by their names, those that architectures have of their own among them."""
-    return {name: kind for kind, roles in _KINDS.items() for role in roles for name in names_of(role)}
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:

@@ -16,9 +16,8 @@ from quaxlike.finetune.data import Example, collate, pack
 from quaxlike.finetune.devices import Devices
 from quaxlike.finetune.report import Metrics
 from quaxlike.finetune.settings import Settings
-from quaxlike.finetune.step import Program, State, outputs_of, prepared, stored_for
 from quaxlike.finetune.tasks import NextToken
-from quaxlike.finetune.train import optimiser_for
+from quaxlike.finetune.train import Program, State, optimiser_for, outputs_of, prepared, stored_for
 from quaxlike.models import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("default_promotion")

@@ -1,0 +1,195 @@
+"""How PEFT's files store adapters: names, and PyTorch's layout, for layers of every framework.
+
+There, the weight of a linear layer is `(out, in)`, that of a convolution `(out, in, *window)`, and both are
+called `weight`; a bias has one axis. An array that is called `weight` already keeps its layout.
+
+`target_parameters` are adapters of parameters that are no weights of layers, such as stacks of experts and
+matrices of recurrent cells. The factors of a stack `(experts, …)` are stored in one matrix each: `A` as
+`(experts * rank, in)`, with experts as the slower index, `B` as `(out, rank * experts)`, with experts as the
+faster one. If several parameters of a module have adapters, their wrappers are nested, the first innermost:
+each but the last is under `base_layer` of the next. The weights of routers, which are parameters of separate
+modules, are named the same way. In transformers 4, the matrices of experts were layers, each with its own
+adapter.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...arrays.lora import LoraArray
+from ...surgery.trees import layer_of
+from ...surgery.weight_axes import Layout, is_norm
+
+#: The endings of an adapter's tensors, by its parts, for embeddings and for all other layers.
+ENDINGS = {
+    "embedding": {
+        "a": ".lora_embedding_A", "b": ".lora_embedding_B", "magnitude": ".lora_magnitude_vector",
+    },
+    "layer": {
+        "a": ".lora_A.weight", "b": ".lora_B.weight", "bias": ".lora_B.bias",
+        "magnitude": ".lora_magnitude_vector",
+    },
+}  # fmt: skip
+#: The ending of the rows of an embedding that are trained.
+TOKENS = ".token_adapter.trainable_tokens_delta"
+_WRAPPED = ".base_layer"
+# The parameters that come first in their modules, whatever the order of a model's dict.
+_FIRST = ("gate_up_proj", "weight_ih")
+
+_FIELDS = {"kernel": "weight", "embedding": "weight", "embeddings": "weight", "w": "weight", "b": "bias"}
+_OF_NORMS = {"scale": "weight", "offset": "bias"}
+
+
+def file_name(name: str) -> str:
+    """The name of an array in PyTorch: `dense.weight` for `dense.kernel`."""
+    above, _, field = name.rpartition(".")
+    fields = _FIELDS | (_OF_NORMS if is_norm(above) else {})
+    return f"{above}.{fields[field]}" if above and field in fields else name
+
+
+class Stored(NamedTuple):
+    """How an array is stored: in which order of axes, and in which shape."""
+
+    order: Sequence[int]
+    shape: tuple[int, ...]
+
+    def put(self, array: Any) -> Any:
+        return jnp.transpose(array, self.order).reshape(self.shape)
+
+    def take(self, stored: Any, shape: Sequence[int]) -> Any:
+        back = [self.order.index(i) for i in range(len(shape))]
+        return stored.reshape([shape[i] for i in self.order]).transpose(back)
+
+
+def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
+    """How the array of this name is stored. `layouts` are the model's.
+
+    Raises `ValueError` for an array without a counterpart in PyTorch's layers."""
+    shape, field = tuple(shape), name.rpartition(".")[2]
+    n, whole = len(shape), list(range(len(shape)))
+    if field in ("bias", "b"):
+        beside = (
+            x
+            for other, x in layouts.items()
+            if other != name and layer_of(other) == name.removesuffix(f".{field}")
+        )
+        weight = next((x for x in beside if x is not None and x.is_known), None)
+        stacked = weight is not None and weight.kind in ("linear", "matrix") and n > len(weight.out_axes)
+        return Stored(whole, shape if stacked else (math.prod(shape),))
+    layout = layouts.get(name)
+    if n < 2 or field not in ("kernel", "w") or (layout is not None and layout.kind == "embedding"):
+        return Stored(whole, shape)
+    if (
+        layout is None
+        or layout.kind not in ("linear", "matrix", "conv")
+        or len((*layout.out_axes, *layout.in_axes)) < n
+    ):
+        raise ValueError(
+            f"PEFT's files have no place for {name}, of shape {shape}: it is {why_unsupported(layout)}."
+        )
+    order = [n + axis for axis in (*layout.out_axes, *layout.in_axes)]
+    sizes = [shape[i] for i in order]
+    n_out = len(layout.out_axes)
+    rest = sizes[n_out:] if layout.kind == "conv" else [math.prod(sizes[n_out:])]
+    return Stored(order, (math.prod(sizes[:n_out]), *rest))
+
+
+def why_unsupported(layout: Layout | None) -> str:
+    """Describes a weight that PEFT has no adapter for."""
+    if layout is None or not layout.is_known:
+        return "a weight that does not say which of its axes are outputs; pass `layout`"
+    if layout.kind == "other conv":
+        return (
+            "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the "
+            "weight"
+        )
+    return "a stack of layers; save them one by one"
+
+
+def parts_as_stored(lora: LoraArray, kind: str) -> dict[str, Stored]:
+    """How the parts of an adapter are stored, on a layer of this kind or on a `"parameter"`: a linear layer
+    has one axis each of outputs and inputs, a convolution a window of ones after its outputs."""
+    rank, out, into, n = lora.rank, math.prod(lora.b.shape[:-1]), lora.a.shape[1:], lora.b.ndim
+    plain = lambda ndim, *shape: Stored(range(ndim), shape)
+    if kind == "parameter":
+        count = math.prod(lora.a.shape[:-2])
+        return {
+            "a": plain(lora.a.ndim, count * rank, lora.a.shape[-1]),
+            "b": Stored([n - 2, n - 1, *range(n - 2)], (lora.b.shape[-2], rank * count)),
+        }
+    ones = (1,) * (len(into) - 1) if kind == "conv" else ()
+    return {
+        "a": plain(lora.a.ndim, rank, *(into if kind == "conv" else [math.prod(into)])),
+        "b": plain(n, out, rank, *ones),
+        "bias": plain(n - 1, out),
+        "magnitude": plain(n - 1, *((1, out, *ones) if kind == "conv" else [out])),
+    }
+
+
+def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
+    """Whether an array is a matrix, or a stack of matrices, that is a parameter of its module and not the
+    weight of a layer."""
+    if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
+        return False
+    lead = len(layout.batch_shape(tuple(shape)))
+    return layout.kind in ("linear", "matrix") and (len(shape), lead) in ((2, 0), (3, 1))
+
+
+def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
+    """Whether the adapter is for the array of this name."""
+    return any(name == target or name.endswith(f".{target}") for target in target_parameters)
+
+
+def wrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """The modules under whose names the file stores the adapters of these parameters."""
+    of_module: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        of_module[name.rpartition(".")[0]].append(name)
+    return {
+        name: module + _WRAPPED * (len(own) - 1 - i)
+        for module, own in of_module.items()
+        for i, name in enumerate(sorted(own, key=lambda name: name.rpartition(".")[2] not in _FIRST))
+    }
+
+
+def renamed_parameters(
+    adapters: Mapping[str, Any], parameters: Iterable[str], target_parameters: Iterable[str]
+) -> dict[str, Any]:
+    """The adapters of a file, with those of parameters under the names of these."""
+    wrapped = wrapped_names(name for name in parameters if is_targeted(name, target_parameters))
+    back = {module: name for name, module in wrapped.items()}
+    return {back.get(layer, layer): keys for layer, keys in adapters.items()}
+
+
+def separate_experts(
+    adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
+) -> dict[str, list[str]]:
+    """The stacks whose experts have separate adapters in the file, with the layers of their matrices.
+    `stacks` maps their names in the file to those in the model, and `tensors_of` these to the tensors of
+    published files."""
+    layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
+    apart = {new: own for new, own in layers.items() if len(own) > 1}
+    return apart if {layer for own in apart.values() for layer in own} & set(adapters) else {}
+
+
+def stacked(lora: LoraArray, parts: Sequence[tuple[Any, Any] | None]) -> LoraArray:
+    """The adapter of a stack from the adapters of its matrices, in order; None for a matrix without one.
+
+    An expert may have several matrices, one above the other in the stack. Each keeps its factors: the stack's
+    `a` holds all of theirs, and its `b` is zero between different matrices.
+    """
+    (n, rank, _), out = lora.a.shape, lora.b.shape[1]
+    each = len(parts) // n
+    dtype = next(part[0].dtype for part in parts if part is not None)
+    a, b = np.zeros(lora.a.shape, dtype), np.zeros(lora.b.shape, dtype)
+    for number, part in enumerate(parts):
+        if part is not None:
+            i, j = divmod(number, each)
+            own = slice(j * rank // each, (j + 1) * rank // each)
+            a[i, own] = part[0]
+            b[i, j * out // each : (j + 1) * out // each, own] = part[1]
+    return lora.replace(a=jnp.asarray(a), b=jnp.asarray(b))

@@ -1,0 +1,500 @@
+"""The built-in ETP primitives, and the functions that bind them."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from .._checked import checked
+from ..arrays.lora import LoraArray
+from ..core.quaxify import quaxify
+from ..core.rules import register
+from .primitive import ETPPrimitive, register_primitive, vjp_of, zeros_like_output, zeros_like_weights
+
+
+def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
+    """Raises unless the shapes of the operands fit each other; the shape of None is `()`."""
+    shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
+    if not fit(**shapes):
+        given = [key for key, x in operands.items() if x is not None]
+        found = ", ".join(f"`{key}` of shape {shapes[key]}" for key in given)
+        raise ValueError(f"{name} takes {expected}; found {found}.")
+
+
+def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
+    """A batching rule: mapped over x alone, the primitive for single examples becomes that for batches."""
+
+    def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        x, *weights = args
+        x_dim, *weight_dims = dims
+        if x_dim is None or any(d is not None for d in weight_dims):
+            return NotImplemented
+        return batched()(jnp.moveaxis(x, x_dim, 0), *weights, **params), 0
+
+    return rule
+
+
+def _product(
+    name: str, fn: Callable[..., Any], trainables: Any = None, **rules: Callable[..., Any]
+) -> tuple[ETPPrimitive, ETPPrimitive]:
+    """Two primitives for one product: for x of shape `(batch..., in)`, and for a single `(in,)`."""
+    options: dict[str, Any] = {"trainable_invars_fn": trainables, "batching": _onto_batched(lambda: of_batch)}
+    of_batch = register_primitive(f"etp_{name}mm", fn, batched=True, **options)
+    of_one = register_primitive(f"etp_{name}mv", fn, **options)
+    for primitive in (of_batch, of_one):
+        primitive.register_etp_rules(init_pp=zeros_like_output, **rules)
+    return of_batch, of_one
+
+
+def _scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
+    """A `yw_to_w` rule: weights act on the element of y at their last index, biases on their own."""
+    return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
+
+
+# -------------------------------------------------------------------------------------------------
+# y = x @ w + b
+# -------------------------------------------------------------------------------------------------
+
+
+def _matmul(x: Any, w: Any, *bias: Any, has_bias: bool = False) -> jax.Array:
+    y = jnp.matmul(x, w)
+    return y + jnp.broadcast_to(bias[0], y.shape) if has_bias else y
+
+
+def _weight_and_bias(params: Mapping[str, Any]) -> dict[str, int]:
+    return {"weight": 1, "bias": 2} if params.get("has_bias", False) else {"weight": 1}
+
+
+# x `(batch..., in)` or `(in,)`, w `(in, out)`, and b `(out,)` with `has_bias=True`.
+etp_mm_p, etp_mv_p = _product(
+    "", _matmul, _weight_and_bias,
+    yw_to_w=_scale_columns,
+    xy_to_dw=vjp_of(_matmul, ("weight", "bias")),
+    init_drtrl=zeros_like_weights(lambda x: len(x.shape) - 1),
+)  # fmt: skip
+
+
+@checked
+def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
+    """`x @ w + bias`, with `w` and `bias` trained online.
+
+    **Arguments:**
+
+    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `w`: `(in, out)`, an array or a Value.
+    - `bias`: `(out,)`.
+
+    **Returns:** `(..., out)`.
+    """
+    check_shapes(
+        "matmul",
+        "`x` of shape (..., in), `w` of shape (in, out) and `bias` of shape (out,)",
+        lambda x, w, bias: len(w) == 2 and x[-1:] == w[:1] and bias in (w[1:], (1,), ()),
+        x=x,
+        w=w,
+        bias=bias,
+    )
+    primitive = etp_mv_p if jnp.ndim(x) == 1 else etp_mm_p
+    return primitive(x, w) if bias is None else primitive(x, w, bias, has_bias=True)
+
+
+@register([etp_mm_p, etp_mv_p])
+def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, has_bias: bool = False):
+    """Trains an adapter online, over a weight of any type."""
+    plain = w.magnitude is None and (w.key is None or w.dropout == 0)
+    if w.ndim != 2 or w.a.ndim != 2 or w.b.ndim != 2 or not plain:
+        return NotImplemented
+
+    def product(x: Any, base: Any, a: Any, b: Any) -> jax.Array:
+        y = matmul(x, base) if w.train_base else jnp.matmul(x, base)
+        # The rows of w are either the rows of `b` or the columns of `a`.
+        first, then = (b, a) if w.out_axes == (-2,) else (a.T, b.T)
+        return y + lora_matmul(x, first, then, scale=w.scaling).astype(y.dtype)
+
+    y = quaxify(product)(x, w.base, w.a, w.b)
+    return y + jnp.broadcast_to(elementwise(bias[0]), y.shape) if has_bias else y
+
+
+# -------------------------------------------------------------------------------------------------
+# y = scale · x @ b @ a, a low-rank update of a weight
+# -------------------------------------------------------------------------------------------------
+
+
+def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
+    return jnp.matmul(jnp.matmul(x, b), a) * jnp.asarray(scale, x.dtype)
+
+
+def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
+    # Traces decay per element of y, an axis that `b` does not have. So the trace is that of the product, from
+    # which the cotangents of both factors follow.
+    (n_in, _), (_, n_out) = weight_vars["b"].aval.shape, weight_vars["a"].aval.shape
+    shape = (*x_var.aval.shape[:-1], n_in, n_out, num_states)
+    return {"product": jnp.zeros(shape, y_var.aval.dtype)}
+
+
+def _solve_low_rank(
+    g: Any, trace: Mapping[str, Any], weights: Mapping[str, Any], *, scale: float = 1.0
+) -> dict[str, Any]:
+    a, b = weights["a"], weights["b"]
+    product = _scale_columns(g, trace)["product"]
+    product = product.sum(range(product.ndim - 2)) * jnp.asarray(scale, product.dtype)
+    return {"b": product @ a.T, "a": b.T @ product}
+
+
+# x `(batch..., in)` or `(in,)`, b `(in, rank)`, a `(rank, out)`.
+etp_lora_mm_p, etp_lora_mv_p = _product(
+    "lora_", _low_rank, lambda params: {"b": 1, "a": 2},
+    yw_to_w=_scale_columns,
+    xy_to_dw=vjp_of(_low_rank, ("b", "a")),
+    init_drtrl=_init_low_rank,
+    instant=lambda x, g, weights, **params: {"product": x[..., :, None] * g[..., None, :]},
+    solve=_solve_low_rank,
+)  # fmt: skip
+
+
+@checked
+def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0) -> jax.Array:
+    """`scale * x @ b @ a`, with `b` and `a` trained online.
+
+    **Arguments:**
+
+    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `b`: `(in, rank)`.
+    - `a`: `(rank, out)`.
+    - `scale`: a static factor.
+
+    **Returns:** `(..., out)`.
+    """
+    check_shapes(
+        "lora_matmul",
+        "`x` of shape (..., in), `b` of shape (in, rank) and `a` of shape (rank, out)",
+        lambda x, b, a: len(b) == len(a) == 2 and x[-1:] == b[:1] and b[1] == a[0],
+        x=x,
+        b=b,
+        a=a,
+    )
+    primitive = etp_lora_mv_p if jnp.ndim(x) == 1 else etp_lora_mm_p
+    return primitive(x, b, a, scale=scale)
+
+
+# -------------------------------------------------------------------------------------------------
+# y = x @ w, for a sparse weight with fixed positions of entries
+# -------------------------------------------------------------------------------------------------
+
+_Indices = Sequence[int] | np.ndarray | jax.Array
+
+
+class SparsePattern:
+    """The positions of a sparse weight's entries. Patterns are hashable, and equal if their entries are.
+
+    **Arguments:**
+
+    - `rows`, `columns`: integers, `(entries,)`.
+    - `shape`: `(in, out)`.
+
+    **Raises:** `ValueError` for entries outside of the shape.
+    """
+
+    @checked
+    def __init__(self, rows: _Indices, columns: _Indices, shape: tuple[int, int]) -> None:
+        if isinstance(rows, str) or isinstance(columns, str):
+            raise TypeError(f"rows and columns of a SparsePattern are integers; found {rows!r}, {columns!r}")
+        self.rows, self.columns = (np.array(i, dtype=np.int32) for i in (rows, columns))
+        self.shape = tuple(shape)
+        if self.rows.ndim != 1 or self.rows.shape != self.columns.shape:
+            raise ValueError(
+                "rows and columns of a SparsePattern are vectors of equal length; found shapes "
+                f"{self.rows.shape} and {self.columns.shape}"
+            )
+        for name, indices, size in (("rows", self.rows, shape[0]), ("columns", self.columns, shape[1])):
+            if indices.size and not (indices.min() >= 0 and indices.max() < size):
+                raise ValueError(
+                    f"{name} of a SparsePattern of shape {self.shape} must be in [0, {size}); found "
+                    f"[{indices.min()}, {indices.max()}]"
+                )
+        for indices in (self.rows, self.columns):
+            indices.flags.writeable = False
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return self.rows.tobytes(), self.columns.tobytes(), self.shape
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SparsePattern) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return f"SparsePattern({self.rows.size} of {self.shape[0]} × {self.shape[1]})"
+
+
+def _sparse_matmul(x: Any, data: Any, *, pattern: SparsePattern) -> jax.Array:
+    terms = x[..., pattern.rows] * data
+    y = jnp.zeros((*x.shape[:-1], pattern.shape[1]), terms.dtype)
+    return y.at[..., pattern.columns].add(terms)
+
+
+def _scale_entries(g: Any, trace: Mapping[str, Any], *, pattern: SparsePattern) -> dict[str, Any]:
+    return {"weight": trace["weight"] * g[..., pattern.columns]}
+
+
+# x `(batch..., in)` or `(in,)`, the entries of w `(entries,)`, their positions in `pattern`.
+etp_sp_mm_p, etp_sp_mv_p = _product(
+    "sp_", _sparse_matmul,
+    yw_to_w=_scale_entries,
+    xy_to_dw=vjp_of(_sparse_matmul, ("weight",)),
+    init_drtrl=zeros_like_weights(lambda x: len(x.shape) - 1),
+)  # fmt: skip
+
+
+@checked
+def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.Array:
+    """`x @ w` for a sparse w, with its entries trained online.
+
+    **Arguments:**
+
+    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `data`: the entries, `(entries,)`.
+    - `pattern`: their positions; entries at the same position add up.
+
+    **Returns:** `(..., out)`.
+    """
+    check_shapes(
+        f"sparse_matmul with the pattern {pattern!r}",
+        "`x` of shape (..., in) and `data` of shape (entries,)",
+        lambda x, data: x[-1:] == pattern.shape[:1] and data in (pattern.rows.shape, ()),
+        x=x,
+        data=data,
+    )
+    primitive = etp_sp_mv_p if jnp.ndim(x) == 1 else etp_sp_mm_p
+    return primitive(x, data, pattern=pattern)
+
+
+# -------------------------------------------------------------------------------------------------
+# y = w, which the step then uses elementwise: gains, leaks and diagonal recurrence
+# -------------------------------------------------------------------------------------------------
+
+etp_elemwise_p = register_primitive(
+    "etp_elemwise",
+    lambda w: jnp.asarray(w),
+    gradient_enabled=True,
+    trainable_invars_fn=lambda params: {"weight": 0},
+    x_invar_index=None,
+)
+etp_elemwise_p.register_etp_rules(
+    yw_to_w=lambda g, trace, **params: {"weight": trace["weight"] * g},
+    xy_to_dw=lambda x, g, weights, **params: {"weight": g},
+    init_drtrl=lambda *args: {"weight": zeros_like_output(*args)},
+    init_pp=zeros_like_output,
+)
+
+
+@checked
+def elementwise(w: ArrayLike) -> jax.Array:
+    """Marks `w` as trained online, for weights that act on the state elementwise.
+
+    Functions that are applied to the parameter before (a sigmoid, say) are differentiated as usual:
+    `elementwise(jax.nn.sigmoid(log_decay)) * h`.
+
+    **Arguments:**
+
+    - `w`: of the shape of the state, or of its last axes.
+
+    **Returns:** `w`.
+    """
+    return etp_elemwise_p(w)
+
+
+# -------------------------------------------------------------------------------------------------
+# y = table[indices]
+# -------------------------------------------------------------------------------------------------
+
+
+def _look_up(indices: Any, table: Any) -> jax.Array:
+    return jnp.take(table, indices, axis=0)
+
+
+def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
+    """An `xy_to_dw` rule for indices, or for the trace of their one-hot encodings."""
+    fn = (lambda w: jnp.matmul(x, w)) if jnp.issubdtype(x.dtype, jnp.inexact) else (lambda w: _look_up(x, w))
+    return {"weight": jax.vjp(fn, weights["weight"])[1](g)[0]}
+
+
+def _one_hot(x: Any, weights: Mapping[str, Any], **params: Any) -> jax.Array:
+    table = weights["weight"]
+    return jax.nn.one_hot(x, table.shape[0], dtype=table.dtype)
+
+
+# indices `(batch...)`, table `(vocabulary, features)`.
+etp_emb_p = register_primitive("etp_emb", _look_up, batched=True, batching=_onto_batched(lambda: etp_emb_p))
+etp_emb_p.register_etp_rules(
+    yw_to_w=_scale_columns,
+    xy_to_dw=_look_up_to_dw,
+    init_drtrl=zeros_like_weights(lambda x: len(x.shape)),
+    init_pp=zeros_like_output,
+    pp_input=_one_hot,
+)
+
+
+@checked
+def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
+    """`table[indices]`, with `table` trained online.
+
+    The traces of D-RTRL are as large as the table, for each example; those of pp_prop are not.
+
+    **Arguments:**
+
+    - `indices`: integers, `(...)`.
+    - `table`: `(vocabulary, features)`.
+
+    **Returns:** `(..., features)`.
+    """
+    if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
+        raise TypeError(f"embedding takes integers as `indices`; found {jnp.result_type(indices)}.")
+    check_shapes(
+        "embedding", "a `table` of shape (vocabulary, features)", lambda table: len(table) == 2, table=table
+    )
+    return etp_emb_p(indices, table)
+
+
+# -------------------------------------------------------------------------------------------------
+# y = conv(x, kernel) + bias, with channels last
+# -------------------------------------------------------------------------------------------------
+
+_SPATIAL = "DHW"
+
+
+def _conv(x: Any, kernel: Any, *bias: Any, has_bias: bool = False, **params: Any) -> jax.Array:
+    y = _conv_general(x, kernel, **params)
+    return y + jnp.broadcast_to(bias[0], y.shape) if has_bias else y
+
+
+def _conv_general(
+    x: Any,
+    kernel: Any,
+    *,
+    strides: tuple[int, ...] | None = None,
+    padding: str | tuple[tuple[int, int], ...] = "SAME",
+    dilation: tuple[int, ...] | None = None,
+) -> jax.Array:
+    axes = _SPATIAL[len(_SPATIAL) - (kernel.ndim - 2) :]
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        strides or (1,) * len(axes),
+        padding,
+        rhs_dilation=dilation,
+        dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+    )
+
+
+def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
+    """The window of x for each spatial position of y: `(batch, *space, *window, in)`."""
+    *window, n_in, _ = kernel.shape
+    size = n_in
+    for n in window:
+        size *= n
+    # One output channel for each position in the kernel picks that position.
+    picking = jnp.eye(size, dtype=x.dtype).reshape(*window, n_in, size)
+    patches = _conv_general(x, picking, **params)
+    return patches.reshape(*patches.shape[:-1], *window, n_in)
+
+
+def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
+    # All positions of y share the kernel, but each discounts its own trace: traces are kept per position, and
+    # summed when the gradient is computed.
+    y = y_var.aval
+    kernel = weight_vars["weight"].aval.shape
+    zeros = {"weight": jnp.zeros((*y.shape[:-1], *kernel, num_states), y.dtype)}
+    return zeros | ({"bias": jnp.zeros((*y.shape, num_states), y.dtype)} if "bias" in weight_vars else {})
+
+
+def _beside_window(g: Any, ndim: int) -> Any:
+    """`g`, of the shape of y, with axes of size 1 before its last one, up to `ndim` axes."""
+    return g.reshape(*g.shape[:-1], *[1] * (ndim - g.ndim), g.shape[-1])
+
+
+def _scale_kernels(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
+    return {key: t * _beside_window(g, t.ndim) for key, t in trace.items()}
+
+
+def _conv_instant(
+    x: Any, g: Any, weights: Mapping[str, Any], *, has_bias: bool = False, **params: Any
+) -> dict[str, Any]:
+    patches = _patches(x, weights["weight"], **params)[..., None]
+    return {"weight": patches * _beside_window(g, patches.ndim)} | ({"bias": g} if has_bias else {})
+
+
+# x `(batch, *space, in)`, kernel `(*window, in, out)`, and bias `(out,)` with `has_bias=True`.
+etp_conv_p = register_primitive("etp_conv", _conv, batched=True, trainable_invars_fn=_weight_and_bias)
+etp_conv_p.register_etp_rules(
+    yw_to_w=_scale_kernels,
+    xy_to_dw=vjp_of(_conv, ("weight", "bias")),
+    init_drtrl=_init_conv,
+    init_pp=zeros_like_output,
+    instant=_conv_instant,
+)
+
+
+@checked
+def conv(
+    x: ArrayLike,
+    kernel: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    strides: Sequence[int] | None = None,
+    padding: str | Sequence[tuple[int, int]] = "SAME",
+    dilation: Sequence[int] | None = None,
+) -> jax.Array:
+    """A convolution over one, two or three spatial axes, with `kernel` and `bias` trained online.
+
+    The traces of D-RTRL hold a kernel for every position of the result; those of pp_prop are as large as the
+    result.
+
+    **Arguments:**
+
+    - `x`: `(batch, *space, in)`.
+    - `kernel`: `(*window, in, out)`.
+    - `bias`: `(out,)`.
+    - `strides`, `dilation`: one integer for each spatial axis. Default: 1.
+    - `padding`: `"SAME"`, `"VALID"`, or a pair of integers for each spatial axis.
+
+    **Returns:** `(batch, *space, out)`.
+    """
+    check_shapes(
+        "conv",
+        "`x` of shape (batch, *space, in), `kernel` of shape (*window, in, out) and `bias` of shape (out,)",
+        lambda x, kernel, bias: (
+            3 <= len(x) == len(kernel) <= 5 and x[-1] == kernel[-2] and bias in (kernel[-1:], (1,), ())
+        ),
+        x=x,
+        kernel=kernel,
+        bias=bias,
+    )
+    axes = jnp.ndim(kernel) - 2
+    by_axis: dict[str, Sequence[Any] | None] = {"strides": strides, "dilation": dilation}
+    if isinstance(padding, str):
+        if padding not in ("SAME", "SAME_LOWER", "VALID"):
+            raise ValueError(
+                f'conv takes "SAME", "VALID" or pairs of integers as `padding`; found {padding!r}.'
+            )
+    else:
+        by_axis["padding"] = padding
+    for name, given in by_axis.items():
+        if given is not None and len(given) != axes:
+            raise ValueError(f"conv takes {axes} `{name}`, one for each spatial axis; found {given!r}.")
+    params: dict[str, Any] = {
+        "strides": None if strides is None else tuple(strides),
+        "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
+        "dilation": None if dilation is None else tuple(dilation),
+    }
+    if bias is None:
+        return etp_conv_p(x, kernel, **params)
+    return etp_conv_p(x, kernel, bias, has_bias=True, **params)

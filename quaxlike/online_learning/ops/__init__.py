@@ -1,1 +1,0 @@
-"""The built-in ETP primitives, one kind of operation per file."""
