@@ -222,9 +222,7 @@ def frozen(x: Any) -> Any:
     return jtu.tree_map(jax.lax.stop_gradient, x)
 
 
-# -------------------------------------------------------------------------------------------------
-# The same array with other static fields
-# -------------------------------------------------------------------------------------------------
+# The same array with other static fields ----------------------------------------------------------
 
 
 def with_trainable_base(x: LoraArray, *, train: bool = False) -> LoraArray:
@@ -267,9 +265,7 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
     return x.replace(a=pad(x.a, a_labels), b=pad(x.b, b_labels), alpha=float(rank))
 
 
-# -------------------------------------------------------------------------------------------------
-# Axes
-# -------------------------------------------------------------------------------------------------
+# Axes ---------------------------------------------------------------------------------------------
 
 
 def _ndim(lora: LoraArray) -> int:
@@ -339,9 +335,7 @@ def _misfit(lora: LoraArray) -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------------------------
-# The dense array, and the rows of a DoRA
-# -------------------------------------------------------------------------------------------------
+# The dense array, and the rows of a DoRA ----------------------------------------------------------
 
 
 def dense(lora: LoraArray, base: Any) -> jax.Array:
