@@ -25,14 +25,12 @@ def dense_matmul(x: Float[Array, "... k"], w: Float[Array, "n k"]) -> Float[Arra
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
-    """`lax.dot_general`, by `dense_matmul` if it is a product with the rows of a matrix."""
-    ((x_axes, y_axes), batch) = dimension_numbers
+    """`lax.dot_general`, by `dense_matmul` if the larger operand is a matrix whose rows are contracted."""
+    axes, batch = dimension_numbers
     usual = {None, x.dtype} if x.dtype == y.dtype else {None}
-    plain = not any(map(len, batch)) and all(value in usual for value in params.values())
-    if plain and y.ndim == 2 and tuple(y_axes) == (1,) and tuple(x_axes) == (x.ndim - 1,):
-        return dense_matmul(x, y)
-    if plain and x.ndim == 2 and tuple(x_axes) == (1,) and tuple(y_axes) == (y.ndim - 1,):
-        return jnp.moveaxis(dense_matmul(y, x), -1, 0)
+    last = tuple(map(tuple, axes)) == ((x.ndim - 1,), (y.ndim - 1,)) and not any(map(len, batch))
+    if last and max(x, y, key=jnp.size).ndim == 2 and all(value in usual for value in params.values()):
+        return dense_matmul(x, y) if y.size >= x.size else jnp.moveaxis(dense_matmul(y, x), -1, 0)
     return lax.dot_general(x, y, dimension_numbers, **params)
 
 
