@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ._lazy import lazily
 from ._version import __version__
+from .arrays.adapted import AdaptedArray
 from .arrays.annotated import AnnotatedArray
 from .arrays.dot_axes import DotAxes, dot_axes
 from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
@@ -78,6 +79,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     # Types and rules of your own
     "Value",
     "ArrayValue",
+    "AdaptedArray",
     "AnnotatedArray",
     "ArrayOperators",
     "is_value",
