@@ -22,6 +22,7 @@ from .core.recording import note
 from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, register, register_on_either_side
 from .core.values import ArrayValue, Value, is_value, materialise
 from .primitives import custom_dce
+from .surgery.adapt import adapt
 from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters, with_dropout_key
 from .surgery.balance import balance
 from .surgery.eva import eva, eva_ranks, input_moments
@@ -116,6 +117,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "summary",
     "train_scales",
     "trainable",
+    "adapt",
     "loraify",
     "with_dropout_key",
     "merge",

@@ -77,9 +77,10 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     open_base: bool = eqx.field(static=True, default=False, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {}
-    out_axes: ClassVar[tuple[int, ...]] = (-2,)
-    in_axes: ClassVar[tuple[int, ...]] = (-1,)
-    dropout: ClassVar[float] = 0.0
+    # Without annotations, so that a subclass that makes them fields decides about their order.
+    out_axes = (-2,)
+    in_axes = (-1,)
+    dropout = 0.0
 
     @property
     def base(self) -> Any:
@@ -91,7 +92,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     def trained(self) -> Sequence[str]:
         """The names of the fields that are trained. Default: all with floating-point arrays, but `w` only if
         `train_base`. Several adapters on one weight share the others."""
-        names = [name for name in _array_fields(type(self)) if name != "w" or self.train_base]
+        names = [name for name in array_fields(type(self)) if name != "w" or self.train_base]
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
@@ -111,7 +112,11 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     def alike(self: _Self, others: Sequence[_Self]) -> Sequence[_Self] | NotImplementedType:
         """Several adapters of one weight in a common form, so that their parts can be stacked. Default: as
         they are, if their static fields and the shapes of their parts are equal."""
-        form = lambda x: jtu.tree_map(lambda part: (part.shape, part.dtype), x.with_base(None))
+
+        def form(x: Any) -> Any:
+            leaves, structure = jtu.tree_flatten(x.with_base(None))
+            return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
         return others if all(form(x) == form(self) for x in others) else NotImplemented
 
     def description(self) -> str:
@@ -230,7 +235,8 @@ def _is_inexact(x: Any) -> bool:
 
 
 @functools.cache
-def _array_fields(cls: type[AdaptedArray]) -> list[str]:
+def array_fields(cls: type[AdaptedArray]) -> list[str]:
+    """The names of the fields that are not static."""
     return [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
 
@@ -239,13 +245,13 @@ def _words(cls: type[AdaptedArray]) -> dict[str, list[Any]]:
     """`part_axes` with a negative label, -1, -2, ..., for each axis that is not the weight's."""
     own: dict[str, int] = {}
     label = lambda word: word if word in ("out", "in") else own.setdefault(word, -1 - len(own))
-    axes = {name: cls.part_axes[name] for name in _array_fields(cls) if name in cls.part_axes}
+    axes = {name: cls.part_axes[name] for name in array_fields(cls) if name in cls.part_axes}
     return {name: [label(word) for word in words.split()] for name, words in axes.items()}
 
 
 def knows_axes(x: AdaptedArray) -> bool:
     """Whether the axes of all its parts are known."""
-    return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in _array_fields(type(x)))
+    return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(type(x)))
 
 
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:

@@ -331,7 +331,7 @@ def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | 
         return jax.P()
     if kind == "vocabulary":
         cut = -2
-    elif isinstance(leaf, AdaptedArray):
+    elif isinstance(leaf, AdaptedArray) and leaf.part_axes:
         (cut, *_) = leaf.out_axes if kind == "out" else leaf.in_axes
     elif layout is not None and layout.is_known:
         (cut, *_) = layout.out_axes if kind == "out" else layout.in_axes

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an, checked
-from ..arrays.adapted import AdaptedArray, labels_of, matrix_labels
+from ..arrays.adapted import AdaptedArray, array_fields, labels_of, matrix_labels
 from ..arrays.lora import RANK, LoraArray, labels, without_adapter
 from ..core.quaxify import value_of
 from ..core.values import is_value
@@ -184,9 +184,12 @@ def _adapters(
             if not one_type or like.alike(out[name]) is NotImplemented:
                 raise ValueError(
                     f"The adapters on {name} do not fit each other: they must be of the same type and "
-                    "shape, axes, dropout and `train_base`, all or none DoRAs, and have all batch axes of the "
-                    "weight."
+                    "shape, axes, dropout and `train_base`, all or none DoRAs, and have all batch axes of "
+                    "the weight."
                 )
+            for x in out[name]:
+                if (found := difference(_shared(like), _shared(x))) is not None:
+                    raise ValueError(f"The adapters on {name} share what they do not train; {found}.")
     if not out:
         raise ValueError("The models have no adapters.")
     _check_bases(function, models, arrays)
@@ -194,8 +197,13 @@ def _adapters(
 
 
 def _parts(x: AdaptedArray) -> list[str]:
-    """The parts of an adapter of which each adapter has its own; all share the others."""
+    """The parts of which each adapter has its own; all share the others."""
     return [name for name in x.trained() if name != "w"]
+
+
+def _shared(x: AdaptedArray) -> dict[str, Any]:
+    own = ("w", "key", *_parts(x))
+    return {name: getattr(x, name) for name in array_fields(type(x)) if name not in own}
 
 
 def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mapping[str, Any]]) -> None:
@@ -217,7 +225,7 @@ def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
     return out if out is NotImplemented else out.replace(open_base=like.open_base)
 
 
-def _of_rank_0(w: Any, like: AdaptedArray) -> Any:
+def _of_rank_0(w: Any, like: Any) -> Any:
     if not isinstance(like, LoraArray):
         return NotImplemented
     return without_adapter(w, like).replace(train_base=like.train_base, open_base=like.open_base)
@@ -238,6 +246,10 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
 def _combined(
     name: str, loras: Sequence[LoraArray], weights: Sequence[float | int], method: str, rank: int | None
 ) -> LoraArray:
+    if not isinstance(loras[0], LoraArray):
+        raise ValueError(
+            f"combine_adapters takes low-rank adapters; that on {name} is {a_or_an(type(loras[0]))}."
+        )
     if loras[0].magnitude is not None:
         raise ValueError(f"The adapter on {name} is a DoRA; a sum of DoRAs is not a DoRA.")
     _, a_labels, b_labels = labels(loras[0])
