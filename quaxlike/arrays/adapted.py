@@ -109,7 +109,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
         those that have one: in branches, and in [`quaxlike.stack_adapters`][]. Default: False."""
         return False
 
-    def alike(self: _Self, others: Sequence[_Self]) -> Sequence[_Self] | NotImplementedType:
+    def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
         """Several adapters of one weight in a common form, so that their parts can be stacked. Default: as
         they are, if their static fields and the shapes of their parts are equal."""
 
@@ -235,13 +235,13 @@ def _is_inexact(x: Any) -> bool:
 
 
 @functools.cache
-def array_fields(cls: type[AdaptedArray]) -> list[str]:
+def array_fields(cls: type) -> list[str]:
     """The names of the fields that are not static."""
     return [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
 
 @functools.cache
-def _words(cls: type[AdaptedArray]) -> dict[str, list[Any]]:
+def _words(cls: Any) -> dict[str, list[Any]]:
     """`part_axes` with a negative label, -1, -2, ..., for each axis that is not the weight's."""
     own: dict[str, int] = {}
     label = lambda word: word if word in ("out", "in") else own.setdefault(word, -1 - len(own))
@@ -274,7 +274,7 @@ def _form(x: AdaptedArray) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _labels(
-    cls: type[AdaptedArray],
+    cls: type,
     w_ndim: int,
     ndims: tuple[int | None, ...],
     out_axes: tuple[int, ...],
@@ -326,7 +326,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], dimensions: Any = Non
 @register("slice")
 def _slice(x: AdaptedArray, **params: Any):
     cuts, touched = cuts_of(x.shape, **params)
-    cut = lambda part, axis: jax.lax.slice_in_dim(part, *cuts[axis], axis)
+    cut = lambda part, axis: jax.lax.slice_in_dim(part, *cuts[axis], axis=axis)
     return cut_batch(x, cut, touched) if _are_batch_axes(x, touched) else NotImplemented
 
 

@@ -12,7 +12,7 @@ from jaxtyping import ArrayLike, PyTree
 from .._checked import a_or_an, checked
 from ..arrays.adapted import AdaptedArray, innermost
 from ..arrays.quantized import AbstractQuantizedArray
-from ..core.values import Value, is_value, materialise
+from ..core.values import is_value, materialise
 from .calibrate import fit
 from .trees import difference, map_arrays, named_arrays, replace
 
@@ -146,7 +146,7 @@ def _merged(name: str, leaf: AdaptedArray, requantised: list[str], moments: Mapp
     return _like(name, whole, base)
 
 
-def _like(name: str, dense: Any, base: Value) -> Any:
+def _like(name: str, dense: Any, base: Any) -> Any:
     if isinstance(base, AbstractQuantizedArray):
         return base.requantized(dense)
     out = type(base).promote(dense, base)

@@ -190,7 +190,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
             + f" The schemes are {', '.join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])}."
         )
-    if isinstance(w, AdaptedArray) and jtu.tree_leaves(w.with_base(None)):  # there is something to train
+    if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
         # Nested scales span a whole array: give each block its own, so that rows of blocks can be cut.
@@ -214,6 +214,11 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         return quantized(w, **options)
     stored = quantized(jnp.transpose(w, order), **options)
     return stored.with_axes([order.index(i) for i in range(len(order))])
+
+
+def _has_parts(w: Any) -> bool:
+    """Whether this is an adapter, and not a weight that is trained itself."""
+    return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 
 def _stored_order(layout: Layout, n: int) -> list[int]:

@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 import quaxlike as ql
+from quaxlike.interop import peft, safetensors
 from quaxlike.sharding import fsdp, shard, tensor_parallel
 from tests.samples import normal
 
@@ -252,6 +253,15 @@ def test_it_is_adapted_once():
     assert ql.summary(ql.merge(both)).stored_bytes == ql.summary(MLP).stored_bytes
 
 
+def test_no_file_leaves_it_out(tmp_path):
+    both = ql.loraify(_adapted(where=["layers.0"]), rank=2, key=KEY, exclude=["layers.0"])
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is a Scaled, which the file of a"):
+        peft.save_adapter(tmp_path, both)
+    safetensors.save(tmp_path / "model.safetensors", both, types=[Scaled])
+    again = safetensors.load(tmp_path / "model.safetensors", MLP, types=[Scaled])
+    assert eqx.tree_equal(_weights(again), _weights(both))
+
+
 def test_which_weights():
     tied = {"a.weight": MLP.layers[1].weight, "b.weight": MLP.layers[1].weight, "c.weight": normal(4, 4)}
     model = _adapted(base=tied)
@@ -286,7 +296,7 @@ def test_dropout_keys_go_to_types_that_drop():
 # with LoRA alone: its options, its algebra, PEFT's files.
 CLASSES = ("LoraArray", "LoraBias", "TrainableArray", "TrainableRows")
 LEFT = {
-    "interop/peft/load.py": 3, "interop/peft/save.py": 7, "models/vocabulary.py": 4, "surgery/adapters.py": 2,
+    "interop/peft/load.py": 1, "interop/peft/save.py": 8, "models/vocabulary.py": 4, "surgery/adapters.py": 2,
     "surgery/loraify.py": 1,
 }  # fmt: skip
 

@@ -156,7 +156,7 @@ class LoraArray(AdaptedArray):
         """Whether this is neither a DoRA nor drops inputs, which need more than zeros."""
         return self.magnitude is None and self.key is None
 
-    def alike(self, others: Sequence["LoraArray"]) -> Sequence["LoraArray"] | NotImplementedType:
+    def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
         """With one rank and one scaling."""
         forms = {
             (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.train_base) for x in others

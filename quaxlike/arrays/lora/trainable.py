@@ -30,8 +30,8 @@ class TransparentValue(AdaptedArray):
     """An adapted array that every computation uses as a plain one."""
 
     # Decided by what it holds, so that files of models have no entries for these.
-    train_base: ClassVar[bool] = False
-    open_base: ClassVar[bool] = False
+    train_base: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    open_base: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
     def default(
