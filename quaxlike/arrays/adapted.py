@@ -92,7 +92,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     def trained(self) -> Sequence[str]:
         """The names of the fields that are trained. Default: all with floating-point arrays, but `w` only if
         `train_base`. Several adapters on one weight share the others."""
-        names = [name for name in array_fields(type(self)) if name != "w" or self.train_base]
+        names = [name for name in array_fields(self) if name != "w" or self.train_base]
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
@@ -234,9 +234,14 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact)
 
 
-@functools.cache
-def array_fields(cls: type) -> list[str]:
+def array_fields(x: AdaptedArray) -> list[str]:
     """The names of the fields that are not static."""
+    cls: Any = type(x)
+    return _array_fields(cls)
+
+
+@functools.cache
+def _array_fields(cls: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
 
@@ -245,13 +250,13 @@ def _words(cls: Any) -> dict[str, list[Any]]:
     """`part_axes` with a negative label, -1, -2, ..., for each axis that is not the weight's."""
     own: dict[str, int] = {}
     label = lambda word: word if word in ("out", "in") else own.setdefault(word, -1 - len(own))
-    axes = {name: cls.part_axes[name] for name in array_fields(cls) if name in cls.part_axes}
+    axes = {name: cls.part_axes[name] for name in _array_fields(cls) if name in cls.part_axes}
     return {name: [label(word) for word in words.split()] for name, words in axes.items()}
 
 
 def knows_axes(x: AdaptedArray) -> bool:
     """Whether the axes of all its parts are known."""
-    return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(type(x)))
+    return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(x))
 
 
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
@@ -267,9 +272,10 @@ def matrix_labels(x: AdaptedArray) -> set[int]:
 
 
 def _form(x: AdaptedArray) -> Any:
-    parts = [getattr(x, name) for name in _words(type(x))]
+    cls: Any = type(x)
+    parts = [getattr(x, name) for name in _words(cls)]
     ndims = tuple(None if part is None else part.ndim for part in parts)
-    return type(x), x.w.ndim, ndims, x.out_axes, x.in_axes
+    return cls, x.w.ndim, ndims, x.out_axes, x.in_axes
 
 
 @functools.lru_cache(maxsize=4096)

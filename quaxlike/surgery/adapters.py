@@ -203,7 +203,7 @@ def _parts(x: AdaptedArray) -> list[str]:
 
 def _shared(x: AdaptedArray) -> dict[str, Any]:
     own = ("w", "key", *_parts(x))
-    return {name: getattr(x, name) for name in array_fields(type(x)) if name not in own}
+    return {name: getattr(x, name) for name in array_fields(x) if name not in own}
 
 
 def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mapping[str, Any]]) -> None:
