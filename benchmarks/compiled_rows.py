@@ -74,21 +74,20 @@ def rows(platform: str) -> Iterator[Row]:
     for shape, m in itertools.product(SHAPES, (1, 16, 64, 512)):
         yield nf4(shape, m)
     yield nf4(large, 128)
-    yield nf4(large, 256)
     yield nf4(large, 4096)
     yield nf4(large, 16, dtype=jnp.float32)
     yield nf4(large, 16, codebook="FP4")
     yield nf4(large, 16, nested=True)
-    yield nf4(large, 256, nested=True)
+    yield nf4(large, 512, nested=True)
     for m in (1, 16, 64, 4096):
         yield nf4(large, m, transpose=True)
     for codec, transpose in itertools.product(("mxfp4", "uint4_block", "q8_0"), (False, True)):
         yield block(large, 16, codec, transpose)
     yield block(large, 64, "mxfp4")
     for codec in ("mxfp4", "uint4_block", "q8_0"):
-        yield block(large, 256, codec)
+        yield block(large, 512, codec)
     yield block(large, 4096, "mxfp4", True)
-    for m, adapters in ((1, None), (64, None), (64, 32), (256, None)):
+    for m, adapters in ((1, None), (64, None), (64, 32), (512, None)):
         yield lora(large, m, adapters)
     for m, transpose in itertools.product((1, 16, 64, 4096), (False, True)):
         yield int8(large, m, transpose)

@@ -422,9 +422,8 @@ def block_sparse_rows(
 
 
 def tune(bench: Bench, only: str | None = None) -> None:
-    """Prints the fastest tilings of the fused kernels: for the table in `block_matmul/tilings.py`, and for
-    many rows to compare with `block_matmul/costs.py`."""
-    from quaxlike.kernels.block_matmul import costs, gpu, wgmma
+    """Prints the fastest tilings of the fused kernel: for the table in `block_matmul/tilings.py`."""
+    from quaxlike.kernels.block_matmul import gpu
     from quaxlike.kernels.block_matmul.product import Product
     from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
@@ -433,23 +432,16 @@ def tune(bench: Bench, only: str | None = None) -> None:
         for sizes in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2), (1, 2))
         if sizes[1] * sizes[2] in (4, 8)
     ]
-    of_warpgroups = [Tiling(tiles, 8, 1, 1, splits) for tiles in (1, 2) for splits in (1, 2, 3, 4)]
-    sizes = [(*shape, m) for shape in (_LARGE, _WIDE, (4096, 4096)) for m in (8, 16, 32, 64, 512)]
+    sizes = [(*shape, m) for shape in (_LARGE, _WIDE, (4096, 4096)) for m in (8, 16, 32, 64)]
     for n, k, m in sizes if only is None else [tuple(map(int, only.split(",")))]:
         shape = n, k
         w, times = bench.weights(shape), {}
         operands = [(*each, jnp.asarray(blockwise.NF4)) for each in bench.rotated(m, w)]
-        many = m > gpu.FUSED_ROWS[False]
-        ordered = wgmma.in_order if many else lambda x: x
-        for tiling in of_warpgroups if many else candidates:
+        for tiling in candidates:
             try:
                 dtype = "bfloat16" if tiling.splits == 1 else "float32"
-                wide = costs.MOST_TOKENS[tiling.row_tiles] if many else 0
-                problem = Problem(Product(shape, BLOCK), m, "bfloat16", dtype, wide=wide)
-                kernel = gpu.pallas_kernel(problem, tiling)
-                way = Way(
-                    lambda x, *args, kernel=kernel: jnp.sum(kernel(ordered(x), *args), axis=0), operands
-                )
+                kernel = gpu.pallas_kernel(Problem(Product(shape, BLOCK), m, "bfloat16", dtype), tiling)
+                way = Way(lambda *args, kernel=kernel: jnp.sum(kernel(*args), axis=0), operands)
                 times[tiling] = bench.times(way=way)["way"]
             except Exception as error:  # a tiling that the device's shared memory does not hold
                 print(f"{shape}, M = {m}, {tiling}: {error}")

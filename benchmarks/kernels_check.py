@@ -241,11 +241,10 @@ are as much as a dense copy. The command fails where one kernel needs that much 
 recorded, and where the library needs 256 MiB.
 
 With many rows of `x`, the library multiplies by weights that another kernel decodes, 128 MiB of them at a
-time: here that is the whole weight. One kernel of warpgroups needs `x` with its columns in another order and,
-where blocks of threads share what is contracted, terms of the result in float32. Those of int8, x @ W are a
-part of `x` times the scales, and the rows of the result that it gives. Those of block-sparse weights in
-float32, for which there is no kernel on GPUs, are as many columns of the operands and the result as a block
-has.
+time: here that is the whole weight. Where blocks of threads share what is contracted, terms of the result
+are in float32. Those of int8, x @ W are a part of `x` times the scales, and the rows of the result that it
+gives. Those of block-sparse weights in float32, for which there is no kernel on GPUs, are as many columns of
+the operands and the result as a block has.
 """
 
 

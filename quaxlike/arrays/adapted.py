@@ -85,9 +85,9 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     @property
     def base(self) -> Any:
         """`w`, cut off from differentiation unless `train_base` or `open_base`. An adapter beneath this one
-        decides for itself."""
-        free = self.train_base or self.open_base or isinstance(self.w, AdaptedArray)
-        return self.w if free else frozen(self.w)
+        decides for itself, and so does a quantised weight whose scales are trained."""
+        decides = isinstance(self.w, AdaptedArray) or getattr(self.w, "train_scales", False)
+        return self.w if self.train_base or self.open_base or decides else frozen(self.w)
 
     def trained(self) -> Sequence[str]:
         """The names of the fields that are trained. Default: all with floating-point arrays, but `w` only if
@@ -187,9 +187,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
         return self.each(stretched)
 
 
-# -------------------------------------------------------------------------------------------------
-# The base
-# -------------------------------------------------------------------------------------------------
+# The base -----------------------------------------------------------------------------------------
 
 
 def innermost(x: Any) -> Any:
@@ -204,8 +202,6 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
     return x.with_base(on_innermost(change, x.w)) if isinstance(x, AdaptedArray) else change(x)
 
 
-# -------------------------------------------------------------------------------------------------
-# Gradients through the base
 def frozen(x: Any) -> Any:
     """`x`, an array or a Value, treated as a constant in differentiation."""
     return jtu.tree_map(jax.lax.stop_gradient, x)
@@ -225,9 +221,7 @@ def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
     return [with_trainable_base(x, train=train) for x in adapted] if reached else [*adapted]
 
 
-# -------------------------------------------------------------------------------------------------
-# Axes
-# -------------------------------------------------------------------------------------------------
+# Axes ---------------------------------------------------------------------------------------------
 
 
 def _is_inexact(x: Any) -> bool:
@@ -303,9 +297,7 @@ def _labels(
     return n, labels
 
 
-# -------------------------------------------------------------------------------------------------
-# Batch axes, moved and cut
-# -------------------------------------------------------------------------------------------------
+# Batch axes, moved and cut ------------------------------------------------------------------------
 
 
 def _are_batch_axes(x: AdaptedArray, axes: Sequence[int]) -> bool:

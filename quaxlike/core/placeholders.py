@@ -234,9 +234,7 @@ def is_open(x: Any) -> bool:
     return constant_of(x) is OPEN
 
 
-# -------------------------------------------------------------------------------------------------
-# Slots of plain arrays that are known to be filled with one number
-# -------------------------------------------------------------------------------------------------
+# Slots of plain arrays that are known to be filled with one number --------------------------------
 
 
 def same(a: Any, b: Any) -> bool:

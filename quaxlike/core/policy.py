@@ -136,9 +136,7 @@ class _ModeOfContext:
         return hash(self.mode)
 
 
-# -------------------------------------------------------------------------------------------------
-# Materialising under the policy
-# -------------------------------------------------------------------------------------------------
+# Materialising under the policy -------------------------------------------------------------------
 
 
 def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint: str = "") -> Any:
@@ -246,9 +244,7 @@ def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any
         return jnp.zeros(aval.shape, aval.dtype)
 
 
-# -------------------------------------------------------------------------------------------------
-# Messages
-# -------------------------------------------------------------------------------------------------
+# Messages -----------------------------------------------------------------------------------------
 
 _OF_ANY_NUMBER = ("concatenate", "sort", "optimization_barrier")  # primitives with any number of operands
 _warned_for_types: set[Any] = set()

@@ -88,10 +88,6 @@ def minimum(a: Reg, b: Reg | int) -> Reg:
     return Reg(arith.minui(a.value, _like(a, b).value))
 
 
-def maximum(a: Reg, b: Reg) -> Reg:
-    return select(a < b, b, a)
-
-
 def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
     return Reg(arith.select(condition.value, a.value, _like(a, b).value))
 
@@ -126,23 +122,10 @@ def as_float32(bits: Reg) -> Reg:
     return Reg(arith.bitcast(_types()["float32"], bits.value))
 
 
-def as_bits(x: Reg) -> Reg:
-    """The bits of a float32, an unsigned 32-bit integer."""
-    return Reg(arith.bitcast(_types()["u32"], x.value))
-
-
 def from_float16(bits: Reg) -> Reg:
     """The float32 that equals the float16 in the lower half of an unsigned 32-bit integer."""
     half = arith.trunci(_types()["u16"], bits.value)
     return Reg(arith.extf(_types()["float32"], arith.bitcast(_types()["float16"], half)))
-
-
-def from_fixed_point(word: Reg, half: int) -> Reg:
-    """The float32 `2 + n / 2**14`, where `n < 2**15` is the lower or the upper half of `word`."""
-    # The exponent of 2, and the bits of `n` at the top of the mantissa.
-    operands = [(word.value, "r"), (number(0x40000000, "u32").value, "r")]
-    ptx = f"prmt.b32 $0, $1, $2, {('0x7104', '0x7324')[half]};"
-    return as_float32(inline_ptx(ptx, [_types()["u32"]], "=r", operands)[0])
 
 
 def to_float32(x: Reg) -> Reg:
@@ -188,18 +171,6 @@ class Memory:
             return [Reg(llvm.load(dtype_, self._at(offset), alignment=size))]
         vector = llvm.load(ir.VectorType.get((count,), dtype_), self._at(offset), alignment=size)
         return [Reg(llvm.extractelement(vector, utils.c(i, _types()["u32"]))) for i in range(count)]
-
-    def stream(self, offset: Reg, count: int) -> list[Reg]:
-        """`count` words that no thread will read again; from global memory that nobody writes."""
-        u32 = _types()["u32"]
-        names = ", ".join(f"${i}" for i in range(count))
-        vector = "" if count == 1 else f".v{count}"
-        return inline_ptx(
-            f"ld.global.nc.L1::no_allocate{vector}.b32 {{{names}}}, [${count}];",
-            [u32] * count,
-            "=r",
-            [(self._at(offset), "l")],
-        )
 
     def copy_to(self, offset: Reg, shared: "Memory", at: Reg, size: int, present: Reg) -> None:
         """Begins to copy 4, 8 or 16 bytes from global to shared memory; zeros if they are not `present`.
@@ -281,83 +252,6 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
         "=f",
         [(r.value, "r") for r in (*a, *b)] + [(r.value, "f") for r in acc],
     )
-
-
-# Warpgroups: four warps that multiply together, asynchronously -------------------------------------------
-
-
-def swizzled(row: Reg, chunk: Reg) -> Reg:
-    """The offset of 16 bytes, the `chunk`-th of a row of 128 bytes, in a tile that `wgmma` reads.
-
-    It begins at a multiple of 1,024 bytes, and has rows of 16-bit numbers that are contracted over.
-    """
-    return row * 128 + (chunk ^ row % 8) * 16
-
-
-def wgmma_tile(address: Reg) -> Reg:
-    """The descriptor of such a tile in shared memory. 16 columns further on is 2 more."""
-    # From bit 32 on, bytes from 8 rows to the next 8, in units of 16; in the highest two the swizzle, of 128.
-    high = 1024 >> 4 | 1 << 30
-    start = Reg(arith.extui(_types()["u64"], ((address & 0x3FFFF) >> 4).value))
-    return start | Reg(arith.shli(utils.c(high, _types()["u64"]), utils.c(32, _types()["u64"])))
-
-
-def publish_copies() -> None:
-    """Makes what the thread has stored, and copies that it has waited for, visible to `wgmma`; to that of
-    other threads after a barrier."""
-    _effect("fence.proxy.async.shared::cta;")
-
-
-def wgmma_fence(registers: Sequence[Reg]) -> list[Reg]:
-    """The same registers, which `wgmma` may read or add to from here on."""
-    return _updated("wgmma.fence.sync.aligned;", registers, ())
-
-
-def wgmma(acc: Sequence[Reg], a: Sequence[Reg], b: Reg, dtype: str) -> list[Reg]:
-    """Begins `acc + a @ b.T` in a warpgroup, for a (64, 16) `a`, the (tokens, 16) `b` that a descriptor tells
-    of, and a (64, tokens) float32 `acc`.
-
-    Of `a` and `acc` each warp holds 16 rows, as for `mma`; in `acc` tiles of 8 tokens follow each other.
-    Until `wgmma_wait` says that it is done, `a` and `b` stay as they are, and only another `wgmma` touches
-    `acc`.
-    """
-    count, short = len(acc), {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    registers = lambda start, stop: "{" + ",".join(f"${i}" for i in range(start, stop)) + "}"
-    ptx = (
-        "{ .reg .pred adds; setp.ne.b32 adds, 1, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{short}.{short} {registers(0, count)}, "
-        f"{registers(2 * count, 2 * count + 4)}, ${2 * count + 4}, adds, 1, 1, 0; }}"
-    )
-    operands = [(r.value, "r") for r in a] + [(b.value, "l")]
-    return _updated(ptx, acc, operands)
-
-
-def wgmma_commit() -> None:
-    """Makes a group of the products that the warpgroup has begun since the last group."""
-    _effect("wgmma.commit_group.sync.aligned;")
-
-
-def wgmma_wait(pending: int) -> None:
-    """Waits until all of the warpgroup's groups of products are done but the last `pending`."""
-    _effect(f"wgmma.wait_group.sync.aligned {pending};")
-
-
-def wgmma_sums(acc: Sequence[Reg]) -> list[Reg]:
-    """The sums of products that have been waited for, which anything may read; not before the wait."""
-    # Compilers do not know that the wait concerns these registers, unless they change after it.
-    return _updated("", acc, ())
-
-
-def _updated(ptx: str, registers: Sequence[Reg], operands: Sequence[tuple[Any, str]]) -> list[Reg]:
-    """One instruction that changes registers: its results `$0`, …, and as many operands, then the others."""
-    count, type_ = len(registers), registers[0].value.type
-    kind = "r" if isinstance(type_, ir.IntegerType) else "f"
-    tied = [f"={kind}"] * count + [str(i) for i in range(count)]
-    constraints = ",".join([*tied, *(c for _, c in operands), "~{memory}"])
-    values = [r.value for r in registers] + [value for value, _ in operands]
-    struct = llvm.StructType.get_literal([type_] * count)
-    out = llvm.inline_asm(struct, values, ptx, constraints, has_side_effects=True)
-    return [Reg(llvm.extractvalue(type_, out, [i])) for i in range(count)]
 
 
 def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:

@@ -1,23 +1,72 @@
-"""Attention: one softmax with the projections of all architectures, and its cache of keys and values."""
+"""Attention: one softmax with the projections of all architectures, and its cache of keys and values.
 
+Scores of all pairs of tokens are made for short texts alone. For long ones memory is linear in the length:
+blocks of queries meet blocks of keys, with a running softmax (Milakov and Gimelshein, 2018, as in Dao et al.,
+FlashAttention, 2022), and are computed again for their derivatives.
+"""
+
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
 from .rope import rotate
 
+# Pairs of a query and a key up to which the scores of all are made at once.
+_ALL_AT_ONCE = 2**19
+_BLOCK = 512  # queries, and keys, at a time for more of them
+
+
+class Sight(NamedTuple):
+    """Which tokens each token sees: those that are no padding, are near enough and belong to the same text.
+
+    **Attributes:**
+
+    - `places`: of the tokens that see, among those that are seen.
+    - `seen`: which tokens are no padding.
+    - `before`, `after`: how far a token sees.
+    - `texts`: for tokens that see and that are seen, the numbers of their texts; None if they are one.
+    """
+
+    places: Int[Array, " tokens"]
+    seen: Bool[Array, " seen"]
+    before: Int[Array, ""]
+    after: Int[Array, ""]
+    texts: tuple[Int[Array, " tokens"], Int[Array, " seen"]] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        seen: Bool[Array, " seen"],
+        places: Int[Array, " tokens"] | None = None,
+        *,
+        before: Any = None,
+        after: Any = None,
+        texts: tuple[Any, Any] | None = None,
+    ) -> "Sight":
+        """`places`: default: all. `before` and `after`: without a limit if None."""
+        far = lambda reach: jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
+        places = jnp.arange(len(seen)) if places is None else places
+        return cls(places, seen, far(before), far(after), texts)
+
+    def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
+        """The pairs of a token and one that it sees; `first`: the place of the first that is seen."""
+        distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
+        mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
+        return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
+
 
 class Context(NamedTuple):
-    """The inputs that layers of one kind share: rotations of heads, the mask of tokens that are seen, and
-    factors of queries."""
+    """The inputs that layers of one kind share: rotations of heads, the tokens that are seen, and factors of
+    queries."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
-    mask: Bool[Array, "tokens seen"]
+    sight: Sight
     factor: Float[Array, " tokens"] | None = None
 
 
@@ -67,7 +116,7 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
             key, value = memory
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
         cap = c.attn_logit_softcapping
-        out = attend(query, key, value, context.mask, scale=scale, softcap=cap, sinks=self.part("sinks"))
+        out = attend(query, key, value, context.sight, scale=scale, softcap=cap, sinks=self.part("sinks"))
         return each(self.part("o_proj"), out), memory
 
 
@@ -75,7 +124,7 @@ def attend(
     query: Float[Array, "tokens heads size"],
     key: Float[Array, "seen kv_heads size"],
     value: Float[Array, "seen kv_heads size"],
-    mask: Bool[Array, "tokens seen"],
+    sight: Sight,
     *,
     scale: float | int | None = None,
     softcap: float | int = 0.0,
@@ -83,23 +132,89 @@ def attend(
 ) -> Hidden:
     """Softmax attention (Vaswani et al., 2017); several query heads may share a key head.
 
+    For up to 2¹⁹ pairs of tokens their scores are made at once; for more, memory is linear in the number of
+    tokens, in derivatives, too.
+
     **Arguments:**
 
-    - `mask`: which tokens each token sees.
+    - `sight`: which tokens each token sees.
     - `scale`: of the scores. Default: one over the square root of `size`.
     - `softcap`: a bound that scores are squashed to stay below (Gemma 2); 0 for none.
     - `sinks`: for each head, the score of a virtual token (GPT-OSS).
     """
     tokens, n_heads, size = query.shape
     query = query.reshape(tokens, key.shape[1], -1, size)
-    scores = jnp.einsum("qhgd,khd->hgqk", query, key) * (size**-0.5 if scale is None else scale)
-    scores = scores.astype(jnp.float32)
+    scores = functools.partial(_scores, scale=size**-0.5 if scale is None else scale, softcap=softcap)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(*query.shape[1:3], 1)
+    of_all = _at_once if tokens * len(key) <= _ALL_AT_ONCE else _by_blocks
+    return of_all(query, key, value, sight, scores, sinks).reshape(tokens, n_heads * size)
+
+
+def _scores(query: Array, key: Array, mask: Array, *, scale: float, softcap: float) -> Array:
+    """Scores in float32, `(kv_heads, group, tokens, seen)`; the least number where a token does not see."""
+    scores = (jnp.einsum("qhgd,khd->hgqk", query, key) * scale).astype(jnp.float32)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask[None, None], scores, jnp.finfo(jnp.float32).min)
+    return jnp.where(mask[None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
+    found = scores(query, key, sight.mask())
     if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(*scores.shape[:2], 1, 1)
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:3], 1))], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., : len(key)]
-    out = jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
-    return out.reshape(tokens, n_heads * size)
+        sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
+        found = jnp.concatenate([found, sink], axis=-1)
+    weights = jax.nn.softmax(found, axis=-1)[..., : len(key)]
+    return jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
+
+
+def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
+    """Blocks of queries one after the other, each with the blocks of keys that it may see."""
+    tokens, keys = len(query), len(key)
+    texts = sight.texts or (jnp.zeros(tokens, jnp.int32), jnp.zeros(keys, jnp.int32))
+    of_queries = jax.tree.map(_in_blocks, (query, sight.places, texts[0]))
+    of_keys = jax.tree.map(_in_blocks, (key, value, sight.seen, texts[1], jnp.arange(keys)))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(queries: Any) -> Array:
+        query, places, text = queries
+        own = sight._replace(places=places)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def add(sums: Any, keys: Any) -> Any:
+            key, value, seen, other, order = keys
+            near = own._replace(seen=seen, texts=(text, other))
+
+            def see(sums: Any) -> Any:
+                total, weight, most = sums
+                found = scores(query, key, near.mask(order[0]))
+                higher = lax.stop_gradient(jnp.maximum(most, jnp.max(found, axis=-1)))
+                weights, fade = jnp.exp(found - higher[..., None]), jnp.exp(most - higher)
+                part = jnp.einsum("hgqk,khd->hgqd", weights.astype(value.dtype), value)
+                total = total * fade[..., None] + part.astype(jnp.float32)
+                return total, weight * fade + jnp.sum(weights, axis=-1), higher
+
+            # All queries are too far from the block. This depends on places alone, which batches share.
+            far = (places[0] - own.before > order[-1]) | (places[-1] + own.after < order[0])
+            return lax.cond(far, lambda sums: sums, see, sums), None
+
+        heads = (*query.shape[1:3], len(query))
+        least = jnp.full(heads, jnp.finfo(jnp.float32).min)
+        most = least if sinks is None else lax.stop_gradient(jnp.broadcast_to(sinks, heads))
+        weight = jnp.zeros_like(least) if sinks is None else jnp.exp(sinks - most)  # of the virtual token
+        empty = jnp.zeros((*heads, value.shape[-1]), jnp.float32), weight, most
+        total, weight, _ = lax.scan(add, empty, of_keys)[0]
+        out = total / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)[..., None]
+        return jnp.moveaxis(out, 2, 0).astype(value.dtype)
+
+    out = lax.map(block, of_queries)
+    return out.reshape(-1, *out.shape[2:])[:tokens]
+
+
+def _in_blocks(x: Array) -> Array:
+    """Rows in blocks of one length, the last of which is filled up: numbers go on as they end."""
+    count = -(-len(x) // _BLOCK)
+    size = -(-len(x) // count)
+    fill = [(0, count * size - len(x))] + [(0, 0)] * (x.ndim - 1)
+    x = jnp.pad(x, fill, mode="edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant")
+    return x.reshape(count, size, *x.shape[1:])

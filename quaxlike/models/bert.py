@@ -9,13 +9,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from ..interop.files.model_config import Config
-from .attention import attend
+from .attention import Sight, attend
 from .layers import Hidden, Ids, Seen, each
-
-Mask = Bool[Array, "tokens tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +54,9 @@ class BertSelfAttention(eqx.Module):
     value: eqx.nn.Linear
     n_heads: int = eqx.field(static=True)
 
-    def __call__(self, x: Hidden, mask: Mask) -> Hidden:
+    def __call__(self, x: Hidden, sight: Sight) -> Hidden:
         heads = lambda layer: each(layer, x).reshape(len(x), self.n_heads, -1)
-        return attend(heads(self.query), heads(self.key), heads(self.value), mask)
+        return attend(heads(self.query), heads(self.key), heads(self.value), sight)
 
 
 class BertOutput(eqx.Module):
@@ -90,8 +88,8 @@ class BertLayer(eqx.Module):
     intermediate: Dense
     output: BertOutput
 
-    def __call__(self, x: Hidden, mask: Mask) -> Hidden:
-        x = self.attention.output(self.attention.self(x, mask), x)
+    def __call__(self, x: Hidden, sight: Sight) -> Hidden:
+        x = self.attention.output(self.attention.self(x, sight), x)
         wide = jax.nn.gelu(each(self.intermediate.dense, x), approximate=False)
         return self.output(wide, x)
 
@@ -130,9 +128,9 @@ class Bert(eqx.Module):
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Hidden:
         x = self.embeddings(ids, jnp.zeros_like(ids) if types is None else types)
-        mask = jnp.broadcast_to(seen, (len(ids), len(ids)))
+        sight = Sight.of(seen)
         for layer in self.encoder.layer:
-            x = layer(x, mask)
+            x = layer(x, sight)
         return x
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._families import FAMILIES
 from ..surgery.stacking import stack_layers, unstack_layers
-from .attention import Attention, Context, Memory
+from .attention import Attention, Context, Memory, Sight
 from .decoder_config import DecoderConfig
 from .feed_forward import MLP, SparseMLP
 from .layers import Hidden, Ids, Part, Seen, each, norm
@@ -103,15 +103,13 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         """The contexts of layers that see all tokens, and of those with a window."""
         c = self.config
         rotations = [rope.rotation(positions, length, dtype) for rope in c.ropes] or [None]
-        own, other = start + jnp.arange(len(positions))[:, None], jnp.arange(len(seen))[None, :]
-        mask = (other <= own) & seen[None, :]
-        if segments is not None:
-            mask = mask & (segments[:, None] == segments[None, :])
+        texts = None if segments is None else (segments, segments)
+        sight = Sight.of(seen, start + jnp.arange(len(positions)), after=0, texts=texts)
         factor = c.ropes[0].query_factor(positions, dtype) if c.ropes else None
-        contexts = [Context(rotations[0], mask, factor)]
+        contexts = [Context(rotations[0], sight, factor)]
         if any(c.windows):
-            seen_from = own - c.sliding_window if c.sliding_window else -1
-            contexts.append(Context(rotations[-1], mask & (other > seen_from), factor))
+            near = sight if not c.sliding_window else sight._replace(before=jnp.int32(c.sliding_window - 1))
+            contexts.append(Context(rotations[-1], near, factor))
         return contexts
 
 

@@ -349,9 +349,7 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 _ALL_QUANTISED = ("gguf", "mlx")
 
 
-# -------------------------------------------------------------------------------------------------
-# Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn
-# -------------------------------------------------------------------------------------------------
+# Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn ----
 
 
 def _rows_of(

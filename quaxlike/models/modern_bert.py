@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..interop.files.model_config import Config, refused, whole, windows_of
-from .attention import Context, attend
+from .attention import Context, Sight, attend
 from .layers import Hidden, Ids, Seen, each
 from .rope import Rope, rope_for, rotate
 
@@ -78,7 +78,7 @@ class ModernBertAttention(eqx.Module):
     def __call__(self, x: Hidden, context: Context) -> Hidden:
         query, key, value = jnp.split(each(self.Wqkv, x).reshape(len(x), 3 * self.n_heads, -1), 3, axis=1)
         query, key = rotate(query, context.rotation), rotate(key, context.rotation)
-        return each(self.Wo, attend(query, key, value, context.mask))
+        return each(self.Wo, attend(query, key, value, context.sight))
 
 
 class ModernBertMLP(eqx.Module):
@@ -137,12 +137,11 @@ class ModernBert(eqx.Module):
     def __call__(self, ids: Ids, seen: Seen) -> Hidden:
         """The vectors of the tokens `ids`, of which those `seen` are not padding."""
         x, order = self.embeddings(ids), jnp.arange(len(ids))
-        near = jnp.abs(order[:, None] - order[None, :]) <= self.config.local_attention // 2
-        masks = jnp.broadcast_to(seen, near.shape), near & seen[None, :]
-        length = jnp.sum(seen)
+        reach, length = self.config.local_attention // 2, jnp.sum(seen)
+        sights = Sight.of(seen), Sight.of(seen, before=reach, after=reach)
         contexts = [
-            Context(rope.rotation(order, length, x.dtype), mask)
-            for rope, mask in zip(self.config.ropes, masks, strict=True)
+            Context(rope.rotation(order, length, x.dtype), sight)
+            for rope, sight in zip(self.config.ropes, sights, strict=True)
         ]
         for layer, window in zip(self.layers, self.config.windows, strict=True):
             x = layer(x, contexts[window])

@@ -57,9 +57,7 @@ def _scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str,
     return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
 
 
-# -------------------------------------------------------------------------------------------------
-# y = x @ w + b
-# -------------------------------------------------------------------------------------------------
+# y = x @ w + b ------------------------------------------------------------------------------------
 
 
 def _matmul(x: Any, w: Any, *bias: Any, has_bias: bool = False) -> jax.Array:
@@ -121,9 +119,7 @@ def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, h
     return y + jnp.broadcast_to(elementwise(bias[0]), y.shape) if has_bias else y
 
 
-# -------------------------------------------------------------------------------------------------
-# y = scale · x @ b @ a, a low-rank update of a weight
-# -------------------------------------------------------------------------------------------------
+# y = scale · x @ b @ a, a low-rank update of a weight ---------------------------------------------
 
 
 def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
@@ -183,9 +179,7 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
     return primitive(x, b, a, scale=scale)
 
 
-# -------------------------------------------------------------------------------------------------
-# y = x @ w, for a sparse weight with fixed positions of entries
-# -------------------------------------------------------------------------------------------------
+# y = x @ w, for a sparse weight with fixed positions of entries -----------------------------------
 
 _Indices = Sequence[int] | np.ndarray | jax.Array
 
@@ -277,9 +271,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
     return primitive(x, data, pattern=pattern)
 
 
-# -------------------------------------------------------------------------------------------------
-# y = w, which the step then uses elementwise: gains, leaks and diagonal recurrence
-# -------------------------------------------------------------------------------------------------
+# y = w, which the step then uses elementwise: gains, leaks and diagonal recurrence ----------------
 
 etp_elemwise_p = register_primitive(
     "etp_elemwise",
@@ -312,9 +304,7 @@ def elementwise(w: ArrayLike) -> jax.Array:
     return etp_elemwise_p(w)
 
 
-# -------------------------------------------------------------------------------------------------
-# y = table[indices]
-# -------------------------------------------------------------------------------------------------
+# y = table[indices] -------------------------------------------------------------------------------
 
 
 def _look_up(indices: Any, table: Any) -> jax.Array:
@@ -364,9 +354,7 @@ def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
     return etp_emb_p(indices, table)
 
 
-# -------------------------------------------------------------------------------------------------
-# y = conv(x, kernel) + bias, with channels last
-# -------------------------------------------------------------------------------------------------
+# y = conv(x, kernel) + bias, with channels last ---------------------------------------------------
 
 _SPATIAL = "DHW"
 

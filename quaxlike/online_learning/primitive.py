@@ -248,9 +248,7 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
     return primitive.y_outvar_index
 
 
-# -------------------------------------------------------------------------------------------------
-# Rules that many primitives share
-# -------------------------------------------------------------------------------------------------
+# Rules that many primitives share -----------------------------------------------------------------
 
 
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:

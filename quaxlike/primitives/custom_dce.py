@@ -341,9 +341,7 @@ def _is_array(x: Any) -> bool:
     return True
 
 
-# -------------------------------------------------------------------------------------------------
-# Tracers that functions have closed over
-# -------------------------------------------------------------------------------------------------
+# Tracers that functions have closed over ----------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

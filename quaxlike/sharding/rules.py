@@ -296,9 +296,7 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
         return otherwise
 
 
-# -------------------------------------------------------------------------------------------------
-# Layers
-# -------------------------------------------------------------------------------------------------
+# Layers -------------------------------------------------------------------------------------------
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:

@@ -93,9 +93,7 @@ def _is_box(node: Any) -> bool:
     return isinstance(node, boxes)
 
 
-# -------------------------------------------------------------------------------------------------
-# Arrays by name
-# -------------------------------------------------------------------------------------------------
+# Arrays by name -----------------------------------------------------------------------------------
 
 
 def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
@@ -134,9 +132,7 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
     )
 
 
-# -------------------------------------------------------------------------------------------------
-# Layers by name
-# -------------------------------------------------------------------------------------------------
+# Layers by name -----------------------------------------------------------------------------------
 
 # The fields that hold a layer's one weight in PyTorch and Equinox, Flax, and Haiku. The name of the layer
 # stands for this weight, and is the same in every framework.
@@ -194,9 +190,7 @@ def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"
 
 
-# -------------------------------------------------------------------------------------------------
-# Whether models agree in what they must share
-# -------------------------------------------------------------------------------------------------
+# Whether models agree in what they must share -----------------------------------------------------
 
 
 def difference(x: PyTree, y: PyTree) -> str | None:

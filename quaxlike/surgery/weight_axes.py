@@ -99,9 +99,7 @@ MATRIX = Layout((-2,), (-1,), "matrix")
 UNKNOWN = Layout((), (), "unknown")
 OTHER = Layout((), (), "other")
 
-# -------------------------------------------------------------------------------------------------
-# By class
-# -------------------------------------------------------------------------------------------------
+# By class -----------------------------------------------------------------------------------------
 
 
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
@@ -203,9 +201,7 @@ def _read(entry: _Entry | None, owner: Any, shape: _Shape) -> Layout | None:
     return Layout.parse(entry) if isinstance(entry, str) else entry(owner, shape)
 
 
-# -------------------------------------------------------------------------------------------------
-# By name
-# -------------------------------------------------------------------------------------------------
+# By name ------------------------------------------------------------------------------------------
 
 _BESIDE = re.compile(r"bias.*|b|scale|offset|beta|gamma|alpha|mean|var|average|hidden|counter")
 _NORM = re.compile(r"(.*_)?((layer|rms|batch|group|instance)_?norm|norm|ln|bn)_?\w*", re.IGNORECASE)

@@ -255,9 +255,7 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.attrgetter(*names)
 
 
-# -------------------------------------------------------------------------------------------------
-# Equality and hash, by the values of arrays
-# -------------------------------------------------------------------------------------------------
+# Equality and hash, by the values of arrays -------------------------------------------------------
 
 
 def _is_static(field: dataclasses.Field[Any]) -> bool:

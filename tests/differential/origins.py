@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 
 import quaxlike as ql
 
+from .operations import VALUE, operands_of
 from .transforms import AS_OPERAND, INNER, OUTER, Function, scaled
 
 Origin = Callable[..., Any]
@@ -37,6 +38,9 @@ def _origin(of: Origin) -> Origin:
     return of
 
 
+OF_OPERANDS = {"grad_by_operands", "jvp_along_operands"}
+"""The inner transforms that differentiate with respect to the operands of the steps."""
+
 TRACED = {"argument", "closed_over_inside"}
 """Those where the steps see the tracer of a value."""
 
@@ -49,9 +53,12 @@ def allowed(origin: str, inner: tuple[str, ...]) -> bool:
     return origin not in OF_TREES or OF_TREES[origin].issuperset(inner)
 
 
-def takes(origin: str, text: str) -> bool:
+def takes(origin: str, text: str, inner: tuple[str, ...]) -> bool:
     """Whether an operation takes a value of this origin: to JAX the arguments of a function with a custom
-    derivative are trees, of which the user's rules see the leaves, unless they are tracers."""
+    derivative are trees, of which the user's rules see the leaves, unless they are tracers. So are other
+    Values that are closed over, if it differentiates with respect to them."""
+    if origin == "closed_over_twice" and VALUE in operands_of(text) and not OF_OPERANDS.isdisjoint(inner):
+        return False
     return origin in TRACED or not any(name in text for name in ("custom.", "jax.nn."))
 
 

@@ -134,7 +134,13 @@ class Program:
 
         same = lambda x: x
         inside = functools.partial(_inside, self.inner)
-        return functools.partial(ORIGINS[self.origin], make or same, quaxify or same, inside, chain)
+        of_origin = functools.partial(ORIGINS[self.origin], make or same, quaxify or same, inside, chain)
+        names = [
+            "z",
+            *(f"{letter}{i}" for i, s in enumerate(self.steps, self.first) for letter, _ in s.operands),
+        ]
+        # Not those of programs that are checked together with it.
+        return lambda x, ops: of_origin(x, {name: ops[name] for name in names})
 
     def _seen_by_steps(self) -> jax.ShapeDtypeStruct:
         shape, dtype = _shape_dtype(_value(self.type, 0, self.x64, self.numbers))
@@ -328,7 +334,7 @@ def programs(
         aval = jax.ShapeDtypeStruct(_seen(inner, shape, origin), dtype)
         chain: list[Step] = []
         for _ in range(draw(st.integers(0 if inner else 1, max_steps))):
-            valid = lambda step, aval=aval: takes(origin, step.text) and result(step, aval) is not None
+            valid = lambda step, aval=aval: takes(origin, step.text, inner) and result(step, aval) is not None
             step = draw(steps(name, aval, x64).filter(valid))
             chain.append(step)
             aval = result(step, aval)
@@ -371,7 +377,7 @@ def of_each_rule(
                 continue
             for _ in range(3):  # some operations are not for this shape or dtype
                 text = draw(st.sampled_from(texts))
-                if not takes(origin, text):
+                if not takes(origin, text, inner):
                     continue
                 aval = jax.ShapeDtypeStruct(_seen(inner, shape, origin), dtype)
                 step = draw(calls(text, name, aval, x64))

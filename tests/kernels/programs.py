@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from quaxlike.kernels import blockwise
-from quaxlike.kernels.block_matmul import gpu, mosaic, tilings, wgmma
+from quaxlike.kernels.block_matmul import gpu, mosaic, tilings
 from quaxlike.kernels.block_matmul.product import Product
 from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
@@ -42,11 +42,10 @@ def problem(
     rank=0,
     dtype="bfloat16",
     out_dtype="float32",
-    wide=0,
     **product,
 ):
     product = Product((n, k), block_size, **product)
-    return Problem(product, m, dtype, out_dtype, adapters, rank, scales, zeros, wide)
+    return Problem(product, m, dtype, out_dtype, adapters, rank, scales, zeros)
 
 
 def _numbers(rng, kind, count):
@@ -72,12 +71,6 @@ def _numbers(rng, kind, count):
     return [words], values.astype(np.float64)
 
 
-def in_fixed_point(values):
-    """The nearest multiples of 2⁻¹⁴ of the power of two that none exceeds, which itself is rounded down."""
-    unit = 2.0 ** np.ceil(np.log2(np.abs(values).max()))
-    return unit * np.clip(np.round(np.float64(values) / unit * 2**14), -(2**14), 2**14 - 1) / 2**14
-
-
 def stored(p: Problem, seed=0):
     """Codes, scales, zero points and the table of a random weight, as kernels take them, and its value."""
     rng = np.random.default_rng(seed)
@@ -96,8 +89,7 @@ def stored(p: Problem, seed=0):
         zeros, zero = _numbers(rng, p.zeros, n * product.row_blocks)
     spread = lambda z: np.repeat(np.float64(z), product.block_size).reshape(n, k)
     if p.exact or p.m == 0:  # the latter is decoded alone
-        values = in_fixed_point(table) if p.entries == "fixed" else table
-        dense = np.float64(values)[codes] * spread(scale)
+        dense = np.float64(table)[codes] * spread(scale)
         if product.zeros is not None:
             factor = {"points": -scale, "plus": 1.0, "minus": -1.0}[product.zeros]
             dense += spread(zero * factor)
@@ -122,25 +114,19 @@ def execute(p: Problem, tiling: Tiling, seed=0):
         t[:, 1::2] = 0  # adapters that no row takes
         expected += np.einsum("mar,anr->mn", t.astype(np.float64), b.astype(np.float64))
         in_use = gpu.adapters_in_use(jnp.asarray(t), p.groups, 8 * p.token_tiles)
-        low_rank = [_in_order(t[:, 0]), b[0]] if p.wide else [t, b, *map(np.asarray, in_use)]
+        low_rank = [t, b, *map(np.asarray, in_use)]
         b[1::2] = np.nan  # are not read
-    x = _in_order(x) if p.wide else x
     y, stats = run(p, tiling, x, *operands, *low_rank)
     return np.sum(y, axis=0), expected, stats
 
 
 def run(p: Problem, tiling: Tiling, *operands):
     """The terms of a product, as `gpu.pallas_kernel` computes them, and stats."""
-    program = wgmma if p.wide else mosaic
     return simt.run(
-        functools.partial(program.emit, p=p, tiling=tiling),
+        functools.partial(mosaic.emit, p=p, tiling=tiling),
         operands,
         ((tiling.splits, p.m, p.product.free), DTYPES[p.out_dtype]),
-        [((program.shared_words(p, tiling),), np.uint32)],
+        [((mosaic.shared_words(p, tiling),), np.uint32)],
         blocks=tilings.blocks(p, tiling),
         threads=tiling.threads,
     )
-
-
-def _in_order(x):
-    return np.asarray(wgmma.in_order(jnp.asarray(x)))

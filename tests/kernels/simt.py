@@ -3,10 +3,6 @@
 Every thread's registers are one NumPy array, with the threads on its first axis; operations are
 executed one after the other for all threads. Accesses out of bounds or misaligned are errors, and so
 is reading from shared memory what another thread wrote since the last barrier.
-
-Products of warpgroups are asynchronous. They are computed when they begin; until they are waited for it is
-an error to touch their sums, to assign to a register that they read, and to write to shared memory that they
-read (for other warpgroups: until the barrier after that).
 """
 
 import dataclasses
@@ -17,8 +13,6 @@ import numpy as np
 from jax.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
-
-from . import warpgroups
 
 _DTYPES = {
     "i1": np.bool_,
@@ -49,15 +43,9 @@ class Buffer:
         self.in_warp = np.zeros(self.data.size, bool)  # bytes that the writer's warp may read
         self.reader = np.full(self.data.size, -1)  # of each byte, since the last barrier of a warp; or many
         self.pending = np.zeros(self.data.size, bool)  # bytes that a copy is still to write
-        self.unpublished = np.zeros(self.data.size, bool)  # bytes that `wgmma` may not see yet
-        self.readers = np.zeros(
-            self.data.size, int
-        )  # products that read it, and that not all know to be done
 
     def write(self, at, data, threads):
-        assert not self.readers[at].any(), "a race: a product reads what is written"
-        self.data[at], self.writer[at], self.unpublished[at] = data, threads, True
-        self.in_warp[at] = False
+        self.data[at], self.writer[at], self.in_warp[at] = data, threads, False
 
 
 @dataclasses.dataclass
@@ -126,7 +114,6 @@ class _Block:
         self.block, self.threads, self.stats = block, threads, stats
         self.values = {}
         self.copies, self.groups = [], []  # begun since the last group; in groups that are not done
-        self.products = warpgroups.Products()
         self.active = np.ones(threads, bool)
         self.buffers = []
 
@@ -136,7 +123,6 @@ class _Block:
             self.values[argument] = buffer
         self._ops(function.entry_block)
         assert not self.copies + self.groups, "copies that nobody waited for"
-        assert not self.products.in_flight, "products that nobody waited for"
 
     def _ops(self, block):
         for op in block.operations:
@@ -145,7 +131,6 @@ class _Block:
             handler = getattr(self, "_" + op.name.replace(".", "_"), None)
             if op.name in ("scf.yield", "func.return"):
                 return operands
-            self.products.check(op, operands)
             if handler is None:
                 raise NotImplementedError(f"an operation that the model lacks: {op}")
             results = handler(op, *operands)
@@ -238,7 +223,6 @@ class _Block:
         assert self.active.all()
         for buffer in self.buffers:
             buffer.writer[:] = buffer.reader[:] = -1
-        self.products.barrier()
         return []
 
     # Memory ---------------------------------------------------------------------------------------
@@ -329,9 +313,6 @@ class _Block:
 
     def _llvm_inline_asm(self, op, *operands):
         ptx = op.attributes["asm_string"].value
-        if ptx.startswith("ld.global.nc"):
-            count = len(op.operands and re.findall(r"\$\d+", ptx)) - 1
-            return [[*self._load(operands[0], np.dtype(np.uint32), count).T]]
         if match := re.match(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.", ptx):
             return [_mma(operands, np.dtype(_DTYPES[match[1]]))]
         if match := re.match(r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16 ", ptx):
@@ -339,10 +320,6 @@ class _Block:
         if match := re.match(r"cvt\.rn\.(b?f16)x2\.f32 ", ptx):
             high, low = (x.astype(_DTYPES[match[1]]).view(np.uint16).astype(np.uint32) for x in operands)
             return [low | high << np.uint32(16)]
-        if match := re.match(r"prmt\.b32 \$0, \$1, \$2, 0x(\w{4});", ptx):
-            sources = np.stack(operands, axis=-1).view(np.uint8)
-            places = [int(place, 16) for place in reversed(match[1])]
-            return [np.ascontiguousarray(sources[:, places]).view(np.uint32)[:, 0]]
         if match := re.match(r"cp\.async\.(?:ca|cg)\.shared\.global \[\$0\], \[\$1\], (\d+), \$2;", ptx):
             return self._begin_copy(self._at_address(operands[0]), *operands[1:], int(match[1]))
         if ptx == "bar.warp.sync 0xffffffff;":
@@ -358,25 +335,6 @@ class _Block:
             while len(self.groups) > int(match[1]):
                 for copy in self.groups.pop(0):
                     copy()
-            return []
-        if ptx == "fence.proxy.async.shared::cta;":
-            for buffer in self.buffers:  # each thread's own writes
-                buffer.unpublished[buffer.writer >= 0] = False
-            return []
-        if match := warpgroups.INSTRUCTION.fullmatch(ptx):
-            count = int(match[1]) // 2  # sums, twice, and four registers and a descriptor
-            named = [*range(count), *range(2 * count, 2 * count + 5)]
-            assert [*map(int, re.findall(r"\$(\d+)", ptx))] == named
-            return self._wgmma(op, operands, int(match[1]), np.dtype(_DTYPES[match[2]]))
-        if ptx == "wgmma.fence.sync.aligned;":
-            return [self.products.fence(operands)]
-        if ptx == "":
-            return [list(operands)]
-        if ptx == "wgmma.commit_group.sync.aligned;":
-            self.products.commit()
-            return []
-        if match := re.match(r"wgmma\.wait_group\.sync\.aligned (\d+);", ptx):
-            self.products.wait(int(match[1]))
             return []
         raise NotImplementedError(f"an instruction that the model lacks: {ptx}")
 
@@ -398,7 +356,6 @@ class _Block:
         at = self._bytes(to, size, 1)
         assert np.unique(at).size == at.size, "two threads copy to one place"
         assert not to.buffer.pending[at].any(), "a copy that is not done writes there"
-        assert not to.buffer.readers[at].any(), "a race: a product reads where a copy writes"
         reader = to.buffer.reader[at]
         own = (reader < 0) | (reader == np.arange(self.threads)[:, None])
         assert own.all(), "a race: no barrier between a load and a copy"
@@ -416,20 +373,6 @@ class _Block:
 
         self.copies.append(copy)
         return []
-
-    def _wgmma(self, op, operands, tokens, dtype):
-        count = tokens // 2
-        acc, a, descriptor = operands[:count], operands[count : count + 4], operands[-1]
-        assert self.active.all()
-        pointer = self._at_address(warpgroups.addresses(descriptor, tokens))
-        buffer, at = pointer.buffer, pointer.offset[..., None] + np.arange(2)
-        assert ((at >= 0) & (at < buffer.data.size)).all(), "out of bounds"
-        assert not buffer.pending[at].any(), "a race: no waiting for a copy"
-        assert (buffer.writer[at] < 0).all(), "a race: no barrier before a product"
-        assert not buffer.unpublished[at].any(), "a race: no fence between what is written and a product"
-        sums = warpgroups.product(acc, a, buffer.data[at].view(dtype)[..., 0])
-        self.products.begin(op, (acc, a), sums, (buffer, at.reshape(-1)))
-        return [sums]
 
 
 def _conflicts(words):

@@ -18,7 +18,7 @@ from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
 from . import simt
 from .programs import DTYPES, FORMATS, execute, problem, stored
-from .weights import lowered, relative_error, stored_nf4, tpu_at_hand
+from .weights import gpu_at_hand, lowered, relative_error, stored_nf4, tpu_at_hand
 
 TABLE = [tiling for *_, tiling in tilings._TILINGS]
 
@@ -242,6 +242,13 @@ def test_other_platforms_get_the_chunks():
     assert "stored_matmul" not in lowered(fn, x, *stored_nf4(64, 128), platform="rocm")
     with kernels.backend("reference"):
         assert "stored_matmul" not in lowered(fn, x, *stored_nf4(64, 128))
+
+
+def test_newer_gpus_get_no_fused_kernel():
+    x = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
+    with gpu_at_hand("12.0"):
+        refusal = gpu.choose("cuda", x, product=Product((14336, 4096), 64), partitioned=False)
+    assert "not for devices of compute capability 12.0" in refusal
 
 
 @pytest.mark.parametrize(

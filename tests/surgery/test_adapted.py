@@ -1,6 +1,7 @@
 """An adapter of the user's own, with three rules: whatever works with LoRA works with it."""
 
 import ast
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import ClassVar
@@ -153,12 +154,26 @@ def test_weights_are_quantised_beneath():
     rounded = ql.fake_quantize(model, "nf4")
     assert isinstance(rounded.layers[0].weight, Scaled)
     _close(_run(quantised), _run(rounded), 1e-4)
-    scales = ql.trainable(ql.train_scales(quantised, where=["layers.0"]))
-    assert scales.layers[0].weight.w.scale is scales.layers[0].weight.scale is True
     with pytest.warns(UserWarning, match="Adapters were merged into quantised weights"):
         merged = ql.merge(quantised)
     assert isinstance(merged.layers[0].weight, ql.NF4Array)
     _close(_run(merged), _run(quantised), 0.2)
+
+
+@pytest.mark.parametrize("adapted", [_adapted, lambda: ql.loraify(MLP, rank=2, key=KEY, init="gaussian")])
+def test_scales_are_trained_beneath(adapted):
+    """With the gradient of the dense weight at them; codes and other scales have none."""
+    model = ql.train_scales(ql.quantize(adapted(), "nf4"), where=["layers.0"])
+    marks = ql.trainable(model)
+    assert marks.layers[0].weight.w.scale
+    assert not marks.layers[1].weight.w.scale
+    w, other = _weights(model)[:2]
+    size = lambda w, x: jnp.sum(jnp.sin(ql.quaxify(jnp.matmul)(w, x)))
+    found = jax.grad(size, allow_int=True)(w, X[0]).w.scale
+    dense = lambda scale: jnp.sum(jnp.sin(w.with_base(dataclasses.replace(w.w, scale=scale)).merged() @ X[0]))
+    assert np.any(found)
+    _close(found, jax.grad(dense)(w.w.scale), 1e-5)
+    assert not np.any(jax.grad(size, allow_int=True)(other, X[0, :32]).w.scale)
 
 
 def test_each_sample_chooses_one_of_several():

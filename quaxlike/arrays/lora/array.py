@@ -204,9 +204,7 @@ class LoraArray(AdaptedArray):
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
 
-# -------------------------------------------------------------------------------------------------
-# The same array with other static fields
-# -------------------------------------------------------------------------------------------------
+# The same array with other static fields ----------------------------------------------------------
 
 
 def _swapped(x: LoraArray) -> LoraArray:
@@ -235,9 +233,7 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
     return x.replace(a=pad(x.a, a_labels), b=pad(x.b, b_labels), alpha=float(rank))
 
 
-# -------------------------------------------------------------------------------------------------
-# Axes
-# -------------------------------------------------------------------------------------------------
+# Axes ---------------------------------------------------------------------------------------------
 
 
 def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
@@ -286,9 +282,7 @@ def _misfit(lora: LoraArray) -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------------------------
-# The dense array, and the rows of a DoRA
-# -------------------------------------------------------------------------------------------------
+# The dense array, and the rows of a DoRA ----------------------------------------------------------
 
 
 def dense(lora: LoraArray, base: Any) -> jax.Array:

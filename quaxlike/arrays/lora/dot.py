@@ -112,9 +112,7 @@ def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
     return params | {"preferred_element_type": preferred, "out_sharding": None}
 
 
-# -------------------------------------------------------------------------------------------------
-# Arithmetic that keeps the dtype of the base, whatever the dtype of the adapter
-# -------------------------------------------------------------------------------------------------
+# Arithmetic that keeps the dtype of the base, whatever the dtype of the adapter -------------------
 
 
 def add(y: Any, z: Any) -> Any:

@@ -126,9 +126,7 @@ def dense_scales(scale: Array | NestedScales) -> Float32[Array, "*lead blocks"]:
     return scale.dense() if isinstance(scale, NestedScales) else jnp.asarray(scale)
 
 
-# -------------------------------------------------------------------------------------------------
-# Quantisation of values to codes, scales and zeros of any codec: each block on its own
-# -------------------------------------------------------------------------------------------------
+# Quantisation of values to codes, scales and zeros of any codec: each block on its own ------------
 
 
 @functools.partial(jax.jit, static_argnames=("codec", "block"), inline=True)

@@ -355,9 +355,7 @@ def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
         )
 
 
-# -------------------------------------------------------------------------------------------------
-# Coordinates: without batch axes, flattened, or concrete
-# -------------------------------------------------------------------------------------------------
+# Coordinates: without batch axes, flattened, or concrete ------------------------------------------
 
 
 def unstacked(x: SparseArray) -> SparseArray:

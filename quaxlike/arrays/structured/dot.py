@@ -67,9 +67,7 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-# -------------------------------------------------------------------------------------------------
-# Products of two structured matrices that are structured again
-# -------------------------------------------------------------------------------------------------
+# Products of two structured matrices that are structured again ------------------------------------
 
 
 def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any) -> Any:

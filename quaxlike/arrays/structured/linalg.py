@@ -95,9 +95,7 @@ def _check_square(matrix: Any) -> None:
         raise ValueError(f"`matrix` must be of shape (*batch, n, n); found {shape}.")
 
 
-# -------------------------------------------------------------------------------------------------
-# Factors
-# -------------------------------------------------------------------------------------------------
+# Factors ------------------------------------------------------------------------------------------
 
 
 class Factored(ArrayValue):
@@ -165,9 +163,7 @@ def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bo
     return inside(solved, matrix, b)
 
 
-# -------------------------------------------------------------------------------------------------
-# Functions that are recognised as a whole
-# -------------------------------------------------------------------------------------------------
+# Functions that are recognised as a whole ---------------------------------------------------------
 
 _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
 

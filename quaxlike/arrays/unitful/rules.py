@@ -55,9 +55,7 @@ def _units(operands: Sequence[Any]) -> str:
     return ", ".join(str(unit_of(x)) for x in operands)
 
 
-# -------------------------------------------------------------------------------------------------
-# One array
-# -------------------------------------------------------------------------------------------------
+# One array ----------------------------------------------------------------------------------------
 
 # For each result, the power of the operand's unit that it has; one number applies to all results.
 # Further operands are indices and the like.
@@ -129,9 +127,7 @@ def _dimensionless(primitive: Primitive, operands: Sequence[Any]) -> Sequence[An
     return operands
 
 
-# -------------------------------------------------------------------------------------------------
-# Products: the powers of the two operands' units
-# -------------------------------------------------------------------------------------------------
+# Products: the powers of the two operands' units --------------------------------------------------
 
 _PRODUCTS = {"mul": (1, 1), "div": (1, -1), "dot_general": (1, 1), "conv_general_dilated": (1, 1)}
 
@@ -168,9 +164,7 @@ def _pow(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return with_unit(out, unit_of(x) ** np.asarray(power).item())
 
 
-# -------------------------------------------------------------------------------------------------
-# Arrays that must be in one unit
-# -------------------------------------------------------------------------------------------------
+# Arrays that must be in one unit ------------------------------------------------------------------
 
 _SAME = installed("add add_any sub max min rem complex nextafter")
 _RATIOS = (*COMPARISONS, "atan2")
@@ -239,9 +233,7 @@ def _two_numbers(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return _bind(primitive, _dimensionless(primitive, (x, y)), params)
 
 
-# -------------------------------------------------------------------------------------------------
-# Several operands, some of which have units
-# -------------------------------------------------------------------------------------------------
+# Several operands, some of which have units -------------------------------------------------------
 
 # Which operands are the arrays that elements are taken from or written into.
 _STORED = {

@@ -153,9 +153,7 @@ def as_dtype(x: Any) -> np.dtype:
 Constant = Zero | Full
 _Any = ArrayLike | ArrayValue
 
-# -------------------------------------------------------------------------------------------------
-# Simplification
-# -------------------------------------------------------------------------------------------------
+# Simplification -----------------------------------------------------------------------------------
 
 
 def _lift(x: Any) -> Any:
@@ -383,9 +381,7 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
     return jax.lax.broadcast_in_dim(sums, out.shape, [of_other.in_result[axis] for axis in kept])
 
 
-# -------------------------------------------------------------------------------------------------
-# The identity
-# -------------------------------------------------------------------------------------------------
+# The identity -------------------------------------------------------------------------------------
 
 # Tried after `Zero`: zero times the identity is zero.
 

@@ -247,9 +247,7 @@ def group_size(config: Mapping[str, Any], path: Path) -> int | None:
     return None if size == -1 else size
 
 
-# -------------------------------------------------------------------------------------------------
-# Weights by rows, so that a process reads only those that its devices store
-# -------------------------------------------------------------------------------------------------
+# Weights by rows, so that a process reads only those that its devices store -----------------------
 
 
 def dense_rows(tensors: Any, name: str) -> Rows:

@@ -25,23 +25,15 @@ STREAMS = {kind: [(1, size)] for kind, size in SIZES.items()} | {"nested": [(1, 
 
 
 class Table:
-    """The values of codes, in one of three forms.
+    """The values of codes: as float32, to be scaled one by one, if `exact` (`scaled`); else rounded to the
+    dtype of the activations, two to a register (`pairs`)."""
 
-    - `"rounded"` to the dtype of the activations, two to a register: `pairs`.
-    - `"exact"`, as float32, to be scaled one by one.
-    - `"fixed"`, as fixed-point numbers of 15 bits, two to a register, to be scaled one by one. Integers and
-      MXFP4 are exact, and values of NF4 within 6·10⁻⁵ of the largest one.
-    """
-
-    def __init__(self, memory: Memory, lane: Reg, product: Product, dtype: str, form: str) -> None:
-        self.memory, self.lane, self.dtype, self.form = memory, lane, dtype, form
+    def __init__(self, memory: Memory, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
+        self.memory, self.lane, self.dtype, self.exact = memory, lane, dtype, exact
         self.bits, self.low_first = product.bits, product.low_first
-        self.unit: Any = None
 
     def fill(self, values: Memory, thread: Reg, threads: int) -> None:
         """Writes the entries of all bytes, four words at once."""
-        if self.form == "fixed":
-            self.unit = _unit(values)
         for i in range(0, 256 * 8, threads):
             at = thread + i
             self.memory.store(at * 16, *self._entry(values, at // 8))
@@ -49,12 +41,9 @@ class Table:
     def _entry(self, values: Memory, byte: Reg) -> list[Reg]:
         codes = [byte] if self.bits == 8 else [byte // 16, byte % 16]
         numbers = [values.load(code * 4, "float32")[0] for code in (codes[::-1] if self.low_first else codes)]
-        if self.form == "exact":
+        if self.exact:
             return (numbers * 4)[:4]
-        if self.form == "fixed":
-            halves = [_fixed_point(v, self.unit) for v in numbers]
-        else:
-            halves = [lanes.widen(lanes.round_to(v, self.dtype)) for v in numbers]
+        halves = [lanes.widen(lanes.round_to(v, self.dtype)) for v in numbers]
         return [halves[0] if self.bits == 8 else halves[0] | halves[1] << 16] * 4
 
     def pairs(self, words: list[Reg]) -> list[Reg]:
@@ -66,19 +55,12 @@ class Table:
 
     def scaled(self, words: list[Reg], scale: Reg, shift: Reg | None) -> list[Reg]:
         """All values times `scale`, and `shift` added, in float32."""
-        values = self._values(words)
-        if self.form == "fixed":
-            scale = scale * self.unit
-        return [v * scale if shift is None else lanes.fma(v, scale, shift) for v in values]
+        return [v * scale if shift is None else lanes.fma(v, scale, shift) for v in self._values(words)]
 
     def _entries(self, words: list[Reg]) -> list[Reg]:
         return [self.memory.load(at * 128 + self.lane * 4, "u32")[0] for at in _bytes(words)]
 
     def _values(self, words: list[Reg]) -> list[Reg]:
-        if self.form == "fixed":
-            return [
-                lanes.from_fixed_point(entry, half) - 3.0 for entry in self._entries(words) for half in (0, 1)
-            ]
         if self.bits == 8:
             at = [byte * 128 + self.lane * 4 for byte in _bytes(words)]
             return [self.memory.load(a, "float32")[0] for a in at]
@@ -88,22 +70,6 @@ class Table:
 
 def _bytes(words: list[Reg]) -> list[Reg]:
     return [(word >> shift) & 255 for word in words for shift in (0, 8, 16, 24)]
-
-
-def _unit(values: Memory) -> Reg:
-    """The least power of two that no value of the 16 codes exceeds."""
-    words = [word for i in range(0, 64, 16) for word in values.load(lanes.number(i, "u32"), "u32", 4)]
-    largest = functools.reduce(lanes.maximum, [word & 0x7FFFFFFF for word in words])
-    return lanes.as_float32((largest + 0x7FFFFF) & 0x7F800000)
-
-
-def _fixed_point(value: Reg, unit: Reg) -> Reg:
-    """`2**14 * (1 + value / unit)`, the nearest integer below `2**15`."""
-    inverse = lanes.as_float32(lanes.number(0x7F000000, "u32") - lanes.as_bits(unit))
-    # From here on up to twice as much, floats are integers, and their last bits these integers.
-    integers = lanes.number(2.0**23, "float32")
-    near = lanes.fma(value * inverse, lanes.number(2.0**14, "float32"), integers + 2.0**14)
-    return lanes.minimum(lanes.as_bits(near) - lanes.as_bits(integers), 2**15 - 1)
 
 
 class Numbers:

@@ -40,7 +40,7 @@ def emit(refs: Sequence[Any], p: Problem, first: int, rows: int) -> None:
         zeros, *operands = Numbers(p.zeros, operands[:1], shared), *operands[1:]
     (values,) = operands
     thread = lanes.thread_index()
-    table = Table(shared, thread % 32, p.product, p.dtype, "exact")
+    table = Table(shared, thread % 32, p.product, p.dtype, exact=True)
     scales.fill(thread, THREADS)
     table.fill(values, thread, THREADS)
     lanes.barrier()

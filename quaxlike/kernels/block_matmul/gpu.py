@@ -16,7 +16,6 @@ from jaxtyping import Array
 from ...core import compat
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from ..multilinear import accumulator_dtype
-from . import costs
 from .product import Decode, NestedScales, Product, dense_scales
 from .reference import scaled_outside, times, times_scaled, whole
 from .tilings import Problem, blocks, tiling_for
@@ -26,9 +25,6 @@ _Weight = TypeVar("_Weight")
 # Rows of activations up to which reading the codes again for every 64 of them is cheaper than
 # decoding the weight for the library's product. `x @ W` reads them again for every 32.
 FUSED_ROWS = {False: 128, True: 64}
-_GROUP = 64  # rows of activations for which codes are read once
-# Ranks of all adapters together up to which the kernel of warpgroups takes them: it waits for each 64.
-WIDE_RANK = 256
 # Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
 REDUCED_ROWS = 2
 # The most bytes that are decoded at a time. With fewer, products took longer (measured on an H200).
@@ -40,14 +36,10 @@ _LEAST = 1 << 22
 def choose(platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any) -> Choice | str:
     """A fused kernel, or why there is none for an operation. `low_rank`: `b` of all adapters."""
     rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
-    wide = wide_refusal(platform, x, product, low_rank=low_rank, **params) if rows > _GROUP else ""
-    if wide is None:
-        return Choice("gpu", "one fused kernel of warpgroups", functools.partial(fused, wide=True))
-    if 0 < rows <= most:
-        refusal = fused_refusal(platform, x, product, low_rank=low_rank, **params)
-        return Choice("gpu", "one fused kernel", fused) if refusal is None else refusal
-    few = f"the fused kernel takes 1 to {most} rows of x, not {rows}"
-    return f"{few}; {wide}" if wide else few
+    if not 0 < rows <= most:
+        return f"the fused kernel takes 1 to {most} rows of x, not {rows}"
+    refusal = fused_refusal(platform, x, product, low_rank=low_rank, **params)
+    return Choice("gpu", "one fused kernel", fused) if refusal is None else refusal
 
 
 def fused_refusal(
@@ -79,27 +71,6 @@ def fused_refusal(
     return mosaic_gpu_refusal(platform, lowest=(8, 0))
 
 
-def wide_refusal(
-    platform: str, x: Any, product: Product, *, low_rank: Any = None, **params: Any
-) -> str | None:
-    """Why the fused kernel for many rows of `x` does not take an operation; None if it does."""
-    rows = math.prod(x.shape[:-1])
-    if product.transpose:
-        return "that of warpgroups computes x @ W.T"
-    if low_rank is not None and low_rank.shape[0] * low_rank.shape[2] > WIDE_RANK:
-        return f"that of warpgroups takes adapters of up to {WIDE_RANK} ranks together"
-    refusal = fused_refusal(platform, x, product, low_rank=low_rank, **params)
-    refusal = refusal or mosaic_gpu_refusal(platform, lowest=(9, 0), newest=9)
-    if refusal is not None:
-        return refusal
-    # Of results, in float32, and of `x`, with rows up to a multiple of 32 for each block of 128.
-    if max(4 * rows * product.free, 2 * (rows + rows // 4 + 32) * product.contracted) >= 2**31:
-        return "that of warpgroups addresses up to 2 GiB of activations"
-    if not costs.is_faster(product, rows, str(x.dtype)):
-        return "decoding the weight is estimated to be faster than that of warpgroups"
-    return None
-
-
 def fused(
     x: Array,
     packed: Array,
@@ -108,7 +79,6 @@ def fused(
     *low_rank: Array,
     product: Product,
     zeros: Array | None = None,
-    wide: bool = False,
 ) -> Array:
     """One kernel.
 
@@ -117,16 +87,10 @@ def fused(
     - `packed`, `scales`, `zeros`: as `product` says they are stored, of any shape.
     - `table`: the values of the codes.
     - `low_rank`: nothing, or `t` and `b` as in `times_adapters`.
-    - `wide`: whether warpgroups multiply, for many rows of `x`.
     """
-    from .wgmma import in_order, of_warpgroups
-
     lead, x = x.shape[:-1], x.reshape(-1, product.contracted)
     adapters = rank = 0
-    if low_rank and wide:
-        t, b = _side_by_side(x.shape[0], *low_rank)
-        adapters, rank, low_rank = 1, b.shape[1], (in_order(t), b)
-    elif low_rank:
+    if low_rank:
         t, b = map(_padded, low_rank)
         adapters, _, rank = b.shape
         low_rank = t.reshape(x.shape[0], adapters, rank), b
@@ -141,23 +105,14 @@ def fused(
         scales=of_scales,
         zeros=of_zeros,
     )
-    problem, tiling = of_warpgroups(problem) if wide else (problem, tiling_for(problem))
+    tiling = tiling_for(problem)
     if tiling.splits > 1:
         problem = problem._replace(out_dtype="float32")
-    if low_rank and not wide:
+    if low_rank:
         low_rank = *low_rank, *adapters_in_use(low_rank[0], problem.groups, 8 * problem.token_tiles)
-    x = in_order(x) if wide else x
     y = pallas_kernel(problem, tiling)(x, packed.reshape(-1), *_numbers(scales, zeros), table, *low_rank)
     y = functools.reduce(operator.add, y) if tiling.splits > 1 else y[0]
     return y.astype(product.out_dtype).reshape(*lead, product.free)
-
-
-def _side_by_side(m: int, t: Array, b: Array) -> tuple[Array, Array]:
-    """The ranks of all adapters beside each other, `(m, ranks)` and `(n, ranks)`, and zeros up to whole steps
-    of the kernel of warpgroups."""
-    t, b = t.reshape(m, -1), jnp.moveaxis(b, 0, 1).reshape(b.shape[1], -1)
-    pad = lambda z: jnp.pad(z, ((0, 0), (0, -z.shape[1] % 64)))
-    return pad(t), pad(b)
 
 
 def _kinds(product: Product, scales: Any, zeros: Array | None) -> tuple[str, str]:
@@ -201,14 +156,13 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
     """The fused kernel for a problem: a function of the arrays in `mosaic.emit`'s order to the terms of the
     product, (splits, m, features)."""
-    from . import mosaic, wgmma
+    from . import mosaic
 
-    of_problem = wgmma if problem.wide else mosaic
     return _kernel_of(
-        functools.partial(of_problem.emit, p=problem, tiling=tiling),
+        functools.partial(mosaic.emit, p=problem, tiling=tiling),
         name="stored_matmul",
         out=jax.ShapeDtypeStruct((tiling.splits, problem.m, problem.product.free), problem.out_dtype),
-        shared_words=of_problem.shared_words(problem, tiling),
+        shared_words=mosaic.shared_words(problem, tiling),
         blocks=blocks(problem, tiling),
         threads=tiling.threads,
     )

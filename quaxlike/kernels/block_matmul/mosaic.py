@@ -31,7 +31,6 @@ from .staging import Layout, Tiles
 from .tilings import BLOCK, Problem, Tiling
 
 _SHARED = 96 * 1024  # bytes of shared memory that every GPU from compute capability 8.0 on has
-_MOST_SHARED = 225 * 1024  # of 227 KiB that a block of threads can have on Hopper
 _STAGES = 4
 
 
@@ -46,8 +45,7 @@ def shared_words(p: Problem, tiling: Tiling) -> int:
 
 def stages(p: Problem, tiling: Tiling) -> int:
     """How many steps of a warp's bytes are in shared memory at a time."""
-    room = (_MOST_SHARED if p.wide else _SHARED) - _tables(p)
-    return max(2, min(_STAGES, room // (_stage_bytes(p, tiling) + p.staged)))
+    return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
 
 
 def ring_end(p: Problem, tiling: Tiling) -> int:
@@ -129,7 +127,7 @@ class Warp:
         self.first_row = place // p.groups * tiling.rows
         self.token_group = place % p.groups
         self.first_token = self.token_group * (8 * p.token_tiles)
-        self.table = Table(shared, self.lane, p.product, p.dtype, p.entries)
+        self.table = Table(shared, self.lane, p.product, p.dtype, exact=p.exact)
         self.layout = Layout(p, tiling)
         numbers = [n for n in (self.scales, self.zeros) if n is not None]
         self.tiles = Tiles(self.layout, self.codes, numbers, shared, self.lane)
@@ -185,14 +183,12 @@ class Warp:
     def column_in_tile(self, i: int) -> Reg:
         return self.quad * 16 + BLOCK * i
 
-    def _decoded(
-        self, step: Reg, i: int, lines: Sequence[tuple[Reg, Reg]] | None = None
-    ) -> list[tuple[list[Reg], Reg, Any]]:
-        """Of each line of a part (or some): the words of its codes, its scale, and what is added."""
+    def _decoded(self, step: Reg, i: int) -> list[tuple[list[Reg], Reg, Any]]:
+        """Of each line of a part: the words of its codes, its scale, and what is added."""
         _, present = self._part(step, i)
         base, (row, column) = self.base(step), self.tile(step)
         out = []
-        for place, own in self.lines(i) if lines is None else lines:
+        for place, own in self.lines(i):
             at = lambda which, place=place, own=own: self.tiles.number(
                 which, base, place, row + own, column, self.column_in_tile(i)
             )

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-from . import costs
 from .product import Product
 
 BLOCK = 64  # columns that a scale is applied to at once, and that a warp takes
@@ -48,7 +47,6 @@ class Problem(NamedTuple):
     - `out_dtype`: of the terms of the result.
     - `adapters`, `rank`: of the low-rank term; the rank is a multiple of 16. 0 if there is none.
     - `scales`, `zeros`: how scales and zero points are stored, as `decode.SIZES` has it.
-    - `wide`: most tokens of a block of threads, where warpgroups multiply (`wgmma`); else 0.
     """
 
     product: Product
@@ -59,12 +57,11 @@ class Problem(NamedTuple):
     rank: int = 0
     scales: str = "float32"
     zeros: str = "float32"
-    wide: int = 0
 
     @property
     def group_size(self) -> int:
         # The features of a thread are four times as many for `x @ W`, and so are its accumulators.
-        return self.wide or (32 if self.product.transpose else 64)
+        return 32 if self.product.transpose else 64
 
     @property
     def groups(self) -> int:
@@ -72,27 +69,14 @@ class Problem(NamedTuple):
 
     @property
     def token_tiles(self) -> int:
-        """Tiles of 8 tokens of a group; of warpgroups a multiple of four, for all threads to copy as much."""
-        unit = 4 if self.wide else 1
-        return -(-self.m // (8 * unit * self.groups)) * unit
-
-    @property
-    def staged(self) -> int:
-        """Bytes of activations that are in shared memory for a step."""
-        return 8 * self.token_tiles * BLOCK * 2 if self.wide else 0
+        """Tiles of 8 tokens of a group."""
+        return -(-self.m // (8 * self.groups))
 
     @property
     def exact(self) -> bool:
         """Whether values are scaled one by one, in float32."""
         p = self.product
-        return self.wide > 0 or p.transpose or p.zeros is not None or p.block_size % BLOCK != 0
-
-    @property
-    def entries(self) -> str:
-        """The form of values in the table."""
-        if self.wide and costs.in_fixed_point(self.product, self.dtype):
-            return "fixed"
-        return "exact" if self.exact else "rounded"
+        return p.transpose or p.zeros is not None or p.block_size % BLOCK != 0
 
     @property
     def depth(self) -> int:

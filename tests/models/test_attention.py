@@ -1,0 +1,104 @@
+"""Attention by blocks is what it is at once, with linear memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quaxlike.models import attention
+from quaxlike.models.attention import Sight, attend
+from tests.samples import normal
+
+HEADS, SHARED, SIZE = 4, 2, 8
+PADDED = np.arange(45) >= 7
+TEXTS = jnp.asarray(np.repeat([0, 1, 2], [11, 20, 14]), jnp.int32)
+SIGHTS = {
+    "all": Sight.of(jnp.ones(45, bool)),
+    "causal": Sight.of(jnp.ones(45, bool), after=0),
+    "window": Sight.of(jnp.ones(45, bool), before=9, after=0),
+    "near": Sight.of(jnp.asarray(PADDED), before=5, after=5),
+    "padded before": Sight.of(jnp.asarray(PADDED), after=0),
+    "padded after": Sight.of(jnp.asarray(PADDED[::-1].copy()), after=0),
+    "packed": Sight.of(jnp.ones(45, bool), after=0, texts=(TEXTS, TEXTS)),
+    "cached": Sight.of(jnp.arange(45) < 33, 20 + jnp.arange(13), after=0),
+}
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 3.0},
+    "scale": {"scale": 0.2},
+    "sinks": {"sinks": normal(HEADS)},
+}
+
+
+def _operands(tokens, keys=45, dtype="float32"):
+    shapes = (tokens, HEADS, SIZE), (keys, SHARED, SIZE), (keys, SHARED, SIZE)
+    return [normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def _forms(monkeypatch, f, *args):
+    """What a function gives with all pairs at once, and by blocks."""
+    out = []
+    for pairs in (2**20, 0):
+        monkeypatch.setattr(attention, "_ALL_AT_ONCE", pairs)
+        out.append(jax.jit(lambda *args: f(*args))(*args))
+    return out
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_by_blocks_it_is_the_same(sight, options, monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCK", 8)
+    sight, options = SIGHTS[sight], OPTIONS[options]
+    sees = np.asarray(sight.mask()).any(axis=1)
+    operands = _operands(len(sight.places))
+
+    def loss(operands, sinks):
+        y = attend(*operands, sight, **(options | sinks))
+        return jnp.sum(jnp.sin(y)[sees]), y
+
+    sinks = {"sinks": options["sinks"]} if "sinks" in options else {}
+    (_, at_once), (_, by_blocks) = forms = _forms(
+        monkeypatch, lambda *args: jax.grad(loss, argnums=(0, 1), has_aux=True)(*args), operands, sinks
+    )
+    np.testing.assert_allclose(by_blocks[sees], at_once[sees], atol=2e-6)
+    for one, other in zip(*(jax.tree.leaves(gradient) for gradient, _ in forms), strict=True):
+        np.testing.assert_allclose(one, other, atol=4e-6)
+
+
+def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCK", 16)
+    operands = [jnp.stack([x, 2 * x]) for x in _operands(45, dtype="bfloat16")]
+    seen = jnp.stack([jnp.ones(45, bool), jnp.asarray(PADDED)])
+    of_batch = jax.vmap(lambda q, k, v, seen: attend(q, k, v, Sight.of(seen, after=0)))
+    at_once, by_blocks = _forms(monkeypatch, of_batch, *operands, seen)
+    assert by_blocks.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(by_blocks)[0], np.float32(at_once)[0], rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(np.float32(by_blocks)[1, 7:], np.float32(at_once)[1, 7:], rtol=2e-2, atol=2e-2)
+
+
+def _temporaries(tokens):
+    """MiB beside the operands of the gradient of causal attention with 8 heads of 64."""
+    shape = jax.ShapeDtypeStruct((tokens, 8, 64), jnp.float32)
+
+    def loss(*operands):
+        return jnp.sum(attend(*operands, Sight.of(jnp.ones(tokens, bool), after=0)))
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / 2**20
+
+
+def test_memory_is_linear_in_the_number_of_tokens():
+    few, some, many = map(_temporaries, (2048, 8192, 32768))
+    assert many <= 16 * few
+    assert some <= 300
+
+
+def test_no_pair_of_far_blocks_is_computed(monkeypatch):
+    monkeypatch.setattr(attention, "_ALL_AT_ONCE", 0)
+    operands = _operands(45)
+    sight = functools.partial(Sight.of, jnp.ones(45, bool))
+    text = jax.jit(lambda *x: attend(*x, sight(after=0))).lower(*operands).as_text()
+    assert "stablehlo.case" in text
