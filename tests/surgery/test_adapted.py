@@ -16,6 +16,7 @@ from jaxtyping import ArrayLike
 
 import quaxlike as ql
 from quaxlike.interop import peft, safetensors
+from quaxlike.models import Decoder, DecoderConfig, generate
 from quaxlike.sharding import fsdp, shard, tensor_parallel
 from tests.samples import normal
 
@@ -192,6 +193,20 @@ def test_each_sample_chooses_one_of_several():
     with ql.on_materialise("error"):
         y = run(stacked, indices)
     _close(y, np.stack([ql.quaxify(models[i])(x) for i, x in zip(indices, X, strict=True)]), 1e-5)
+
+
+@pytest.mark.slow
+def test_each_text_is_continued_with_its_own():
+    config = DecoderConfig.from_json({
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4,
+    })  # fmt: skip
+    model, ids = Decoder(config, key=KEY), np.arange(2 * 5).reshape(2, 5)
+    models = [_adapted(i, model, where=["q_proj", "up_proj"]) for i in range(2)]
+    apart = [generate(each, ids[i : i + 1], max_new_tokens=6)[0] for i, each in enumerate(models)]
+    np.testing.assert_array_equal(generate(ql.stack_adapters(models), ids, max_new_tokens=6), np.stack(apart))
+    with pytest.raises(ValueError, match="There are 2 texts and 3 adapters"):
+        generate(ql.stack_adapters([*models, models[0]]), ids, max_new_tokens=6)
 
 
 def test_adapters_of_two_types_are_not_stacked():
