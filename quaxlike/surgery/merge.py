@@ -137,8 +137,10 @@ def _merged(name: str, leaf: AdaptedArray, requantised: list[str], moments: Mapp
             "`quaxlike.combine_adapters`, and merge that."
         )
     whole = leaf.merged()
-    if not is_value(base) or is_value(whole):
+    if base is None or is_value(whole):
         return whole
+    if not is_value(base):
+        return whole.astype(base.dtype)  # which parts of another dtype may have widened
     if isinstance(base, AbstractQuantizedArray) and name in moments:
         return fit(name, whole, base, moments[name])
     if isinstance(base, AbstractQuantizedArray):

@@ -125,6 +125,14 @@ def test_it_is_merged_and_taken_out_again():
         ql.unmerge(merged, _adapted(seed=2))
 
 
+def test_merged_weights_have_the_dtype_that_they_had():
+    with jax.numpy_dtype_promotion("standard"):
+        model = _adapted(base={"a.weight": normal(4, 4).astype(jnp.bfloat16)})
+        merged = ql.merge(model)["a.weight"]
+        assert (model["a.weight"].dtype, merged.dtype) == (jnp.float32, jnp.bfloat16)
+        np.testing.assert_array_equal(merged, model["a.weight"].materialise().astype(jnp.bfloat16))
+
+
 def test_a_type_that_does_not_say_how_it_is_taken_out():
     class Shifted(ql.AdaptedArray):
         shift: jax.Array
