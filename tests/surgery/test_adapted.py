@@ -18,6 +18,7 @@ import quaxlike as ql
 from quaxlike.interop import peft, safetensors
 from quaxlike.models import Decoder, DecoderConfig, generate
 from quaxlike.sharding import fsdp, shard, tensor_parallel
+from quaxlike.testing import check_type
 from tests.samples import normal
 
 KEY = jax.random.key(0)
@@ -251,6 +252,13 @@ def test_layers_are_stacked_and_scanned():
     assert isinstance(second, Scaled)
     for row in (rows[1].weight, second):
         assert eqx.tree_equal(row, layers[1].weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["alone", "stacked"])
+def test_it_equals_its_array_under_every_transform(batch):
+    report = check_type(Scaled(normal(*batch, 4, 4), normal(*batch, 4, seed=1)))
+    assert not report.failures, report
 
 
 def test_batch_axes_move_and_keep_the_type():
