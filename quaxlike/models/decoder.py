@@ -13,7 +13,7 @@ from ..surgery.stacking import stack_layers, unstack_layers
 from .attention import Attention, Context, Memory, Sight
 from .decoder_config import DecoderConfig
 from .feed_forward import MLP, SparseMLP
-from .layers import Hidden, Ids, Part, Seen, each, norm
+from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
 
 _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
 
@@ -176,7 +176,7 @@ class Decoder(Part, roles="model lm_head"):
         head = self.part("lm_head")
         if self.config.headless:
             raise ValueError("This decoder has no output layer, and so no logits: it embeds texts.")
-        out = hidden @ self.embedding.T if head is None else each(head, hidden)
+        out = times_rows(hidden, self.embedding) if head is None else each(head, hidden)
         if (divisor := self.config.logits_scaling) != 1:
             out = out / jnp.asarray(divisor, out.dtype)
         cap = self.config.final_logit_softcapping

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from .._families import FAMILIES
+from ..core.quaxify import value_of
+from ..core.values import is_value
+from ..kernels.dense_matmul import dense_matmul
 from ..sharding.meshes import rows_of
 from .decoder_config import DecoderConfig
 
@@ -87,4 +90,18 @@ def norm(config: DecoderConfig, size: int) -> Any:
 
 def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:
     """Applies a layer of one token to each token."""
-    return rows_of(layer, x) if isinstance(layer, eqx.nn.Embedding) else jax.vmap(layer)(x)
+    if isinstance(layer, eqx.nn.Embedding):
+        return rows_of(layer, x)
+    if not isinstance(layer, eqx.nn.Linear) or _has_values(layer.weight, x):
+        return jax.vmap(layer)(x)
+    y = dense_matmul(x, layer.weight)
+    return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
+
+
+def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
+    """`x @ w.T` for a weight of any type, in the form that a CPU runs fast if it is an array."""
+    return x @ w.T if _has_values(x, w) else dense_matmul(x, w)
+
+
+def _has_values(*arrays: Any) -> bool:
+    return any(is_value(value_of(x)) for x in arrays)

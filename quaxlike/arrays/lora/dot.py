@@ -12,6 +12,7 @@ from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
+from ...kernels import dense_matmul
 from ...kernels.multilinear import is_spread, spread_like
 from .. import precedence
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
@@ -59,7 +60,8 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         if len(w_labels) < n or len(x_labels) > x_ndim or spread:
             return arrange(*times(w, w_labels, x, x_labels, out, **params), out)
         operands = (w, x) if on_left else (x, w)
-        return jax.lax.dot_general(*operands, dimension_numbers, **params)
+        product = jax.lax.dot_general if is_value(w) or is_value(x) else dense_matmul.dot_general
+        return product(*operands, dimension_numbers, **params)
 
     def adapter_product(a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
         first, then = (a, a_labels), (b, b_labels)
