@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ._lazy import lazily
 from ._version import __version__
+from .arrays.adapted import AdaptedArray
 from .arrays.annotated import AnnotatedArray
 from .arrays.dot_axes import DotAxes, dot_axes
 from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
@@ -21,6 +22,7 @@ from .core.recording import note
 from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, register, register_on_either_side
 from .core.values import ArrayValue, Value, is_value, materialise
 from .primitives import custom_dce
+from .surgery.adapt import adapt
 from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters, with_dropout_key
 from .surgery.balance import balance
 from .surgery.eva import eva, eva_ranks, input_moments
@@ -78,6 +80,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     # Types and rules of your own
     "Value",
     "ArrayValue",
+    "AdaptedArray",
     "AnnotatedArray",
     "ArrayOperators",
     "is_value",
@@ -114,6 +117,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "summary",
     "train_scales",
     "trainable",
+    "adapt",
     "loraify",
     "with_dropout_key",
     "merge",

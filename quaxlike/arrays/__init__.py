@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from .._lazy import lazily
 from . import pairs as _pairs  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
+from .adapted import AdaptedArray
 from .annotated import AnnotatedArray
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from . import unitful as unitful
     from . import zero as zero
 
-__all__ = ["AnnotatedArray"]
+__all__ = ["AdaptedArray", "AnnotatedArray"]
 
 __getattr__, __dir__ = lazily(
     __name__, ["lora", "named", "prng", "quantized", "sparse", "structured", "unitful", "zero"], globals()

@@ -14,8 +14,9 @@ from ..core.rules import register_on_either_side
 from ..core.values import is_value
 from ..kernels.block_matmul import to_ranks
 from . import precedence
+from .adapted import frozen
 from .dot_axes import dot_axes, placed, product_dtype
-from .lora.array import LoraArray, drops, frozen, tell_of_dropout
+from .lora.array import LoraArray, drops, tell_of_dropout
 from .quantized.base import AbstractQuantizedArray
 
 

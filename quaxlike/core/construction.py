@@ -92,7 +92,7 @@ def _fields_if_plain(cls: type) -> tuple[str, ...] | None:
     sets_fields_only = (
         _sets_fields(cls)
         and not any("__check_init__" in vars(base) for base in cls.__mro__)
-        and all(f.init and f.default_factory is dataclasses.MISSING for f in fields)
+        and all(f.init and not f.kw_only and f.default_factory is dataclasses.MISSING for f in fields)
         and not any("converter" in f.metadata for f in fields)
     )
     return tuple(f.name for f in fields) if sets_fields_only else None

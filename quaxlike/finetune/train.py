@@ -13,7 +13,6 @@ import optax
 from jaxtyping import PyTree
 
 import quaxlike as ql
-from quaxlike import LoraBias, TrainableArray, TrainableRows
 
 from .._interrupts import take_interrupt
 from .data import Batch, Example, chosen_for, collate
@@ -133,7 +132,7 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> Py
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, TrainableArray | TrainableRows | LoraBias):  # convert their parts, not these
+        if isinstance(leaf, ql.AdaptedArray):  # convert its parts
             return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and ql.is_value(x))
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf

@@ -12,10 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._checked import checked
-from ..arrays.lora import LoraArray
 from ..core.quaxify import quaxify
 from ..core.values import is_value
-from ..surgery.adapters import choose_adapter
+from ..surgery.adapters import choose_adapter, is_stacked
 from .decoder import Decoder
 
 
@@ -330,9 +329,8 @@ def _next_of_one(
     return sampling(logits, step)[0], memory
 
 
-def _stacked_adapters(model: Decoder) -> list[LoraArray]:
-    leaves = jax.tree.leaves(model, is_leaf=is_value)
-    return [x for x in leaves if isinstance(x, LoraArray) and len(x.shape) > len(x.w.shape)]
+def _stacked_adapters(model: Decoder) -> list[Any]:
+    return [x for x in jax.tree.leaves(model, is_leaf=is_value) if is_stacked(x)]
 
 
 def _rounded(n: int) -> int:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from .._families import names_of
-from ..arrays.lora import LoraArray
+from ..arrays.adapted import AdaptedArray
 from ..core.values import is_value
 from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, owner_of, path_of
@@ -329,7 +329,7 @@ def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | 
         return jax.P()
     if kind == "vocabulary":
         cut = -2
-    elif isinstance(leaf, LoraArray):
+    elif isinstance(leaf, AdaptedArray) and leaf.part_axes:
         (cut, *_) = leaf.out_axes if kind == "out" else leaf.in_axes
     elif layout is not None and layout.is_known:
         (cut, *_) = layout.out_axes if kind == "out" else layout.in_axes

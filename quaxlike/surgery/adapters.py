@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,19 +12,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import checked
-from ..arrays.lora import (
-    RANK,
-    LoraArray,
-    LoraBias,
-    TrainableArray,
-    TrainableRows,
-    has_all_axes,
-    labels,
-    padded_to,
-    plainly_scaled,
-    without_adapter,
-)
+from .._checked import a_or_an, checked
+from ..arrays.adapted import AdaptedArray, array_fields, labels_of, matrix_labels
+from ..arrays.lora import RANK, LoraArray, labels, without_adapter
 from ..core.quaxify import value_of
 from ..core.values import is_value
 from .inits import factored
@@ -69,8 +59,8 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
         run(jnp.array([3, 0, 31]), jnp.ones((3, 2)))
         ```
     """
-    stacked = {name: _stacked(loras) for name, loras in _adapters("stack_adapters", models).items()}
-    return replace(models[0], stacked)
+    adapters = _adapters("stack_adapters", models, _adding_nothing)
+    return replace(models[0], {name: _stacked(name, leaves) for name, leaves in adapters.items()})
 
 
 @checked
@@ -101,20 +91,17 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
 
     def chosen(leaf: Any) -> Any:
         nonlocal found
-        if not isinstance(leaf, LoraArray) or len(leaf.shape) == len(leaf.w.shape):
+        if not is_stacked(leaf):
             return leaf
         found = True
         size = leaf.shape[0]
         if isinstance(adapter_index, int | np.integer) and not -size <= adapter_index < size:
             raise IndexError(f"adapter_index {adapter_index} is out of range for {size} adapters.")
-        parts = {"a": leaf.a, "b": leaf.b, "magnitude": leaf.magnitude, "key": leaf.key}
-        return leaf.replace(**{
-            name: part if part is None or (name == "key" and part.ndim == 0) else part[adapter_index]
-            for name, part in parts.items()
-        })  # fmt: skip
+        own = [name for name, labels in labels_of(leaf).items() if 0 in labels]
+        return leaf.replace(**{name: getattr(leaf, name)[adapter_index] for name in own})
 
     out = jtu.tree_map(chosen, model, is_leaf=is_value)
-    if not found and any(isinstance(value_of(leaf), LoraArray) for leaf in jtu.tree_leaves(model)):
+    if not found and any(isinstance(value_of(leaf), AdaptedArray) for leaf in jtu.tree_leaves(model)):
         raise ValueError(
             "choose_adapter was called within a function that `quaxlike.quaxify` runs, which sees arrays in "
             "place of adapters. Choose the adapter first, and give that function the model that comes out."
@@ -160,44 +147,68 @@ def combine_adapters(
         )
     combined = {
         name: _combined(name, loras, weights, method, rank)
-        for name, loras in _adapters("combine_adapters", models).items()
+        for name, loras in _adapters("combine_adapters", models, _of_rank_0).items()
     }
     return replace(models[0], combined)
 
 
-def _adapters(function: str, models: Sequence[PyTree]) -> dict[str, list[LoraArray]]:
-    """Each model's adapter on every weight that any of them adapts; of rank 0 where a model has none."""
+def is_stacked(leaf: Any) -> bool:
+    """Whether this is several adapters on one weight."""
+    return isinstance(leaf, AdaptedArray) and leaf.w is not None and len(leaf.shape) > len(leaf.w.shape)
+
+
+def _adapters(
+    function: str, models: Sequence[PyTree], without: Callable[[Any, Any], Any]
+) -> dict[str, list[Any]]:
+    """Each model's adapter on every weight that any of them adapts; `without(w, like)` where a model has
+    none."""
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
     arrays = [named_arrays(model) for model in models]
     if any(other.keys() != arrays[0].keys() for other in arrays):
         raise ValueError("The models must be adapted from the same base; their arrays have different names.")
-    out: dict[str, list[LoraArray]] = {}
+    out: dict[str, list[Any]] = {}
     for name in arrays[0]:
         leaves = [each[name] for each in arrays]
-        if any(isinstance(x, LoraBias | TrainableArray | TrainableRows) for x in leaves):
-            raise ValueError(f"The models must differ in adapters alone; {name} is trained too.")
-        like = next((x for x in leaves if isinstance(x, LoraArray)), None)
-        if like is not None:
-            out[name] = [x if isinstance(x, LoraArray) else _unadapted(x, like) for x in leaves]
-            kinds = {
-                (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.train_base)
-                for x in out[name]
-            }
-            if len(kinds) > 1 or not all(map(has_all_axes, out[name])):
+        adapted = [x for x in leaves if isinstance(x, AdaptedArray)]
+        for x in adapted:
+            if not x.part_axes.keys() >= {*_parts(x)}:
                 raise ValueError(
-                    f"The adapters on {name} do not fit each other: they must be of the same shape, axes, "
-                    "dropout and `train_base`, all or none DoRAs, and have all batch axes of the weight."
+                    f"The models must differ in adapters alone; {name} is trained too: {a_or_an(type(x))}, "
+                    "which does not say which axes its parts have (`part_axes`)."
                 )
+        if adapted:
+            like = adapted[0]
+            out[name] = [x if isinstance(x, AdaptedArray) else without(x, like) for x in leaves]
+            one_type = {*map(type, out[name])} == {type(like)}
+            if not one_type or like.alike(out[name]) is NotImplemented:
+                raise ValueError(
+                    f"The adapters on {name} do not fit each other: they must be of the same type and "
+                    "shape, axes, dropout and `train_base`, all or none DoRAs, and have all batch axes of "
+                    "the weight."
+                )
+            for x in out[name]:
+                if (found := difference(_shared(like), _shared(x))) is not None:
+                    raise ValueError(f"The adapters on {name} share what they do not train; {found}.")
     if not out:
         raise ValueError("The models have no adapters.")
     _check_bases(function, models, arrays)
     return out
 
 
+def _parts(x: AdaptedArray) -> list[str]:
+    """The parts of which each adapter has its own; all share the others."""
+    return [name for name in x.trained() if name != "w"]
+
+
+def _shared(x: AdaptedArray) -> dict[str, Any]:
+    own = ("w", "key", *_parts(x))
+    return {name: getattr(x, name) for name in array_fields(x) if name not in own}
+
+
 def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mapping[str, Any]]) -> None:
     bare = [
-        replace(model, {name: x.w for name, x in named.items() if isinstance(x, LoraArray)})
+        replace(model, {name: x.w for name, x in named.items() if isinstance(x, AdaptedArray)})
         for model, named in zip(models, arrays, strict=True)
     ]
     for i, other in enumerate(bare[1:], 1):
@@ -209,27 +220,36 @@ def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mappi
             )
 
 
-def _unadapted(w: Any, like: LoraArray) -> LoraArray:
+def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
+    out = type(like).promote(w, like)
+    return out if out is NotImplemented else out.replace(open_base=like.open_base)
+
+
+def _of_rank_0(w: Any, like: Any) -> Any:
+    if not isinstance(like, LoraArray):
+        return NotImplemented
     return without_adapter(w, like).replace(train_base=like.train_base, open_base=like.open_base)
 
 
-def _stacked(loras: Sequence[LoraArray]) -> LoraArray:
-    first = loras[0]
-    alike = {(x.rank, x.alpha, x.rslora) for x in loras}
-    if len(alike) > 1:
-        rank = max(x.rank for x in loras)
-        loras = [padded_to(plainly_scaled(x), rank) for x in loras]
-    magnitudes: list[Any] = [x.magnitude for x in loras]
-    m = None if first.magnitude is None else jnp.stack(magnitudes)
-    return first.replace(
-        a=jnp.stack([x.a for x in loras]), b=jnp.stack([x.b for x in loras]), magnitude=m,
-        alpha=loras[0].alpha, rslora=loras[0].rslora,
-    )  # fmt: skip
+def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
+    first, *_ = adapters = adapters[0].alike(adapters)
+    out = first.replace(**{part: jnp.stack([getattr(x, part) for x in adapters]) for part in _parts(first)})
+    if out.shape != (len(adapters), *first.shape):
+        kind = type(first).__name__
+        raise ValueError(
+            f"{name} is {a_or_an(type(first))}, whose parts do not take a leading axis for several adapters: "
+            f"of {len(adapters)}, `{kind}.materialise` makes an array of shape {out.shape}."
+        )
+    return out
 
 
 def _combined(
     name: str, loras: Sequence[LoraArray], weights: Sequence[float | int], method: str, rank: int | None
 ) -> LoraArray:
+    if not isinstance(loras[0], LoraArray):
+        raise ValueError(
+            f"combine_adapters takes low-rank adapters; that on {name} is {a_or_an(type(loras[0]))}."
+        )
     if loras[0].magnitude is not None:
         raise ValueError(f"The adapter on {name} is a DoRA; a sum of DoRAs is not a DoRA.")
     _, a_labels, b_labels = labels(loras[0])
@@ -278,17 +298,16 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
         ql.quaxify(ql.with_dropout_key(model, jax.random.key(2)))(jnp.ones(2))
         ```
     """
-    loras = {name: x for name, x in named_arrays(model).items() if isinstance(x, LoraArray) and x.dropout > 0}
+    arrays = named_arrays(model)
+    adapters = {name: x for name, x in arrays.items() if isinstance(x, AdaptedArray) and x.dropout > 0}
     if key is None:
-        return replace(model, {name: x.replace(key=None) for name, x in loras.items()})
+        return replace(model, {name: x.replace(key=None) for name, x in adapters.items()})
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    keys = jax.random.split(key, max(1, len(loras)))
+    keys = jax.random.split(key, max(1, len(adapters)))
     new = {}
-    for (name, x), k in zip(loras.items(), keys, strict=False):
-        n_batch = x.ndim - len(x.out_axes) - len(x.in_axes)
-        if n_batch:  # one for each of stacked layers
-            batch = [size for i, size in enumerate(x.shape) if i - x.ndim not in (*x.out_axes, *x.in_axes)]
-            k = jax.random.split(k, tuple(batch))
+    for (name, x), k in zip(adapters.items(), keys, strict=False):
+        if batch := [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]:
+            k = jax.random.split(k, tuple(batch))  # one for each of stacked layers
         new[name] = x.replace(key=k)
     return replace(model, new)

@@ -5,18 +5,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, in_float32, row_norm
 from ..core.values import is_value, materialise
+from .adapt import adapters_on, weights_to_adapt
 from .inits import Init, as_matrix, initialise
 from .patterns import PatternError, fullmatch
-from .records import Layouts, records_of, require_layout
-from .select import Where, select_matrices
-from .trees import bias_of, layer_of, map_arrays, named_arrays, replace, suggestion
+from .records import Layouts
+from .select import Where
+from .trees import bias_of, layer_of, named_arrays, replace, suggestion
 from .weight_axes import Layout
 
 _OPTIONS = ("rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "bias")
@@ -111,19 +111,10 @@ def loraify(
         raise TypeError(
             f"loraify takes the name of an init, or the result of loftq or eva, as init; found {init!r}."
         )
-    tied, (model, head, embedding) = model, _with_own_head(model)
-    records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
-    arrays = {name: record.array for name, record in records.items()}
-    targets = select_matrices(model, records, where, exclude)
-    saved = _inside(arrays, modules_to_save) | _token_rows(arrays, trainable_token_indices)
-    targets = {name: record for name, record in targets.items() if name not in saved}
-    for chosen in (targets, saved):
-        if embedding in chosen:  # one array, and one adapter
-            chosen.pop(head, None)
-    if head not in targets and head not in saved:
-        model = tied
-    if not targets:
-        raise ValueError("`modules_to_save` leaves nothing of what `where` selects.")
+    model, targets, saved = weights_to_adapt(
+        model, where, exclude, layout, fan_in_fan_out=fan_in_fan_out,
+        saved=lambda arrays: _inside(arrays, modules_to_save) | _token_rows(arrays, trainable_token_indices),
+    )  # fmt: skip
     for option, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
         for pattern in patterns:
             try:
@@ -131,45 +122,21 @@ def loraify(
             except PatternError as error:
                 raise ValueError(f"{pattern!r} in {option}: {error}.") from None
             if not found:
-                hint = suggestion(pattern, {name: arrays[name] for name in targets})
+                hint = suggestion(pattern, {name: record.array for name, record in targets.items()})
                 raise ValueError(f"{pattern!r} in {option} matches none of the adapted layers. {hint}")
-    # In the order of names, so that adapters start alike in frameworks that order fields otherwise.
-    keys = dict(zip(sorted(targets, key=_natural), jax.random.split(key, len(targets)), strict=True))
 
-    def adapted_array(name: str, w: Any) -> LoraArray:
-        if isinstance(w, LoraArray | TrainableArray | TrainableRows):
-            raise ValueError(
-                f"{name} is {a_or_an(type(w))} already. Merge the model before you adapt it again, or "
-                "leave it out with `exclude`."
-            )
-        found, r = require_layout(name, targets[name]), value_for(rank_pattern, name, rank)
+    def made(name: str, w: Any, layout: Layout, key: Any) -> LoraArray:
+        r = value_for(rank_pattern, name, rank)
         lora = blank(
-            w, found, r, dtype=dtype,
+            w, layout, r, dtype=dtype,
             alpha=value_for(alpha_pattern, name, r if alpha is None else alpha),
             rslora=rslora, dropout=dropout, train_base=train_base,
         )  # fmt: skip
-        lora = initialise(init, found.kind, name, lora, keys[name])
+        lora = initialise(init, layout.kind, name, lora, key)
         return with_magnitude(lora) if dora else lora
 
-    adapters = map_arrays(adapted_array, {name: arrays[name] for name in targets})
+    adapters = adapters_on(targets, key, made)
     return with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
-
-
-def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
-    """The model with an output layer of its own, and if it had none, the names of that layer's weight and of
-    the embedding that it was tied to. A model supports this with a method `with_separate_head`."""
-    if not hasattr(model, "with_separate_head"):
-        return model, "", ""
-    own = model.with_separate_head()
-    arrays, before = named_arrays(own), named_arrays(model)
-    head = next((name for name in arrays if name not in before), "")
-    embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
-    return own, head, embedding
-
-
-def _natural(name: str) -> list[Any]:
-    """A sort key for names with numbers in them."""
-    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
 
 
 def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:

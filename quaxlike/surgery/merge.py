@@ -1,7 +1,7 @@
 """`merge` and `unmerge`: adapters added into the weights, and taken out of them again."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an, checked
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, arrange, in_float32, row_scale
+from ..arrays.adapted import AdaptedArray, innermost
 from ..arrays.quantized import AbstractQuantizedArray
-from ..core.values import Value, is_value, materialise
+from ..core.values import is_value, materialise
 from .calibrate import fit
 from .trees import difference, map_arrays, named_arrays, replace
 
@@ -49,8 +49,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
         ```
     """
     requantised: list[str] = []
-    kinds = LoraArray | LoraBias | TrainableArray | TrainableRows
-    adapted = {name: leaf for name, leaf in named_arrays(model).items() if isinstance(leaf, kinds)}
+    adapted = {name: leaf for name, leaf in named_arrays(model).items() if isinstance(leaf, AdaptedArray)}
     out = replace(model, map_arrays(lambda name, x: _merged(name, x, requantised, exact or {}), adapted))
     if requantised:
         warnings.warn(
@@ -78,31 +77,34 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
 
     `ValueError` if `merged` is not `adapted` with its adapters merged: if the arrays have different names, a
     weight is not near the sum of base and adapter, or anything else differs. Traced arrays cannot be
-    compared.
+    compared. Also if the type of an adapter does not say how it is taken out (`AdaptedArray.unmerged`).
     """
     weights = named_arrays(merged)
-    adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, LoraArray | LoraBias)}
+    adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, AdaptedArray)}
     if unknown := [name for name in adapters if name not in weights]:
         raise ValueError(f"The merged model has no {', '.join(unknown)}, which the adapted model has.")
-    _check_merged(merged, adapted, adapters, weights)
-    return replace(adapted, {name: _unmerged(weights[name], lora) for name, lora in adapters.items()})
+    bare = {name: _unmerged(name, weights[name], x) for name, x in adapters.items()}
+    bare = {name: x for name, x in bare.items() if x is not adapters[name]}
+    _check_merged(merged, adapted, adapters, bare.keys(), weights)
+    return replace(adapted, bare)
 
 
 def _check_merged(
-    merged: PyTree, adapted: PyTree, adapters: Mapping[str, Any], weights: Mapping[str, Any]
+    merged: PyTree,
+    adapted: PyTree,
+    adapters: Mapping[str, Any],
+    taken_out: Collection[str],
+    weights: Mapping[str, Any],
 ) -> None:
-    """Raises `ValueError` unless `merged` is `adapted` with its adapters merged, up to rounding."""
+    """Raises `ValueError` unless `merged` is `adapted` with its adapters merged, up to rounding; those that
+    are in place of a weight, and are not taken out of it, must be equal."""
     found = None
-    for name, lora in adapters.items():
-        if not _is_near(weights[name], lora):
+    for name in taken_out:
+        if not _is_near(weights[name], adapters[name]):
             found = f"{name} is not the sum of its base and its adapter"
             break
-    without = dict.fromkeys(adapters)
-    beside = {
-        name: x.merged()
-        for name, x in named_arrays(adapted).items()
-        if isinstance(x, TrainableArray | TrainableRows)
-    }
+    without = dict.fromkeys(taken_out)
+    beside = {name: x.merged() for name, x in adapters.items() if name not in without}
     found = found or difference(replace(merged, without), replace(adapted, beside | without))
     if found is not None:
         raise ValueError(
@@ -111,7 +113,7 @@ def _check_merged(
         )
 
 
-def _is_near(weight: Any, lora: LoraArray | LoraBias) -> bool:
+def _is_near(weight: Any, lora: AdaptedArray) -> bool:
     """Whether a weight is the sum of base and adapter, up to rounding; True if that is not known."""
     if tuple(weight.shape) != tuple(lora.shape):
         return False
@@ -126,29 +128,27 @@ def _is_near(weight: Any, lora: LoraArray | LoraBias) -> bool:
     return bool(norm(dense - whole) <= allowed)
 
 
-def _merged(
-    name: str,
-    leaf: LoraArray | LoraBias | TrainableArray | TrainableRows,
-    requantised: list[str],
-    moments: Mapping[str, ArrayLike],
-) -> Any:
-    if isinstance(leaf, LoraArray):
-        if leaf.shape != leaf.w.shape:
-            raise ValueError(
-                f"{name} has adapters of shape {leaf.shape} on a weight of shape {leaf.w.shape}: there are "
-                "several of them. Pick one with `quaxlike.choose_adapter`, or combine them with "
-                "`quaxlike.combine_adapters`, and merge that."
-            )
-        if is_value(leaf.w):
-            if isinstance(leaf.w, AbstractQuantizedArray) and name in moments:
-                return fit(name, leaf.merged(), leaf.w, moments[name])
-            if isinstance(leaf.w, AbstractQuantizedArray):
-                requantised.append(name)
-            return _like(name, leaf.merged(), leaf.w)
-    return leaf.merged()
+def _merged(name: str, leaf: AdaptedArray, requantised: list[str], moments: Mapping[str, ArrayLike]) -> Any:
+    base = innermost(leaf)
+    if base is not None and tuple(leaf.shape) != tuple(base.shape):
+        raise ValueError(
+            f"{name} has adapters of shape {leaf.shape} on a weight of shape {base.shape}: there are "
+            "several of them. Pick one with `quaxlike.choose_adapter`, or combine them with "
+            "`quaxlike.combine_adapters`, and merge that."
+        )
+    whole = leaf.merged()
+    if base is None or is_value(whole):
+        return whole
+    if not is_value(base):
+        return whole.astype(base.dtype)  # which parts of another dtype may have widened
+    if isinstance(base, AbstractQuantizedArray) and name in moments:
+        return fit(name, whole, base, moments[name])
+    if isinstance(base, AbstractQuantizedArray):
+        requantised.append(name)
+    return _like(name, whole, base)
 
 
-def _like(name: str, dense: Any, base: Value) -> Any:
+def _like(name: str, dense: Any, base: Any) -> Any:
     if isinstance(base, AbstractQuantizedArray):
         return base.requantized(dense)
     out = type(base).promote(dense, base)
@@ -160,16 +160,15 @@ def _like(name: str, dense: Any, base: Value) -> Any:
     return out
 
 
-def _unmerged(weight: Any, lora: LoraArray | LoraBias) -> Any:
-    dense = materialise(weight)
-    if isinstance(lora, LoraBias):
-        base = None if lora.w is None else dense - (lora.scaling * lora.b).astype(dense.dtype)
-        trained = isinstance(lora.w, TrainableArray)
-        return LoraBias(TrainableArray(base) if trained else base, lora.b, lora.scaling)
-    dtype = in_float32(dense.dtype)
-    base = dense.astype(dtype)
-    if lora.magnitude is not None:
-        scale, axes = row_scale(lora)
-        base = base / arrange(scale, axes, range(lora.ndim)).astype(dtype)
-    base = (base - lora.delta().astype(dtype)).astype(dense.dtype)
-    return lora.replace(w=_like("The weight", base, weight) if is_value(weight) else base)
+def _unmerged(name: str, weight: Any, adapter: AdaptedArray) -> Any:
+    if tuple(weight.shape) != tuple(adapter.shape):
+        return None
+    out = adapter.unmerged(materialise(weight))
+    if out is NotImplemented:
+        kind = type(adapter)
+        raise ValueError(
+            f"{name} is {a_or_an(kind)}, which does not say how it is taken out of a weight "
+            f"(`{kind.__name__}.unmerged`)."
+        )
+    same = out is adapter or not is_value(weight)
+    return out if same else out.with_base(_like("The weight", out.w, weight))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an, checked
-from ..arrays.lora import LoraArray
+from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.quantized import (
     CODECS,
     AbstractQuantizedArray,
@@ -122,9 +123,7 @@ def quantizers(
 def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
     if name not in moments:
         raise ValueError(f"calibrate has no moments for {name}; it has those for {', '.join(moments)}.")
-    if isinstance(q, LoraArray):
-        return q.replace(w=fit(name, w.w, q.w, moments[name]))
-    return fit(name, w, q, moments[name])
+    return on_innermost(lambda q: fit(name, innermost(w), q, moments[name]), q)
 
 
 @checked
@@ -170,20 +169,16 @@ def fake_quantize(
     rounded: dict[int, Any] = {}  # tied weights stay tied
 
     def estimate(q: Any, w: Any) -> Any:
-        if isinstance(q, LoraArray):
-            return q.replace(w=estimate(q.w, w.w))
         if id(w) not in rounded:
             rounded[id(w)] = ste(lambda w: q.materialise())(w)
         return rounded[id(w)]
 
     dense = named_arrays(model)
     return replace(model, {
-        name: estimate(q, dense[name]) for name, q in named_arrays(quantized).items() if _is_quantized(q)
+        name: on_innermost(lambda base, w=dense[name]: estimate(base, innermost(w)), q)
+        for name, q in named_arrays(quantized).items()
+        if isinstance(innermost(q), AbstractQuantizedArray)
     })  # fmt: skip
-
-
-def _is_quantized(x: Any) -> bool:
-    return _is_quantized(x.w) if isinstance(x, LoraArray) else isinstance(x, AbstractQuantizedArray)
 
 
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
@@ -195,8 +190,8 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
             + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
             + f" The schemes are {', '.join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])}."
         )
-    if isinstance(w, LoraArray):
-        return w.replace(w=quantize_array(name, w.w, scheme, layout, **options))
+    if _has_parts(w):
+        return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
         # Nested scales span a whole array: give each block its own, so that rows of blocks can be cut.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
@@ -219,6 +214,11 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         return quantized(w, **options)
     stored = quantized(jnp.transpose(w, order), **options)
     return stored.with_axes([order.index(i) for i in range(len(order))])
+
+
+def _has_parts(w: Any) -> bool:
+    """Whether this is an adapter, and not a weight that is trained itself."""
+    return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 
 def _stored_order(layout: Layout, n: int) -> list[int]:

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import checked
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
+from ..arrays.adapted import AdaptedArray, innermost
 from ..arrays.quantized import BlockArray
 from ..core.values import is_value
 from .records import Layouts, records_of
@@ -155,16 +155,15 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 def _row(path: str, x: Any, layout: Layout | None) -> Row:
     spec = trained_leaves(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
-    size = math.prod(x.shape)
-    if isinstance(x, LoraArray):
-        size = math.prod(x.w.shape)  # several adapters share it
+    base = innermost(x)
+    size = math.prod((x if base is None else base).shape)  # several adapters share it
     return Row(
         path=path,
         type=_type(x),
         shape=tuple(x.shape),
         dtype=jnp.dtype(x.dtype).name if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype),
         size=size,
-        adapter_size=sum(leaf.size for leaf in _adapter(x)),
+        adapter_size=sum(leaf.size for leaf in _adapters(x)),
         trainable=sum(leaf.size for leaf, is_trained in leaves if is_trained),
         logical_bytes=size * x.dtype.itemsize,
         stored_bytes=sum(leaf.nbytes for leaf in jtu.tree_leaves(x)),
@@ -172,26 +171,20 @@ def _row(path: str, x: Any, layout: Layout | None) -> Row:
     )
 
 
-def _adapter(x: Any) -> list[Any]:
-    if isinstance(x, LoraArray):
-        return jtu.tree_leaves((x.a, x.b, x.magnitude))
-    if isinstance(x, TrainableRows):
-        return [x.rows]
-    return [x.b] if isinstance(x, LoraBias) else []
+def _adapters(x: Any) -> list[Any]:
+    """The arrays of all adapters on a weight, but for their keys."""
+    if not isinstance(x, AdaptedArray):
+        return []
+    own = jtu.tree_leaves(x.with_base(None))
+    numbers = [leaf for leaf in own if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    return [*numbers, *_adapters(x.w)]
 
 
 def _type(x: Any) -> str:
-    if isinstance(x, LoraArray | LoraBias | TrainableArray | TrainableRows):
-        inner = x.array if isinstance(x, TrainableArray) else x.w
-        kind = type(x).__name__
-        if isinstance(x, LoraArray):
-            dropout = (
-                f", dropout {x.dropout:g}{' (no key: off)' if x.key is None else ''}" if x.dropout else ""
-            )
-            kind += f"[{'dora, ' if x.magnitude is not None else ''}r={x.rank}{dropout}]"
-        return f"{kind} of {_type(inner)}" if is_value(inner) else kind
     if not is_value(x):
         return "array"
+    if isinstance(x, AdaptedArray):
+        return f"{x.description()} of {_type(x.w)}" if is_value(x.w) else x.description()
     kind = f"{type(x).__name__}[{x.codec.name}]" if isinstance(x, BlockArray) else type(x).__name__
     held = [part for field in dataclasses.fields(x) if is_value(part := getattr(x, field.name, None))]
     return " of ".join([kind, *map(_type, held[:1])])

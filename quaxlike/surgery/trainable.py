@@ -9,9 +9,9 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import a_or_an, checked
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
+from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.quantized import AbstractQuantizedArray
-from ..core.values import is_value
+from ..core.values import is_value, replace_fields
 from .select import Where, select
 from .trees import listing, named_arrays, replace
 
@@ -96,7 +96,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     arrays = named_arrays(model) if where is None else select(model, where)
     trained: dict[str, Any] = {}
     for name, x in arrays.items():
-        w = x.w if isinstance(x, LoraArray) else x
+        w = innermost(x)
         if not isinstance(w, AbstractQuantizedArray):
             continue
         if not any(map(eqx.is_inexact_array, jtu.tree_leaves(w.scale))):
@@ -104,8 +104,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
                 f"{name} is {a_or_an(type(w))} whose scales are 8-bit codes, not floating-point "
                 "numbers. Leave it out with `where`."
             )
-        w = dataclasses.replace(w, train_scales=True)
-        trained[name] = x.replace(w=w) if isinstance(x, LoraArray) else w
+        trained[name] = on_innermost(lambda w: dataclasses.replace(w, train_scales=True), x)
     if not trained:
         raise ValueError(f"There are no quantised weights, only {listing(arrays)}.")
     return replace(model, trained)
@@ -113,20 +112,11 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
 def trained_leaves(leaf: Any) -> Any:
     """Which leaves of one array of a model are trained."""
-    spec = jtu.tree_map(lambda _: False, leaf)
-    if isinstance(leaf, LoraArray):
-        fields = ["a", "b", *(["magnitude"] if leaf.magnitude is not None else [])]
-        fields += ["w"] if leaf.train_base else []
-        spec = eqx.tree_at(lambda x: x.w, spec, trained_leaves(leaf.w))
+    spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
+    if isinstance(leaf, AdaptedArray):
+        spec, fields = spec.with_base(trained_leaves(leaf.w)), leaf.trained()
     elif isinstance(leaf, AbstractQuantizedArray) and leaf.train_scales:
         fields = ["scale"]
-    elif isinstance(leaf, TrainableArray):
-        fields = ["array"]
-    elif isinstance(leaf, TrainableRows):
-        fields = ["rows"]
-    elif isinstance(leaf, LoraBias):
-        fields = ["b", *(["w"] if isinstance(leaf.w, TrainableArray) else [])]
     else:
         return spec
-    floats = jtu.tree_map(eqx.is_inexact_array, leaf)
-    return eqx.tree_at(lambda x: [getattr(x, f) for f in fields], spec, [getattr(floats, f) for f in fields])
+    return replace_fields(spec, **{name: getattr(floats, name) for name in fields})

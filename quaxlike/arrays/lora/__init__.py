@@ -4,8 +4,18 @@ from ..dot_axes import arrange, in_float32
 
 # Imported to register rules.
 from . import dot, elementwise  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from .array import RANK, DropoutWarning, LoraArray, labels, padded_to, plainly_scaled, row_norm, row_scale
-from .shape import has_all_axes, without_adapter
+from .array import (
+    RANK,
+    DropoutWarning,
+    LoraArray,
+    has_all_axes,
+    labels,
+    padded_to,
+    plainly_scaled,
+    row_norm,
+    row_scale,
+)
+from .shape import without_adapter
 from .trainable import LoraBias, TrainableArray, TrainableRows
 
 __all__ = [

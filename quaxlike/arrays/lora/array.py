@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal
 
@@ -10,25 +10,23 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
 from ..._checked import checked
 from ...core import compat
-from ...core.jaxprs.slots import leading_axes, part_specs
-from ...core.jaxprs.unify import dense_when_incompatible, widened, widened_part
-from ...core.operators import ArrayOperators
+from ...core.jaxprs.unify import dense_when_incompatible, widened_part
 from ...core.quaxify import quaxify
-from ...core.values import ArrayValue, Value, is_value, materialise, replace_fields
+from ...core.values import ArrayValue, Value, materialise
 from ...kernels.multilinear import spread_like
+from ..adapted import AdaptedArray, frozen, labels_of, matrix_labels, with_trainable_base
 from ..batch_axes import with_batch_of
-from ..dot_axes import Labels, arrange, cast, common_dtype, contract
+from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
 
 # The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
 RANK = -1
 
 
-class LoraArray(ArrayOperators, ArrayValue):
+class LoraArray(AdaptedArray):
     """The array `w + scaling * (b @ a)`: a frozen weight with a low-rank adapter.
 
     A product with it is computed as a product with `w` and two thin ones; neither the sum nor its gradient is
@@ -73,7 +71,6 @@ class LoraArray(ArrayOperators, ArrayValue):
     Hu et al., LoRA (2021); Kalajdzievski, rsLoRA (2023); Liu et al., DoRA (2024); conventions of PEFT.
     """
 
-    w: Any
     a: Any
     b: Any
     magnitude: Any | None
@@ -81,14 +78,15 @@ class LoraArray(ArrayOperators, ArrayValue):
     alpha: float = eqx.field(static=True)
     rslora: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
-    train_base: bool = eqx.field(static=True)
-    open_base: bool = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
     # What the initialisation took out of `w` (`surgery.inits.taken_by`), for files without the base.
     taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
+    part_axes: ClassVar[Mapping[str, str]] = {
+        "a": "rank in", "b": "out rank", "magnitude": "out", "key": ""
+    }  # fmt: skip
 
     @checked
     def __init__(
@@ -140,24 +138,40 @@ class LoraArray(ArrayOperators, ArrayValue):
             return 0.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    @property
-    def base(self) -> Any:
-        """`w`, cut off from differentiation unless `train_base` or `open_base`."""
-        return self.w if self.train_base or self.open_base else frozen(self.w)
-
-    def replace(self, **fields: Any) -> "LoraArray":
-        """This array with some fields replaced, without checking them against the others."""
-        return replace_fields(self, **fields)
-
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(_shape(self), self.w.dtype)
 
     def materialise(self) -> jax.Array:
         return dense(self, self.base)
 
-    def merged(self) -> jax.Array:
-        """The dense array, with gradients to both the base and the adapter."""
-        return dense(self, self.w)
+    def unmerged(self, weight: jax.Array) -> "LoraArray":
+        dtype = in_float32(weight.dtype)
+        base = weight.astype(dtype)
+        if self.magnitude is not None:
+            scale, axes = row_scale(self)
+            base = base / arrange(scale, axes, range(self.ndim)).astype(dtype)
+        return self.replace(w=(base - self.delta().astype(dtype)).astype(weight.dtype))
+
+    def adds_nothing(self) -> bool:
+        """Whether this is neither a DoRA nor drops inputs, which need more than zeros."""
+        return self.magnitude is None and self.key is None
+
+    def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
+        """With one rank and one scaling."""
+        forms = {
+            (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.train_base) for x in others
+        }
+        if len(forms) > 1 or not all(map(has_all_axes, others)):
+            return NotImplemented
+        if len({(x.rank, x.alpha, x.rslora) for x in others}) > 1:
+            rank = max(x.rank for x in others)
+            return [padded_to(plainly_scaled(x), rank).replace(dropout=x.dropout) for x in others]
+        return others
+
+    def description(self) -> str:
+        dropout = f", dropout {self.dropout:g}{' (no key: off)' if self.key is None else ''}"
+        kind = f"{'dora, ' if self.magnitude is not None else ''}r={self.rank}"
+        return f"{type(self).__name__}[{kind}{dropout if self.dropout else ''}]"
 
     def delta(self) -> jax.Array:
         """`scaling * (b @ a)` as a dense array, with its axes in the order of this array."""
@@ -166,23 +180,6 @@ class LoraArray(ArrayOperators, ArrayValue):
         _, a_labels, b_labels = labels(self)
         out, out_labels = contract(cast(b, dtype), b_labels, cast(a, dtype), a_labels, range(self.ndim))
         return self.scaling * arrange(out, out_labels, range(self.ndim))
-
-    @classmethod
-    def promote(cls, array: Any, like: Value) -> Value | NotImplementedType:
-        """Makes `array` a base that gradients reach, with an adapter that adds nothing. Declines for DoRA and
-        dropout, which need more, and for another shape."""
-        assert isinstance(like, LoraArray)
-        if (
-            not array.shape == like.shape == like.w.shape
-            or like.magnitude is not None
-            or like.key is not None
-        ):
-            return NotImplemented
-        w = widened(array, like.w)
-        if is_value(w) != is_value(like.w):
-            return NotImplemented
-        a, b = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (like.a, like.b))
-        return like.replace(w=w, a=a, b=b, open_base=not like.train_base)
 
     def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
         """Converts to a rank, batch axes and a base that both can have; the base is trained if that of `like`
@@ -206,37 +203,8 @@ class LoraArray(ArrayOperators, ArrayValue):
         """The properties of an adapter that cannot be changed."""
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
-    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
-        if 0 in matrix_labels(self):
-            return NotImplemented  # a row of a matrix has no adapter
-        return leading_axes((part, 0 in part_labels) for part, part_labels in _parts(self))
-
-    def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
-        sharded = (*spec, *[None] * (self.ndim - len(spec)))
-        own = lambda part_labels: jax.P(*[None if i == RANK else sharded[i] for i in part_labels])
-        return part_specs((part, own(part_labels)) for part, part_labels in _parts(self))
-
-
-def frozen(x: Any) -> Any:
-    """`x`, an array or a Value, treated as a constant in differentiation."""
-    return jtu.tree_map(jax.lax.stop_gradient, x)
-
 
 # The same array with other static fields ----------------------------------------------------------
-
-
-def with_trainable_base(x: LoraArray, *, train: bool = False) -> LoraArray:
-    """The same array with gradients through its base, and with `train_base` if `train`; they still do not
-    reach a base that was frozen."""
-    train = train or x.train_base
-    return x.replace(w=x.base, train_base=train, open_base=not train)
-
-
-def alike_in_training(loras: Sequence[LoraArray]) -> list[LoraArray]:
-    """The same arrays; if the base of any is trained or open, those of all are."""
-    train = any(x.train_base for x in loras)
-    reached = train or any(x.open_base for x in loras)
-    return [with_trainable_base(x, train=train) for x in loras] if reached else [*loras]
 
 
 def _swapped(x: LoraArray) -> LoraArray:
@@ -268,48 +236,27 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
 # Axes ---------------------------------------------------------------------------------------------
 
 
-def _ndim(lora: LoraArray) -> int:
-    n_out, n_in = len(lora.out_axes), len(lora.in_axes)
-    return max(lora.w.ndim, lora.a.ndim - 1 + n_out, lora.b.ndim - 1 + n_in)
-
-
 def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
     """The labels of the axes of `w`, `a` and `b`: the axis of the whole array that each corresponds to."""
-    n = _ndim(lora)
-    out, into = [n + axis for axis in lora.out_axes], [n + axis for axis in lora.in_axes]
-    batch = [i for i in range(n) if i not in out and i not in into]
-    a_batch, b_batch = lora.a.ndim - 1 - len(into), lora.b.ndim - 1 - len(out)
-    return (
-        list(range(n - lora.w.ndim, n)),
-        [*batch[len(batch) - a_batch :], RANK, *into],
-        [*batch[len(batch) - b_batch :], *out, RANK],
-    )
-
-
-def matrix_labels(lora: LoraArray) -> set[int]:
-    """The labels of the axes that are not batch axes."""
-    return {_ndim(lora) + axis for axis in (*lora.out_axes, *lora.in_axes)}
+    w, a, b, *_ = labels_of(lora).values()
+    return w, a, b
 
 
 def parts_of(lora: LoraArray) -> dict[str, Labels]:
     """The labels of the axes of each array that `lora` has but for a key, by the name of its field."""
-    names = ("w", "a", "b") if lora.magnitude is None else ("w", "a", "b", "magnitude")
-    w_labels, a_labels, b_labels = labels(lora)
-    return dict(zip(names, (w_labels, a_labels, b_labels, b_labels[:-1]), strict=False))
+    return {name: own for name, own in labels_of(lora).items() if name != "key"}
 
 
-def _parts(lora: LoraArray) -> list[tuple[Any, Labels]]:
-    """The array fields and the labels of their axes, in the order of the leaves."""
-    parts = [(getattr(lora, name), own) for name, own in parts_of(lora).items()]
-    if lora.key is not None:
-        batch = [i for i in range(_ndim(lora)) if i not in matrix_labels(lora)]
-        parts.append((lora.key, batch[len(batch) - lora.key.ndim :]))
-    return parts
+def has_all_axes(x: LoraArray) -> bool:
+    """Whether each part has all batch axes."""
+    batch = set(range(x.ndim)) - matrix_labels(x)
+    return all(batch <= set(own) for own in labels(x))
 
 
 def _shape(lora: LoraArray) -> tuple[int, ...]:
-    sizes = {i: size for part, ls in _parts(lora)[:3] for i, size in zip(ls, part.shape, strict=True)}
-    return tuple(sizes[i] for i in range(_ndim(lora)))
+    parts = zip(("w", "a", "b"), labels(lora), strict=True)
+    sizes = {i: size for name, own in parts for i, size in zip(own, getattr(lora, name).shape, strict=True)}
+    return tuple(sizes[i] for i in sorted(sizes) if i >= 0)
 
 
 def _misfit(lora: LoraArray) -> str | None:
@@ -328,9 +275,9 @@ def _misfit(lora: LoraArray) -> str | None:
     if lora.b.shape[-1] != lora.rank:
         return f"a is of rank {lora.rank}, b of rank {lora.b.shape[-1]}"
     shape = _shape(lora)
-    for name, (part, part_labels) in zip(("w", "a", "b", "magnitude"), _parts(lora), strict=False):
-        found = tuple(lora.rank if i == RANK else shape[i] for i in part_labels)
-        if part.shape != found:
+    for name, own in parts_of(lora).items():
+        found = tuple(lora.rank if i == RANK else shape[i] for i in own)
+        if getattr(lora, name).shape != found:
             return f"{name} would have to be of shape {found} to fit"
     return None
 
@@ -363,7 +310,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     The sum is not formed: |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b, row by row.
     """
     w_labels, a_labels, b_labels = labels(lora)
-    rows, into = b_labels[:-1], {_ndim(lora) + axis for axis in lora.in_axes}
+    rows, into = b_labels[:-1], {lora.ndim + axis for axis in lora.in_axes}
     w, a, b = materialise((lora.w, lora.a, lora.b))
     dtype = common_dtype(a, b, jax.ShapeDtypeStruct((), jnp.float32))
     w, a, b = cast(w, dtype), cast(a, dtype), cast(b, dtype)

@@ -10,10 +10,11 @@ from jaxtyping import ArrayLike
 
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
+from ..adapted import alike_in_training, with_trainable_base
 from ..dot_axes import arrange, cast
 from ..factors import is_infinite, reciprocal
-from .array import RANK, LoraArray, alike_in_training, labels, plainly_scaled, with_trainable_base
-from .shape import alike, each, has_all_axes, joined
+from .array import RANK, LoraArray, has_all_axes, labels, plainly_scaled
+from .shape import alike, each, joined
 
 
 @register("convert_element_type")

@@ -16,15 +16,15 @@ from jaxtyping import ArrayLike
 from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register
+from ..adapted import alike_in_training, matrix_labels
 from ..bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract
 from .array import (
     RANK,
     LoraArray,
-    alike_in_training,
     drops,
+    has_all_axes,
     labels,
-    matrix_labels,
     padded_to,
     parts_of,
     plainly_scaled,
@@ -102,12 +102,6 @@ def _broadcast_in_dim(
         order[axis] = label
     new = [size for size, label in zip(shape, order, strict=True) if label >= n]
     return with_axes(x, order) if set(new) == {1} and has_all_axes(x) else NotImplemented
-
-
-def has_all_axes(x: LoraArray) -> bool:
-    """Whether each part has all batch axes."""
-    batch = set(range(x.ndim)) - matrix_labels(x)
-    return all(batch <= set(own) for own in labels(x))
 
 
 def with_all_axes(x: LoraArray) -> LoraArray:

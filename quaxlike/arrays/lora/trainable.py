@@ -16,19 +16,22 @@ from jaxtyping import ArrayLike
 from ..._checked import checked
 from ...core.jaxprs.slots import leading_axes, part_specs
 from ...core.jaxprs.unify import dense_when_incompatible, widened
-from ...core.operators import ArrayOperators
 from ...core.policy import map_values
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, Value, is_value, materialise
 from .. import precedence
+from ..adapted import AdaptedArray
 from ..dot_axes import dot_axes
-from .array import frozen
 from .dot import add
 
 
-class TransparentValue(ArrayOperators, ArrayValue):
-    """Marks an array for `trainable`; every computation uses the plain array."""
+class TransparentValue(AdaptedArray):
+    """An adapted array that every computation uses as a plain one."""
+
+    # Decided by what it holds, so that files of models have no entries for these.
+    train_base: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    open_base: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
     def default(
@@ -51,6 +54,8 @@ class TrainableArray(TransparentValue):
 
     array: Any
 
+    w: ClassVar[Any] = property(lambda self: self.array)
+    train_base: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     def aval(self) -> jax.core.ShapedArray:
@@ -63,9 +68,14 @@ class TrainableArray(TransparentValue):
         """The array."""
         return self.array
 
+    def unmerged(self, weight: jax.Array) -> "TrainableArray":
+        return self
+
+    def with_base(self, w: Any) -> "TrainableArray":
+        return self.replace(array=w)
+
     @classmethod
-    def promote(cls, array: Any, like: Value) -> Value | NotImplementedType:
-        assert isinstance(like, TrainableArray)
+    def promote(cls, array: Any, like: Any) -> Value | NotImplementedType:
         array = widened(array, like.array)
         return cls(array) if is_value(array) == is_value(like.array) else NotImplemented
 
@@ -88,7 +98,6 @@ class LoraBias(TransparentValue):
     - `scaling`: the scaling of the adapter.
     """
 
-    w: Any
     b: Any
     scaling: float = eqx.field(static=True)
 
@@ -96,12 +105,17 @@ class LoraBias(TransparentValue):
         return jax.core.ShapedArray(self.b.shape, (self.b if self.w is None else self.w).dtype)
 
     def materialise(self) -> jax.Array:
-        trained = isinstance(self.w, TrainableArray)
-        return self._sum(self.w if trained else frozen(self.w))
+        return self._sum(self.base)
 
     def merged(self) -> jax.Array:
         """The sum, with gradients to both parts."""
         return self._sum(self.w)
+
+    def unmerged(self, weight: jax.Array) -> "LoraBias":
+        if self.w is None:
+            return self
+        base = weight - (self.scaling * self.b).astype(weight.dtype)
+        return self.with_base(self.w.with_base(base) if isinstance(self.w, AdaptedArray) else base)
 
     def _sum(self, w: Any) -> jax.Array:
         scaled = self.b * self.scaling
@@ -126,7 +140,6 @@ class TrainableRows(TransparentValue):
         Default: False.
     """
 
-    w: Any
     rows: Any
     indices: tuple[int, ...] = eqx.field(static=True)
     transposed: bool = eqx.field(static=True, default=False)
@@ -156,13 +169,15 @@ class TrainableRows(TransparentValue):
         return jax.core.ShapedArray(self.w.shape[::-1] if self.transposed else self.w.shape, self.w.dtype)
 
     def materialise(self) -> jax.Array:
-        w = frozen(self.w)
-        dense = _replaced(materialise(w) if is_value(w) else w, self)
+        dense = _replaced(materialise(self.base), self)
         return dense.T if self.transposed else dense
 
     def merged(self) -> jax.Array:
         """The matrix with the trained rows in it."""
         return self.materialise()
+
+    def unmerged(self, weight: jax.Array) -> "TrainableRows":
+        return self
 
     def widen(self, like: Value) -> Any:
         """Makes this dense if `like` has other rows or another layout."""
@@ -190,7 +205,7 @@ def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice
     same = at == known  # the last axis of `start` has one entry
     own = look_up(x.rows.astype(x.dtype), jnp.argmax(same, axis=-1, keepdims=True).astype(start.dtype))
     found = jnp.expand_dims(jnp.any(same, axis=-1), d.offset_dims)
-    return jnp.where(found, own, quaxify(look_up)(frozen(x.w), start))
+    return jnp.where(found, own, quaxify(look_up)(x.base, start))
 
 
 @register("transpose")
@@ -228,4 +243,4 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
         own = (at,) if on_left else (..., at)
         return times(w, other).at[own].set(times(rows, other), unique_indices=True)
 
-    return quaxify(product)(frozen(x.w), x.rows.astype(x.dtype), other)
+    return quaxify(product)(x.base, x.rows.astype(x.dtype), other)

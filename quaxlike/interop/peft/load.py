@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from ..._checked import checked
 from ..._families import names_of
+from ...arrays.adapted import innermost
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...surgery.inits import initialise
@@ -117,7 +118,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
             rename = {
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
             }
-    arrays = {new: (name, _base(leaf)) for new, name, leaf in names_in_file(model, rename)}
+    arrays = {new: (name, innermost(leaf)) for new, name, leaf in names_in_file(model, rename)}
     records = records_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
     layouts = {name: record.layout for name, record in records.items()}
     parameters = [
@@ -436,13 +437,6 @@ def _trained_in_full(
             hint = suggestion(new, held) if new not in arrays else "modules_to_save and bias do not name it."
             raise file.error(key, f"is not expected. {hint}")
     return {new: file.trained[new] for new in wanted}
-
-
-def _base(leaf: Any) -> Any:
-    """The array before it was adapted, or the array itself if it is trained in full."""
-    if isinstance(leaf, LoraArray | LoraBias | TrainableRows):
-        return _base(leaf.w)
-    return leaf.array if isinstance(leaf, TrainableArray) else leaf
 
 
 def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..._checked import a_or_an, checked
 from ..._families import FAMILIES, names_of
+from ...arrays.adapted import AdaptedArray
 from ...arrays.lora import RANK, LoraArray, LoraBias, TrainableArray, TrainableRows, labels
 from ...core.values import is_value
 from ...surgery.inits import as_matrix, halves, svd, taken_by, with_factors
@@ -102,6 +103,13 @@ def save_adapter(
         for new, name, leaf in arrays
         if isinstance(leaf, LoraArray)
     }
+    for _, name, leaf in arrays:
+        written = isinstance(leaf, LoraArray | LoraBias | TrainableArray | TrainableRows)
+        if isinstance(leaf, AdaptedArray) and not written:
+            raise ValueError(
+                f"{name} is {a_or_an(type(leaf))}, which the file of a LoRA cannot hold. Merge it into the "
+                "weight first, or save the whole model with `quaxlike.interop.safetensors`."
+            )
     if not adapters:
         raise ValueError("The model has no adapter to save: it holds no LoraArray.")
     every = [new for new, name, leaf in arrays if is_parameter(new, leaf.shape, layouts[name])]

@@ -1,0 +1,335 @@
+"""`AdaptedArray`: a weight with parts beside it, which are trained in its place."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import NotImplementedType
+from typing import Any, ClassVar, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import ArrayLike
+
+from ..core.jaxprs.slots import leading_axes, part_specs
+from ..core.jaxprs.unify import widened, widened_part
+from ..core.operators import ArrayOperators
+from ..core.quaxify import quaxify
+from ..core.rules import register
+from ..core.values import ArrayValue, Value, is_value, replace_fields
+from .batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
+from .bounds import cuts_of, dynamic_slice_in_dim
+from .dot_axes import Labels
+
+_Self = TypeVar("_Self", bound="AdaptedArray")
+
+
+class AdaptedArray(ArrayOperators, ArrayValue):
+    """A weight with parts beside it that are trained in its place: the base class of adapters, such as
+    [`quaxlike.LoraArray`][] and your own.
+
+    Subclass it, declare the parts as fields, and write `materialise` from them and `self.base`, which is `w`
+    without gradients. Put it on a model with [`quaxlike.adapt`][]. Everything that works with adapters then
+    works with yours: [`quaxlike.trainable`][], [`quaxlike.merge`][], [`quaxlike.summary`][], quantisation of
+    the weight beneath, fine-tuning, generation. Without rules of its own, it is materialised wherever it is
+    used; write one for `dot_general` first.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value.
+    - `train_base`: whether `w` is trained too. Default: False.
+    - `open_base`: whether gradients flow through `w` although it is not trained, because arrays that have
+        gradients were put in it. Default: False.
+
+    A subclass may also set, as class attributes or static fields:
+
+    - `part_axes`: for each part, the axes that it ends with, such as `{"a": "rank in", "b": "out rank"}`.
+        `out` and `in` are those of the weight, any other word is an axis of the part alone. Axes in front of
+        them are batch axes: several adapters on one weight, or stacked layers; `materialise` has to accept
+        them. [`quaxlike.stack_adapters`][], shardings and loops over stacked layers need it. Default: not
+        known.
+    - `out_axes`, `in_axes`: the axes of the weight that are outputs and inputs, counted from the end.
+        Default: `(-2,)` and `(-1,)`.
+    - `dropout`: the share of inputs that is dropped where the field `key` is a PRNG key.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
+
+        class Scaled(ql.AdaptedArray):
+            scale: jax.Array
+            part_axes = {"scale": "out"}
+
+            def materialise(self):
+                return ql.materialise(self.base) * self.scale[..., None]
+
+        mlp = eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0))
+        model = ql.adapt(mlp, lambda w, **_: Scaled(w, jnp.ones(w.shape[0])))
+        print(ql.summary(model))
+        ```
+    """
+
+    w: Any
+    train_base: bool = eqx.field(static=True, default=False, kw_only=True)
+    open_base: bool = eqx.field(static=True, default=False, kw_only=True)
+
+    part_axes: ClassVar[Mapping[str, str]] = {}
+    # Without annotations, so that a subclass that makes them fields decides about their order.
+    out_axes = (-2,)
+    in_axes = (-1,)
+    dropout = 0.0
+
+    @property
+    def base(self) -> Any:
+        """`w`, cut off from differentiation unless `train_base` or `open_base`. An adapter beneath this one
+        decides for itself, and so does a quantised weight whose scales are trained."""
+        decides = isinstance(self.w, AdaptedArray) or getattr(self.w, "train_scales", False)
+        return self.w if self.train_base or self.open_base or decides else frozen(self.w)
+
+    def trained(self) -> Sequence[str]:
+        """The names of the fields that are trained. Default: all with floating-point arrays, but `w` only if
+        `train_base`. Several adapters on one weight share the others."""
+        names = [name for name in array_fields(self) if name != "w" or self.train_base]
+        return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
+
+    def merged(self) -> Any:
+        """The array that `merge` puts in its place, differentiable in all parts. Default: materialised."""
+        return self.replace(open_base=True).materialise()
+
+    def unmerged(self, weight: jax.Array) -> Any:
+        """The adapter whose `merged` is a dense `weight`: its base is the weight without what this adds.
+        Default: `NotImplemented`."""
+        return NotImplemented
+
+    def adds_nothing(self) -> bool:
+        """Whether the base is left as it is if all parts are zero. Weights without an adapter can then meet
+        those that have one: in branches, and in [`quaxlike.stack_adapters`][]. Default: False."""
+        return False
+
+    def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
+        """Several adapters of one weight in a common form, so that their parts can be stacked. Default: as
+        they are, if their static fields and the shapes of their parts are equal."""
+
+        def form(x: Any) -> Any:
+            leaves, structure = jtu.tree_flatten(x.with_base(None))
+            return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        return others if all(form(x) == form(self) for x in others) else NotImplemented
+
+    def description(self) -> str:
+        """How [`quaxlike.summary`][] calls it. Default: by the name of its class."""
+        return type(self).__name__
+
+    def replace(self: _Self, **fields: Any) -> _Self:
+        """This array with some fields replaced, without checking them against the others."""
+        return replace_fields(self, **fields)
+
+    def with_base(self: _Self, w: Any) -> _Self:
+        """This adapter on another base."""
+        return self.replace(w=w)
+
+    @classmethod
+    def promote(cls, array: Any, like: Any) -> Value | NotImplementedType:
+        """Makes `array` a base that gradients reach, with parts that add nothing, if zeros do."""
+        if not like.adds_nothing() or not array.shape == like.shape == like.w.shape:
+            return NotImplemented
+        w = widened(array, like.w)
+        if is_value(w) != is_value(like.w):
+            return NotImplemented
+        out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
+        return out.with_base(w).replace(open_base=not like.train_base)
+
+    def widen(self, like: Value) -> Any:
+        """Lets gradients through the base if they pass that of `like`."""
+        if type(like) is not type(self) or not (like.train_base or like.open_base):
+            return NotImplemented
+        x = with_trainable_base(self, train=like.train_base)
+        return x.with_base(widened_part(x.w, like.w))
+
+    def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
+        if not knows_axes(self) or 0 in matrix_labels(self):
+            return NotImplemented  # a row of a matrix has no adapter
+        return leading_axes((getattr(self, name), 0 in own) for name, own in labels_of(self).items())
+
+    def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
+        if not knows_axes(self):
+            return NotImplemented
+        sharded = (*spec, *[None] * (self.ndim - len(spec)))
+        own = lambda labels: jax.P(*[None if i < 0 else sharded[i] for i in labels])
+        return part_specs((getattr(self, name), own(labels)) for name, labels in labels_of(self).items())
+
+    # The interface of `batch_axes`.
+
+    @property
+    def num_batch(self) -> int:
+        """How many of its leading axes are batch axes, of all parts; 0 if that is not known."""
+        n = len(self.out_axes) + len(self.in_axes)
+        last = sorted((*self.out_axes, *self.in_axes)) == [*range(-n, 0)]
+        return self.ndim - n if last and knows_axes(self) else 0
+
+    def each(self: _Self, fn: Callable[[Any, int], Any]) -> _Self:
+        n = self.num_batch
+        own = {name: sum(not 0 <= i < n for i in labels) for name, labels in labels_of(self).items()}
+        return self.replace(**{
+            name: quaxify(fn)(getattr(self, name), core) for name, core in own.items()
+        })  # fmt: skip
+
+    def stacked(self: _Self) -> _Self:
+        batch = self.shape[: self.num_batch]
+
+        def stretched(part: Any, core: int) -> Any:
+            shape = (*batch, *part.shape[part.ndim - core :])
+            return part if part.shape == shape else jnp.broadcast_to(part, shape)
+
+        return self.each(stretched)
+
+
+# The base -----------------------------------------------------------------------------------------
+
+
+def innermost(x: Any) -> Any:
+    """What is beneath all adapters."""
+    while isinstance(x, AdaptedArray):
+        x = x.w
+    return x
+
+
+def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
+    """`x` with `change(w)` as what is beneath all adapters."""
+    return x.with_base(on_innermost(change, x.w)) if isinstance(x, AdaptedArray) else change(x)
+
+
+def frozen(x: Any) -> Any:
+    """`x`, an array or a Value, treated as a constant in differentiation."""
+    return jtu.tree_map(jax.lax.stop_gradient, x)
+
+
+def with_trainable_base(x: _Self, *, train: bool = False) -> _Self:
+    """The same array with gradients through its base, and with `train_base` if `train`; they still do not
+    reach a base that was frozen."""
+    train = train or x.train_base
+    return x.replace(w=x.base, train_base=train, open_base=not train)
+
+
+def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
+    """The same arrays; if the base of any is trained or open, those of all are."""
+    train = any(x.train_base for x in adapted)
+    reached = train or any(x.open_base for x in adapted)
+    return [with_trainable_base(x, train=train) for x in adapted] if reached else [*adapted]
+
+
+# Axes ---------------------------------------------------------------------------------------------
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", bool), jnp.inexact)
+
+
+def array_fields(x: AdaptedArray) -> list[str]:
+    """The names of the fields that are not static."""
+    cls: Any = type(x)
+    return _array_fields(cls)
+
+
+@functools.cache
+def _array_fields(cls: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
+
+
+@functools.cache
+def _words(cls: Any) -> dict[str, list[Any]]:
+    """`part_axes` with a negative label, -1, -2, ..., for each axis that is not the weight's."""
+    own: dict[str, int] = {}
+    label = lambda word: word if word in ("out", "in") else own.setdefault(word, -1 - len(own))
+    axes = {name: cls.part_axes[name] for name in _array_fields(cls) if name in cls.part_axes}
+    return {name: [label(word) for word in words.split()] for name, words in axes.items()}
+
+
+def knows_axes(x: AdaptedArray) -> bool:
+    """Whether the axes of all its parts are known."""
+    return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(x))
+
+
+def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
+    """The labels of the axes of `w` and of each part that there is: the axis of the whole array that each
+    corresponds to, or a negative one."""
+    return _labels(*_form(x))[1]
+
+
+def matrix_labels(x: AdaptedArray) -> set[int]:
+    """The labels of the axes that are not batch axes."""
+    n, _ = _labels(*_form(x))
+    return {n + axis for axis in (*x.out_axes, *x.in_axes)}
+
+
+def _form(x: AdaptedArray) -> Any:
+    cls: Any = type(x)
+    parts = [getattr(x, name) for name in _words(cls)]
+    ndims = tuple(None if part is None else part.ndim for part in parts)
+    return cls, x.w.ndim, ndims, x.out_axes, x.in_axes
+
+
+@functools.lru_cache(maxsize=4096)
+def _labels(
+    cls: type,
+    w_ndim: int,
+    ndims: tuple[int | None, ...],
+    out_axes: tuple[int, ...],
+    in_axes: tuple[int, ...],
+) -> tuple[int, dict[str, Labels]]:
+    """The number of axes of the whole array, and the labels."""
+    size = {"out": len(out_axes), "in": len(in_axes)}
+    parts = {  # with the number of their batch axes
+        name: (words, ndim - sum(size.get(word, 1) for word in words))
+        for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True)
+        if ndim is not None
+    }
+    n = max([w_ndim, *(size["out"] + size["in"] + batch for _, batch in parts.values())])
+    axes = {"out": [n + axis for axis in out_axes], "in": [n + axis for axis in in_axes]}
+    batch = [i for i in range(n) if i not in axes["out"] and i not in axes["in"]]
+    labels: dict[str, Labels] = {"w": list(range(n - w_ndim, n))}
+    for name, (words, count) in parts.items():
+        own = [label for word in words for label in axes.get(word, [word])]
+        labels[name] = [*batch[len(batch) - count :], *own]
+    return n, labels
+
+
+# Batch axes, moved and cut ------------------------------------------------------------------------
+
+
+def _are_batch_axes(x: AdaptedArray, axes: Sequence[int]) -> bool:
+    return x.num_batch > 0 and all(axis < x.num_batch for axis in axes)
+
+
+@register("transpose")
+def _transpose(x: AdaptedArray, *, permutation: Sequence[int]):
+    moved = [i for i, axis in enumerate(permutation) if i != axis]
+    return transpose_batch(x, permutation[: x.num_batch]) if _are_batch_axes(x, moved) else NotImplemented
+
+
+@register("squeeze")
+def _squeeze(x: AdaptedArray, *, dimensions: Sequence[Any]):
+    return squeeze_batch(x, dimensions) if _are_batch_axes(x, dimensions) else NotImplemented
+
+
+@register("reshape")
+def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any):
+    known = x.num_batch and math.prod(new_sizes) and dimensions is None
+    return reshape_batch(x, new_sizes) if known else NotImplemented
+
+
+@register("slice")
+def _slice(x: AdaptedArray, **params: Any):
+    cuts, touched = cuts_of(x.shape, **params)
+    cut = lambda part, axis: jax.lax.slice_in_dim(part, *cuts[axis], axis=axis)
+    return cut_batch(x, cut, touched) if _are_batch_axes(x, touched) else NotImplemented
+
+
+@register("dynamic_slice")
+def _dynamic_slice(x: AdaptedArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any):
+    touched = [axis for axis, size in enumerate(x.shape) if slice_sizes[axis] != size]
+    cut = lambda part, axis: dynamic_slice_in_dim(part, starts[axis], slice_sizes[axis], axis)
+    return cut_batch(x, cut, touched) if _are_batch_axes(x, touched) else NotImplemented
