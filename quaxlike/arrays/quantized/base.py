@@ -447,7 +447,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             by_rows = codes.ndim > 1 and shape[1] % block == 0
             flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
             scale = scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, block)
-            return (flat(codes, 2), scale, jnp.asarray(self.codec.all_values())), NIBBLES
+            return (flat(codes, 2), scale, jnp.asarray(self.codec.all_values)), NIBBLES
         rows = math.prod(codes.shape[:-1]) * self.matrix[0]
         if shape[0] == 0 or rows % shape[0] or (order is not None and rows != shape[0]):
             return None

@@ -90,7 +90,7 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
     same, but stand for other values. Both functions are rounded on their own."""
     if w.codec.zeros is not None:
         return NotImplemented
-    values = of_table(w.codec.all_values()).tolist()
+    values = of_table(w.codec.all_values).tolist()
     table = tuple(math.nan if value != value else value for value in values)  # one NaN, equal to itself
     codec = dataclasses.replace(w.codec, codes="table", bias=0, table=table, scales="float", group=None)
     scale, _ = w.codec.scales_and_zeros(*w.block_scales().parts())

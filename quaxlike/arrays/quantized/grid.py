@@ -49,7 +49,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
     signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
     shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
     # The finite values of codes, sorted and without repetition.
-    values = codec.all_values().astype(np.float64)
+    values = codec.all_values.astype(np.float64)
     low, high = codec.range()
     table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)
     finite = np.isfinite(table)

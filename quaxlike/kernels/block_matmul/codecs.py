@@ -49,6 +49,7 @@ class Codec:
     - `high_first`: whether the first of two 4-bit codes is in the high half of their byte.
     - `flat`: whether products take rows of codes without gaps between them, so that blocks may cross rows of
         the matrix.
+    - `all_values`: the numbers that codes 0, 1, … stand for.
     """
 
     bits: int
@@ -64,6 +65,17 @@ class Codec:
     limits: tuple[int, int] = (0, 0)
     high_first: bool = False
     flat: bool = False
+    all_values: Float32[np.ndarray, " codes"] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        codes = np.arange(2**self.bits, dtype=np.uint8)
+        if self.codes == "integer":
+            values = codes.astype(np.float32) - self.bias
+        elif self.table is not None:
+            values = np.asarray(self.table, np.float32)
+        else:
+            values = codes.view(np.int8 if self.codes == "signed" else _FLOAT8[self.codes]).astype(np.float32)
+        object.__setattr__(self, "all_values", values)
 
     @property
     def name(self) -> str:
@@ -80,16 +92,6 @@ class Codec:
         if self.table is not None:
             return jnp.asarray(self.table, jnp.float32)[codes]
         return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
-
-    def all_values(self) -> Float32[np.ndarray, " codes"]:
-        """The numbers that codes 0, 1, … stand for."""
-        codes = np.arange(2**self.bits, dtype=np.uint8)
-        if self.codes == "integer":
-            return codes.astype(np.float32) - self.bias
-        if self.table is not None:
-            return np.asarray(self.table, np.float32)
-        narrow = np.int8 if self.codes == "signed" else _FLOAT8[self.codes]
-        return codes.view(narrow).astype(np.float32)
 
     def range(self) -> tuple[float | int, float | int]:
         """The smallest and the largest value of a code."""
@@ -122,6 +124,7 @@ class Codec:
         groups = -(-blocks // self.group) if self.group else min(blocks, 1)
         return bitstream.num_bytes(count, self.bits), blocks, groups, blocks, groups
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (of the few codecs that there are)
     def cuts(self, count: int, block: int) -> bool:
         """Whether rows of codes may be cut into, or joined from, parts of this many codes."""
         whole = count % max(block, 1) == 0 and count * self.bits % 8 == 0

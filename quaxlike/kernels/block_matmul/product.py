@@ -277,7 +277,7 @@ class Rows:
             scale, zero = self.codec.scales_and_zeros(scale, outer, zero, outer_zero)
         elif zero is not None and str(zero.dtype) not in ("uint8", "float32", "bfloat16", "float16"):
             zero = zero.astype(jnp.float32)
-        return codes.view(np.uint8), scale, jnp.asarray(self.codec.all_values()), zero
+        return codes.view(np.uint8), scale, jnp.asarray(self.codec.all_values), zero
 
     def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
         if not self.linear:
