@@ -77,9 +77,9 @@ FAULTS = (
     ),
     Fault(
         "what is promoted is frozen",
-        "lora/array.py",
-        "return like.replace(w=w, a=a, b=b, open_base=not like.train_base)",
-        "return like.replace(w=w, a=a, b=b, open_base=False)",
+        "adapted.py",
+        "return out.with_base(w).replace(open_base=not like.train_base)",
+        "return out.with_base(w).replace(open_base=False)",
     ),
     Fault(
         "the fill value is another one",
