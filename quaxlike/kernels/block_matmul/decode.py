@@ -10,6 +10,7 @@ from typing import Any
 from .. import lanes
 from ..lanes import Memory, Reg
 from .product import Product
+from .tilings import Problem
 
 TABLE_BYTES = 256 * 32 * 4
 _MAP_BYTES = 256 * 4
@@ -115,6 +116,17 @@ class Numbers:
             return _power_of_two(byte, int(self.kind == "e8m0_half"))
         mapped = self.shared.load(byte * 4 + TABLE_BYTES, "float32")[0]
         return lanes.fma(mapped, lanes.as_float32(words[1]), self.nested)
+
+
+def numbers_of(
+    p: Problem, operands: list[Memory], shared: Memory
+) -> tuple[Numbers, Numbers | None, list[Memory]]:
+    """The scales, the zero points if there are any, and the arrays after theirs."""
+    count = 4 if p.scales == "nested" else 1
+    scales, rest = Numbers(p.scales, operands[:count], shared), operands[count:]
+    if p.product.zeros is None:
+        return scales, None, rest
+    return scales, Numbers(p.zeros, rest[:1], shared), rest[1:]
 
 
 def shift_of(product: Product, scale: Reg, zero: Reg) -> Reg:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from .decode import STREAMS, TABLE_BYTES, Numbers, Table, shift_of
+from .decode import STREAMS, TABLE_BYTES, Numbers, Table, numbers_of, shift_of
 from .tilings import Problem
 
 THREADS = 512
@@ -33,12 +33,7 @@ def emit(refs: Sequence[Any], p: Problem, first: int, rows: int) -> None:
         `mosaic.emit`; the result; `shared_words` words of shared memory.
     """
     codes, *operands, out, shared = map(Memory, refs)
-    of_scales = 4 if p.scales == "nested" else 1
-    scales, operands = Numbers(p.scales, operands[:of_scales], shared), operands[of_scales:]
-    zeros = None
-    if p.product.zeros is not None:
-        zeros, *operands = Numbers(p.zeros, operands[:1], shared), *operands[1:]
-    (values,) = operands
+    scales, zeros, (values,) = numbers_of(p, operands, shared)
     thread = lanes.thread_index()
     table = Table(shared, thread % 32, p.product, p.dtype, exact=True)
     scales.fill(thread, THREADS)

@@ -26,7 +26,7 @@ from typing import Any
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from .decode import SIZES, TABLE_BYTES, Numbers, Table, shift_of
+from .decode import SIZES, TABLE_BYTES, Table, numbers_of, shift_of
 from .staging import Layout, Tiles
 from .tilings import BLOCK, Problem, Tiling
 
@@ -107,13 +107,7 @@ class Warp:
 
     def __init__(self, operands: list[Memory], shared: Memory, p: Problem, tiling: Tiling) -> None:
         self.x, self.codes, *operands = operands
-        of_scales = 4 if p.scales == "nested" else 1
-        self.scales = Numbers(p.scales, operands[:of_scales], shared)
-        operands = operands[of_scales:]
-        self.zeros = None
-        if p.product.zeros is not None:
-            self.zeros, *operands = Numbers(p.zeros, operands[:1], shared), *operands[1:]
-        self.values, *self.low_rank = operands
+        self.scales, self.zeros, (self.values, *self.low_rank) = numbers_of(p, operands, shared)
         self.shared, self.p, self.tiling = shared, p, tiling
         self.thread = lanes.thread_index()
         self.lane = self.thread % 32
