@@ -75,6 +75,10 @@ class Settings:
     warmup: float | int = _option("share of steps in which the learning rate rises", 0.1, type=_SHARE)
     weight_decay: float | int = _option("of AdamW", 0.0, type=number(float, 0))
     clip: float | int = _option("maximum norm of the gradient, 0 for no limit", 1.0, type=number(float, 0))
+    optimizer_bits: int | None = _option(
+        "of the moments that AdamW keeps; those of small arrays stay in float32 (default: float32)", None,
+        type=int, choices=[8, 4],
+    )  # fmt: skip
     seed: int = _option("of adapters, batches, dropout and held-out data", 0, type=number(int, 0, 2**32 - 1))
     checkpoint_every: int = _option("steps between checkpoints", 50, type=_SIZE)
     eval_every: int | None = _option(
