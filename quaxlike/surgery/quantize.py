@@ -1,5 +1,6 @@
 """`quantize`: the weights of a model as codes with block scales."""
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ def quantize(
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
     calibrate: Mapping[str, ArrayLike] | None = None,
+    activations: str | None = None,
     **scheme_options: Any,
 ) -> PyTree:
     """Quantises weights of a model, and leaves the rest of the model unchanged.
@@ -70,6 +72,10 @@ def quantize(
     - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
         [`quaxlike.input_moments`][]. GPTQ then chooses codes that change the outputs of the layer least.
         Default: the nearest codes.
+    - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`: the inputs of a layer are
+        rounded to 8 bits, too, with a scale for each token, and products are those of codes. GPUs make them
+        about twice as fast as in bfloat16. Gradients are those of the layer with its inputs as they are;
+        adapters are not rounded. Default: inputs are not rounded.
     - `scheme_options`: passed to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 
@@ -98,6 +104,7 @@ def quantize(
 
     def quantized(name: str, w: Any) -> Any:
         q = chosen[name](w)
+        q = q if activations is None else on_innermost(lambda q: _with_activations(name, q, activations), q)
         return q if calibrate is None else _calibrated(name, w, q, calibrate)
 
     arrays = named_arrays(model)
@@ -118,6 +125,13 @@ def quantizers(
     layouts = {name: require_layout(name, record) for name, record in chosen.items()}
     quantized = lambda name, w: quantize_array(name, w, scheme, layouts[name], **scheme_options)
     return {name: functools.partial(quantized, name) for name in chosen}
+
+
+def _with_activations(name: str, q: Any, activations: str) -> Any:
+    try:
+        return dataclasses.replace(q, activations=activations)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
