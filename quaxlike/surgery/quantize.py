@@ -104,7 +104,7 @@ def quantize(
 
     def quantized(name: str, w: Any) -> Any:
         q = chosen[name](w)
-        q = q if activations is None else on_innermost(lambda q: _with_activations(name, q, activations), q)
+        q = on_innermost(lambda q: _with_activations(name, q, activations), q)
         return q if calibrate is None else _calibrated(name, w, q, calibrate)
 
     arrays = named_arrays(model)
@@ -127,10 +127,16 @@ def quantizers(
     return {name: functools.partial(quantized, name) for name in chosen}
 
 
-def _with_activations(name: str, q: Any, activations: str) -> Any:
+def _with_activations(name: str, q: Any, activations: str | None) -> Any:
+    if activations is None:
+        return q
+    if not isinstance(q, AbstractQuantizedArray):
+        raise ValueError(
+            f"{name}: products with `activations` are for dense weights; found {a_or_an(type(q))}."
+        )
     try:
         return dataclasses.replace(q, activations=activations)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 

@@ -21,7 +21,7 @@ def rounded(x, codec):
     return BlockArray.quantize(x, codec=codec, block_size=block).materialise()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", CODES)
 def test_writes_round_the_update_alone(codec):
     """At a place that is data; like a write to a dense array, it ends within the array."""
@@ -64,7 +64,7 @@ def test_a_part_of_the_elements_that_share_a_scale():
     np.testing.assert_array_equal(out, jnp.zeros(SHAPE).at[0, 0, 3:5].set(1))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codec", CODES)
 @pytest.mark.parametrize("product", ["qhgd,khd->hgqk", "hgqk,khd->qhgd"])
 def test_products_of_attention(product, codec):

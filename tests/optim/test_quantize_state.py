@@ -129,14 +129,9 @@ OPTIMISERS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        x if x in ("adamw", "partition", "adan") else pytest.param(x, marks=pytest.mark.slow)
-        for x in OPTIMISERS
-    ],
-)
 def test_updates_of_optax(name, stochastic):
     transformation, fields = OPTIMISERS[name]
     found, state = updated(quantize_state(transformation, stochastic=stochastic))
@@ -153,6 +148,7 @@ def test_updates_of_optax(name, stochastic):
         assert optax.tree.get(state, "learning_rate") == jnp.float32(1e-3)
 
 
+@pytest.mark.slow
 def test_extra_arguments():
     transformation = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau(factor=0.5, patience=1))
     found, state = updated(quantize_state(transformation), value=jnp.float32(1.0))
@@ -185,6 +181,7 @@ def test_adapters_and_their_state_as_a_table():
     assert len(rows) == 9
 
 
+@pytest.mark.slow
 def test_trained_scales_are_not_taken_for_moments():
     weight = ql.BlockArray.quantize(normal(256, 1024, seed=0), codec="q8_0")
     model = ql.train_scales({"weight": weight})
@@ -210,6 +207,7 @@ def test_rounding_at_random_keeps_small_changes():
     assert means[1] == pytest.approx(0.1 * (1 - 0.99**300), rel=0.1)
 
 
+@pytest.mark.slow
 def test_on_several_devices():
     """Shards of moments are those of their parameters; updates are those of one device."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -228,6 +226,7 @@ def test_on_several_devices():
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_a_file(tmp_path):
     optimiser = quantize_state(optax.adam(1e-3), stochastic=True)
     _, state = updated(optimiser, 2)

@@ -38,6 +38,7 @@ def products(fn, *args):
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_are_those_of_codes(scheme):
     """Every product of the program, with an error that is that of two roundings instead of one."""
@@ -50,6 +51,7 @@ def test_products_are_those_of_codes(scheme):
     assert two < {"int8": 0.02, "fp8": 0.08}[scheme]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gradients_pass_through_the_rounding(scheme):
     """Those of one layer are those with inputs as they are, for inputs and for an adapter."""
@@ -87,6 +89,7 @@ def test_scales_that_are_trained():
     np.testing.assert_allclose(jax.grad(total)(params).weight.scale[:, 0], wanted, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_in_loops_and_batches(scheme):
     layers = [
@@ -106,6 +109,7 @@ def test_in_loops_and_batches(scheme):
     np.testing.assert_allclose(each[1], run(layers[1], X)[0], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [jax.P("data", None), jax.P(None, "data")])
 def test_on_several_devices(spec):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -115,6 +119,7 @@ def test_on_several_devices(spec):
     np.testing.assert_allclose(found, run(model, X), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_and_weights_of_several_input_axes():
     experts = ql.BlockArray.quantize(normal(3, 16, 64, seed=5), codec="fp8", stacked=1)
     heads = {"out": {"kernel": normal(4, 16, 32, seed=6)}}
@@ -150,3 +155,23 @@ def test_experts_and_weights_of_several_input_axes():
 def test_what_cannot_be_multiplied(scheme, options, match):
     with pytest.raises(ValueError, match=match):
         ql.quantize(mlp(), scheme, **options)
+
+
+def test_sparse_weights_are_refused():
+    model = {"w": ql.BlockSparseArray.from_dense(normal(64, 64), block_size=32, density=0.5)}
+    with pytest.raises(ValueError, match="w: products with `activations` are for dense weights"):
+        ql.quantize(model, "int8", activations="int8")
+
+
+def test_balanced_layers_lose_less():
+    """A few inputs are much larger than the others, as in large language models."""
+    model = [eqx.nn.LayerNorm(64), eqx.nn.Linear(64, 64, key=jax.random.key(0))]
+    scale = jnp.ones(64).at[jnp.array([3, 40])].set(40.0)
+    model[0] = eqx.tree_at(lambda norm: norm.weight, model[0], scale)
+    run = lambda model, x: jax.vmap(lambda x: model[1](model[0](x)))(x)
+    balanced = ql.balance(model, ql.input_moments(run)(model, X), "int8", folds={"0": ["1"]})
+    errors = [
+        relative(ql.quaxify(run)(ql.quantize(m, "int8", activations="int8"), X), run(model, X))
+        for m in (model, balanced)
+    ]
+    assert errors[1] < 0.6 * errors[0]

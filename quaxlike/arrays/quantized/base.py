@@ -460,7 +460,9 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             (codes, scale), decode = found
             unrounded = lambda x, *leaves: block_matmul(x, leaves, decode, out_dtype=x.dtype, **params)
             y = code_matmul(x, codes, scale, activations=self.activations, derivative=unrounded)
-            y += times_adapters(*low_rank, y.dtype) if low_rank else 0
+            if low_rank:
+                t, b = low_rank
+                y += times_adapters(t, b, y.dtype)
             return y.astype(out_dtype)
         y = block_matmul(x, *found, low_rank=low_rank, out_dtype=out_dtype, **params)
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
