@@ -154,6 +154,7 @@ def fake_quantize(
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
+    activations: str | None = None,
     **scheme_options: Any,
 ) -> PyTree:
     """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
@@ -161,11 +162,13 @@ def fake_quantize(
     For quantisation-aware training: call it in the loss, and train the weights that you pass in. Gradients
     pass as if nothing had been rounded (the straight-through estimator).
 
-    **Arguments:** as for [`quaxlike.quantize`][].
+    **Arguments:** as for [`quaxlike.quantize`][]. With `activations`, inputs are rounded as well, and their
+    gradients pass likewise.
 
     **Returns:**
 
-    The model, with rounded weights in place of the selected ones.
+    The model, with rounded weights in place of the selected ones. With `activations` they are Values, so that
+    it is called through [`quaxlike.quaxify`][].
 
     **Raises:**
 
@@ -185,12 +188,13 @@ def fake_quantize(
 
     Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013).
     """
-    quantized = quantize(model, scheme, where=where, exclude=exclude, layout=layout, **scheme_options)
+    options: Any = {"where": where, "exclude": exclude, "layout": layout, "activations": activations}
+    quantized = quantize(model, scheme, **options, **scheme_options)
     rounded: dict[int, Any] = {}  # tied weights stay tied
 
     def estimate(q: Any, w: Any) -> Any:
         if id(w) not in rounded:
-            rounded[id(w)] = ste(lambda w: q.materialise())(w)
+            rounded[id(w)] = ste(lambda w: q.materialise() if activations is None else q)(w)
         return rounded[id(w)]
 
     dense = named_arrays(model)

@@ -169,9 +169,37 @@ def test_balanced_layers_lose_less():
     scale = jnp.ones(64).at[jnp.array([3, 40])].set(40.0)
     model[0] = eqx.tree_at(lambda norm: norm.weight, model[0], scale)
     run = lambda model, x: jax.vmap(lambda x: model[1](model[0](x)))(x)
-    balanced = ql.balance(model, ql.input_moments(run)(model, X), "int8", folds={"0": ["1"]})
-    errors = [
-        relative(ql.quaxify(run)(ql.quantize(m, "int8", activations="int8"), X), run(model, X))
-        for m in (model, balanced)
+    moments = ql.input_moments(run)(model, X)
+    models = [
+        model,
+        *(ql.balance(model, moments, "int8", activations=x, folds={"0": ["1"]}) for x in (None, "int8")),
     ]
-    assert errors[1] < 0.6 * errors[0]
+    eight = [ql.quantize(m, "int8", activations="int8") for m in models]
+    plain, balanced, smoothed = (relative(ql.quaxify(run)(m, X), run(model, X)) for m in eight)
+    assert smoothed < balanced < 0.6 * plain
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_training_with_rounded_weights_and_inputs(scheme):
+    """The model computes what the quantised one does, with gradients as if nothing were rounded."""
+    options = {"scheme": scheme, "activations": scheme}
+    layer = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(layer, x):
+        y = jax.vmap(ql.quaxify(ql.fake_quantize(layer, **options)))(x)
+        return jnp.mean((y - normal(6, 32, seed=4)) ** 2)
+
+    with ql.on_materialise("error"):
+        before, gradient = loss(layer, X)
+        y = run(ql.quantize(layer, **options), X)
+        np.testing.assert_allclose(before, jnp.mean((y - normal(6, 32, seed=4)) ** 2), rtol=1e-5)
+        wanted = (2 / y.size) * (y - normal(6, 32, seed=4)).T @ X
+        np.testing.assert_allclose(gradient.weight, wanted, rtol=1e-4, atol=1e-5)
+        for _ in range(20):
+            _, gradient = loss(layer, X)
+            layer = eqx.apply_updates(layer, jax.tree.map(lambda g: -0.5 * g, gradient))
+        after, _ = loss(layer, X)
+    assert after < 0.5 * before
