@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int, Int8, UInt8
 
+from ..._checked import checked
 from ...kernels import blockwise
 from ...kernels.block_matmul import CODECS, Codec
 from ..batch_axes import mapped
@@ -196,6 +197,7 @@ class CacheArray(AbstractQuantizedArray):
     order = None
 
     @classmethod
+    @checked
     def empty(
         cls: type[_B], shape: tuple[int, ...], codec: str | Codec, *, dtype: DTypeLike = jnp.float32
     ) -> _B:
