@@ -38,6 +38,12 @@ class Settings:
         "evaluation data, instead of a share of --data", None, type=Path, metavar="FILE.jsonl"
     )
     held_out: float | int = _option("share of --data held out for evaluation", 0.1, type=_SHARE)
+    task: str | None = _option(
+        "dpo: prefer one of two texts (default: what the model is made for)", None, choices=["dpo"]
+    )
+    beta: float | int = _option(
+        "of --task dpo: how close the model stays to the one without adapters", 0.1, type=number(float, 0)
+    )
     max_length: int | None = _option(
         "tokens per text; more are cut (default: 256, or the model's limit)", None, type=_SIZE
     )
@@ -134,6 +140,8 @@ class Settings:
             *("mesh", "fsdp", "coordinator", "process_id", "num_processes"),
         }
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
+        if self.task is None:
+            del options["beta"]
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}
         digests = {f"sha256 of {name}": _digest(path) for name, path in files.items()}

@@ -132,7 +132,7 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> Py
     """The outputs for each example of a batch; `keys` are for dropout, None to switch it off."""
 
     def one(example: Batch, key: Any) -> Any:
-        return ql.quaxify(task.output)(ql.with_dropout_key(model, key), example)
+        return ql.quaxify(task.output)(task.models(ql.with_dropout_key(model, key)), example)
 
     batch = jax.tree.map(jnp.asarray, batch)
     return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)
