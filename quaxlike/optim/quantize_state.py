@@ -59,8 +59,7 @@ def quantize_state(
     stochastic: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the moments of an optimiser in few bits: each update makes them dense, array by array, and rounds
-    the new ones.
+    """Keeps the moments of an optimiser in few bits: each update makes them dense, and rounds the new ones.
 
     First moments are rounded to the numbers of `scheme`. Second moments, which are not negative, are squares
     of the integers 1, 2, …, 256 (16 in 4 bits), times a scale for each block: their roots are rounded to the
@@ -117,10 +116,9 @@ def quantize_state(
 
     def rounded(state: PyTree, key: Any) -> PyTree:
         """The state, with its large moments rounded."""
-
         numbers = itertools.count()
 
-        def leaf(path: Any, kind: Moment | None, x: Any) -> Any:
+        def leaf(kind: Moment | None, x: Any) -> Any:
             if kind is None or not is_large(x):
                 return x
             own = None if key is None else jax.random.fold_in(key, next(numbers))
@@ -183,23 +181,20 @@ def dense(state: PyTree) -> PyTree:
 
 
 def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None]) -> PyTree:
-    """`change(path, kind, array)` of each array, where `kind` is that of the field which holds it."""
+    """`change(kind, array)` of each array, where `kind` is that of the field which holds it."""
+    children, structure = jtu.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
+    if jtu.treedef_is_leaf(structure):
+        return change(None, state)
 
-    def walk(path: tuple[Any, ...], node: Any) -> Any:
-        children, structure = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-        if jtu.treedef_is_leaf(structure):
-            return change(path, None, node)
-        return structure.unflatten([within(path, node, key, child) for key, child in children])
-
-    def within(path: tuple[Any, ...], node: Any, key: Any, child: Any) -> Any:
-        name = key[0].name if isinstance(node, tuple) and hasattr(node, "_fields") else ""
-        own = f"{type(node).__name__}.{name}"
+    def within(key: Any, child: Any) -> Any:
+        name = key[0].name if isinstance(state, tuple) and hasattr(state, "_fields") else ""
+        own = f"{type(state).__name__}.{name}"
         found = own if own in known else name
         if found not in known:
-            return walk((*path, *key), child)
-        return jtu.tree_map_with_path(lambda more, x: change((*path, *key, *more), known[found], x), child)
+            return _map_moments(change, child, known)
+        return jtu.tree_map(lambda x: change(known[found], x), child)
 
-    return walk((), state)
+    return structure.unflatten([within(key, child) for key, child in children])
 
 
 def _rounded(x: Array, kind: Moment, codec: Codec, block: int | None, key: Any) -> BlockArray:

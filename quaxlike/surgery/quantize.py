@@ -73,9 +73,9 @@ def quantize(
         [`quaxlike.input_moments`][]. GPTQ then chooses codes that change the outputs of the layer least.
         Default: the nearest codes.
     - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`: the inputs of a layer are
-        rounded to 8 bits, too, with a scale for each token, and products are those of codes. GPUs make them
-        about twice as fast as in bfloat16. Gradients are those of the layer with its inputs as they are;
-        adapters are not rounded. Default: inputs are not rounded.
+        rounded to 8 bits, too, with a scale for each token, and products are those of codes, which GPUs have
+        units for. Gradients are those of the layer with its inputs as they are, and adapters get them as they
+        are. Default: inputs are not rounded.
     - `scheme_options`: passed to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 
