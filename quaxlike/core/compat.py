@@ -41,6 +41,10 @@ try:  # from JAX 0.11
     from jax._src import flattree
 except ImportError:
     flattree = None
+try:
+    from jax._src import hijax
+except ImportError:
+    hijax = None
 
 # Marks a sharding that was not passed to jit; it has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
@@ -298,6 +302,29 @@ def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
 
 # The flat backward function of a custom_vjp returns its cotangents, and from JAX 0.11 logs as well.
 BWD_RETURNS_LOGS = flattree is not None
+
+
+# Hijax --------------------------------------------------------------------------------------------
+
+# The primitive of JAX's high-level primitives, which are instances of `HiPrim`.
+HI_PRIMITIVE: Any = getattr(hijax, "call_hi_primitive_p", None)
+_CUSTOM_JVP: Any = getattr(hijax, "CustomJVPTraced", ())
+_CUSTOM_VJP: Any = getattr(hijax, "CustomVJPTraced", ())
+
+
+def is_custom_jvp(hi: Any) -> bool:
+    """Whether a high-level primitive is a call of a `custom_jvp` function (`jax_custom_jvp3`)."""
+    return isinstance(hi, _CUSTOM_JVP)
+
+
+def is_custom_vjp(hi: Any) -> bool:
+    """Whether a high-level primitive is a call of a `custom_vjp` function (`jax_custom_vjp3`)."""
+    return isinstance(hi, _CUSTOM_VJP)
+
+
+def cotangents_of(hi: Any, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+    """The cotangents of the operands of a high-level primitive, and what its rule logs."""
+    return hi.vjp_bwd_retval_logs(residuals, cotangents)
 
 
 # Names, source lines, avals -----------------------------------------------------------------------

@@ -186,7 +186,8 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
-        if plain and not (_staged and makes_values(primitive, params)):
+        may_make = _staged or primitive is compat.HI_PRIMITIVE
+        if plain and not (may_make and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follows_constants:
                 follow(primitive, operands, params, out)
@@ -365,9 +366,12 @@ def stage(value: Value) -> Any:
 
 
 def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
-    """Whether a primitive is, or carries, an equation that makes a Value."""
+    """Whether a primitive is, or carries, an equation that makes a Value; or whether it is a custom
+    derivative, whose functions may make one when they run."""
     if primitive.name not in BUILTIN:
         return False
+    if primitive is compat.HI_PRIMITIVE:
+        return compat.is_custom_jvp(params["_prim"]) or compat.is_custom_vjp(params["_prim"])
     return primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
 
 

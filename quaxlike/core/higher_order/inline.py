@@ -25,7 +25,7 @@ from ..policy import dense
 from ..quaxify import value_of
 from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import aval_of, is_value
-from .custom_derivatives import cotangents_in, cotangents_out
+from .custom_derivatives import cotangents_in, cotangents_out, custom_derivative
 from .linear import linear_call
 
 
@@ -41,6 +41,8 @@ def _call_hi_primitive(
     trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
 ) -> list[Any]:
     hi = params["_prim"]
+    if compat.is_custom_jvp(hi) or compat.is_custom_vjp(hi):
+        return custom_derivative(trace, primitive, hi, operands)
 
     def implementation(*flat: Any) -> list[Any]:
         return jtu.tree_leaves(hi.expand(*jtu.tree_unflatten(hi.in_tree, flat)))
