@@ -371,7 +371,10 @@ def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
     if primitive.name not in BUILTIN:
         return False
     if primitive is compat.HI_PRIMITIVE:
-        return compat.is_custom_jvp(params["_prim"]) or compat.is_custom_vjp(params["_prim"])
+        hi = params["_prim"]
+        if compat.is_custom_jvp(hi) or compat.is_custom_vjp(hi):
+            return True
+        params = hi.params
     return primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
 
 

@@ -23,7 +23,7 @@ from ..jaxprs.linearity import has_tangent
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, per_slot, split, spread, unflatten
 from ..policy import dense
 from ..quaxify import value_of
-from ..trace import Operands, Params, QuaxTrace, builtin
+from ..trace import BUILTIN, Operands, Params, QuaxTrace, builtin
 from ..values import aval_of, is_value
 from .custom_derivatives import cotangents_in, cotangents_out, custom_derivative
 from .linear import linear_call
@@ -43,6 +43,8 @@ def _call_hi_primitive(
     hi = params["_prim"]
     if compat.is_custom_jvp(hi) or compat.is_custom_vjp(hi):
         return custom_derivative(trace, primitive, hi, operands)
+    if (rule := BUILTIN.get(type(hi).__name__)) is not None:
+        return rule(trace, primitive, operands, params)
 
     def implementation(*flat: Any) -> list[Any]:
         return jtu.tree_leaves(hi.expand(*jtu.tree_unflatten(hi.in_tree, flat)))
