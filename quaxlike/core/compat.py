@@ -322,6 +322,18 @@ def is_custom_vjp(hi: Any) -> bool:
     return isinstance(hi, _CUSTOM_VJP)
 
 
+def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of a primitive and its parameters: of a high-level primitive that carries code, those of the
+    primitive that it replaces."""
+    hi = params.get("_prim")
+    if is_custom_jvp(hi) or is_custom_vjp(hi):
+        name = "custom_jvp_call" if is_custom_jvp(hi) else "custom_vjp_call"
+        return name, {"call_jaxpr": closed(cast(Any, hi).traced.jaxpr)}
+    if type(hi).__name__ == "RematTraced":
+        return "checkpoint", {"jaxpr": closed(cast(Any, hi).jaxpr)}
+    return primitive.name, params
+
+
 def cotangents_of(hi: Any, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
     """The cotangents of the operands of a high-level primitive, and what its rule logs."""
     return hi.vjp_bwd_retval_logs(residuals, cotangents)

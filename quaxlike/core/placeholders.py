@@ -105,10 +105,11 @@ def holds_type_with_placeholders(value: Value) -> bool:
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
     """Records what is known of `out`, the result of `primitive` for plain operands."""
-    if primitive.name not in _FOLLOWED:
+    name, params = compat.as_call(primitive, params)
+    if name not in _FOLLOWED:
         return
     outs = out if primitive.multiple_results else [out]
-    numbers = _results(primitive.name, list(map(constant_of, operands)), params)
+    numbers = _results(name, list(map(constant_of, operands)), params)
     for y, number in zip(outs, numbers, strict=False):
         if number is not None:
             note_constant(y, number)
@@ -191,8 +192,8 @@ def _interpret(jaxpr: jexc.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]
     of = dict(zip(compat.all_invars(opened), [*map(constant_of, jaxpr.consts), *numbers], strict=True))
     read = lambda atom: constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
     for eqn in opened.eqns:
-        name = eqn.primitive.name
-        found = _results(name, list(map(read, eqn.invars)), eqn.params) if name in _FOLLOWED else ()
+        name, params = compat.as_call(eqn.primitive, eqn.params)
+        found = _results(name, list(map(read, eqn.invars)), params) if name in _FOLLOWED else ()
         of.update(zip(eqn.outvars, found, strict=False))
     return list(map(read, opened.outvars))
 

@@ -371,10 +371,9 @@ def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
     if primitive.name not in BUILTIN:
         return False
     if primitive is compat.HI_PRIMITIVE:
-        hi = params["_prim"]
-        if compat.is_custom_jvp(hi) or compat.is_custom_vjp(hi):
+        name, params = compat.as_call(primitive, params)
+        if name in ("custom_jvp_call", "custom_vjp_call"):
             return True
-        params = hi.params
     return primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
 
 

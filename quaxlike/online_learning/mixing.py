@@ -97,7 +97,7 @@ class Positions:
         )
 
     def _results(self, eqn: Any, operands: list[Places]) -> list[Places]:
-        name, params = eqn.primitive.name, eqn.params
+        name, params = compat.as_call(eqn.primitive, eqn.params)
         if name == "stop_gradient":
             return [{} for _ in eqn.outvars]
         if name == "optimization_barrier":
