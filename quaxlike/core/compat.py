@@ -41,10 +41,6 @@ try:  # from JAX 0.11
     from jax._src import flattree
 except ImportError:
     flattree = None
-try:
-    from jax._src import hijax
-except ImportError:
-    hijax = None
 
 # Marks a sharding that was not passed to jit; it has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
@@ -302,41 +298,6 @@ def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
 
 # The flat backward function of a custom_vjp returns its cotangents, and from JAX 0.11 logs as well.
 BWD_RETURNS_LOGS = flattree is not None
-
-
-# Hijax --------------------------------------------------------------------------------------------
-
-# The primitive of JAX's high-level primitives, which are instances of `HiPrim`.
-HI_PRIMITIVE: Any = getattr(hijax, "call_hi_primitive_p", None)
-_CUSTOM_JVP: Any = getattr(hijax, "CustomJVPTraced", ())
-_CUSTOM_VJP: Any = getattr(hijax, "CustomVJPTraced", ())
-
-
-def is_custom_jvp(hi: Any) -> bool:
-    """Whether a high-level primitive is a call of a `custom_jvp` function (`jax_custom_jvp3`)."""
-    return isinstance(hi, _CUSTOM_JVP)
-
-
-def is_custom_vjp(hi: Any) -> bool:
-    """Whether a high-level primitive is a call of a `custom_vjp` function (`jax_custom_vjp3`)."""
-    return isinstance(hi, _CUSTOM_VJP)
-
-
-def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of a primitive and its parameters: of a high-level primitive that carries code, those of the
-    primitive that it replaces."""
-    hi = params.get("_prim")
-    if is_custom_jvp(hi) or is_custom_vjp(hi):
-        name = "custom_jvp_call" if is_custom_jvp(hi) else "custom_vjp_call"
-        return name, {"call_jaxpr": closed(cast(Any, hi).traced.jaxpr)}
-    if type(hi).__name__ == "RematTraced":
-        return "checkpoint", {"jaxpr": closed(cast(Any, hi).jaxpr)}
-    return primitive.name, params
-
-
-def cotangents_of(hi: Any, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
-    """The cotangents of the operands of a high-level primitive, and what its rule logs."""
-    return hi.vjp_bwd_retval_logs(residuals, cotangents)
 
 
 # Names, source lines, avals -----------------------------------------------------------------------

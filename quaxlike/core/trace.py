@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax import lax
 
 from .._checked import a_or_an
-from . import compat, recording
+from . import compat, high_level, recording
 from .placeholders import follow, has_placeholders, holds_type_with_placeholders
 from .policy import by_default, dense
 from .rules import Resolver
@@ -186,8 +186,7 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
-        may_make = _staged or primitive is compat.HI_PRIMITIVE
-        if plain and not (may_make and makes_values(primitive, params)):
+        if plain and not ((_staged or primitive.name == high_level.NAME) and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follows_constants:
                 follow(primitive, operands, params, out)
@@ -370,11 +369,9 @@ def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
     derivative, whose functions may make one when they run."""
     if primitive.name not in BUILTIN:
         return False
-    if primitive is compat.HI_PRIMITIVE:
-        name, params = compat.as_call(primitive, params)
-        if name in ("custom_jvp_call", "custom_vjp_call"):
-            return True
-    return primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
+    name, params = high_level.as_call(primitive, params)
+    custom = name != primitive.name and name.startswith("custom")
+    return custom or primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
 
 
 @compat.weakly_cached

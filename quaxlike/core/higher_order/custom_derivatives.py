@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from ..._checked import a_or_an
-from .. import compat
+from .. import compat, high_level
 from ..jaxprs.evaluate import call_on_values
 from ..jaxprs.linearity import (
     as_cotangent,
@@ -101,7 +101,7 @@ def _custom_jvp(
         return [*flat, *(leaf for leaves in out for leaf in leaves)]
 
     leaves = _without_frozen(slots, leaves)
-    if primitive is compat.HI_PRIMITIVE:
+    if primitive.name == high_level.NAME:
         out = _call_custom_jvp(flat_fun, flat_jvp, leaves, symbolic_zeros)
     else:
         params = {
@@ -176,7 +176,7 @@ def _custom_vjp(
         return trees[0], trees[1], [*[None] * residuals.size, *forwarded]
 
     leaves = _without_frozen(slots, leaves)
-    if primitive is compat.HI_PRIMITIVE:
+    if primitive.name == high_level.NAME:
         out = _call_custom_vjp(flat_fun, flat_fwd, flat_bwd, flat_out_trees, leaves, symbolic_zeros)
     else:
         params = {
@@ -192,17 +192,22 @@ def _custom_vjp(
 # bound instead is a custom derivative again, of functions of the leaves.
 
 
-def custom_derivative(trace: QuaxTrace, primitive: jexc.Primitive, hi: Any, operands: Sequence[Any]) -> Any:
-    """A call of a `custom_jvp` or `custom_vjp` function, which is the high-level primitive `hi`."""
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
+def custom_derivative(
+    trace: QuaxTrace, primitive: jexc.Primitive, name: str, hi: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """A call of a `custom_jvp` or `custom_vjp` function, which is the high-level primitive `hi`; `name` is
+    one of `CUSTOM`."""
 
     def wrapped(fun: Callable[..., Any]) -> lu.WrappedFun:
-        return lu.wrap_init(fun, debug_info=jexc.DebugInfo(_WHAT, type(hi).__name__, None, None))
+        return lu.wrap_init(fun, debug_info=jexc.DebugInfo(_WHAT, name, None, None))
 
     arguments = functools.partial(jtu.tree_unflatten, hi.in_tree)
-    # Literally equal leaves of the operands may have been passed; the tree of the results is that of `hi`.
     fun = wrapped(lambda *flat: hi.out_tree.flatten_up_to(hi.expand(*arguments(flat))))
     operands = list(map(trace.box, operands))
-    if compat.is_custom_jvp(hi):
+    if name == CUSTOM[0]:
 
         def jvp(*flat: Any) -> list[Any]:
             primals, tangents = split(flat, hi.in_tree.num_leaves)
@@ -223,7 +228,7 @@ def custom_derivative(trace: QuaxTrace, primitive: jexc.Primitive, hi: Any, oper
     def bwd(*flat: Any) -> Any:
         residuals, cts = split(flat, structure.num_leaves)
         cts = jtu.tree_unflatten(hi.out_tree, list(map(_zero_of_jax, cts)))
-        found, logs = compat.cotangents_of(hi, jtu.tree_unflatten(structure, residuals), cts)
+        found, logs = hi.vjp_bwd_retval_logs(jtu.tree_unflatten(structure, residuals), cts)
         return hi.in_tree.flatten_up_to(found), logs
 
     def out_trees() -> tuple[Any, Any, list[None]]:

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from .. import compat
+from .. import compat, high_level
 from ..jaxprs.evaluate import call_on_values, evaluate
 from ..jaxprs.linearity import has_tangent
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, per_slot, split, spread, unflatten
@@ -25,7 +25,7 @@ from ..policy import dense
 from ..quaxify import value_of
 from ..trace import BUILTIN, Operands, Params, QuaxTrace, builtin
 from ..values import aval_of, is_value
-from .custom_derivatives import cotangents_in, cotangents_out, custom_derivative
+from .custom_derivatives import CUSTOM, cotangents_in, cotangents_out, custom_derivative
 from .linear import linear_call
 
 
@@ -36,13 +36,13 @@ def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: 
     return evaluate(trace, compat.closed(jaxpr), operands)
 
 
-@builtin("call_hi_primitive")
+@builtin(high_level.NAME)
 def _call_hi_primitive(
     trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
 ) -> list[Any]:
     hi = params["_prim"]
-    if compat.is_custom_jvp(hi) or compat.is_custom_vjp(hi):
-        return custom_derivative(trace, primitive, hi, operands)
+    if (name := high_level.as_call(primitive, params)[0]) in CUSTOM:
+        return custom_derivative(trace, primitive, name, hi, operands)
     if (rule := BUILTIN.get(type(hi).__name__)) is not None:
         return rule(trace, primitive, operands, params)
 
