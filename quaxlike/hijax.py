@@ -3,7 +3,7 @@
 [`as_hitype`][quaxlike.hijax.as_hitype] makes a type of Values a `HiType` of JAX. An instance crosses a plain
 `jax.jit` as it is, without a `quaxify` around it; its operators follow the rules of the Value.
 
-Experimental, as hijax itself is: <https://docs.jax.dev/en/latest/hijax_types.html>. It needs JAX 0.12.
+Experimental, as hijax itself is: <https://docs.jax.dev/en/latest/hijax_types.html>. It needs JAX 0.11.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"quaxlike.hijax needs the hijax of JAX 0.12; found JAX {jax.__version__}. Upgrade JAX."
+        f"quaxlike.hijax needs the hijax of JAX 0.11; found JAX {jax.__version__}. Upgrade JAX."
     ) from error
 
 __all__ = ["HiTangent", "HiValue", "LeafAxes", "as_hitype", "quaxify"]

@@ -11,7 +11,7 @@ from jax import lax
 import quaxlike as ql
 from tests.samples import normal
 
-pytest.importorskip("quaxlike.hijax", exc_type=ImportError, reason="it needs JAX 0.12")
+pytest.importorskip("quaxlike.hijax", exc_type=ImportError, reason="it needs JAX 0.11")
 from jax.experimental import hijax
 
 from quaxlike.hijax import HiTangent, HiValue, LeafAxes, as_hitype
