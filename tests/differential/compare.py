@@ -202,12 +202,12 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
     found = lambda leaves, varied: both(leaves)[0](varied, others)
     try:
         traced = jax.jit(reference).trace(leaves, varied, still)
+        compiled = traced.lower().compile()
     except Exception as error:  # whatever JAX says of it
         return Outcome("rejected", f"{type(error).__name__}: {error}")
     try:
         # Either all is traced, or all is known.
         traced_too = jax.jit(found).trace(leaves, varied) if program.jit else None
-        compiled = traced.lower().compile()
         expected = compiled(leaves, varied, still)
         results = traced_too.lower().compile()(leaves, varied) if traced_too else found(leaves, varied)
         jax.block_until_ready((expected, results))  # what fails while it runs says so here
