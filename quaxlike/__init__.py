@@ -44,6 +44,7 @@ MaterializationError, MaterializationWarning = MaterialisationError, Materialisa
 
 if TYPE_CHECKING:
     from . import arrays as arrays
+    from . import hijax as hijax
     from . import implicit as implicit
     from . import interop as interop
     from . import kernels as kernels
@@ -142,7 +143,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
 __getattr__, __dir__ = lazily(
     __name__,
     (
-        *("arrays", "implicit", "interop", "kernels", "models", "numpy"),
+        *("arrays", "hijax", "implicit", "interop", "kernels", "models", "numpy"),
         *("online_learning", "optim", "primitives", "sharding", "surgery", "testing", "utils"),
     ),
     globals(),

@@ -1,6 +1,7 @@
 """The public face: what `import quaxlike as ql` gives."""
 
 import importlib
+import importlib.util
 import pkgutil
 import re
 import subprocess
@@ -13,8 +14,12 @@ import quaxlike as ql
 from tests import public_uses as uses
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
+_HAS_HIJAX = importlib.util.find_spec("jax.experimental.hijax") and hasattr(
+    importlib.import_module("jax.experimental.hijax"), "HiPrim"
+)
 _PROGRAMS = ("demo", "finetune", "generate")  # command lines, which are no part of the face
-_ROOMS = sorted(m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in ("core", *_PROGRAMS))
+_NO_ROOMS = ("core", *_PROGRAMS, *([] if _HAS_HIJAX else ["hijax"]))
+_ROOMS = sorted(m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in _NO_ROOMS)
 _PUBLIC = ["", *(f".{room}" for room in _ROOMS if not room.startswith("_"))]
 _PUBLIC += [f".arrays.{m.name}" for m in pkgutil.iter_modules(ql.arrays.__path__) if m.ispkg]
 _PUBLIC += [f".interop.{name}" for name in ("bitsandbytes", "peft", "safetensors")]
@@ -40,7 +45,7 @@ def test_every_module_is_imported():
     """The older names of modules, too."""
     modules = [m.name for m in pkgutil.walk_packages(ql.__path__, "quaxlike.")]
     for name in modules:
-        if not name.endswith("__main__"):
+        if not name.endswith("__main__") and (_HAS_HIJAX or name != "quaxlike.hijax"):
             importlib.import_module(name)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from . import compat
+from .high_level import as_call
 from .values import Value, as_shapes, is_value, placeholder_types, probing, takes_no_like
 
 # Stands for the number if it is 0, infinity or NaN, but it is not known which.
@@ -105,10 +106,11 @@ def holds_type_with_placeholders(value: Value) -> bool:
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
     """Records what is known of `out`, the result of `primitive` for plain operands."""
-    if primitive.name not in _FOLLOWED:
+    name, params = as_call(primitive, params)
+    if name not in _FOLLOWED:
         return
     outs = out if primitive.multiple_results else [out]
-    numbers = _results(primitive.name, list(map(constant_of, operands)), params)
+    numbers = _results(name, list(map(constant_of, operands)), params)
     for y, number in zip(outs, numbers, strict=False):
         if number is not None:
             note_constant(y, number)
@@ -191,8 +193,8 @@ def _interpret(jaxpr: jexc.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]
     of = dict(zip(compat.all_invars(opened), [*map(constant_of, jaxpr.consts), *numbers], strict=True))
     read = lambda atom: constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
     for eqn in opened.eqns:
-        name = eqn.primitive.name
-        found = _results(name, list(map(read, eqn.invars)), eqn.params) if name in _FOLLOWED else ()
+        name, params = as_call(eqn.primitive, eqn.params)
+        found = _results(name, list(map(read, eqn.invars)), params) if name in _FOLLOWED else ()
         of.update(zip(eqn.outvars, found, strict=False))
     return list(map(read, opened.outvars))
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax import lax
 
 from .._checked import a_or_an
-from . import compat, recording
+from . import compat, high_level, recording
 from .placeholders import follow, has_placeholders, holds_type_with_placeholders
 from .policy import by_default, dense
 from .rules import Resolver
@@ -186,7 +186,7 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
-        if plain and not (_staged and makes_values(primitive, params)):
+        if plain and not ((_staged or primitive.name == high_level.NAME) and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follows_constants:
                 follow(primitive, operands, params, out)
@@ -365,10 +365,13 @@ def stage(value: Value) -> Any:
 
 
 def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
-    """Whether a primitive is, or carries, an equation that makes a Value."""
+    """Whether a primitive is, or carries, an equation that makes a Value; or whether it is a custom
+    derivative, whose functions may make one when they run."""
     if primitive.name not in BUILTIN:
         return False
-    return primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
+    name, params = high_level.as_call(primitive, params)
+    custom = name != primitive.name and name.startswith("custom")
+    return custom or primitive is value_p or any(map(_holds_value, jexc.jaxprs_in_params(params)))
 
 
 @compat.weakly_cached

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from ..core import compat
+from ..core.high_level import as_call
 from ..primitives import DefinedPrimitive
 from .primitive import RULES, ETPPrimitive
 
@@ -130,10 +131,11 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
     for eqn in opened.eqns:
         operands = [read(atom) for atom in eqn.invars]
         written = eqn if call is None or any(compat.lines_of(eqn)) else call
-        if eqn.primitive.name in _INLINED:
-            inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+        name, params = as_call(eqn.primitive, eqn.params)
+        if name in _INLINED:
+            inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
             results = inline(inner, operands, written)
-        elif eqn.primitive.name in _CUSTOM_VJP:
+        elif name in _CUSTOM_VJP:
             results = _forward_differentiable(eqn)(*operands)
         else:
             results = bind(_inlined_inside(eqn), operands, written)
@@ -154,9 +156,9 @@ def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _has_custom_vjp(jaxpr: Any) -> bool:
+    calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
     return any(
-        eqn.primitive.name in _CUSTOM_VJP or any(map(_has_custom_vjp, jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
+        name in _CUSTOM_VJP or any(map(_has_custom_vjp, jaxprs_in_params(params))) for name, params in calls
     )
 
 
@@ -213,11 +215,12 @@ def refuse_hidden_ops(eqn: JaxprEqn) -> None:
             f"(it became {primitive.name!r}), where no traces of its weights can be kept; map or "
             "differentiate the learner instead"
         )
-    for jaxpr in jaxprs_in_params(eqn.params):
+    name, params = as_call(primitive, eqn.params)
+    for jaxpr in jaxprs_in_params(params):
         for inner in jaxpr.eqns:
             if isinstance(inner.primitive, ETPPrimitive):
                 raise ValueError(
-                    f"ETP primitive {inner.primitive.name!r} is inside `{primitive.name}`, where no "
+                    f"ETP primitive {inner.primitive.name!r} is inside `{name}`, where no "
                     "traces of its weights can be kept; write the step without it"
                 )
             refuse_hidden_ops(inner)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal
 
 from ..core import compat
+from ..core.high_level import as_call
 from ..primitives import DefinedPrimitive
 
 
@@ -97,7 +98,7 @@ class Positions:
         )
 
     def _results(self, eqn: Any, operands: list[Places]) -> list[Places]:
-        name, params = eqn.primitive.name, eqn.params
+        name, params = as_call(eqn.primitive, eqn.params)
         if name == "stop_gradient":
             return [{} for _ in eqn.outvars]
         if name == "optimization_barrier":

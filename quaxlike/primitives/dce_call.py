@@ -228,6 +228,7 @@ def _evaluate(*operands: Any, jaxpr: Any, rule: Rule, name: str) -> list[Any]:
 dce_call_p.def_impl(_evaluate)
 dce_call_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
 mlir.register_lowering(dce_call_p, mlir.lower_fun(_evaluate, multiple_results=True))
+dce_call_p.to_lojax = _evaluate  # hijax: how it is lowered if `jaxpr` has high-level primitives
 batching.fancy_primitive_batchers[dce_call_p] = _batch
 ad.primitive_jvps[dce_call_p] = _jvp
 ad.primitive_transposes[dce_call_p] = _transpose

@@ -144,3 +144,4 @@ ad.primitive_jvps[sequential_call_p] = _jvp
 ad.primitive_transposes[sequential_call_p] = _transpose
 batching.fancy_primitive_batchers[sequential_call_p] = _batch
 mlir.register_lowering(sequential_call_p, mlir.lower_fun(_call, multiple_results=True))
+sequential_call_p.to_lojax = _call  # hijax: how it is lowered if `jaxpr` has high-level primitives

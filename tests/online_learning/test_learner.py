@@ -270,7 +270,7 @@ def _in_grad(w, h, x):
     [
         (_in_scan, "'etp_mm' is inside `scan`"),
         (_in_cond, "'etp_mm' is inside `cond`"),
-        (_in_custom_vjp, "'etp_mm' is inside `custom_vjp_call`"),
+        (_in_custom_vjp, "'etp_mm' is inside `(custom_vjp_call|eval_jaxpr)`"),
         (_in_grad, r"'etp_mm' is batched or differentiated .* became 'etp_mm.vjp'"),
         (
             lambda w, h, x: (h + matmul(x, w * x[0, 0]), x),

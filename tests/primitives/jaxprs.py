@@ -6,11 +6,13 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
+from quaxlike.core.high_level import as_call
+
 
 def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jaxprs_in_params(eqn.params):
+        for inner in jaxprs_in_params(as_call(eqn.primitive, eqn.params)[1]):
             yield from equations(inner)
 
 

@@ -82,6 +82,20 @@ def _checkpoint(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
     return unflatten(flat.out, primitive.bind(*flat.consts, *leaves, **params))
 
 
+@builtin("RematTraced")
+def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
+    """`jax.checkpoint` with `jax_remat3`."""
+    hi = params["_prim"]
+    leaves, slots = flatten(operands)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return evaluate(trace, hi.jaxpr, operands)
+    flat = subjaxpr(trace, hi.jaxpr, slots, what="checkpoint", closed=False)
+    cse = hi.prevent_cse
+    if not isinstance(cse, bool):
+        cse = (False,) * len(flat.consts) + tuple(spread(cse, slots))
+    return unflatten(flat.out, type(hi)(flat.jaxpr, hi.policy, cse)(*flat.consts, *leaves))
+
+
 @builtin("sequential_call")
 def _sequential_call(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     if compat.is_eval_trace(trace.parent_trace):  # there is no vmap under which to keep it sequential

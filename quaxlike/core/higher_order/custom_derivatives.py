@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from ..._checked import a_or_an
-from .. import compat
+from .. import compat, high_level
 from ..jaxprs.evaluate import call_on_values
 from ..jaxprs.linearity import (
     as_cotangent,
@@ -100,11 +100,15 @@ def _custom_jvp(
         ]
         return [*flat, *(leaf for leaves in out for leaf in leaves)]
 
-    params = {
-        "subfuns": (_wrap(flat_fun, fun), _wrap(flat_jvp, jvp)),
-        "symbolic_zeros": symbolic_zeros,
-    }
-    out = compat.bind_with_trace(primitive, trace.parent_trace, _without_frozen(slots, leaves), params)
+    leaves = _without_frozen(slots, leaves)
+    if primitive.name == high_level.NAME:
+        out = _call_custom_jvp(flat_fun, flat_jvp, leaves, symbolic_zeros)
+    else:
+        params = {
+            "subfuns": (_wrap(flat_fun, fun), _wrap(flat_jvp, jvp)),
+            "symbolic_zeros": symbolic_zeros,
+        }
+        out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
@@ -171,13 +175,118 @@ def _custom_vjp(
         trees = [jtu.tree_structure([0] * n) for n in (n_out, n_res)]
         return trees[0], trees[1], [*[None] * residuals.size, *forwarded]
 
-    params = {
-        "subfuns": (_wrap(flat_fun, fun), _wrap(flat_fwd, fwd), _wrap(flat_bwd, bwd)),
-        "out_trees": flat_out_trees,
-        "symbolic_zeros": symbolic_zeros,
-    }
-    out = compat.bind_with_trace(primitive, trace.parent_trace, _without_frozen(slots, leaves), params)
+    leaves = _without_frozen(slots, leaves)
+    if primitive.name == high_level.NAME:
+        out = _call_custom_vjp(flat_fun, flat_fwd, flat_bwd, flat_out_trees, leaves, symbolic_zeros)
+    else:
+        params = {
+            "subfuns": (_wrap(flat_fun, fun), _wrap(flat_fwd, fwd), _wrap(flat_bwd, bwd)),
+            "out_trees": flat_out_trees,
+            "symbolic_zeros": symbolic_zeros,
+        }
+        out = compat.bind_with_trace(primitive, trace.parent_trace, leaves, params)
     return [trace.box(x) for x in unflatten(results.slots, out)]
+
+
+# Hijax: with `jax_custom_jvp3` and `jax_custom_vjp3`, custom derivatives are high-level primitives. What is
+# bound instead is a custom derivative again, of functions of the leaves.
+
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
+def custom_derivative(
+    trace: QuaxTrace, primitive: jexc.Primitive, name: str, hi: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """A call of a `custom_jvp` or `custom_vjp` function, which is the high-level primitive `hi`; `name` is
+    one of `CUSTOM`."""
+
+    def wrapped(fun: Callable[..., Any]) -> lu.WrappedFun:
+        return lu.wrap_init(fun, debug_info=jexc.DebugInfo(_WHAT, name, None, None))
+
+    arguments = functools.partial(jtu.tree_unflatten, hi.in_tree)
+    fun = wrapped(lambda *flat: hi.out_tree.flatten_up_to(hi.expand(*arguments(flat))))
+    operands = list(map(trace.box, operands))
+    if name == CUSTOM[0]:
+
+        def jvp(*flat: Any) -> list[Any]:
+            primals, tangents = split(flat, hi.in_tree.num_leaves)
+            out = hi.jvp(arguments(primals), arguments(map(_zero_of_jax, tangents)))
+            return [x for tree in out for x in hi.out_tree.flatten_up_to(tree)]
+
+        return _unboxed(trace, _custom_jvp(
+            trace, primitive, fun, wrapped(jvp), operands, symbolic_zeros=hi.symbolic_zeros
+        ))  # fmt: skip
+    structure: Any = None
+
+    def fwd(*pairs: Any) -> list[Any]:
+        nonlocal structure
+        out, *residuals = hi.vjp_fwd(arguments(pairs[1::2]), *arguments(pairs[::2]))
+        leaves, structure = jtu.tree_flatten(residuals[0])
+        return [*leaves, *hi.out_tree.flatten_up_to(out)]
+
+    def bwd(*flat: Any) -> Any:
+        residuals, cts = split(flat, structure.num_leaves)
+        cts = jtu.tree_unflatten(hi.out_tree, list(map(_zero_of_jax, cts)))
+        found, logs = hi.vjp_bwd_retval_logs(jtu.tree_unflatten(structure, residuals), cts)
+        return hi.in_tree.flatten_up_to(found), logs
+
+    def out_trees() -> tuple[Any, Any, list[None]]:
+        return hi.out_tree, structure, [None] * structure.num_leaves
+
+    return _unboxed(trace, _custom_vjp(
+        trace, primitive, fun, wrapped(fwd), wrapped(bwd), operands,
+        out_trees=out_trees, symbolic_zeros=hi.symbolic_zeros,
+    ))  # fmt: skip
+
+
+def _unboxed(trace: QuaxTrace, outs: Sequence[Any]) -> list[Any]:
+    return list(map(trace.unwrap, outs))
+
+
+def _zero_of_jax(x: Any) -> Any:
+    """A tangent or cotangent with a zero in JAX's own form."""
+    return ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x
+
+
+def _call_custom_jvp(
+    fun: Callable[..., Any], jvp: Callable[..., Any], leaves: Sequence[Any], symbolic_zeros: bool
+) -> Any:
+    call = jax.custom_jvp(fun)
+
+    @functools.partial(call.defjvp, symbolic_zeros=symbolic_zeros)
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        out = jvp(*primals, *tangents)
+        return split(out, len(out) // 2)
+
+    return call(*leaves)
+
+
+def _call_custom_vjp(
+    fun: Callable[..., Any],
+    fwd: Callable[..., Any],
+    bwd: Callable[..., Any],
+    out_trees: Callable[[], tuple[Any, Any, Sequence[int | None]]],
+    leaves: Sequence[Any],
+    symbolic_zeros: bool,
+) -> Any:
+    call = jax.custom_vjp(fun)
+
+    def fwd_of_primals(*primals: Any) -> Any:
+        values = [x.value for x in primals]
+        out = fwd(*[y for x in primals for y in (x.value, x.perturbed)])
+        forwards = out_trees()[2]
+        stored, out = split(out, forwards.count(None))
+        return out, [*stored, *[values[i] for i in forwards if i is not None]]
+
+    def bwd_of_residuals(residuals: Sequence[Any], cts: Sequence[Any]) -> Any:
+        if not symbolic_zeros:
+            cts = [_instantiate(ct, ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cts]
+        found, logs = bwd(*residuals, *cts)
+        return tuple(None if _is_zero(ct) else ct for ct in found), logs
+
+    call.defvjp_with_logs(fwd_of_primals, bwd_of_residuals, symbolic_zeros=True)
+    return call(*leaves)
 
 
 _WHAT = "a custom derivative"

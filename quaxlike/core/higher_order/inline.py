@@ -17,15 +17,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from .. import compat
+from .. import compat, high_level
 from ..jaxprs.evaluate import call_on_values, evaluate
 from ..jaxprs.linearity import has_tangent
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, per_slot, split, spread, unflatten
 from ..policy import dense
 from ..quaxify import value_of
-from ..trace import Operands, Params, QuaxTrace, builtin
+from ..trace import BUILTIN, Operands, Params, QuaxTrace, builtin
 from ..values import aval_of, is_value
-from .custom_derivatives import cotangents_in, cotangents_out
+from .custom_derivatives import CUSTOM, cotangents_in, cotangents_out, custom_derivative
 from .linear import linear_call
 
 
@@ -36,11 +36,15 @@ def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: 
     return evaluate(trace, compat.closed(jaxpr), operands)
 
 
-@builtin("call_hi_primitive")
+@builtin(high_level.NAME)
 def _call_hi_primitive(
     trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
 ) -> list[Any]:
     hi = params["_prim"]
+    if (name := high_level.as_call(primitive, params)[0]) in CUSTOM:
+        return custom_derivative(trace, primitive, name, hi, operands)
+    if (rule := BUILTIN.get(type(hi).__name__)) is not None:
+        return rule(trace, primitive, operands, params)
 
     def implementation(*flat: Any) -> list[Any]:
         return jtu.tree_leaves(hi.expand(*jtu.tree_unflatten(hi.in_tree, flat)))

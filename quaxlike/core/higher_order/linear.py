@@ -100,6 +100,7 @@ def _batch(
 
 _linear_call_p.def_impl(_evaluate)
 _linear_call_p.def_abstract_eval(_abstract)
+_linear_call_p.to_lojax = _evaluate  # hijax: how it is lowered if `fun` has high-level primitives
 ad.primitive_jvps[_linear_call_p] = _jvp
 ad.primitive_transposes[_linear_call_p] = _transpose
 batching.primitive_batchers[_linear_call_p] = _batch

@@ -39,6 +39,14 @@ def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params:
     return unflatten(slots, [primitive.bind(leaf, **params) for leaf in leaves])[0]
 
 
+@builtin("CheckpointName", "CheckpointNameFwd")
+def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
+    """The name of a result for `jax.checkpoint`, with `jax_remat3`."""
+    hi = params["_prim"]
+    leaves, slots = flatten(operands)
+    return unflatten(slots, [type(hi)(hi.name, jax.typeof(leaf))(leaf) for leaf in leaves])
+
+
 @builtin("pvary", "pcast")
 def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Makes each leaf vary over the axes over which it does not vary yet."""

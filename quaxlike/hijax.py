@@ -1,0 +1,368 @@
+"""Values as hijax types: one value to `jax.jit`, `jax.grad`, `jax.vmap` and loops, not a tree of arrays.
+
+[`as_hitype`][quaxlike.hijax.as_hitype] makes a type of Values a `HiType` of JAX. An instance crosses a plain
+`jax.jit` as it is, without a `quaxify` around it; its operators follow the rules of the Value.
+
+Experimental, as hijax itself is: <https://docs.jax.dev/en/latest/hijax_types.html>. It needs JAX 0.11.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.core import Tracer
+
+from .core.jaxprs.linearity import has_tangent
+from .core.jaxprs.slots import LeafLayout
+from .core.quaxify import quaxify as _quaxify
+from .core.values import Value, is_value
+
+try:
+    from jax.experimental.hijax import (
+        HiPrim,
+        HiType,
+        MappingSpec,
+        ShapedArray,
+        Zero,
+        aval_property,
+        instantiate_zeros,
+        linearize_from_jvp,
+        register_hitype,
+        vjp_from_jvp,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"quaxlike.hijax needs the hijax of JAX 0.11; found JAX {jax.__version__}. Upgrade JAX."
+    ) from error
+
+__all__ = ["HiTangent", "HiValue", "LeafAxes", "as_hitype", "quaxify"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafAxes(MappingSpec):
+    """An entry of `in_axes` or `out_axes` of `jax.vmap`: the axis of each leaf, None where it is shared.
+
+    Pass `axis_size` to `jax.vmap` too: JAX does not ask a type that is no array.
+
+    **Arguments:**
+
+    - `axes`: one for each leaf of the Value. Default: the first axis of each.
+    """
+
+    axes: tuple[int | None, ...] | None = None
+
+    def of(self, n: int) -> tuple[int | None, ...]:
+        return (0,) * n if self.axes is None else self.axes
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueType(HiType):
+    """The type of Values of one structure, or that of their tangents."""
+
+    treedef: Any
+    avals: tuple[Any, ...]  # of all leaves
+    is_tangent: bool = False
+
+    def __repr__(self) -> str:
+        name = self.value_class.__name__
+        return f"{'tangent of ' if self.is_tangent else ''}{name} {self.dtype.name}{list(self.shape)}"
+
+    def str_short(self, *_: Any, **__: Any) -> str:
+        return repr(self)
+
+    @functools.cached_property
+    def layout(self) -> LeafLayout:
+        return LeafLayout(self.treedef, self.avals)
+
+    @property
+    def value_class(self) -> Any:
+        return self.layout.cls
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.layout.aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    # What the leaves are
+
+    def leaves(self) -> list[tuple[Any, bool]]:
+        """The type of each leaf of the Value, and whether this type has that leaf."""
+        return [(a, not self.is_tangent or has_tangent(a)) for a in self.avals]
+
+    def lo_ty(self) -> list[Any]:
+        return [ShapedArray(a.shape, a.dtype) for a, own in self.leaves() if own]
+
+    def lower_val(self, hi_val: Any, /) -> list[Any]:
+        return jtu.tree_leaves(hi_val.value)
+
+    def raise_val(self, *lo_vals: Any) -> Any:
+        if not self.is_tangent:
+            return _instance(as_hitype(self.value_class), jtu.tree_unflatten(self.treedef, lo_vals))
+        leaf = iter(lo_vals)
+        leaves = [next(leaf) if own else None for _, own in self.leaves()]
+        return HiTangent(jtu.tree_unflatten(self.treedef, leaves), self)
+
+    # Derivatives
+
+    def to_tangent_aval(self) -> Any:
+        is_space = self.value_class.linear and all(map(has_tangent, self.avals))
+        return self if is_space else dataclasses.replace(self, is_tangent=True)
+
+    def vspace_zero(self) -> Any:
+        return Wrap(self)(*(jnp.zeros(a.shape, a.dtype) for a in self.lo_ty()))
+
+    def vspace_add(self, x: Any, y: Any) -> Any:
+        return Wrap(self)(*map(jnp.add, Unwrap(self)(x), Unwrap(self)(y)))
+
+    # Batches and loops
+
+    def dec_rank(self, size: int | None, spec: Any) -> "ValueType":
+        return self._with_shapes(spec, lambda shape, axis: shape[:axis] + shape[axis + 1 :])
+
+    def inc_rank(self, size: int | None, spec: Any) -> "ValueType":
+        return self._with_shapes(spec, lambda shape, axis: (*shape[:axis], size, *shape[axis:]))
+
+    def _with_shapes(self, spec: Any, change: Callable[[Any, int], Any]) -> "ValueType":
+        if spec is None:
+            return self
+        axes = iter(self.spec(spec).of(len(self.lo_ty())))
+        by_leaf = [(a, next(axes) if own else None) for a, own in self.leaves()]
+        avals = [a if axis is None else ShapedArray(change(a.shape, axis), a.dtype) for a, axis in by_leaf]
+        return dataclasses.replace(self, avals=tuple(avals))
+
+    def spec(self, spec: Any) -> LeafAxes:
+        if not isinstance(spec, LeafAxes):
+            raise ValueError(
+                f"{self} is mapped along {spec!r}, but it is no array: pass `quaxlike.hijax.LeafAxes()` in "
+                "`in_axes` and `out_axes`, and `axis_size`."
+            )
+        return spec
+
+    def leading_axis_spec(self) -> LeafAxes:
+        return LeafAxes()
+
+
+class HiTangent:
+    """A tangent or cotangent of a [`HiValue`][quaxlike.hijax.HiValue].
+
+    `value` is a tree like the Value, with None for leaves that have no derivative, such as codes: as
+    `equinox.filter_grad` returns it.
+    """
+
+    def __init__(self, value: Any, of: ValueType) -> None:
+        self.value, self._type = value, of
+
+    def __repr__(self) -> str:
+        return f"HiTangent({self.value})"
+
+
+class HiValue:
+    """A Value that is one value to JAX; base of what [`as_hitype`][quaxlike.hijax.as_hitype] returns.
+
+    `value` is the Value, of tracers inside a transform. Operators and `shape`, `dtype` and `ndim` are those
+    of the Value; results that are Values become hijax types again.
+    """
+
+    value: Any
+    value_class: type[Value]
+
+    def __new__(cls, value: Value) -> Any:
+        if not isinstance(value, cls.value_class):
+            raise TypeError(f"{cls.__name__} takes a {cls.value_class.__name__}; found {value!r}.")
+        leaves, treedef = jtu.tree_flatten(value)
+        if not any(isinstance(x, Tracer) for x in leaves):
+            return _instance(cls, value)
+        return Wrap(ValueType(treedef, tuple(jax.typeof(x) for x in leaves)))(*leaves)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+
+def _instance(cls: type[HiValue], value: Any) -> HiValue:
+    self = object.__new__(cls)
+    self.value = value
+    return self
+
+
+def _type_of(x: HiValue) -> ValueType:
+    leaves, treedef = jtu.tree_flatten(x.value)
+    return ValueType(treedef, tuple(map(jax.typeof, leaves)))
+
+
+@functools.cache
+def as_hitype(cls: Any) -> type[HiValue]:
+    """The hijax type of a type of Values, shipped or your own.
+
+    **Arguments:**
+
+    - `cls`: a subclass of [`quaxlike.Value`][] that is not abstract. Its static fields must be hashable.
+
+    **Returns:**
+
+    A subclass of [`HiValue`][quaxlike.hijax.HiValue], the same at each call. Call it with a Value.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp, quaxlike as ql
+
+        HiNF4 = ql.hijax.as_hitype(ql.NF4Array)
+        w = HiNF4(ql.NF4Array.quantize(jnp.ones((8, 64))))
+
+        @jax.jit
+        def layer(w, x):  # one operand, w
+            return w @ x
+
+        layer(w, jnp.ones(64))
+        ```
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Value)):
+        raise TypeError(f"as_hitype takes a subclass of quaxlike.Value; found {cls!r}.")
+    made = type(f"Hi{cls.__name__}", (HiValue,), {"value_class": cls, "__module__": cls.__module__})
+    register_hitype(made, _type_of)
+    return made
+
+
+register_hitype(HiTangent, lambda x: x._type)
+
+
+def _is_hi(x: Any) -> bool:
+    return isinstance(x, HiValue) or (isinstance(x, Tracer) and isinstance(x.aval, ValueType))
+
+
+def quaxify(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """As [`quaxlike.quaxify`][], for arguments that are hijax types: `fn` sees Values, and those that it
+    returns become hijax types again."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jtu.tree_map(lambda x: x.value if _is_hi(x) else x, (args, kwargs), is_leaf=_is_hi)
+        out = _quaxify(fn)(*args, **kwargs)
+        return jtu.tree_map(lambda x: as_hitype(type(x))(x) if is_value(x) else x, out, is_leaf=is_value)
+
+    return wrapper
+
+
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul lt le gt ge eq ne".split()  # noqa: SIM905
+
+
+def _install_operators() -> None:
+    for name in _OPERATORS:
+        plain = getattr(operator, name)
+        forward = quaxify(plain)
+        reverse = quaxify(lambda x, y, plain=plain: plain(y, x))
+        setattr(HiValue, f"__{name}__", forward)
+        setattr(ValueType, f"_{name}", staticmethod(forward))
+        if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
+            setattr(HiValue, f"__r{name}__", reverse)
+            setattr(ValueType, f"_r{name}", staticmethod(reverse))
+    for name in ("neg", "getitem"):
+        forward = quaxify(getattr(operator, name))
+        setattr(HiValue, f"__{name}__", forward)
+        setattr(ValueType, f"_{name}", staticmethod(forward))
+
+
+_install_operators()
+HiValue.__hash__ = object.__hash__
+
+
+def _value(x: Any) -> Any:
+    kind: ValueType = x.aval
+    return jtu.tree_unflatten(kind.treedef, Unwrap(kind)(x))
+
+
+ValueType.value = aval_property(_value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# From leaves and to leaves -------------------------------------------------------------------------
+
+
+class _Leafwise(HiPrim):
+    """A high-level primitive with the derivative of a linear function."""
+
+    def __init__(self, kind: ValueType) -> None:
+        self.kind = kind
+        self.params = {"kind": kind}
+        super().__init__()
+
+    lin, linearized = linearize_from_jvp
+    vjp_fwd, vjp_bwd_retval = vjp_from_jvp
+
+
+class Unwrap(_Leafwise):
+    """The leaves of a Value."""
+
+    def __init__(self, kind: ValueType) -> None:
+        self.in_avals, self.out_aval = (kind,), kind.lo_ty()
+        super().__init__(kind)
+
+    def expand(self, x: Any) -> list[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.kind.lower_val(x)
+
+    def jvp(self, primals: Any, tangents: Any) -> Any:
+        (t,), out = tangents, self(*primals)
+        moving = self.kind.to_tangent_aval()
+        known = iter(() if isinstance(t, Zero) else Unwrap(moving)(t))
+        zero = lambda a: Zero(a.to_tangent_aval())
+        return out, [
+            next(known) if has_tangent(a) and not isinstance(t, Zero) else zero(a) for a in self.out_aval
+        ]
+
+    def transpose(self, out_ct: Any, operand: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        operand.accum(Wrap(self.kind)(*map(instantiate_zeros, out_ct)))
+
+    def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
+        (x,), (spec,) = args, dims
+        kind: ValueType = jax.typeof(x)
+        return Unwrap(kind)(x), list(kind.spec(spec).of(len(self.out_aval)))
+
+
+class Wrap(_Leafwise):
+    """The Value of these leaves."""
+
+    def __init__(self, kind: ValueType) -> None:
+        self.in_avals, self.out_aval = tuple(kind.lo_ty()), kind
+        super().__init__(kind)
+
+    def expand(self, *leaves: Any) -> Any:
+        return self.kind.raise_val(*leaves)
+
+    def jvp(self, primals: Any, tangents: Any) -> Any:
+        moving = self.kind.to_tangent_aval()
+        if all(isinstance(t, Zero) for t in tangents):
+            return self(*primals), Zero(moving)
+        own = [instantiate_zeros(t) for t, a in zip(tangents, self.in_avals, strict=True) if has_tangent(a)]
+        return self(*primals), Wrap(moving)(*own)
+
+    def transpose(self, out_ct: Any, *operands: Any) -> None:
+        for operand, ct in zip(operands, Unwrap(self.kind)(instantiate_zeros(out_ct)), strict=True):
+            operand.accum(ct)
+
+    def batch(self, axis_data: Any, args: Sequence[Any], dims: Sequence[Any]) -> Any:
+        batched = map(jax.typeof, args)
+        avals = [next(batched) if moves else a for a, moves in self.kind.leaves()]
+        return Wrap(dataclasses.replace(self.kind, avals=tuple(avals)))(*args), LeafAxes(tuple(dims))

@@ -1,0 +1,188 @@
+"""Values as hijax types, and hijax types of others in quaxified programs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from tests.samples import normal
+
+pytest.importorskip("quaxlike.hijax", exc_type=ImportError, reason="it needs JAX 0.11")
+from jax.experimental import hijax
+
+from quaxlike.hijax import HiTangent, HiValue, LeafAxes, as_hitype
+
+X = normal(64)
+NF4 = ql.NF4Array.quantize(normal(8, 64))
+LORA = ql.LoraArray(NF4, normal(2, 64, seed=1), normal(8, 2, seed=2), alpha=1.0)
+VALUES = {"NF4Array": NF4, "LoraArray": LORA, "SparseArray": ql.SparseArray.from_dense(normal(8, 64))}
+VALUES["NamedArray"] = ql.arrays.named.NamedArray(normal(8, 64), ("out", "in"))
+
+
+def _sum_of_squares(w, x=X):
+    out = w @ x
+    return jnp.sum(ql.materialise(getattr(out, "value", out)) ** 2)
+
+
+def _close(x, y):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(params=VALUES)
+def value(request):
+    return VALUES[request.param]
+
+
+def _hi(value):
+    return as_hitype(type(value))(value)
+
+
+def test_it_is_one_operand(value):
+    closed = jax.make_jaxpr(lambda w, x: w @ x)(_hi(value), X)
+    assert [v.aval.shape for v in closed.jaxpr.invars] == [(8, 64), (64,)]
+    assert type(value).__name__ in str(jax.typeof(_hi(value)))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, ql.quaxify, lambda f: ql.quaxify(jax.jit(f))])
+def test_operators(value, transform):
+    run = transform(lambda w: ql.materialise(getattr(y := w @ X, "value", y)))
+    _close(run(_hi(value)), value.materialise() @ X)
+
+
+def test_it_is_returned(value):
+    doubled = jax.jit(lambda w: w * 2.0)(_hi(value))
+    assert isinstance(doubled, as_hitype(type(value)))
+    _close(doubled.value.materialise(), 2 * value.materialise())
+    made = jax.jit(as_hitype(type(value)))(value)
+    assert jax.tree.structure(made.value) == jax.tree.structure(value)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, ql.quaxify], ids=["plain", "quaxify"])
+@pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients(value, around, inside):
+    found = jax.grad(around(inside(_sum_of_squares)))(_hi(value))
+    expected = jax.grad(ql.quaxify(_sum_of_squares), allow_int=True)(value)
+    assert isinstance(found, HiTangent | HiValue)
+    moving = [x for x in jax.tree.leaves(expected) if x.dtype != jax.dtypes.float0]
+    for x, y in zip(jax.tree.leaves(found.value), moving, strict=True):
+        _close(x, y)
+    by_x = jax.grad(inside(lambda x: _sum_of_squares(_hi(value), x)))(X)
+    _close(by_x, jax.grad(lambda x: jnp.sum((value.materialise() @ x) ** 2))(X))
+
+
+def test_batches_and_loops():
+    stack = jax.vmap(ql.NF4Array.quantize)(normal(3, 8, 64))
+    w, expected = as_hitype(ql.NF4Array)(stack), stack.materialise() @ X
+    rows = {"in_axes": (LeafAxes(),), "axis_size": 3}
+    _close(jax.vmap(lambda w: w @ X, **rows)(w), expected)
+    same = jax.vmap(lambda w: w, **rows, out_axes=LeafAxes())(w)
+    np.testing.assert_array_equal(same.value.codes, stack.codes)
+    _close(lax.scan(lambda c, w: (c, w @ X), 0.0, w, length=3)[1], expected)
+    total = lambda w: jnp.sum(jax.vmap(lambda w: w @ X, **rows)(w) ** 2)
+    found = jax.grad(total)(w).value.scale
+    _close(found, jax.grad(lambda s: jnp.sum((dataclasses.replace(stack, scale=s).materialise() @ X) ** 2))(
+        stack.scale))  # fmt: skip
+    carry = lax.scan(lambda w, _: (w, w @ X), _hi(NF4), None, length=2)
+    np.testing.assert_array_equal(carry[0].value.codes, NF4.codes)
+    with pytest.raises(ValueError, match=r"is mapped along 0.*LeafAxes\(\)"):
+        jax.vmap(lambda w: w @ X)(w)
+
+
+def test_functions():
+    run = jax.jit(ql.hijax.quaxify(lambda w, x: jnp.tanh(jnp.matmul(x, jnp.transpose(w)))))
+    _close(run(_hi(LORA), X), jnp.tanh(LORA.materialise() @ X))
+
+
+def test_what_is_no_value():
+    with pytest.raises(TypeError, match=r"takes a subclass of quaxlike\.Value; found <class 'int'>"):
+        as_hitype(int)
+    with pytest.raises(TypeError, match="HiNF4Array takes a NF4Array; found"):
+        as_hitype(ql.NF4Array)(X)
+
+
+# A type of somebody else
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaled:
+    codes: jax.Array
+    scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _ScaledType(hijax.HiType):
+    shape: tuple[int, ...]
+
+    def lo_ty(self):
+        return [hijax.ShapedArray(self.shape, jnp.dtype("int8")), hijax.ShapedArray((), jnp.dtype("float32"))]
+
+    def lower_val(self, hi_val):
+        return [hi_val.codes, hi_val.scale]
+
+    def raise_val(self, *lo_vals):
+        return _Scaled(*lo_vals)
+
+    def to_tangent_aval(self):
+        return hijax.ShapedArray(self.shape, jnp.dtype("float32"))
+
+    def str_short(self, *_, **__):
+        return f"Scaled{list(self.shape)}"
+
+
+hijax.register_hitype(_Scaled, lambda x: _ScaledType(x.codes.shape))
+
+
+class _Dense(hijax.HiPrim):
+    def __init__(self, kind):
+        self.in_avals, self.out_aval = (kind,), hijax.ShapedArray(kind.shape, jnp.dtype("float32"))
+        self.params = {}
+        super().__init__()
+
+    def expand(self, x):
+        return x.codes.astype(jnp.float32) * x.scale
+
+    def vjp_fwd(self, nzs_in, x):
+        return self(x), None
+
+    def vjp_bwd_retval(self, res, outgrad):
+        return (outgrad,)
+
+
+THEIRS = _Scaled(jnp.arange(16, dtype=jnp.int8).reshape(2, 8), jnp.float32(0.5))
+DENSE = THEIRS.codes.astype(jnp.float32) * 0.5
+
+
+def _product(theirs, w):
+    return jnp.matmul(_Dense(jax.typeof(theirs))(theirs), w)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        _product,
+        jax.jit(_product),
+        jax.checkpoint(_product),
+        lambda theirs, w: jax.jit(lambda w: _product(theirs, w))(w),
+        lambda theirs, w: lax.cond(X[0] < 9, lambda: _product(theirs, w), lambda: jnp.zeros((2, 64))),
+        lambda theirs, w: lax.scan(lambda c, _: (c + _product(theirs, w), None), 0.0 * DENSE @ DENSE.T @ (
+            jnp.ones((2, 64))), None, length=1)[0],
+    ],
+    ids=["eager", "jit", "checkpoint", "closed over", "cond", "scan"],
+)  # fmt: skip
+def test_a_type_of_somebody_else_passes_untouched(program):
+    with ql.on_materialise("error"):
+        _close(ql.quaxify(program)(THEIRS, LORA), DENSE @ LORA.materialise())
+        _close(jax.jit(ql.quaxify(program))(THEIRS, LORA), DENSE @ LORA.materialise())
+
+
+def test_its_derivative_is_its_own():
+    by_theirs, by_lora = jax.grad(
+        lambda theirs, a: jnp.sum(ql.quaxify(_product)(theirs, LORA.replace(a=a))), argnums=(0, 1)
+    )(THEIRS, LORA.a)
+    _close(by_theirs, jnp.ones((2, 64)) @ LORA.materialise().T)
+    expected = jax.grad(lambda a: jnp.sum(DENSE @ LORA.replace(a=a).materialise()))(LORA.a)
+    _close(by_lora, expected)
