@@ -34,7 +34,8 @@ def log_probability(model, ids, start):
     return sum(logs[i - 1, ids[i]] for i in range(start, len(ids)))
 
 
-@pytest.mark.parametrize("chunk", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [0, 2])
 def test_the_loss_compares_with_the_model_without_adapters(chunk):
     """And its gradient reaches the adapters alone."""
     base = ql.quantize(decoder(), "nf4")
