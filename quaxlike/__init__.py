@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from . import models as models
     from . import numpy as numpy
     from . import online_learning as online_learning
+    from . import optim as optim
     from . import primitives as primitives
     from . import sharding as sharding
     from . import surgery as surgery
@@ -143,7 +144,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     (
         *("arrays", "hijax", "implicit", "interop", "kernels", "models", "numpy"),
-        *("online_learning", "primitives", "sharding", "surgery", "testing", "utils"),
+        *("online_learning", "optim", "primitives", "sharding", "surgery", "testing", "utils"),
     ),
     globals(),
 )

@@ -15,6 +15,7 @@ QLoRA on a transformers checkpoint directory (decoders of many families, BERT, M
 data, one JSON object per line:
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
                       {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template
+  ... --task dpo      {"prompt": ..., "chosen": ..., "rejected": ...}
   encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
                       sentence-transformers' modules.json, too
   ...Classification   {"text": ..., "label": 0}

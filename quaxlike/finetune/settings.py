@@ -38,6 +38,12 @@ class Settings:
         "evaluation data, instead of a share of --data", None, type=Path, metavar="FILE.jsonl"
     )
     held_out: float | int = _option("share of --data held out for evaluation", 0.1, type=_SHARE)
+    task: str | None = _option(
+        "dpo: prefer one of two texts (default: what the model is made for)", None, choices=["dpo"]
+    )
+    beta: float | int = _option(
+        "of --task dpo: how close the model stays to the one without adapters", 0.1, type=number(float, 0)
+    )
     max_length: int | None = _option(
         "tokens per text; more are cut (default: 256, or the model's limit)", None, type=_SIZE
     )
@@ -75,6 +81,10 @@ class Settings:
     warmup: float | int = _option("share of steps in which the learning rate rises", 0.1, type=_SHARE)
     weight_decay: float | int = _option("of AdamW", 0.0, type=number(float, 0))
     clip: float | int = _option("maximum norm of the gradient, 0 for no limit", 1.0, type=number(float, 0))
+    optimizer_bits: int | None = _option(
+        "of the moments that AdamW keeps; those of small arrays stay in float32 (default: float32)", None,
+        type=int, choices=[8, 4],
+    )  # fmt: skip
     seed: int = _option("of adapters, batches, dropout and held-out data", 0, type=number(int, 0, 2**32 - 1))
     checkpoint_every: int = _option("steps between checkpoints", 50, type=_SIZE)
     eval_every: int | None = _option(
@@ -130,6 +140,8 @@ class Settings:
             *("mesh", "fsdp", "coordinator", "process_id", "num_processes"),
         }
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
+        if self.task is None:
+            del options["beta"]
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}
         digests = {f"sha256 of {name}": _digest(path) for name, path in files.items()}

@@ -12,6 +12,8 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .._checked import a_or_an
+from ..arrays.adapted import innermost
+from ..core.values import is_value
 from ..interop.files.companions import modules_of
 from ..models import Bert, BertForSequenceClassification, Decoder, ModernBert, Pooling
 from .data import Batch, Example, Tokens, messages_of, template_options, text_of
@@ -41,9 +43,13 @@ class AbstractTask(eqx.Module):
         """Parts of the model that this task does not use, which get no adapters."""
         return ()
 
+    def models(self, model: PyTree) -> PyTree:
+        """What `output` takes: the model, perhaps with others that are made of it."""
+        return model
+
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
-        """The model's output for one example (a batch without its first axis)."""
+        """The output for one example (a batch without its first axis)."""
 
     @abc.abstractmethod
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
@@ -109,6 +115,61 @@ class NextToken(AbstractTask):
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
         loss = float(np.sum(outputs)) / self.weight(batch)
         return {"loss": loss, "perplexity": float(np.exp(loss))}
+
+
+class Preferences(AbstractTask):
+    """Direct preference optimisation: of two continuations of a prompt, `{"prompt": ..., "chosen": ...,
+    "rejected": ...}`, the chosen one should gain more over the model without its adapters than the rejected.
+
+    Rafailov et al., Direct Preference Optimization (2023), as in TRL.
+    """
+
+    chunk: int = 0
+    """As of `NextToken`."""
+    beta: float | int = 0.1
+    """The factor of log-probabilities: how close the model stays to the one without adapters."""
+
+    peft_type: ClassVar[str] = "CAUSAL_LM"
+
+    def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
+        prompt = tokens.whole(text_of(fields, "prompt"))
+        ends = [tokens.whole(text_of(fields, name), special=False) for name in ("chosen", "rejected")]
+        if ends[0] == ends[1]:
+            raise ValueError("'chosen' and 'rejected' are the same text")
+        whole = [prompt + end + ([] if end[-1:] == tokens.eos else tokens.eos) for end in ends]
+        first, longest = max(1, len(prompt)), max(map(len, whole))
+        if first >= tokens.max_length:
+            return None
+        texts = tuple(ids[: tokens.max_length] for ids in whole)
+        learned = [i >= first for i in range(max(map(len, texts)))]
+        return Example(texts, learned, was_cut=longest > tokens.max_length)
+
+    def layers(self, model: PyTree) -> Any:
+        return model.part("model").part("layers")
+
+    def models(self, model: PyTree) -> PyTree:
+        return model, jax.tree.map(innermost, model, is_leaf=is_value)
+
+    def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
+        """How much more likely each continuation is than without adapters, as a logarithm."""
+
+        def gain(ids: Any, seen: Any, learned: Any) -> Any:
+            after, before = (
+                _cross_entropy(each, each.hidden(ids, seen)[:-1], ids[1:], learned[1:], self.chunk)
+                for each in model
+            )
+            return before - after  # cross-entropies
+
+        return jax.vmap(gain)(example.ids, example.seen, example.learned & example.seen)
+
+    def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
+        return -jnp.sum(jax.nn.log_sigmoid(self.beta * (outputs[:, 0] - outputs[:, 1])))
+
+    def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
+        """The loss, the share of pairs whose chosen text gained more, and by how much, times `beta`."""
+        margins = self.beta * (outputs[:, 0] - outputs[:, 1])
+        loss = float(self.total(outputs, batch)) / self.weight(batch)
+        return {"loss": loss, "accuracy": float(np.mean(margins > 0)), "margin": float(np.mean(margins))}
 
 
 class Pairs(AbstractTask):
@@ -221,9 +282,14 @@ def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk
 
 def task_for(model: PyTree, settings: Settings) -> AbstractTask:
     """The task for a model from [`quaxlike.models.load`][], and for what stands beside it."""
+    chunk = max(1, settings.loss_chunk // settings.batch_size)
+    if settings.task == "dpo":
+        if not isinstance(model, Decoder) or modules_of(settings.model):
+            raise FinetuneError(f"--task dpo is for decoders that write texts; found {a_or_an(type(model))}.")
+        return Preferences(chunk, settings.beta)
     match model:
         case Decoder() if not modules_of(settings.model):
-            return NextToken(max(1, settings.loss_chunk // settings.batch_size), settings.pack)
+            return NextToken(chunk, settings.pack)
         case Bert() | ModernBert() | Decoder():  # one that sentence-transformers pools embeds texts
             return Pairs(Pooling.of(settings.model))
         case BertForSequenceClassification():

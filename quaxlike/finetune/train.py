@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 import quaxlike as ql
 
 from .._interrupts import take_interrupt
+from ..optim import quantize_state
 from .data import Batch, Example, chosen_for, collate
 from .devices import Devices
 from .settings import FinetuneError, Settings
@@ -25,6 +26,9 @@ POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+#: How the moments of the optimiser are stored, for each number of bits.
+SCHEMES = {8: "q8_0", 4: "q4_0"}
 
 
 class State(NamedTuple):
@@ -52,7 +56,11 @@ class Program:
     """The update of the state by one batch, compiled for each shape of batches."""
 
     def __init__(
-        self, task: AbstractTask, optimiser: optax.MultiSteps, settings: Settings, devices: Devices
+        self,
+        task: AbstractTask,
+        optimiser: optax.GradientTransformationExtraArgs,
+        settings: Settings,
+        devices: Devices,
     ) -> None:
         def update(frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any) -> tuple[State, Any]:
             def loss(params: PyTree) -> Any:
@@ -124,7 +132,7 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> Py
     """The outputs for each example of a batch; `keys` are for dropout, None to switch it off."""
 
     def one(example: Batch, key: Any) -> Any:
-        return ql.quaxify(task.output)(ql.with_dropout_key(model, key), example)
+        return ql.quaxify(task.output)(task.models(ql.with_dropout_key(model, key)), example)
 
     batch = jax.tree.map(jnp.asarray, batch)
     return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)
@@ -155,7 +163,9 @@ class Step(NamedTuple):
     state: State
 
 
-def optimiser_for(settings: Settings, steps: int) -> tuple[optax.MultiSteps, Callable[[Any], Any]]:
+def optimiser_for(
+    settings: Settings, steps: int
+) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], Any]]:
     """AdamW after clipping by norm, and its learning rate by step."""
     warmup, peak = round(settings.warmup * steps), settings.learning_rate
     rest = max(1, steps - warmup)
@@ -171,7 +181,11 @@ def optimiser_for(settings: Settings, steps: int) -> tuple[optax.MultiSteps, Cal
         optax.clip_by_global_norm(settings.clip) if settings.clip else optax.identity(),
         optax.adamw(schedule, weight_decay=settings.weight_decay),
     )
-    return optax.MultiSteps(chain, settings.accumulate), schedule
+    if settings.optimizer_bits is not None:
+        chain = quantize_state(chain, SCHEMES[settings.optimizer_bits])
+    if settings.accumulate > 1:
+        chain = optax.MultiSteps(chain, settings.accumulate).gradient_transformation()
+    return optax.with_extra_args_support(chain), schedule
 
 
 def steps_of(settings: Settings, n: int) -> int:

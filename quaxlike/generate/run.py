@@ -103,10 +103,18 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
         raise GenerateError(f"{arguments.model} holds {a_or_an(type(model))}, which is not a decoder.")
     if arguments.adapter is not None:
         model = peft.load_adapter(arguments.adapter, model)
+    if arguments.cache is not None:
+        found, dense = (_bytes_of_token(model, cache) for cache in (arguments.cache, None))
+        tell(f"The cache takes {found:,} bytes a token; {dense:,} in {model.embedding.dtype}.")
     ends = ends_of(arguments.model, config)
     if arguments.prompt is None:
         return _chat(model, tokenizer, ChatTemplate(arguments.model), ends, arguments, out, tell)
     return _continue(model, tokenizer, ends, arguments, out, tell)
+
+
+def _bytes_of_token(model: Decoder, cache: str | None) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: model.memory(1, cache)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _continue(
@@ -136,7 +144,7 @@ def _continue(
         generate(
             model, ids, mask=mask, max_new_tokens=new, eos=ends or None,
             temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p,
-            key=jax.random.key(arguments.seed), on_token=writer,
+            key=jax.random.key(arguments.seed), on_token=writer, cache=arguments.cache,
         )  # fmt: skip
     except ValueError as error:
         raise GenerateError(str(error)) from error
@@ -196,7 +204,7 @@ def _chat(
     **Raises:** `GenerateError` if the template rejects the conversation, or its text is too long.
     """
     ends = sorted({*ends, *_ends_of_turns(template, tokenizer)})
-    talk = _Talk(Conversation(model), tokenizer, template, ends, arguments, out)
+    talk = _Talk(Conversation(model, cache=arguments.cache), tokenizer, template, ends, arguments, out)
     if arguments.message is not None:
         talk.answer(arguments.message)
         return talk.count

@@ -8,11 +8,14 @@ FlashAttention, 2022), and are computed again for their derivatives.
 import functools
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..arrays.quantized import CODECS, CacheArray
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
 from .rope import rotate
@@ -70,11 +73,26 @@ class Context(NamedTuple):
     factor: Float[Array, " tokens"] | None = None
 
 
-class Memory(NamedTuple):
-    """The cached keys and values of one layer, for up to `room` tokens."""
+class Memory(eqx.Module):
+    """The cached keys and values of one layer, for up to `room` tokens: arrays, or Values that round what is
+    written to them."""
 
     key: Float[Array, "room kv_heads size"]
     value: Float[Array, "room kv_heads size"]
+    rotates: bool = eqx.field(static=True, default=False)
+    """Whether keys, and the queries that meet them, are rotated by `hadamard`."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int], dtype: Any, scheme: str | None) -> "Memory":
+        """`scheme`: as for `generate`."""
+        if scheme is None or scheme == "bfloat16":
+            of = lambda: jnp.zeros(shape, dtype if scheme is None else scheme)
+            return cls(of(), of())
+        if scheme not in CODECS:
+            known = ", ".join(["bfloat16", *CODECS])
+            raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
+        of: Any = lambda: CacheArray.empty(shape, scheme, dtype=dtype)
+        return cls(of(), of(), rotates=CODECS[scheme].bits <= 4)
 
 
 class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
@@ -111,13 +129,29 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         if context.factor is not None:
             query = query * context.factor[:, None, None]
         if memory is not None:
+            if memory.rotates:
+                query, key = hadamard(query), hadamard(key)
             put = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0, 0))
-            memory = Memory(put(memory.key, key), put(memory.value, value))
-            key, value = memory
+            memory = Memory(put(memory.key, key), put(memory.value, value), memory.rotates)
+            key, value = (kept.astype(query.dtype) for kept in (memory.key, memory.value))
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
         cap = c.attn_logit_softcapping
         out = attend(query, key, value, context.sight, scale=scale, softcap=cap, sinks=self.part("sinks"))
         return each(self.part("o_proj"), out), memory
+
+
+def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+    """Rotates rows so that large elements are spread over all; products of two rotated rows stay as they
+    were. Of a size that is no power of two, parts are rotated.
+
+    Ashkboos et al., QuaRot (2024).
+    """
+    size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides it
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]]) * np.float32(0.5**0.5)
+    parts = x.reshape(*x.shape[:-1], -1, size).astype(jnp.float32)
+    return (parts @ matrix).reshape(x.shape).astype(x.dtype)
 
 
 def attend(
@@ -215,6 +249,7 @@ def _in_blocks(x: Array) -> Array:
     """Rows in blocks of one length, the last of which is filled up: numbers go on as they end."""
     count = -(-len(x) // _BLOCK)
     size = -(-len(x) // count)
-    fill = [(0, count * size - len(x))] + [(0, 0)] * (x.ndim - 1)
-    x = jnp.pad(x, fill, mode="edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant")
+    if missing := count * size - len(x):
+        fill = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(x, fill, mode="edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant")
     return x.reshape(count, size, *x.shape[1:])

@@ -197,11 +197,23 @@ class Decoder(Part, roles="model lm_head"):
         """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
         return self.body.part("layers")
 
-    def memory(self, room: int, dtype: Any) -> Any:
-        """An empty memory for `room` tokens."""
-        c, shape = self.config, (room, self.config.num_key_value_heads, self.config.head_dim)
-        empty = lambda *stack: Memory(jnp.zeros((*stack, *shape), dtype), jnp.zeros((*stack, *shape), dtype))
-        return [empty() for _ in self.layers] if isinstance(self.layers, list) else empty(c.num_hidden_layers)
+    def memory(self, room: int, cache: str | None = None) -> Any:
+        """An empty memory for the keys and values of `room` tokens.
+
+        **Arguments:**
+
+        - `room`: how many tokens there is room for.
+        - `cache`: how they are stored, as for [`quaxlike.models.generate`][]. Default: in the dtype of the
+            model.
+
+        **Returns:** a pytree: print [`quaxlike.summary`][] of it to see what it takes.
+        """
+        c, dtype = self.config, self.embedding.dtype
+        empty = lambda: Memory.empty((room, c.num_key_value_heads, c.head_dim), dtype, cache)
+        if isinstance(self.layers, list):
+            return [empty() for _ in self.layers]
+        stack = lambda leaf: jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)
+        return jax.tree.map(stack, jax.eval_shape(empty))
 
     def stacked(self) -> "Decoder":
         """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned."""

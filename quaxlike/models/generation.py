@@ -31,6 +31,7 @@ def generate(
     top_p: float | int | None = None,
     key: Any = None,
     on_token: Callable[[Int[np.ndarray, " batch"]], Any] | None = None,
+    cache: str | None = None,
 ) -> Int[Array, "batch new"]:
     """Continues texts, token by token.
 
@@ -50,6 +51,10 @@ def generate(
     - `top_p`: samples from the likeliest tokens that together have this probability. Default: from all.
     - `key`: a PRNG key, needed if tokens are sampled.
     - `on_token`: called with the new tokens of all texts, an array `(batch,)`, at each step.
+    - `cache`: how keys and values are stored: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][], such as
+        `"int8"` with a scale for each token and head, `"q8_0"`, `"q4_0"` or `"nf4"`. In 4 bits or fewer, keys
+        are rotated first, so that a few large elements do not take the precision of the others. Default: in
+        the dtype of the model.
 
     **Returns:** the new tokens, `(batch, max_new_tokens)`. After its end, a text is padded with the
     `pad_token_id` of `config.json`, or else the first of `eos`.
@@ -80,7 +85,7 @@ def generate(
     ends = ends.astype(np.int32)
     steps, done = list[Any](), np.zeros(len(ids), bool)
     fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
-    for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling):
+    for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling, cache):
         if ends.size or on_token is not None:
             token = np.where(done, np.int32(fill), np.asarray(token))
             done |= np.isin(token, ends)
@@ -155,7 +160,7 @@ class _Sampling(eqx.Module):
 
 
 def _tokens(
-    model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling
+    model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling, cache: str | None
 ) -> Iterator[Any]:
     """The new tokens, `(batch,)` each."""
     longest = int(seen.sum(1).max())
@@ -174,20 +179,21 @@ def _tokens(
         while len(made) < until:
             count = len(made)
             at, length, step = map(jnp.int32, (start, longest + count, count))
-            token, memory = _next(model, rows, kept, memory, at, length, sampling, step)
+            token, memory = _next(model, rows, kept, memory, at, length, sampling, step, cache)
             made.append(token)
             yield token
             start, rows = max(width, start + 1), token[:, None]
 
 
-@functools.partial(jax.jit, donate_argnames="memory")
+@functools.partial(jax.jit, donate_argnames="memory", static_argnames="cache")
 def _next(
-    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, sampling: _Sampling, step: Any
-) -> tuple[Array, Any]:
+    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, sampling: _Sampling,
+    step: Any, cache: str | None,
+) -> tuple[Array, Any]:  # fmt: skip
     """The next token of each row, and the memory updated with these rows; it is None at first."""
     stacked = bool(_stacked_adapters(model))
     if memory is None:
-        memory = model.memory(seen.shape[1], model.embedding.dtype)
+        memory = model.memory(seen.shape[1], cache)
         memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)), memory)
 
     def last(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
@@ -210,6 +216,7 @@ class Conversation:
     **Arguments:**
 
     - `model`: the decoder, with one adapter at most.
+    - `cache`: as for [`quaxlike.models.generate`][].
 
     !!! example
 
@@ -228,13 +235,13 @@ class Conversation:
         ```
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, *, cache: str | None = None) -> None:
         if not isinstance(model, Decoder) or _stacked_adapters(model):
             raise ValueError(
                 "Conversation takes a Decoder of `quaxlike.models` with one adapter at most; choose one with "
                 f"`quaxlike.choose_adapter`; found {type(model).__name__}."
             )
-        self._model = model
+        self._model, self._cache = model, cache
         self._cached: list[int] = []  # the tokens whose keys and values are in the memory
         self._memory: Any = None
         self._room = 0
@@ -303,7 +310,7 @@ class Conversation:
         room = _rounded(needed)
         if self._memory is None:
             self._cached, self._room = [], room
-            return self._model.memory(room, self._model.embedding.dtype)
+            return self._model.memory(room, self._cache)
         if (more := room - self._room) <= 0:
             return self._memory
         self._room = room

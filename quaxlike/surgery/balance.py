@@ -31,6 +31,7 @@ def balance(
     moments: Mapping[str, ArrayLike],
     scheme: str = "uint4_block",
     *,
+    activations: str | None = None,
     folds: Mapping[str, Sequence[str]] | None = None,
     layout: Layouts = None,
     **scheme_options: Any,
@@ -48,6 +49,8 @@ def balance(
         [`quaxlike.input_moments`][].
     - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]: the rounding whose error is minimised.
         Default: `"uint4_block"`.
+    - `activations`: as for [`quaxlike.quantize`][]: with `"int8"`, the error of rounding the inputs counts,
+        too. Default: the inputs are not rounded.
     - `folds`: a mapping from layers, as regular expressions for their whole names, to the layers that take
         their outputs. Outputs must go nowhere else, and through elementwise operations alone; the names of
         later layers may refer to groups of the expression. A layer is a linear layer, or a norm that
@@ -78,7 +81,7 @@ def balance(
         ```
 
     Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, which uses the mean magnitude of activations
-    where this uses the root of their mean square.
+    where this uses the root of their mean square. With `activations`, as in Xiao et al., SmoothQuant (2023).
     """
     if folds is None:
         folds = model.folds() if hasattr(model, "folds") else LLAMA_FOLDS
@@ -113,6 +116,9 @@ def balance(
                 rounded = materialise(quantize_array(name, scaled, scheme, into[name], **scheme_options))
                 error = _columns(name, rounded, into[name].in_axes) / factor - w
                 total += float(np.sum(error @ moment * error))
+                if activations == "int8":  # of tokens whose largest input is three times its usual size
+                    step = 3 / 127 * np.max(magnitude / factor)
+                    total += float(step**2 / 12 * np.sum((w * factor) ** 2))
             return total
 
         magnitude = np.sqrt(np.maximum(np.diag(moment), np.finfo(np.float32).tiny))

@@ -1,5 +1,6 @@
 """`quantize`: the weights of a model as codes with block scales."""
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ def quantize(
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
     calibrate: Mapping[str, ArrayLike] | None = None,
+    activations: str | None = None,
     **scheme_options: Any,
 ) -> PyTree:
     """Quantises weights of a model, and leaves the rest of the model unchanged.
@@ -70,6 +72,10 @@ def quantize(
     - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
         [`quaxlike.input_moments`][]. GPTQ then chooses codes that change the outputs of the layer least.
         Default: the nearest codes.
+    - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`: the inputs of a layer are
+        rounded to 8 bits, too, with a scale for each token, and products are those of codes, which GPUs have
+        units for. Gradients are those of the layer with its inputs as they are, and adapters get them as they
+        are. Default: inputs are not rounded.
     - `scheme_options`: passed to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 
@@ -98,6 +104,7 @@ def quantize(
 
     def quantized(name: str, w: Any) -> Any:
         q = chosen[name](w)
+        q = on_innermost(lambda q: _with_activations(name, q, activations), q)
         return q if calibrate is None else _calibrated(name, w, q, calibrate)
 
     arrays = named_arrays(model)
@@ -120,6 +127,19 @@ def quantizers(
     return {name: functools.partial(quantized, name) for name in chosen}
 
 
+def _with_activations(name: str, q: Any, activations: str | None) -> Any:
+    if activations is None:
+        return q
+    if not isinstance(q, AbstractQuantizedArray):
+        raise ValueError(
+            f"{name}: products with `activations` are for dense weights; found {a_or_an(type(q))}."
+        )
+    try:
+        return dataclasses.replace(q, activations=activations)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def _calibrated(name: str, w: Any, q: Any, moments: Mapping[str, ArrayLike]) -> Any:
     if name not in moments:
         raise ValueError(f"calibrate has no moments for {name}; it has those for {', '.join(moments)}.")
@@ -134,6 +154,7 @@ def fake_quantize(
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
+    activations: str | None = None,
     **scheme_options: Any,
 ) -> PyTree:
     """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
@@ -141,11 +162,13 @@ def fake_quantize(
     For quantisation-aware training: call it in the loss, and train the weights that you pass in. Gradients
     pass as if nothing had been rounded (the straight-through estimator).
 
-    **Arguments:** as for [`quaxlike.quantize`][].
+    **Arguments:** as for [`quaxlike.quantize`][]. With `activations`, inputs are rounded as well, and their
+    gradients pass likewise.
 
     **Returns:**
 
-    The model, with rounded weights in place of the selected ones.
+    The model, with rounded weights in place of the selected ones. With `activations` they are Values, so that
+    it is called through [`quaxlike.quaxify`][].
 
     **Raises:**
 
@@ -165,12 +188,13 @@ def fake_quantize(
 
     Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013).
     """
-    quantized = quantize(model, scheme, where=where, exclude=exclude, layout=layout, **scheme_options)
+    options: Any = {"where": where, "exclude": exclude, "layout": layout, "activations": activations}
+    quantized = quantize(model, scheme, **options, **scheme_options)
     rounded: dict[int, Any] = {}  # tied weights stay tied
 
     def estimate(q: Any, w: Any) -> Any:
         if id(w) not in rounded:
-            rounded[id(w)] = ste(lambda w: q.materialise())(w)
+            rounded[id(w)] = ste(lambda w: q.materialise() if activations is None else q)(w)
         return rounded[id(w)]
 
     dense = named_arrays(model)

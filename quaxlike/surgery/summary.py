@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..arrays.adapted import AdaptedArray, innermost
-from ..arrays.quantized import BlockArray
+from ..arrays.quantized import BlockArray, CacheArray
 from ..core.values import is_value
 from .records import Layouts, records_of
 from .trainable import trained_leaves
@@ -185,6 +185,7 @@ def _type(x: Any) -> str:
         return "array"
     if isinstance(x, AdaptedArray):
         return f"{x.description()} of {_type(x.w)}" if is_value(x.w) else x.description()
-    kind = f"{type(x).__name__}[{x.codec.name}]" if isinstance(x, BlockArray) else type(x).__name__
+    of_any = isinstance(x, BlockArray | CacheArray)
+    kind = f"{type(x).__name__}[{x.codec.name}]" if of_any else type(x).__name__
     held = [part for field in dataclasses.fields(x) if is_value(part := getattr(x, field.name, None))]
     return " of ".join([kind, *map(_type, held[:1])])

@@ -8,6 +8,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.quantized import CODECS, BlockArray, Codec
+from quaxlike.arrays.quantized.scales import encode
 from quaxlike.kernels import bits as bitstream
 from tests.samples import normal
 
@@ -229,3 +230,23 @@ def test_scales_of_zeros_are_stored_as_zeros(codec):
     parts = [leaf for path, leaf in stored.items() if "codes" not in path]
     assert len(parts) >= 2
     assert not any(np.any(part) for part in parts)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("codec", ["int3_block", "q8_0", "nf4", "int8", "fp8", "q4_k"])
+def test_rounds_up_or_down_at_random(codec):
+    """To one of two neighbours, with the number itself as the mean."""
+    x = jnp.asarray(normal(2, 256))
+    codec = CODECS[codec]
+    decoded = lambda codes, scales: BlockArray.from_codes(
+        codes, scales, codec=codec, block_size=codec.block
+    ).materialise()
+    block = codec.block or 256
+    keys = jax.random.split(jax.random.key(0), 512)
+    drawn = np.asarray(jax.vmap(lambda key: decoded(*encode(x, codec, block, key=key)))(keys), np.float64)
+    nearest = np.asarray(decoded(*encode(x, codec, block)))
+    step = drawn.max(0) - drawn.min(0)
+    assert np.max(np.abs(drawn - nearest) - step) < 1e-6
+    inside = np.abs(x - nearest) <= step  # the last number of a range has no neighbour
+    assert inside.mean() > 0.95
+    assert np.all(np.abs(drawn.mean(0) - x)[inside] <= 5 * 0.5 / 512**0.5 * step[inside] + 1e-6)

@@ -253,8 +253,9 @@ def adapter(folder):
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_is_uninterrupted(run, tmp_path, monkeypatch):
-    options = ["--steps=9", "--dropout=0.1", "--checkpoint-every=3", "--accumulate=2", "--quantize=none"]
+@pytest.mark.parametrize("more", [["--accumulate=2"], ["--optimizer-bits=8", "--rank=128"]])
+def test_stopped_and_resumed_is_uninterrupted(more, run, tmp_path, monkeypatch):
+    options = ["--steps=9", "--dropout=0.1", "--checkpoint-every=3", "--quantize=none", *more]
     assert run("bert", "label", *options, output="whole")[0] == 0
     note = RunDirectory.note
 
@@ -270,6 +271,8 @@ def test_stopped_and_resumed_is_uninterrupted(run, tmp_path, monkeypatch):
     assert status == 130
     assert "The same command resumes from the last checkpoint" in told
     assert not (tmp_path / "out" / "adapter_config.json").exists()
+    kept = open_tensors(tmp_path / "out" / "checkpoint.safetensors")
+    assert any(".nu." in name and name.endswith(".codes") for name in kept) == (len(more) == 2)
     monkeypatch.undo()
     status, told = run("bert", "label", *options)
     assert status == 0

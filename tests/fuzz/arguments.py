@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental.sparse import BCOO
 
 import quaxlike as ql
@@ -72,6 +73,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "unstack_layers": (ql.unstack_layers, {"stacked": ql.stack_layers(layers)}),
         "quantize": (ql.quantize, {"model": model, "scheme": "nf4", "where": ["q_proj"]}),
         "fake_quantize": (ql.fake_quantize, {"model": model, "scheme": "nf4", "where": ["q_proj"]}),
+        "quantize_state": (ql.optim.quantize_state, {"transformation": optax.sgd(1.0)}),
         "loftq": (ql.loftq, {"scheme": "nf4", "iterations": 1}),
         "eva": (ql.eva, {"moments": moments}),
         "eva_ranks": (ql.eva_ranks, {"moments": moments, "rank": 2}),
@@ -101,6 +103,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
             for cls in (ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array)
         },
         "BlockArray.quantize": (ql.BlockArray.quantize, {"x": w, "codec": "fp8"}),
+        "CacheArray.empty": (arrays.quantized.CacheArray.empty, {"shape": (2, 32), "codec": "int8"}),
         "SparseArray.from_dense": (ql.SparseArray.from_dense, {"x": sparse}),
         "SparseArray.from_coo": (
             ql.SparseArray.from_coo,

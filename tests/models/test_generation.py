@@ -1,15 +1,17 @@
 """Generation with a cache against transformers' greedy tokens, and the ways to draw tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.models import generation, load
+from quaxlike.models import attention, generation, load
 from quaxlike.models.generation import Conversation, generate
 from tests.models.fixtures import MODELS, expected, folder, in_float32
-from tests.samples import wrong_types
+from tests.samples import normal, wrong_types
 
 _OTHERS = ("gemma3", "phi3_longrope", "gpt_oss")
 FEW = ["phi3_longrope"]  # the others take long
@@ -213,3 +215,122 @@ def test_conversations_that_do_not_fit():
 def test_conversations_with_what_is_no_decoder():
     with pytest.raises(ValueError, match=r"Conversation takes a Decoder .*; found dict"):
         Conversation({})
+
+
+CACHES = ["int8", "q8_0", "q4_0", "nf4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_of_an_int8_cache(name):
+    """Those of a dense cache, up to one that wins by less than what the rounding changes."""
+    z = expected(name)
+    model, mask, width = in_float32(name), z["greedy_prompt_mask"], z["greedy_prompt_ids"].shape[1]
+    with ql.on_materialise("error"):
+        found = generate(model, z["greedy_prompt_ids"], mask=mask, max_new_tokens=48, cache="int8")
+    wanted = z["greedy_tokens"]
+    ids = np.concatenate([z["greedy_prompt_ids"], wanted], axis=1)
+    seen = np.concatenate([mask, np.ones_like(wanted)], axis=1).astype(bool)
+
+    @functools.partial(jax.jit, static_argnames="cache")
+    def logits(ids, seen, length, cache):
+        def run(model, memory):
+            return model.logits(model.body(ids, seen, memory, 0, length)[0])
+
+        return ql.quaxify(run)(model, model.memory(len(ids), cache))
+
+    for row, (ours, theirs) in enumerate(zip(np.asarray(found), wanted, strict=True)):
+        if (same := ours == theirs).all():
+            continue
+        first = int(np.argmin(same))
+        at = width - 1 + first
+        now = seen[row] & (np.arange(ids.shape[1]) <= at)
+        length = seen[:, : at + 1].sum(1).max()  # decides the frequencies of LongRoPE
+        dense, rounded = (np.asarray(logits(ids[row], now, length, cache)) for cache in (None, "int8"))
+        error = np.sqrt(np.mean((rounded - dense) ** 2, axis=-1))
+        assert np.median(error[now]) < 0.05 * np.std(dense)  # a token with another expert has more
+        assert dense[at, theirs[first]] - dense[at, ours[first]] < 4 * error[at], (row, first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["bfloat16", *CACHES])
+def test_logits_of_each_cache(cache, qwen2):
+    """After a prompt and a few tokens, in a list of layers and in a stack, with what is told of the bytes."""
+    model, ids = qwen2
+    bits = {"bfloat16": 16, "int8": 8, "q8_0": 8, "q4_0": 4, "nf4": 4}[cache]
+
+    def logits(model, memory):
+        hidden, memory = model.body(ids[1, :9], jnp.ones(16, bool), memory, 0, 9)
+        hidden, memory = model.body(ids[1, 9:12], jnp.ones(16, bool), memory, 9, 12)
+        return model.logits(hidden), memory
+
+    outs = []
+    for each in (model, model.stacked()):
+        for kind in (None, cache):
+            with ql.on_materialise("error"):
+                out, memory = jax.jit(ql.quaxify(logits))(each, each.memory(16, kind))
+            outs.append(np.asarray(out))
+        c, found = model.config, ql.summary(memory)
+        scales = {"int8": 4 / c.head_dim, "q8_0": 2 / 32, "q4_0": 2 / 32, "nf4": 4 / 64}.get(cache, 0)
+        size = 2 * c.num_hidden_layers * 16 * c.num_key_value_heads * c.head_dim
+        least = size * bits // 8
+        assert least <= found.stored_bytes <= least + size * max(scales, 4 / c.head_dim)
+    np.testing.assert_allclose(outs[3], outs[1], atol=1e-4)
+    error = np.sqrt(np.mean((outs[1] - outs[0]) ** 2)) / np.std(outs[0])
+    assert 0 < error < {16: 0.02, 8: 0.03, 4: 0.5}[bits]  # by 18 from 8 to 4 bits
+
+
+@pytest.mark.slow
+def test_caches_of_few_bits_of_texts_with_adapters_and_of_conversations(qwen2):
+    model, ids = qwen2
+    keys = jax.random.split(jax.random.key(0), 2)
+    adapted = [ql.loraify(model, rank=2, init="gaussian", key=key, where=["q_proj"]) for key in keys]
+    options = {"max_new_tokens": 6, "cache": "q4_0"}
+    apart = [generate(each, ids[i : i + 1], **options)[0] for i, each in enumerate(adapted)]
+    np.testing.assert_array_equal(generate(ql.stack_adapters(adapted), ids, **options), np.stack(apart))
+    conversation, text = Conversation(model, cache="int8"), [5, 6, 7]
+    for new, count in [([9, 4], 5), ([8], 20)]:
+        expected = np.asarray(generate(model, np.array([text]), max_new_tokens=count, cache="int8"))[0]
+        found = list(conversation.answer(text, max_new_tokens=count))
+        assert found == expected.tolist()
+        text = [*text, *found, *new]
+
+
+@pytest.mark.slow
+def test_long_texts_in_a_cache_of_few_bits(qwen2, monkeypatch):
+    """Blocks of the cache are read one by one."""
+    model, ids = qwen2
+    once = generate(model, ids, max_new_tokens=6, cache="int8")
+    monkeypatch.setattr(attention, "_ALL_AT_ONCE", 64)
+    monkeypatch.setattr(attention, "_BLOCK", 16)
+    jax.clear_caches()
+    with ql.on_materialise("error"):
+        np.testing.assert_array_equal(generate(model, ids, max_new_tokens=6, cache="int8"), once)
+    jax.clear_caches()
+
+
+def test_caches_that_do_not_exist(qwen2):
+    with pytest.raises(ValueError, match=r"`cache` must be None or one of bfloat16, .*; found 'int9'"):
+        generate(*qwen2, max_new_tokens=1, cache="int9")
+
+
+@pytest.mark.parametrize("size", [64, 96, 7])
+def test_rotated_keys(size):
+    """Products stay the same, and an element that is much larger than the others is spread over all."""
+    key, query = normal(5, size, seed=1), normal(4, size, seed=2)
+    rotate = attention.hadamard
+    np.testing.assert_allclose(rotate(query) @ rotate(key).T, query @ key.T, rtol=1e-5, atol=1e-5)
+    if size > 7:
+        large = jnp.zeros((1, size)).at[0, 3].set(1.0)
+        assert float(jnp.max(jnp.abs(rotate(large)))) == pytest.approx((size & -size) ** -0.5)
+
+
+def test_rotated_keys_lose_less():
+    """If one element of all keys is large, as in models."""
+    key, query = normal(32, 64, seed=1).at[:, 3].mul(30), normal(8, 64, seed=2)
+    rounded = lambda x: ql.BlockArray.quantize(x, codec="q4_0").materialise()
+    errors = [
+        float(jnp.linalg.norm(of(query) @ rounded(of(key)).T - query @ key.T))
+        for of in (lambda x: x, attention.hadamard)
+    ]
+    assert errors[1] < 0.75 * errors[0]

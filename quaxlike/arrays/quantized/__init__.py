@@ -3,7 +3,7 @@
 # Imported to register rules.
 from ...kernels.block_matmul import CODECS, Codec
 from . import dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from .array import AbstractCodebookArray, BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
+from .array import AbstractCodebookArray, BlockArray, CacheArray, FP4Array, Int4Array, Int8Array, NF4Array
 from .base import AbstractQuantizedArray
 from .scales import BlockScales, NestedScales
 
@@ -13,6 +13,7 @@ __all__ = [
     "AbstractQuantizedArray",
     "BlockArray",
     "BlockScales",
+    "CacheArray",
     "Codec",
     "FP4Array",
     "Int4Array",

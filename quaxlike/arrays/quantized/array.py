@@ -1,4 +1,4 @@
-"""Quantised arrays: NF4, FP4, int4 and int8, and any block format."""
+"""Quantised arrays: NF4, FP4, int4 and int8, and any block format; and those that are written to."""
 
 from typing import Any, ClassVar, TypeVar
 
@@ -9,14 +9,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int, Int8, UInt8
 
+from ..._checked import checked
 from ...kernels import blockwise
 from ...kernels.block_matmul import CODECS, Codec
 from ..batch_axes import mapped
 from .base import AbstractQuantizedArray, shortest
-from .scales import BlockScales, NestedScales, encode
+from .scales import BlockScales, NestedScales, encode, find_codec
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
-_B = TypeVar("_B", bound="BlockArray")
+_B = TypeVar("_B", bound="BlockArray | CacheArray")
 
 
 class AbstractCodebookArray(AbstractQuantizedArray):
@@ -176,6 +177,61 @@ class BlockArray(AbstractQuantizedArray):
 
     @classmethod
     def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
-        size = max(x.shape[-1], 1) if block is None else block
-        codes, scales = encode(x, codec, size, like=like)
-        return codec.pack(codes), scales
+        return _packed(x, codec, block, like)
+
+
+class CacheArray(AbstractQuantizedArray):
+    """A quantised array to write to, such as the keys of a text: `dynamic_update_slice` rounds what is
+    written, and leaves the codes of the rest as they are.
+
+    Make one with `empty`. Where a write covers a part of the last axis, whose elements share scales, the
+    array is materialised, like any other quantised array that is written to.
+
+    **Arguments:** as of [`quaxlike.BlockArray`][].
+    """
+
+    codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
+    scale: BlockScales
+    codec: Codec = eqx.field(static=True, default=CODECS["int8"])
+
+    order = None
+
+    @classmethod
+    @checked
+    def empty(
+        cls: type[_B], shape: tuple[int, ...], codec: str | Codec, *, dtype: DTypeLike = jnp.float32
+    ) -> _B:
+        """An array of zeros.
+
+        **Arguments:**
+
+        - `shape`: its shape; blocks run along the last axis.
+        - `codec`: how it is stored, as for `quantize`.
+        - `dtype`: the logical dtype.
+
+        !!! example
+
+            ```python
+            import jax.numpy as jnp, quaxlike as ql
+            from jax import lax
+            from quaxlike.arrays.quantized import CacheArray
+
+            keys = CacheArray.empty((512, 8, 64), "int8")
+            write = ql.quaxify(lax.dynamic_update_slice)
+            keys = write(keys, jnp.ones((1, 8, 64)), (jnp.int32(3), 0, 0))
+            ```
+        """
+        block = find_codec(cls, codec).block
+        block = None if block is None or block >= shape[-1] else block
+        make = lambda x: cls.quantize(x, codec=codec, block_size=block)
+        of = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of)
+
+    @classmethod
+    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+        return _packed(x, codec, block, like)
+
+
+def _packed(x: Array, codec: Codec, block: int | None, like: Any) -> tuple[Array, BlockScales]:
+    codes, scales = encode(x, codec, max(x.shape[-1], 1) if block is None else block, like=like)
+    return codec.pack(codes), scales

@@ -33,6 +33,7 @@ from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, Value, replace_fields
 from ...kernels.block_matmul import NIBBLES, Codec, Decode, Rows, block_matmul, join
 from ...kernels.block_matmul.reference import times_adapters
+from ...kernels.code_matmul import ACTIVATIONS, code_matmul
 from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
 from .scales import BlockScales, NestedScales, as_floating, check_block_size, dense_scales, find_codec
@@ -61,6 +62,8 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     - `train_scales`: whether the scales are trained: gradients flow into them.
     - `open_scales`: whether gradients flow through the scales although they are not trained, to a traced
         factor that was multiplied into them. Set by arithmetic.
+    - `activations`: `"int8"` or `"fp8"`: products round what they multiply, row by row, to codes like those
+        of this array, and multiply codes with codes. None: products with the numbers as they are.
     """
 
     on_materialise = "warn"
@@ -73,6 +76,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     logical_dtype: np.dtype = eqx.field(static=True, default=np.dtype(np.float32))
     train_scales: bool = eqx.field(static=True, default=False)
     open_scales: bool = eqx.field(static=True, default=False, kw_only=True)
+    activations: str | None = eqx.field(static=True, default=None, kw_only=True)
 
     codec: eqx.AbstractVar[Codec]
     """The format of codes and scales."""
@@ -152,6 +156,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     def __check_init__(self) -> None:
         self.check_leaves()
+        self._check_activations()
         if sorted(self.axes) != list(range(len(self.axes))) or len(self.axes) > len(self.stored_shape):
             raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
@@ -182,6 +187,23 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         wanted = (*self.codes.shape[:-1], count)
         if self.order is not None and self.order.shape != wanted:
             raise ValueError(f"{self._description} takes order of shape {wanted}; found {self.order.shape}.")
+
+    def _check_activations(self) -> None:
+        if self.activations is None:
+            return
+        codes = {"int8": "signed", "fp8": "e4m3"}.get(self.activations)
+        codec, plain = self.codec, not isinstance(self.scale, NestedScales) and self.order is None
+        if codec.codes != codes or codec.scales != "float" or codec.zeros or not plain:
+            raise ValueError(
+                f"Products with activations in {' or '.join(ACTIVATIONS)} take a weight of the same codes, "
+                f"of the scheme 'int8' or 'fp8'; found activations {self.activations!r} and "
+                f"{type(self).__name__} of {codec.name}."
+            )
+        if self.block_size is not None:
+            raise ValueError(
+                f"Products with activations in 8 bits take one scale for each output and no block_size; "
+                f"found blocks of {self.block_size}."
+            )
 
     @property
     def _description(self) -> str:
@@ -434,6 +456,14 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         if order is not None and not transpose:
             x = jnp.take(x, order, axis=-1)
         params: Any = {"shape": shape, "block_size": max(self.block, 1), "transpose": transpose}
+        if self.activations is not None and not transpose:
+            (codes, scale), decode = found
+            unrounded = lambda x, *leaves: block_matmul(x, leaves, decode, out_dtype=x.dtype, **params)
+            y = code_matmul(x, codes, scale, activations=self.activations, derivative=unrounded)
+            if low_rank:
+                t, b = low_rank
+                y += times_adapters(t, b, y.dtype)
+            return y.astype(out_dtype)
         y = block_matmul(x, *found, low_rank=low_rank, out_dtype=out_dtype, **params)
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 

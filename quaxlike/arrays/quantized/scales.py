@@ -131,7 +131,7 @@ def dense_scales(scale: Array | NestedScales) -> Float32[Array, "*lead blocks"]:
 
 @functools.partial(jax.jit, static_argnames=("codec", "block"), inline=True)
 def encode(
-    x: Array, codec: Codec, block: int, *, like: BlockScales | None = None
+    x: Array, codec: Codec, block: int, *, like: BlockScales | None = None, key: Any = None
 ) -> tuple[UInt8[Array, "*lead n"], BlockScales]:
     """Quantises the last axis in blocks.
 
@@ -141,6 +141,7 @@ def encode(
     - `codec`: how codes, scales and zeros are stored.
     - `block`: how many elements share a scale; the last block of a row may be partial.
     - `like`: scales and zeros whose dtypes are used; those of the codec if None.
+    - `key`: a PRNG key, to round up or down at random, so that the mean is exact. Default: to the nearest.
 
     **Returns:** the codes, one per byte, and the scales.
     """
@@ -156,11 +157,15 @@ def encode(
     scale, zero = scale[..., None], None if zero is None else zero[..., None]
     inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
     if zero is None:
-        codes = codec.nearest(blocks * inverse)
+        wanted = blocks * inverse
     elif codec.zeros == "points":
-        codes = codec.nearest(blocks * inverse + zero)
+        wanted = blocks * inverse + zero
     else:
-        codes = codec.nearest((blocks - zero if codec.zeros == "plus" else blocks + zero) * inverse)
+        wanted = (blocks - zero if codec.zeros == "plus" else blocks + zero) * inverse
+    if key is None:
+        codes = codec.nearest(wanted)
+    else:
+        codes = codec.at_random(wanted, jax.random.uniform(key, wanted.shape))
     return codes.reshape(padded.shape)[..., :n], parts
 
 
@@ -169,6 +174,8 @@ def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
     low, high = codec.range()
     if codec.zeros is None:
         largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+        if low >= 0:
+            return largest / high, None
         # If the codes reach further on one side, the element with the largest magnitude is mapped there.
         if codec.bits <= 3 or (codec.codes == "table" and -low > high):
             at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)

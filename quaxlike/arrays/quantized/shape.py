@@ -19,6 +19,7 @@ from jaxtyping import Array
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..bounds import as_gathered, clamped_start, cuts_of, filled
+from .array import CacheArray
 from .base import AbstractQuantizedArray, shortest
 
 _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
@@ -220,6 +221,25 @@ def _dynamic_slice(
 
     out = jax.tree.map(take, free)
     return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out
+
+
+@register("dynamic_update_slice")
+def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, **params: Any) -> Any:
+    """Rounds the update, whose rows are rows of codes."""
+    update = jnp.asarray(update)
+    cut = [axis for axis, size in enumerate(w.shape) if update.shape[axis] != size]
+    free = with_free_axes(w, cut)
+    if free is None:
+        return NotImplemented
+    sizes = [update.shape[free.permutation.index(axis)] for axis in range(free.num_lead)]
+    part = jax.tree.map(lambda leaf: leaf[tuple(slice(size) for size in sizes)], free)  # only its form
+    begin = [starts[free.permutation.index(axis)] for axis in range(free.num_lead)]
+
+    def put(leaf: Array, new: Array) -> Array:
+        rest = [np.int32(0)] * (leaf.ndim - len(begin))
+        return lax.dynamic_update_slice(leaf, new, [*begin, *rest])
+
+    return jax.tree.map(put, free, part.requantized(update))
 
 
 @register("gather")

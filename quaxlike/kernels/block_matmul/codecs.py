@@ -118,6 +118,19 @@ class Codec:
         places = jnp.searchsorted((ordered[:-1] + ordered[1:]) / 2, values)
         return jnp.asarray(order.astype(np.uint8))[places]
 
+    def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
+        """The uint8 codes of one of the two values next to each, the larger one with the probability that
+        makes the mean exact. `random` is uniform between 0 and 1."""
+        low, high = self.range()
+        if self.codes in ("integer", "signed"):
+            return self.nearest(jnp.floor(jnp.clip(values, low, high) + random))
+        with np.errstate(invalid="ignore"):
+            inside = (self.all_values >= low) & (self.all_values <= high)
+        ordered = np.unique(self.all_values[inside])
+        below = jnp.clip(jnp.searchsorted(ordered, values, side="right") - 1, 0, len(ordered) - 2)
+        first, second = jnp.asarray(ordered)[below], jnp.asarray(ordered)[below + 1]
+        return self.nearest(jnp.where(random * (second - first) < values - first, second, first))
+
     def sizes(self, count: int, block: int) -> tuple[int, int, int, int, int]:
         """How many bytes, scales, outer scales, zeros and outer zeros a row of this many codes has."""
         blocks = -(-count // max(block, 1))

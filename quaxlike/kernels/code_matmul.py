@@ -1,0 +1,90 @@
+"""Products of codes with codes: activations are rounded to 8 bits, and XLA multiplies them as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Float32
+
+#: For each kind of activations, the dtype of codes, the largest of them, and the dtype of sums.
+ACTIVATIONS: dict[str, tuple[Any, float, Any]] = {
+    "int8": (jnp.int8, 127.0, jnp.int32),
+    "fp8": (jnp.float8_e4m3fn, 448.0, jnp.float32),
+}
+
+
+def rounded_rows(x: Float[Array, "*batch k"], activations: str) -> tuple[Array, Float32[Array, "*batch 1"]]:
+    """Rows of `x` as codes, and the scale of each row: its largest magnitude is the largest code."""
+    dtype, largest, _ = ACTIVATIONS[activations]
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
+    codes = x / jnp.where(scale == 0, 1.0, scale)
+    codes = jnp.round(codes) if jnp.issubdtype(dtype, jnp.integer) else codes
+    return jnp.clip(codes, -largest, largest).astype(dtype), scale
+
+
+def code_matmul(
+    x: Float[Array, "*batch k"],
+    codes: Array,
+    scale: Float[Array, "n groups"],
+    *,
+    activations: str,
+    derivative: Callable[..., Array],
+) -> Float32[Array, "*batch n"]:
+    """`x @ W.T` for a weight of codes in 8 bits, with `x` rounded to 8 bits, row by row.
+
+    **Arguments:**
+
+    - `x`: `(*batch, K)`.
+    - `codes`: `(N, K)`: int8, or the bytes of float8.
+    - `scale`: `(N, groups)`: that of each group of a row's codes; all groups are of one length.
+    - `activations`: how `x` is rounded, and the codes are read: a name of `ACTIVATIONS`.
+    - `derivative`: `(x, codes, scale)` to the product without rounding `x`, whose derivatives this has: those
+        of `x` pass as if it had not been rounded.
+
+    **Raises:** `ValueError` for more integers in a group than a sum in int32 can hold.
+    """
+    dtype, largest, sums = ACTIVATIONS[activations]
+    n, k = codes.shape
+    groups = scale.shape[1]
+    if sums == jnp.int32 and k // groups * largest**2 > np.iinfo(np.int32).max:
+        most = np.iinfo(np.int32).max // int(largest) ** 2
+        raise ValueError(
+            f"A product in 8 bits adds up to {most:,} numbers in int32; found a weight of {k // groups:,} "
+            "inputs. Quantise it without `activations`."
+        )
+
+    @jax.custom_jvp
+    def product(x: Array, codes: Array, scale: Array) -> Array:
+        parts = lax.bitcast_convert_type(codes, dtype)
+        each, of_row = rounded_rows(x, activations)
+        if groups == 1:
+            dims = (((x.ndim - 1,), (1,)), ((), ()))
+            y = lax.dot_general(each, parts, dims, preferred_element_type=sums).astype(jnp.float32)
+            return y * of_row * scale.astype(jnp.float32).reshape(*[1] * (x.ndim - 1), n)
+        each = jnp.moveaxis(each.reshape(*each.shape[:-1], groups, -1), -2, 0)
+        weight = jnp.moveaxis(parts.reshape(n, groups, -1), 1, 0)
+        dims = (((each.ndim - 1,), (2,)), ((0,), (0,)))
+        y = lax.dot_general(each, weight, dims, preferred_element_type=sums).astype(jnp.float32)
+        factor = scale.astype(jnp.float32).T.reshape(groups, *[1] * (x.ndim - 1), n)
+        return jnp.sum(y * factor, axis=0) * of_row
+
+    def derived(primals: Any, tangents: Any) -> Any:
+        x, codes, scale = primals
+        known = {
+            i: dot for i, dot in enumerate(tangents) if i != 1 and not isinstance(dot, SymbolicZero)
+        }  # the scales of most weights are constants
+
+        def unrounded(*varying: Array) -> Array:
+            own = dict(enumerate(primals)) | dict(zip(known, varying, strict=True))
+            return derivative(own[0], codes, own[2]).astype(jnp.float32)
+
+        _, dot = jax.jvp(unrounded, [primals[i] for i in known], list(known.values()))
+        return product(x, codes, scale), dot
+
+    product.defjvp(derived, symbolic_zeros=True)
+    return product(x, codes, scale)

@@ -1,0 +1,213 @@
+"""`quantize_state`: the moments that an optimiser keeps, as block-quantised arrays between its updates."""
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import optax
+from jaxtyping import Array, PyTree, UInt32
+
+from .._checked import checked
+from ..arrays.quantized import CODECS, BlockArray, Codec
+from ..arrays.quantized.scales import check_block_size, encode
+from ..core.quaxify import quaxify
+from ..surgery.trees import listing, path_of
+
+Moment = Literal["linear", "root"]
+
+# The fields of the states of optax that hold moments, by their names; `State.field` where a name has another
+# meaning in one state.
+_MOMENTS: dict[str, Moment | None] = {
+    **dict.fromkeys(("mu", "trace", "ema", "m", "m1", "m2", "exp_avg"), "linear"),
+    **dict.fromkeys(("nu", "nu_max", "n", "v", "v_row", "v_col", "e_g", "e_x", "exp_avg_sq"), "root"),
+    **dict.fromkeys(("sum_of_squares", "grad_sum_sq"), "root"),
+    "ScaleByAdanState.v": "linear",
+    "SophiaState.nu": "linear",
+    # Variances, as the difference of two moments, must not become negative.
+    **{f"ScaleByRStdDev{x}State.{moment}": None for x in ("", "WithCount") for moment in ("mu", "nu")},
+}
+
+
+class QuantizedState(NamedTuple):
+    """The state of [`quaxlike.optim.quantize_state`][].
+
+    **Attributes:**
+
+    - `inner_state`: the state of the transformation, with a [`quaxlike.BlockArray`][] in place of each moment
+        that is quantised.
+    - `key`: the data of the PRNG key for stochastic rounding; None without.
+    """
+
+    inner_state: PyTree
+    key: UInt32[Array, " words"] | None
+
+
+@checked
+def quantize_state(
+    transformation: optax.GradientTransformation,
+    scheme: str = "q8_0",
+    *,
+    block_size: int | None = None,
+    min_size: int = 4096,
+    moments: Mapping[str, Moment | None] | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the moments of an optimiser in few bits: each update makes them dense, and rounds the new ones.
+
+    First moments are rounded to the numbers of `scheme`. Second moments, which are not negative, are squares
+    of the integers 1, 2, …, 256 (16 in 4 bits), times a scale for each block: their roots are rounded to the
+    nearest. There is no zero among them unless the whole block is zero. In a linear code, all moments below
+    1/254 of the largest of their block would become zero, and the updates, which are divided by their root,
+    as large as the learning rate divided by `eps`. Here a root is at least 1/256 of the largest in its block:
+    updates of elements with smaller ones are smaller than in float32. All scales are float32, as gradients
+    may be smaller than float16 can hold.
+
+    **Arguments:**
+
+    - `transformation`: any transformation or chain of optax, with masks, partitions, injected
+        hyperparameters, or extra arguments.
+    - `scheme`: the codec of first moments, of those of [`quaxlike.BlockArray`][] that have one floating scale
+        for each block and no zero points: `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"`, `"int4_block"` …
+        Second moments have the same number of bits. Default: `"q8_0"`.
+    - `block_size`: how many elements share a scale. Default: that of the codec; 32 for `"q8_0"`.
+    - `min_size`: arrays with fewer elements stay dense. Default: 4096.
+    - `moments`: for fields of states that optax does not have, or to decide otherwise: `"linear"`, `"root"`
+        for what is not negative, or None for what has to stay dense, by the name of the field, or of the
+        class and the field (`"MyState.velocity"`). Default: none.
+    - `stochastic`: whether to round up or down at random, so that the mean of the result is exact: changes
+        below half a step then do not get lost. Default: False.
+    - `seed`: of the random numbers. Default: 0.
+
+    The fields of optax's states that hold moments are known by name: `mu`, `nu`, `trace`, `v_row` … All
+    others stay dense, such as copies of parameters (`z` of schedule-free optimisers) and accumulated
+    gradients.
+
+    **Returns:** a transformation, whose state is a [`quaxlike.optim.QuantizedState`][].
+
+    **Raises:** `ValueError` for a scheme that is not allowed; and from `init`, if the state has large arrays
+    but none of them is in a field that is known.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, optax, quaxlike as ql
+
+        optimiser = ql.optim.quantize_state(optax.adamw(1e-3))
+        params = {"weight": jnp.ones((128, 64)), "bias": jnp.ones(64)}
+        state = optimiser.init(params)
+        print(ql.summary(state))
+        ```
+
+    Dettmers et al., 8-bit Optimizers via Block-wise Quantization (2022); Li et al., Memory Efficient
+    Optimizers with 4-bit States (2023), for second moments without zero.
+    """
+    codec = _codec(scheme)
+    check_block_size(block_size)
+    known: dict[str, Moment | None] = {**_MOMENTS, **({} if moments is None else moments)}
+    block = codec.block if block_size is None else block_size
+    inner = optax.with_extra_args_support(transformation)
+
+    def rounded(state: PyTree, key: Any) -> PyTree:
+        """The state, with its large moments rounded."""
+        numbers = itertools.count()
+
+        def leaf(kind: Moment | None, x: Any) -> Any:
+            if kind is None or not is_large(x):
+                return x
+            own = None if key is None else jax.random.fold_in(key, next(numbers))
+            return _rounded(x, kind, codec, block, own)
+
+        return _map_moments(leaf, state, known)
+
+    def is_large(x: Any) -> bool:
+        return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.size >= max(min_size, 1)
+
+    def init(params: Any) -> Any:
+        state = jax.lax.optimization_barrier(inner.init(params))  # else XLA folds large constants, slowly
+        large: dict[str, Any] = {}
+        new = rounded(state, None)
+        if not any(map(_is_rounded, jtu.tree_leaves(new, is_leaf=_is_rounded))):
+            leaves = jtu.tree_leaves_with_path(state)
+            large = {path_of(path): x for path, x in leaves if hasattr(x, "dtype") and is_large(x)}
+        if large:
+            fields = ", ".join(name for name, kind in known.items() if kind and "." not in name)
+            raise ValueError(
+                f"No large array of this state is known to be a moment; found {listing(large)}. Those in "
+                f"fields named {fields} are. Name others with `moments={{'field': 'linear'}}`, or 'root' for "
+                "what is not negative."
+            )
+        key = jax.random.key_data(jax.random.key(seed)) if stochastic else None
+        return QuantizedState(new, key)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        key = own = None
+        if stochastic:
+            key, own = jax.random.split(jax.random.wrap_key_data(state.key))
+            key = jax.random.key_data(key)
+        updates, new = inner.update(updates, dense(state.inner_state), params, **extra)
+        return updates, QuantizedState(rounded(new, own), key)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _codec(scheme: str) -> Codec:
+    """The codec of first moments, with float32 scales."""
+    allowed = {name: codec for name, codec in CODECS.items() if codec.scales == "float" and not codec.zeros}
+    if scheme not in allowed:
+        near = difflib.get_close_matches(scheme.lower(), allowed, n=3, cutoff=0.5)
+        told = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(
+            f"quantize_state takes a scheme with one floating scale for each block and no zero points, found "
+            f"{scheme!r}.{told} The schemes are {', '.join(allowed)}."
+        )
+    return dataclasses.replace(allowed[scheme], dtype="float32")
+
+
+def _is_rounded(x: Any) -> bool:
+    # A quantised parameter of which only the scales are trained has no codes in the state.
+    return isinstance(x, BlockArray) and eqx.is_array_like(x.codes)
+
+
+def dense(state: PyTree) -> PyTree:
+    """The state with dense arrays, as the transformation knows it."""
+    return jtu.tree_map(lambda x: x.materialise() if _is_rounded(x) else x, state, is_leaf=_is_rounded)
+
+
+def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None]) -> PyTree:
+    """`change(kind, array)` of each array, where `kind` is that of the field which holds it."""
+    children, structure = jtu.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
+    if jtu.treedef_is_leaf(structure):
+        return change(None, state)
+
+    def within(key: Any, child: Any) -> Any:
+        name = key[0].name if isinstance(state, tuple) and hasattr(state, "_fields") else ""
+        own = f"{type(state).__name__}.{name}"
+        found = own if own in known else name
+        if found not in known:
+            return _map_moments(change, child, known)
+        return jtu.tree_map(lambda x: change(known[found], x), child)
+
+    return structure.unflatten([within(key, child) for key, child in children])
+
+
+def _rounded(x: Array, kind: Moment, codec: Codec, block: int | None, key: Any) -> BlockArray:
+    """The nearest array in blocks along the last axis that they fill, else along the longest one."""
+    size = block or 32  # without blocks, an axis on which a scale takes little room
+    axis = next((i for i in reversed(range(x.ndim)) if x.shape[i] and x.shape[i] % size == 0), None)
+    axis = max(range(x.ndim), key=x.shape.__getitem__) if axis is None else axis
+    order = [*(i for i in range(x.ndim) if i != axis), axis]
+    rows = x.transpose(order)
+    if kind == "root":
+        codec = Codec(codec.bits, bias=-1)  # whose numbers are the integers from 1
+        rows = jnp.sqrt(jnp.maximum(rows.astype(jnp.float32), 0))
+    codes, scales = encode(rows, codec, rows.shape[-1] if block is None else block, key=key)
+    out: Any = BlockArray.from_codes(codes, scales, codec=codec, block_size=block, dtype=x.dtype)
+    out = quaxify(jnp.square)(out) if kind == "root" else out
+    return out.with_axes([order.index(i) for i in range(x.ndim)])

@@ -1,0 +1,205 @@
+"""Models whose products are in 8 bits: `quantize(…, activations=…)`."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.sharding import shard
+from tests.samples import normal
+
+SCHEMES = ["int8", "fp8"]
+X = normal(6, 64, seed=1)
+
+
+def mlp(**options):
+    return eqx.nn.MLP(64, 32, 128, 2, activation=jnp.tanh, key=jax.random.key(0), **options)
+
+
+@eqx.filter_jit
+def run(model, x):
+    return jax.vmap(ql.quaxify(model))(x)
+
+
+def relative(found, wanted):
+    return float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+
+
+def products(fn, *args):
+    """The operands of the products of a program, as StableHLO names their types."""
+    lines = jax.jit(fn).lower(*args).as_text().splitlines()
+    types = [line.rpartition(": (")[2] for line in lines if "stablehlo.dot_general" in line]
+    return [
+        [x.partition("tensor<")[2].partition(">")[0].rpartition("x")[2] for x in t.split(", ")] for t in types
+    ]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_are_those_of_codes(scheme):
+    """Every product of the program, with an error that is that of two roundings instead of one."""
+    model, codes = ql.quantize(mlp(), scheme, activations=scheme), {"int8": "i8", "fp8": "f8E4M3FN"}[scheme]
+    with ql.on_materialise("error"):
+        found = run(model, X)
+        assert products(lambda x: run(model, x), X) == [[codes, codes]] * 3
+    one, two = relative(run(ql.quantize(mlp(), scheme), X), run(mlp(), X)), relative(found, run(mlp(), X))
+    assert one < two < 3 * one
+    assert two < {"int8": 0.02, "fp8": 0.08}[scheme]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_pass_through_the_rounding(scheme):
+    """Those of one layer are those with inputs as they are, for inputs and for an adapter."""
+    layer = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+    adapted = [
+        ql.loraify(ql.quantize(layer, scheme, **options), rank=4, init="gaussian", key=jax.random.key(1))
+        for options in ({"activations": scheme}, {})
+    ]
+    adapted = [eqx.tree_at(lambda m: m.weight.b, m, normal(32, 4, seed=2)) for m in adapted]
+
+    def gradients(model):
+        params, frozen = eqx.partition(model, ql.trainable(model))
+        total = lambda params, x: jnp.sum(run(eqx.combine(params, frozen), x) * normal(6, 32, seed=3))
+        return jax.grad(total, argnums=(0, 1))(params, X)
+
+    with ql.on_materialise("error"):
+        found, wanted = map(gradients, adapted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    # Adapters get the inputs as they are.
+    alone = [eqx.tree_at(lambda m: m.weight.b, m, jnp.zeros((32, 4))) for m in adapted]
+    np.testing.assert_allclose(
+        run(adapted[0], X) - run(alone[0], X), run(adapted[1], X) - run(alone[1], X), atol=1e-4
+    )
+
+
+def test_scales_that_are_trained():
+    model = ql.train_scales(
+        ql.quantize(eqx.nn.Linear(64, 32, key=jax.random.key(0)), "int8", activations="int8")
+    )
+    params, frozen = eqx.partition(model, ql.trainable(model))
+    total = lambda params: jnp.sum(run(eqx.combine(params, frozen), X))
+    dense = ql.materialise(eqx.tree_at(lambda m: m.weight.scale, model, jnp.ones((32, 1))).weight)
+    wanted = jnp.sum(X @ dense.T, axis=0)
+    np.testing.assert_allclose(jax.grad(total)(params).weight.scale[:, 0], wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_in_loops_and_batches(scheme):
+    layers = [
+        ql.quantize(eqx.nn.Linear(64, 64, key=jax.random.key(i)), scheme, activations=scheme) for i in (0, 1)
+    ]
+    one_by_one = X
+    for layer in layers:
+        one_by_one = jnp.tanh(run(layer, one_by_one))
+    stacked = ql.stack_layers(layers)
+
+    def scanned(layers, x):
+        return jax.lax.scan(lambda x, layer: (jnp.tanh(jax.vmap(layer)(x)), None), x, layers)[0]
+
+    with ql.on_materialise("error"):
+        np.testing.assert_allclose(jax.jit(ql.quaxify(scanned))(stacked, X), one_by_one, atol=1e-5)
+        each = jax.vmap(lambda layer, x: ql.quaxify(layer)(x), in_axes=(0, None))(stacked, X[0])
+    np.testing.assert_allclose(each[1], run(layers[1], X)[0], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [jax.P("data", None), jax.P(None, "data")])
+def test_on_several_devices(spec):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = ql.quantize(mlp(), "int8", activations="int8")
+    with ql.on_materialise("error"):
+        found = run(shard(model, mesh, {r"layers\.\d": spec}), X)
+    np.testing.assert_allclose(found, run(model, X), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_and_weights_of_several_input_axes():
+    experts = ql.BlockArray.quantize(normal(3, 16, 64, seed=5), codec="fp8", stacked=1)
+    heads = {"out": {"kernel": normal(4, 16, 32, seed=6)}}
+    model = ql.quantize(heads, "int8", activations="int8", layout={"out.kernel": "iio"})["out"]["kernel"]
+    x = normal(5, 4, 16, seed=7)
+    with ql.on_materialise("error"):
+        y = ql.quaxify(lambda x, w: jnp.einsum("bhd,hdo->bo", x, w))(x, model)
+    assert relative(y, jnp.einsum("bhd,hdo->bo", x, heads["out"]["kernel"])) < 0.03
+
+    def routed(x, w):
+        return jax.lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), jnp.array([2, 0, 4]))
+
+    rounded = dataclasses.replace(experts, activations="fp8")
+    with ql.on_materialise("error"):
+        found, wanted = (ql.quaxify(routed)(X, w) for w in (rounded, experts))
+    assert 1e-3 < relative(found, wanted) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "match"),
+    [
+        (
+            "nf4",
+            {"activations": "int8"},
+            r"layers\.0\.weight: Products with activations in int8 or fp8 take .* NF4Array",
+        ),
+        ("int8", {"activations": "fp8"}, "found activations 'fp8' and Int8Array of int8"),
+        ("int8", {"activations": "int4"}, "found activations 'int4'"),
+        ("int8", {"activations": "int8", "block_size": 32}, "no block_size; found blocks of 32"),
+        ("fp8_block", {"activations": "fp8"}, "no block_size; found blocks of 128"),
+    ],
+)
+def test_what_cannot_be_multiplied(scheme, options, match):
+    with pytest.raises(ValueError, match=match):
+        ql.quantize(mlp(), scheme, **options)
+
+
+def test_sparse_weights_are_refused():
+    model = {"w": ql.BlockSparseArray.from_dense(normal(64, 64), block_size=32, density=0.5)}
+    with pytest.raises(ValueError, match="w: products with `activations` are for dense weights"):
+        ql.quantize(model, "int8", activations="int8")
+
+
+def test_balanced_layers_lose_less():
+    """A few inputs are much larger than the others, as in large language models."""
+    model = [eqx.nn.LayerNorm(64), eqx.nn.Linear(64, 64, key=jax.random.key(0))]
+    scale = jnp.ones(64).at[jnp.array([3, 40])].set(40.0)
+    model[0] = eqx.tree_at(lambda norm: norm.weight, model[0], scale)
+    run = lambda model, x: jax.vmap(lambda x: model[1](model[0](x)))(x)
+    moments = ql.input_moments(run)(model, X)
+    models = [
+        model,
+        *(ql.balance(model, moments, "int8", activations=x, folds={"0": ["1"]}) for x in (None, "int8")),
+    ]
+    eight = [ql.quantize(m, "int8", activations="int8") for m in models]
+    plain, balanced, smoothed = (relative(ql.quaxify(run)(m, X), run(model, X)) for m in eight)
+    assert smoothed < balanced < 0.6 * plain
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_training_with_rounded_weights_and_inputs(scheme):
+    """The model computes what the quantised one does, with gradients as if nothing were rounded."""
+    options = {"scheme": scheme, "activations": scheme}
+    layer = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def loss(layer, x):
+        y = jax.vmap(ql.quaxify(ql.fake_quantize(layer, **options)))(x)
+        return jnp.mean((y - normal(6, 32, seed=4)) ** 2)
+
+    with ql.on_materialise("error"):
+        before, gradient = loss(layer, X)
+        y = run(ql.quantize(layer, **options), X)
+        np.testing.assert_allclose(before, jnp.mean((y - normal(6, 32, seed=4)) ** 2), rtol=1e-5)
+        wanted = (2 / y.size) * (y - normal(6, 32, seed=4)).T @ X
+        np.testing.assert_allclose(gradient.weight, wanted, rtol=1e-4, atol=1e-5)
+        for _ in range(20):
+            _, gradient = loss(layer, X)
+            layer = eqx.apply_updates(layer, jax.tree.map(lambda g: -0.5 * g, gradient))
+        after, _ = loss(layer, X)
+    assert after < 0.5 * before
