@@ -30,6 +30,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Tests of the native products turn them on themselves. With `QUAXLIKE_NATIVE=1` all tests run with them.
+os.environ.setdefault("QUAXLIKE_NATIVE", "0")
 # Most of the time of the tests is that of compiling the same small programs. A folder for each worker, since
 # JAX writes into it without a lock.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

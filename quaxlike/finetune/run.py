@@ -16,6 +16,7 @@ from .._checked import a_or_an
 from .._interrupts import take_interrupt
 from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import CheckpointError, peft
+from ..kernels import native
 from ..models import Decoder, UnsupportedConfigError, load, save
 from ..models.loading import open_model
 from ..models.to_gguf import described
@@ -73,6 +74,10 @@ def _finetune(
         f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
         f"{table.trainable:,} trained ({table.trainable_share:.2%})"
     )
+
+    is_quantised = lambda x: isinstance(x, AbstractQuantizedArray)
+    if any(map(is_quantised, jax.tree.leaves(model, is_leaf=is_quantised))):
+        native.prepare(console.print)
 
     directory = held.enter_context(
         contextlib.closing(RunDirectory(settings) if is_main_process() else Follower())

@@ -15,12 +15,12 @@ from ..core import compat, recording
 from ..primitives import DefinedPrimitive, Partitioning, define_primitive
 from .multilinear import is_spread, vary_alike
 
-Backend = Literal["reference", "gpu", "tpu"]
+Backend = Literal["reference", "native", "gpu", "tpu"]
 
 # Part of JAX's trace context: a function that was traced under one choice is not reused under another.
 _forced = jax.make_user_context(default_value=None)
 
-_NATIVE: dict[str, Backend] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+_USUAL: dict[str, Backend] = {"cpu": "native", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class KernelFallbackWarning(UserWarning):
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
     **Attributes:**
 
-    - `backend`: `"reference"`, `"gpu"` or `"tpu"`.
+    - `backend`: `"reference"`, `"native"`, `"gpu"` or `"tpu"`.
     - `reason`: how it runs there, and why not on another one.
     - `run`: the function that computes the operation from its operands and parameters.
     """
@@ -66,7 +66,7 @@ def backend(name: str | None) -> Iterator[None]:
 
     **Arguments:**
 
-    - `name`: `"reference"`, `"gpu"`, `"tpu"`, or None for the platform's own.
+    - `name`: `"reference"`, `"native"` (of CPUs), `"gpu"`, `"tpu"`, or None for the platform's own.
 
     **Raises:** `ValueError` for another name.
     """
@@ -135,12 +135,16 @@ def kernel_primitive(
         operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
         params = params if local is None else local(*operands, **params)
         choice = choose(platform, *operands, partitioned=partitioned, **params)
-        asked = _asked(platform, params.pop("backend"))
-        if choice.backend != asked:
+        forced = params.pop("backend")
+        asked = _asked(platform, forced)
+        if choice.backend != asked and (platform != "cpu" or forced):  # native products are optional
             _tell_once(name, asked, choice)
         return choice.run(*operands, **params)
 
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
+        exported = context.module_context.lowering_parameters.for_export
+        if exported and platform == "cpu" and params["backend"] is None:
+            params["backend"] = "reference"  # other machines lack the native library
         is_partitioned = _is_partitioned(context)
         run = functools.partial(run_on, platform, is_partitioned)
         # A reference that is requested by name stays plain JAX, so that it can be exported.
@@ -266,7 +270,8 @@ def first_choice(
     if asked in kernels:
         choice = kernels[asked](platform, *operands, partitioned=partitioned, **params)
         return choice if isinstance(choice, Choice) else Choice("reference", choice, reference)
-    reason = "forced" if forced else f"there is no kernel for platform {platform!r}"
+    reason = f"there is no {forced} kernel" if forced else f"there is no kernel for platform {platform!r}"
+    reason = "forced" if forced == "reference" else reason
     return Choice("reference", reason, reference)
 
 
@@ -278,7 +283,7 @@ def _device_platform() -> str:
 
 
 def _asked(platform: str, forced: Backend | None) -> Backend:
-    return forced or _NATIVE.get(platform, "reference")
+    return forced or _USUAL.get(platform, "reference")
 
 
 PARTITIONED = (

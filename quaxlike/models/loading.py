@@ -52,6 +52,7 @@ def load(
     directory: str | os.PathLike[str],
     *,
     quantize: str | Mapping[str, Any] | None = None,
+    head: bool = False,
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
@@ -69,6 +70,8 @@ def load(
     - `quantize`: how to quantise the weights of linear layers and experts: a scheme of
         [`quaxlike.quantize`][], or a dict of its options with the entry `"scheme"`. Each is quantised when it
         is read, so that at most one of them is dense at a time. Default: as in the file.
+    - `head`: whether `quantize` includes the output layer, or the embedding that it is tied to, as for
+        [`quaxlike.quantize`][]. Files that hold a quantised one keep it. Default False.
     - `mesh`, `sharding`: as for [`quaxlike.interop.load`][]; weights are quantised while they are read. The
         default of `sharding` also uses the classes of layers, like [`quaxlike.sharding.tensor_parallel`][].
 
@@ -78,7 +81,7 @@ def load(
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
     dtype that no model computes with; `ValueError` for a `sharding` that does not fit a weight, or without a
-    mesh.
+    mesh, and for `head` without `quantize`.
 
     !!! example
 
@@ -94,7 +97,9 @@ def load(
     if sharding is not None and mesh is None:
         raise ValueError("`sharding` says how weights are spread over a mesh: pass `mesh` too.")
     options = {"scheme": quantize} if isinstance(quantize, str) else quantize
-    chosen = quantizers(skeleton, **options) if options else {}
+    if head and not options:
+        raise ValueError("`head` says that the output layer is quantised as well: pass `quantize` too.")
+    chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
         """A weight, or rows of it, in the form that the model stores."""

@@ -49,6 +49,7 @@ def quantize(
     layout: Layouts = None,
     calibrate: Mapping[str, ArrayLike] | None = None,
     activations: str | None = None,
+    head: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
     """Quantises weights of a model, and leaves the rest of the model unchanged.
@@ -76,6 +77,8 @@ def quantize(
         rounded to 8 bits, too, with a scale for each token, and products are those of codes, which GPUs have
         units for. Gradients are those of the layer with its inputs as they are, and adapters get them as they
         are. Default: inputs are not rounded.
+    - `head`: whether to quantise the output layer too, which `"all-linear"` leaves out: `lm_head`; or, if the
+        model has none of its own, the embedding that it is tied to, which is stored once. Default False.
     - `scheme_options`: passed to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 
@@ -86,7 +89,8 @@ def quantize(
     **Raises:**
 
     `ValueError` for an unknown scheme, if a pattern matches nothing, with near misses, if a weight is neither
-    a dense array nor an adapter over one, or if it cannot be told which of its axes are inputs.
+    a dense array nor an adapter over one, if it cannot be told which of its axes are inputs, or with `head`
+    for a model without an output layer.
 
     !!! example
 
@@ -100,7 +104,8 @@ def quantize(
 
     Schemes and their names follow bitsandbytes.
     """
-    chosen = quantizers(model, scheme, where=where, exclude=exclude, layout=layout, **scheme_options)
+    options = {"where": where, "exclude": exclude, "layout": layout, "head": head, **scheme_options}
+    chosen = quantizers(model, scheme, **options)
 
     def quantized(name: str, w: Any) -> Any:
         q = chosen[name](w)
@@ -118,10 +123,11 @@ def quantizers(
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
+    head: bool = False,
     **scheme_options: Any,
 ) -> dict[str, Callable[[Any], Any]]:
     """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
-    chosen = select_matrices(model, records_of(model, layout), where, exclude)
+    chosen = select_matrices(model, records_of(model, layout), where, exclude, head)
     layouts = {name: require_layout(name, record) for name, record in chosen.items()}
     quantized = lambda name, w: quantize_array(name, w, scheme, layouts[name], **scheme_options)
     return {name: functools.partial(quantized, name) for name in chosen}

@@ -17,6 +17,7 @@ Where = str | Sequence[str] | Callable[[str, Any], bool]
 # The projection onto the vocabulary, which "all-linear" leaves out as PEFT and bitsandbytes do. To them a
 # router is no linear layer either, and programs that read quantised models expect it in full precision.
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
+_TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
 
 @checked
@@ -154,12 +155,32 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
     return chosen
 
 
+def _output_layer(records: Mapping[str, Record]) -> list[str]:
+    """The weights of the output head; of models without one, the embedding of tokens, which it is tied to."""
+    matrices = [name for name, record in records.items() if record.layout is not None]
+    own = [name for name in matrices if _HEAD.fullmatch(name)]
+    found = own or [name for name in matrices if _TOKENS.fullmatch(name)]
+    if not found:
+        raise ValueError(
+            "`head` is for models with an output layer (lm_head, embed_out) or an embedding of tokens "
+            "(embed_tokens, wte, embed_in). This one has neither; name its layer in `where`."
+        )
+    return found
+
+
 def select_matrices(
-    model: PyTree, records: Mapping[str, Record], where: Where, exclude: str | Sequence[str]
+    model: PyTree,
+    records: Mapping[str, Record],
+    where: Where,
+    exclude: str | Sequence[str],
+    head: bool = False,
 ) -> dict[str, Record]:
-    """The selected weights that can be adapted or quantised: no biases, norms or integers."""
+    """The selected weights that can be adapted or quantised: no biases, norms or integers. With `head`, those
+    of the output layer too."""
     excluded = _chosen(model, records, exclude) if exclude else ()
-    chosen = {name: records[name] for name in _chosen(model, records, where, excluded)}
+    also = _output_layer(records) if head else []
+    names = {*_chosen(model, records, where, excluded), *also}
+    chosen = {name: record for name, record in records.items() if name in names}
     matrices = {name: record for name, record in chosen.items() if record.layout is not None}
     if not matrices:
         found = listing({name: record.array for name, record in chosen.items()})

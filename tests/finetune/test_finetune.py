@@ -21,6 +21,7 @@ from quaxlike.finetune.tasks import NextToken
 from quaxlike.finetune.train import Memory, Step
 from quaxlike.interop import CheckpointError, peft, safetensors
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
+from quaxlike.kernels import native
 from quaxlike.models import Bert, Decoder, DecoderConfig, ModernBert, ModernBertConfig
 from quaxlike.models import load as load_model
 from quaxlike.models.bert import BertConfig
@@ -153,9 +154,12 @@ def log_of(folder):
         ("embedder", "pairs", "mrr", ["--quantize=nf4", "--scan-layers"]),
     ],
 )
-def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_path):
+def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(native, "prepare", compiled.append)
     status, told = run(kind, lines, "--steps=12", *options)
     assert status == 0, told
+    assert len(compiled) == ("--quantize=none" not in options)
     log = log_of(tmp_path / "out")
     assert [entry["step"] for entry in log] == list(range(13))
     before, after = map(float, re.search(rf"held-out {better}: (\S+) before, (\S+) after", told).groups())

@@ -53,7 +53,7 @@ def test_what_was_compiled_for_one_backend_is_not_reused_for_another():
 
 def test_an_unknown_backend():
     with (
-        pytest.raises(ValueError, match=r"one of \('reference', 'gpu', 'tpu'\) or None, got 'xla'"),
+        pytest.raises(ValueError, match=r"one of \('reference', 'native', 'gpu', 'tpu'\) or None, got 'xla'"),
         kernels.backend("xla"),
     ):
         pass

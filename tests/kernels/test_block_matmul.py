@@ -118,7 +118,8 @@ def test_the_reference_is_traced_once(quantise, monkeypatch):
     count = lambda *args, **params: traced.append(1) or reference.tiled(*args, **params)
     monkeypatch.setattr(primitive, "tiled", count)
     w = quantise(normal(24, 64))
-    jax.block_until_ready(ql.quaxify(lambda x, w: x @ w.T)(normal(7, 64), w))
+    with kernels.backend("reference"):
+        jax.block_until_ready(ql.quaxify(lambda x, w: x @ w.T)(normal(7, 64), w))
     assert len(traced) == 1
 
 
@@ -135,3 +136,16 @@ def test_many_rows_are_decoded_in_chunks(codec, transpose, monkeypatch):
     assert lowered.as_text().count("stablehlo.dot_general") == 4
     assert "decoded for the library's product" in _choice(codec, transpose, "cuda", m=2000).reason
     assert "in the expression of the library's product" in _choice("q6_k", transpose, "cuda", m=64).reason
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(("m", "dtype"), [(63, "f32"), (64, "bf16")])
+def test_many_rows_are_multiplied_in_their_dtype(m, dtype, transpose):
+    fn, x, w = _product("q4_k", transpose, jnp.bfloat16, m=m)
+    with kernels.backend("reference"):
+        program, y = jax.jit(fn).lower(x, w).as_text(), jax.jit(fn)(x, w)
+    products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    assert products
+    assert all(f"x{dtype}>, tensor" in line and "xf32>\n" in f"{line}\n" for line in products)
+    dense = np.float64(ql.materialise(w).astype(jnp.float32))
+    assert relative_error(y, np.float64(x) @ (dense if transpose else dense.T)) < 4e-3

@@ -247,8 +247,7 @@ def test_chosen_backend_tells_what_runs():
         eqn.primitive, *(v.aval for v in eqn.invars), platform=platform, **eqn.params
     )
     assert eqn.primitive is nf4_matmul_p
-    assert on("cpu").backend == "reference"
-    assert "no kernel for platform 'cpu'" in on("cpu").reason
+    assert on("cpu").backend in ("native", "reference")
     assert on("cuda").backend == on("rocm").backend == "gpu"
     assert on("tpu").backend == "reference"
     assert "must know which TPU" in on("tpu").reason

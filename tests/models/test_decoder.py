@@ -107,6 +107,19 @@ def test_quantised_as_they_are_read(name):
     agree(logits_of(model, z)[z["valid"]], q["logits"][z["valid"]])
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_the_output_layer_is_quantised_when_it_is_read(name):
+    z = expected(name)
+    model, _ = load(folder(name), quantize="int8", head=True)
+    tied = model.part("lm_head") is None
+    assert tied == (name == "gemma3")
+    assert ql.is_value(model.embedding) == tied
+    assert tied or ql.is_value(model.part("lm_head").weight)
+    agree(logits_of(model, z)[z["valid"]], logits_of(ql.materialise(model), z)[z["valid"]])
+    with pytest.raises(ValueError, match="`head` says that the output layer is quantised as well: pass"):
+        load(folder(name), head=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_quantised_in_their_stacks(name):

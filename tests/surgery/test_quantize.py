@@ -68,6 +68,21 @@ def test_tied_weights_stay_tied():
     assert model["encoder"]["weight"] is model["decoder"]["weight"]
 
 
+def test_the_output_layer_is_quantised_when_asked():
+    layer = lambda: {"weight": jnp.ones((64, 64))}
+    untied = {"embed_tokens": layer(), "q_proj": layer(), "lm_head": layer()}
+    quantised = lambda model, **options: {
+        name for name in model if ql.is_value(ql.quantize(model, **options)[name]["weight"])
+    }
+    assert quantised(untied) == {"q_proj"}
+    assert quantised(untied, head=True) == {"q_proj", "lm_head"}
+    assert quantised(untied, head=True, exclude=["lm_head"]) == {"q_proj"}
+    tied = {"embed_tokens": layer(), "q_proj": layer()}
+    assert quantised(tied, head=True) == {"q_proj", "embed_tokens"}
+    with pytest.raises(ValueError, match=r"`head` is for models with an output layer \(lm_head.*`where`"):
+        ql.quantize({"q_proj": layer()}, head=True)
+
+
 @pytest.mark.slow
 def test_stacked_layers():
     """A quantised stack of layers scans, and each layer is as if quantised alone."""

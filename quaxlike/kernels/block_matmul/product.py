@@ -239,7 +239,7 @@ class Rows:
         return "int8_matmul" if self.linear else "block_matmul"
 
     def planes(self, leaves: Leaves, product: Product) -> list[Array]:
-        return self.codec.planes(product.shape[1], product.block_size, self._all(leaves))
+        return self.codec.planes(product.shape[1], product.block_size, self.parts(leaves))
 
     def stride(self, product: Product) -> int:
         return self.codec.stride(product.shape[1], product.block_size)
@@ -272,7 +272,7 @@ class Rows:
         )
 
     def operands(self, leaves: Leaves, *, decoded: bool) -> tuple[Array, Array, Array, Array | None]:
-        codes, scale, outer, zero, outer_zero = self._all(leaves)
+        codes, scale, outer, zero, outer_zero = self.parts(leaves)
         if not self._reads_scales(decoded):
             scale, zero = self.codec.scales_and_zeros(scale, outer, zero, outer_zero)
         elif zero is not None and str(zero.dtype) not in ("uint8", "float32", "bfloat16", "float16"):
@@ -292,7 +292,8 @@ class Rows:
         part = k if row_bytes == bitstream.num_bytes(k, bits) else row_bytes * 8 // bits
         return dataclasses.replace(product, shape=(n, part))
 
-    def _all(self, leaves: Leaves) -> list[Any]:
+    def parts(self, leaves: Leaves) -> list[Any]:
+        """Codes, scale, outer scale, zero and outer zero; None for those that there are not."""
         rest = iter(leaves)
         return [next(rest) if p else None for p in self.present]
 

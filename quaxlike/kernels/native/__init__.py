@@ -1,0 +1,5 @@
+"""Products with weights in block formats on CPUs, in C++ that is compiled on the machine where it runs."""
+
+from .library import NativeError, build, prepare
+
+__all__ = ["NativeError", "build", "prepare"]

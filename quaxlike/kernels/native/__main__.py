@@ -1,0 +1,34 @@
+"""The command line of the native library."""
+
+import argparse
+import sys
+
+from .library import Library, NativeError, build, library
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compiles the library and says what it did; the exit status is 1 if it cannot."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quaxlike.kernels.native",
+        description="Compiles the products with quantised weights for this machine's processor, by its C++ "
+        "compiler, into the user's cache. Programs find them there; QUAXLIKE_NATIVE=0 turns them off.",
+    )
+    parser.add_argument("--again", action="store_true", help="compile even if it is there")
+    arguments = parser.parse_args(argv)
+    try:
+        built = build(again=arguments.again)
+    except NativeError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    did = "Was there" if built.seconds is None else f"Compiled by {built.compiler} in {built.seconds:.1f} s"
+    print(f"{did}: {built.path}")
+    loaded = library()
+    if not isinstance(loaded, Library):
+        print(f"{parser.prog}: error: {loaded}", file=sys.stderr)
+        return 1
+    print(f"It uses {loaded.instructions} on this processor.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The native library: compiled by the machine's compiler into the user's cache, and found there."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+
+from ..._checked import checked
+
+_SOURCE = Path(__file__).with_name("product.cc")
+_FLAGS = ("-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
+_COMPILERS = ("c++", "g++", "clang++")
+_COMMAND = "`python -m quaxlike.kernels.native`"
+
+
+class NativeError(RuntimeError):
+    """The native library cannot be built, for the reason in the message."""
+
+
+class Library(NamedTuple):
+    """The loaded library, whose functions JAX knows: its file, and the instructions that it uses here."""
+
+    path: Path
+    instructions: str
+
+
+class Built(NamedTuple):
+    """A compiled library.
+
+    **Attributes:**
+
+    - `path`: its file.
+    - `seconds`: how long the compiler took; None if the file was there.
+    - `compiler`: the command that compiled it, or would have.
+    """
+
+    path: Path
+    seconds: float | None
+    compiler: str
+
+
+@functools.cache
+def library() -> Library | str:
+    """The library, or the reason why there is none in this process. Compiles nothing."""
+    if os.environ.get("QUAXLIKE_NATIVE") == "0":
+        return "native products are turned off by QUAXLIKE_NATIVE=0"
+    path = built_path()
+    if not path.is_file():
+        return f"the native products are not compiled; {_COMMAND} does it"
+    try:
+        _check_own(path.parent, path)
+        loaded = ctypes.CDLL(str(path))
+    except (NativeError, OSError) as error:
+        return f"the native products could not be loaded: {error}"
+    for name in ("multiply", "decode"):
+        function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
+        jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
+    loaded.quaxlike_set.restype = ctypes.c_char_p
+    return Library(path, loaded.quaxlike_set().decode())
+
+
+def folder() -> Path:
+    """The folder of compiled libraries, in the user's cache."""
+    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "quaxlike" / "native"
+
+
+def built_path() -> Path:
+    """The file of the library for this source, jaxlib and processor; whether or not it is there."""
+    version: Any = jaxlib.__version__
+    key = [*_FLAGS, version, sys.platform, platform.machine()]
+    digest = hashlib.sha256(_SOURCE.read_bytes() + "\0".join(key).encode()).hexdigest()
+    return folder() / f"product-{digest[:24]}.so"
+
+
+@checked
+def build(*, again: bool = False) -> Built:
+    """Compiles the native library into the user's cache, unless it is there.
+
+    Products that are compiled later in this process use it, as those of processes that start later do.
+    `python -m quaxlike.kernels.native` does the same.
+
+    **Arguments:**
+
+    - `again`: whether to compile it even if it is there. Default False.
+
+    **Returns:** a `Built`: its `path`, the `seconds` that the compiler took (None if it was there), and the
+    `compiler`.
+
+    **Raises:** `NativeError` if there is no C++ compiler, if it fails, or if others may write to the cache.
+
+    !!! example
+
+        ```python
+        from quaxlike.kernels import native
+
+        try:
+            print(native.build().path)
+        except native.NativeError as error:
+            print(error)
+        ```
+    """
+    if sys.platform not in ("linux", "darwin"):
+        raise NativeError(f"Native products are for Linux and macOS, not for {sys.platform}.")
+    path, compiler = built_path(), _compiler()
+    if path.is_file() and not again:
+        _check_own(path.parent, path)
+        return Built(path, None, shlex.join(compiler))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_own(path.parent)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:  # in the same folder, for `replace`
+        out = Path(own) / path.name
+        command = [*compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(out)]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise NativeError(f"{shlex.join(compiler)} could not be run: {error}") from error
+        if run.returncode:
+            told = "\n".join(run.stderr.splitlines()[:20])
+            raise NativeError(f"The compiler failed ({shlex.join(command)}):\n{told}")
+        out.chmod(0o700)
+        out.replace(path)
+    library.cache_clear()
+    return Built(path, time.perf_counter() - start, shlex.join(compiler))
+
+
+def prepare(tell: Callable[[str], None]) -> None:
+    """Compiles the library for a command that multiplies with quantised weights, if it runs on a CPU and the
+    library is not there. Tells so in a line, or why it is not compiled."""
+    if os.environ.get("QUAXLIKE_NATIVE") == "0" or jax.default_backend() != "cpu":
+        return
+    try:
+        if not (path := built_path()).is_file() and _compiler():
+            tell(f"Compiling products with quantised weights for this machine, once: {path}")
+        build()
+    except NativeError as error:
+        tell(f"Products with quantised weights are not compiled, and take longer: {error}")
+
+
+def _compiler() -> list[str]:
+    if named := os.environ.get("CXX"):
+        return shlex.split(named)
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    raise NativeError(
+        f"No C++ compiler was found. Install one ({', '.join(_COMPILERS)}), or name it in CXX; then run "
+        f"{_COMMAND}."
+    )
+
+
+def _check_own(*paths: Path) -> None:
+    """Raises `NativeError` unless only the user may write to a folder and a file of code."""
+    for path in paths:
+        info = path.stat()
+        if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
+            mode = f"{stat.S_IMODE(info.st_mode):o}"
+            raise NativeError(
+                f"{path} holds code that will run, and others may write to it (owner {info.st_uid}, mode "
+                f"{mode}): make it yours alone, or set XDG_CACHE_HOME to a folder that is."
+            )

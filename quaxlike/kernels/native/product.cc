@@ -1,0 +1,500 @@
+// Products with weights that are stored as codes, and their decoding: handlers of XLA's FFI for CPUs.
+//
+// A row of a weight is a stream of codes of `bits` bits each. The codes of a block share a scale:
+//     value = scale * number(code) + offset,    number(code) = table[code] or code - bias
+// Scales and offsets of a row are made float32 first, from all forms in which files store them. Vectors of codes are
+// then unpacked, looked up or converted, scaled, and multiplied with some rows of x, or written.
+//
+// The part below `#else` is compiled once for each instruction set: the file includes itself. Vectors are those of
+// GCC and Clang, so that only unpacking and looking up differ between instruction sets.
+#ifndef QL_NAME
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <vector>
+#include "xla/ffi/api/ffi.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+namespace {
+namespace ffi = xla::ffi;
+// How numbers are stored. Of bytes that hold two, the scale is in the low half.
+enum Kind { kFloat32, kBfloat16, kFloat16, kUint8, kInt8, kE4m3, kE8m0, kE8m0Half, kLow, kHigh, kMapped };
+enum Scales { kByType, kE4m3Bytes, kE8m0Bytes, kE8m0HalfBytes, kNibbles, kNested };  // as product.py numbers them
+enum Zeros { kNone, kPoints, kPlus, kMinus };
+
+struct Format {  // the attributes of a call; see `Codec` and `Product` in Python
+  int64_t rows, bits, block, bias, scales, group, zeros;  // group: -1 without outer scales, 0 for one of a row
+  bool is_signed, high_first, lookup, over, flat;
+};
+
+struct Numbers { const void* data; int64_t count; Kind kind; };
+struct Rows { const float* data; int64_t count, stride; };  // of x, filled with zeros up to whole vectors
+struct Result { void* data; int64_t stride; bool is_bfloat16; };  // rows of `stride` elements
+struct Weight {
+  Format format;
+  int64_t columns, bytes;
+  const uint8_t* codes;
+  Numbers table, scale, outer, zero, outer_zero, map;
+  // Of a row, set by `complete`. A run is the part of a block that is in one row.
+  int64_t row_bytes, run, runs, groups;
+  alignas(64) float values[256];
+};
+
+inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Sets what follows from shapes; returns whether operands fit each other, so that nothing is read beyond them.
+bool complete(Weight& w) {
+  const Format& f = w.format;
+  const bool nested = f.scales == kNested, zeros = f.zeros != kNone && f.scales != kNibbles;
+  const bool tabled = f.bits <= 4 || f.lookup, grouped = f.flat && f.group > 0;
+  if (f.bits < 2 || f.bits > 8 || f.bits == 7 || (f.lookup && (f.bits == 5 || f.bits == 6))) return false;
+  if (f.block < 1 || f.rows < 0 || unsigned(f.scales) > kNested || unsigned(f.zeros) > kMinus) return false;
+  if (f.flat && (w.columns * f.bits % 8 || f.group == 0 || f.zeros || w.outer_zero.count)) return false;
+  w.row_bytes = up(w.columns * f.bits, 8);
+  w.run = f.flat ? std::gcd(w.columns, f.block) : f.block;
+  w.runs = up(w.columns, w.run);
+  w.groups = f.group > 0 ? up(w.runs, f.group) : f.group == 0 ? std::min<int64_t>(w.runs, 1) : 0;
+  if (w.runs > 1 && w.run % 16) return false;
+  const int64_t scales = f.flat ? up(f.rows * w.columns, f.block) : f.rows * w.runs;
+  const int64_t outers = grouped ? up(scales, f.group) : f.rows * w.groups;
+  if (w.bytes != f.rows * w.row_bytes || w.scale.count != scales || w.outer.count != outers) return false;
+  if (w.zero.count != (nested ? 1 : zeros ? scales : 0) || w.map.count != (nested ? 256 : 0)) return false;
+  if (w.outer_zero.count && w.outer_zero.count != outers) return false;
+  if (tabled && (w.table.count != 1 << f.bits || w.table.kind != kFloat32)) return false;
+  if ((nested && (w.zero.kind || w.map.kind)) || (f.scales != kByType && w.scale.kind != kUint8)) return false;
+  const Kind kinds[] = {w.scale.kind, kE4m3, kE8m0, kE8m0Half, kLow, kMapped};
+  w.scale.kind = kinds[f.scales];
+  if (f.scales == kNibbles) w.zero = {w.scale.data, w.scale.count, kHigh};
+  // Tables of few values are repeated, so that bits above those of a code do not count.
+  const float* table = static_cast<const float*>(w.table.data);
+  for (int i = 0; tabled && i < (f.bits == 8 ? 256 : 16); i++) w.values[i] = table[i % (1 << f.bits)];
+  return true;
+}
+template <class To, class From> inline __attribute__((always_inline)) To bits_as(From from) {
+  To to;
+  return memcpy(&to, &from, sizeof to), to;
+}
+inline uint16_t to_bfloat16(float value) {  // rounded to nearest, ties to even
+  const uint32_t bits = bits_as<uint32_t>(value);
+  return value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
+}
+
+struct Kernels {  // of an instruction set, for codes of so many bits
+  void (*product)(const Weight&, Rows x, Result y, int64_t begin, int64_t end);
+  void (*decode[2])(const Weight&, int64_t first, Result out, int64_t begin, int64_t end);  // to float32, bfloat16
+};
+struct Set {
+  const char* name;
+  bool mixes_nibbles;  // of 16 codes of 4 bits, i and i + 8 meet the columns 2i and 2i + 1 of x
+  Kernels kernels[7];
+  const Kernels& of(const Format& f) const { return kernels[f.bits == 8 ? 5 + f.lookup : f.bits - 2]; }
+};
+#define QL_INLINE QL_TARGET static inline __attribute__((always_inline))
+#define QL_LAMBDA QL_TARGET __attribute__((always_inline))
+#define QL_UNROLL _Pragma("GCC unroll 16")
+#define QL_QUOTED(name) #name
+#define QL_STRING(name) QL_QUOTED(name)
+#define QL_EACH(T, VALUE)                                                                        \
+  for (int64_t i = 0; i < count; i++) {                                                          \
+    T v;                                                                                         \
+    memcpy(&v, static_cast<const char*>(from.data) + (first + i) * int64_t(sizeof v), sizeof v); \
+    out[i] = VALUE;                                                                              \
+  }                                                                                              \
+  return;
+#define PLAIN 0
+#define AVX2 1
+#define AVX512 2
+#define NEON 3
+#define QL_NAME plain
+#define QL_SET PLAIN
+#define QL_TARGET
+#include __FILE__
+#if defined(__x86_64__)
+#define QL_NAME avx2
+#define QL_SET AVX2
+#define QL_TARGET __attribute__((target("avx2,fma,f16c")))
+#include __FILE__
+#define QL_NAME avx512
+#define QL_SET AVX512
+#define QL_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#include __FILE__
+#elif defined(__aarch64__)
+#define QL_NAME neon
+#define QL_SET NEON
+#define QL_TARGET
+#include __FILE__
+#endif
+
+// The sets that this processor has, the fastest last.
+std::vector<const Set*> sets() {
+  std::vector<const Set*> found = {&plain::set};
+#if defined(__x86_64__)
+#define QL_HAS __builtin_cpu_supports
+  if (QL_HAS("avx2") && QL_HAS("fma")) found.push_back(&avx2::set);
+  if (QL_HAS("avx512bw") && QL_HAS("avx512vl") && QL_HAS("avx512dq")) found.push_back(&avx512::set);
+#elif defined(__aarch64__)
+  found.push_back(&neon::set);
+#endif
+  return found;
+}
+const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
+// Threads that run XLA's programs take numbers below 2**-126 for zero; scales may be so small.
+struct KeepsSubnormals {
+#if defined(__x86_64__)
+  unsigned before = _mm_getcsr();
+  KeepsSubnormals() { _mm_setcsr(before & ~0x8040u); }
+  ~KeepsSubnormals() { _mm_setcsr(before); }
+#endif
+};
+
+// Runs `work(begin, end)` for parts of the rows, on this thread and on those of the pool that are free. This thread
+// takes every part that no other has begun, so that it never waits for one that is not running.
+template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);
+  const int64_t part = up(std::max(up(rows, 4 * threads), least), 4) * 4, parts = up(rows, part);
+  struct State { std::atomic<int64_t> next{0}; std::mutex mutex; std::condition_variable all; int64_t done = 0; };
+  auto state = std::make_shared<State>();
+  std::function<void()> run = [=] {
+    KeepsSubnormals kept;
+    int64_t done = 0;
+    for (int64_t i; (i = state->next++) < parts; done++) work(i * part, std::min(rows, (i + 1) * part));
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    if ((state->done += done) == parts) state->all.notify_one();
+  };
+  for (int64_t i = 1; i < std::min(threads, parts); i++) pool.Schedule(std::function<void()>(run));
+  run();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all.wait(lock, [&] { return state->done == parts; });
+}
+bool read_weight(const ffi::RemainingArgs& args, const Format& format, int64_t columns, Weight& w) {
+  Numbers codes, *all[] = {&codes, &w.table, &w.scale, &w.outer, &w.zero, &w.outer_zero, &w.map};
+  const ffi::DataType types[] = {ffi::DataType::F32, ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::U8,
+                                 ffi::DataType::S8};  // in the order of `Kind`
+  for (int i = 0; i < 7; i++) {
+    const auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return false;
+    const auto type = std::find(std::begin(types), std::end(types), buffer->element_type());
+    if (type == std::end(types)) return false;
+    *all[i] = {buffer->untyped_data(), int64_t(buffer->element_count()), Kind(type - types)};
+  }
+  w.format = format, w.columns = columns, w.codes = static_cast<const uint8_t*>(codes.data), w.bytes = codes.count;
+  return (codes.kind == kUint8 || codes.kind == kInt8) && complete(w);
+}
+bool is_bfloat16(const ffi::AnyBuffer& x) { return x.element_type() == ffi::DataType::BF16; }
+bool is_floating(const ffi::AnyBuffer& x) { return is_bfloat16(x) || x.element_type() == ffi::DataType::F32; }
+Result result_of(ffi::AnyBuffer& out) { return {out.untyped_data(), out.dimensions()[1], is_bfloat16(out)}; }
+ffi::Error refused() { return ffi::Error::InvalidArgument("operands do not fit the format of a weight"); }
+
+ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::RemainingArgs args,
+                    ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t m = x.dimensions()[0], columns = x.dimensions()[1], stride = up(columns, 16) * 16;
+  Weight w;
+  if (!read_weight(args, format, columns, w) || !is_floating(x) || !is_floating(*y)) return refused();
+  if (y->dimensions()[0] != m || y->dimensions()[1] != format.rows) return refused();
+  std::vector<float> copy(m * stride);  // as float32, in the order in which codes are unpacked
+  const float* floats = static_cast<const float*>(x.untyped_data());
+  const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
+  const bool mixed = set().mixes_nibbles && format.bits == 4, widen = is_bfloat16(x);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t k = 0; k < columns; k++) {
+      const int64_t from = i * columns + k, to = mixed ? k / 16 * 16 + k % 8 * 2 + k % 16 / 8 : k;
+      copy[i * stride + to] = widen ? bits_as<float>(uint32_t(halves[from]) << 16) : floats[from];
+    }
+  share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
+    set().of(format).product(w, {copy.data(), m, stride}, result_of(*y), begin, end);
+  });
+  return ffi::Error::Success();
+}
+// `x` is not read: it says after which operations the weight is decoded. XLA would decode all weights first.
+ffi::Error decode(ffi::ThreadPool pool, Format format, ffi::AnyBuffer, ffi::Buffer<ffi::S32> start,
+                  ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> part) {
+  const int64_t rows = part->dimensions()[0], columns = part->dimensions()[1], first = *start.typed_data();
+  Weight w;
+  if (!read_weight(args, format, columns, w) || !is_floating(*part)) return refused();
+  if (first < 0 || first + rows > format.rows) return refused();
+  share(pool, rows, columns, [&](int64_t begin, int64_t end) {
+    set().of(format).decode[is_bfloat16(*part)](w, first, result_of(*part), begin, end);
+  });
+  return ffi::Error::Success();
+}
+}  // namespace
+
+using ffi::AnyBuffer, ffi::StructMember;
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    Format, StructMember<int64_t>("rows"), StructMember<int64_t>("bits"), StructMember<int64_t>("block"),
+    StructMember<int64_t>("bias"), StructMember<int64_t>("scales"), StructMember<int64_t>("group"),
+    StructMember<int64_t>("zeros"), StructMember<bool>("is_signed"), StructMember<bool>("high_first"),
+    StructMember<bool>("lookup"), StructMember<bool>("over"), StructMember<bool>("flat"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    quaxlike_multiply, multiply,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    quaxlike_decode, decode,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>()
+        .RemainingArgs().Ret<AnyBuffer>());
+extern "C" const char* quaxlike_set() { return set().name; }
+#else  // one instruction set
+namespace QL_NAME {
+constexpr int kLanes = QL_SET == AVX512 ? 16 : 8;
+typedef float F __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
+QL_INLINE F all(float x) { return x - F{}; }
+QL_INLINE void store(float* out, F v) { memcpy(out, &v, sizeof v); }
+QL_INLINE void store(uint16_t* out, F v) {  // as `to_bfloat16`
+  U bits = bits_as<U>(v);
+  bits = v == v ? bits + (0x7FFFu + (bits >> 16 & 1u)) : U{} + 0x7FC00000u;
+  const H rounded = __builtin_convertvector(bits >> 16, H);
+  memcpy(out, &rounded, sizeof rounded);
+}
+// The distance of each lane's code from the lowest bit of its word; see `codes`.
+template <int B> QL_INLINE U shifts(bool high_first) {
+  U out = {};
+  for (int i = 0; i < kLanes; i++) {
+    const int of_nibble = (kLanes == 8 ? i * 4 : i * 2) ^ (high_first ? 4 : 0);
+    out[i] = B == 4 ? (kLanes == 16 && i % 2 ? 0 : of_nibble) : kLanes == 8 ? i % 4 * B : i * B % 16;
+  }
+  return out;
+}
+// A vector of codes. Bits above those of a code are left as they are.
+#if QL_SET == AVX512
+template <int B> QL_INLINE __m512i words() {  // for each lane, the two 16-bit words that hold its code
+  alignas(64) int16_t of[32];
+  for (int i = 0; i < 32; i++) of[i] = i / 2 * B / 16 + i % 2;
+  return _mm512_load_si512(of);
+}
+template <int B> QL_INLINE U codes(const uint8_t* at, U shift) {
+  if constexpr (B == 8) return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  if constexpr (B == 4) {  // 16 codes in each of eight words: lanes 2i and 2i + 1 get the codes i and i + 8
+    const __m512i word = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+    return (U)_mm512_srlv_epi64(word, (__m512i)shift);
+  }
+  const __m128i stream = _mm_maskz_loadu_epi8((1u << 2 * B) - 1, at);
+  return (U)_mm512_permutexvar_epi16(words<B>(), _mm512_castsi128_si512(stream)) >> shift;
+}
+QL_INLINE F look_up(const float* table, U code) {
+  return _mm512_permutexvar_ps((__m512i)code, _mm512_load_ps(table));
+}
+#else
+template <int B> QL_INLINE U codes(const uint8_t* at, U shift) {
+  uint32_t low = 0, high;  // the first four codes begin in one, the last four in the other
+  memcpy(&low, at, B < 4 ? B : 4);
+  memcpy(&high, B < 4 ? reinterpret_cast<const uint8_t*>(&low) : at + B - 4, 4);
+  high >>= B < 4 ? 4 * B : B == 4 ? 0 : 32 - 4 * B;
+#if QL_SET == AVX2
+  if (B == 8) return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  return (U)_mm256_set_m128i(_mm_set1_epi32(high), _mm_set1_epi32(low)) >> shift;
+#else
+  if (B == 8) return U{at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
+  return U{low, low, low, low, high, high, high, high} >> shift;
+#endif
+}
+QL_INLINE F look_up(const float* table, U code) {
+#if QL_SET == AVX2
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)code);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), (__m256i)code);
+  return _mm256_blendv_ps(low, high, (__m256)(code << 28));  // bit 3 chooses
+#elif QL_SET == NEON
+  struct Halves { uint8x16_t of[2]; };
+  const uint8x16x4_t bytes = vld1q_u8_x4(reinterpret_cast<const uint8_t*>(table));
+  const Halves at = bits_as<Halves>((code & 15) * 0x04040404u + 0x03020100u);  // four bytes of each value
+  return bits_as<F>(Halves{vqtbl4q_u8(bytes, at.of[0]), vqtbl4q_u8(bytes, at.of[1])});
+#else
+  F out;
+  for (int i = 0; i < kLanes; i++) out[i] = table[code[i] & 15];
+  return out;
+#endif
+}
+#endif
+// Values of codes that `codes` unpacked, in order.
+template <int B> QL_INLINE F in_order(F values) {
+#if QL_SET == AVX512
+  const __m512i lanes = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+  if (B == 4) return _mm512_permutexvar_ps(lanes, values);
+#endif
+  return values;
+}
+// The numbers that a vector of codes stands for.
+template <int B, bool LOOKUP> QL_INLINE F numbers(const Weight& w, const uint8_t* at, U shift) {
+  const U code = codes<B>(at, shift);
+  if constexpr (B <= 4) return look_up(w.values, code);
+  F out;
+  for (int i = 0; i < kLanes; i++) out[i] = w.values[code[i] & 255];
+  if constexpr (LOOKUP) return out;
+  const int32_t flip = w.format.is_signed ? 128 : 0;
+  return __builtin_convertvector((I(code & ((1u << B) - 1)) ^ flip) - (int32_t(w.format.bias) + flip), F);
+}
+// Conversions to float32 without branches, for loops over them to become vectors.
+QL_INLINE float from_float16(uint16_t h) {
+  const uint32_t bits = h & 0x7FFFu, small = bits_as<uint32_t>(float(int32_t(bits)) * 0x1p-24f);
+  const uint32_t normal = (bits << 13) + (bits < 0x7C00 ? 112u << 23 : 0x7F800000u - (31u << 23));
+  return bits_as<float>((bits < 0x400 ? small : normal) | uint32_t(h & 0x8000) << 16);
+}
+QL_INLINE float from_e4m3(uint8_t byte) {
+  const uint32_t bits = byte & 127u, small = bits_as<uint32_t>(float(int32_t(bits)) * 0x1p-9f);
+  const uint32_t normal = bits < 127 ? (bits << 20) + (120u << 23) : 0x7FC00000u;
+  return bits_as<float>((bits < 8 ? small : normal) | uint32_t(byte & 128) << 24);
+}
+QL_INLINE float power_of_two(uint32_t byte, uint32_t halved) {  // 2 ** (byte - 127 - halved)
+  const uint32_t small = byte < halved ? 0x200000u : 0x400000u, bits = byte <= halved ? small : (byte - halved) << 23;
+  return bits_as<float>(byte == 255 && !halved ? 0x7FC00000u : bits);
+}
+__attribute__((optimize("O3"))) QL_TARGET  // so that GCC makes vectors of these loops
+static void read(const Numbers& from, int64_t first, int64_t count, float* out, const float* map) {
+  switch (from.kind) {
+    case kFloat32: QL_EACH(float, v)
+    case kBfloat16: QL_EACH(uint16_t, bits_as<float>(uint32_t(v) << 16))
+    case kFloat16: QL_EACH(uint16_t, from_float16(v))
+    case kUint8: QL_EACH(uint8_t, float(v))
+    case kInt8: QL_EACH(int8_t, float(v))
+    case kE4m3: QL_EACH(uint8_t, from_e4m3(v))
+    case kE8m0: QL_EACH(uint8_t, power_of_two(v, 0))
+    case kE8m0Half: QL_EACH(uint8_t, power_of_two(v, 1))
+    case kLow: QL_EACH(uint8_t, float(v & 15))
+    case kHigh: QL_EACH(uint8_t, float(v >> 4))
+    case kMapped: QL_EACH(uint8_t, map[v])
+  }
+}
+// Multiplies the numbers of blocks from `first` on by those of their groups.
+QL_INLINE void times_outer(float* inner, const float* outer, int64_t first, int64_t count, int64_t group, bool over) {
+  int64_t i = 0, end = group ? group - first % group : count;
+  for (int64_t j = 0; i < count; j++, end += group)
+    for (const float factor = outer[j]; i < std::min(end, count); i++)
+      inner[i] = over ? inner[i] / factor : inner[i] * factor;
+}
+// The scales and offsets of the runs of a row; `outer` is scratch of the same length.
+QL_TARGET static void scales_of(const Weight& w, int64_t row, float* scale, float* offset, float* outer) {
+  const Format& f = w.format;
+  const float* map = static_cast<const float*>(w.map.data);
+  const int64_t first = f.flat ? row * w.columns / f.block : row * w.runs;
+  const int64_t count = f.flat && w.runs ? ((row + 1) * w.columns - 1) / f.block + 1 - first : w.runs;
+  const bool runs_on = f.flat && f.group > 0 && count;  // groups do not begin again with each row
+  const int64_t group = runs_on ? first / f.group : row * w.groups;
+  const int64_t groups = runs_on ? (first + count - 1) / f.group + 1 - group : w.groups;
+  read(w.scale, first, count, scale, map);
+  if (w.outer.count) {
+    read(w.outer, group, groups, outer, map);
+    times_outer(scale, outer, runs_on ? first : 0, count, f.group, f.over);
+  }
+  std::fill(offset, offset + w.runs, 0.f);
+  if (f.zeros != kNone) read(w.zero, first, count, offset, map);
+  if (w.outer_zero.count) {
+    read(w.outer_zero, group, groups, outer, map);
+    times_outer(offset, outer, 0, count, f.group, false);
+  }
+  for (int64_t i = 0; i < count && f.zeros != kPlus; i++) offset[i] *= f.zeros == kPoints ? -scale[i] : -1;
+  for (int64_t i = 0; i < count && f.scales == kNested; i++) scale[i] += *static_cast<const float*>(w.zero.data);
+  if (w.run != f.block && f.flat)  // blocks are cut by rows: from the last on, since none lies behind its runs
+    for (int64_t i = w.runs; i-- > 0;) scale[i] = scale[(row * w.columns + i * w.run) / f.block - first];
+}
+struct Scratch {  // scales and offsets of some rows
+  static constexpr int kRows = 4;
+  std::vector<float> space;
+  float *scale[kRows], *offset[kRows], *outer;
+  explicit Scratch(const Weight& w) : space((2 * kRows + 1) * (w.runs + 2)) {  // two blocks are cut by rows
+    outer = space.data();
+    for (int r = 0; r < kRows; r++) scale[r] = outer + (2 * r + 1) * (w.runs + 2), offset[r] = scale[r] + w.runs + 2;
+  }
+};
+// Calls `sink(i, values)` for vectors of values of R rows, from column i on; those behind the last are anything.
+template <int B, bool LOOKUP, int R, class Sink>
+QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, float* const* offsets, Sink sink) {
+  const U shift = shifts<B>(w.format.high_first);
+  const int64_t whole = w.columns / kLanes * kLanes, ahead = std::max<int64_t>(R * w.row_bytes, 4096);
+  const uint8_t* at[R];
+  uint8_t last[R][16];
+  QL_UNROLL for (int r = 0; r < R; r++) at[r] = w.codes + rows[r] * w.row_bytes;
+  // Once more for the last codes of the rows, if they do not fill a vector, which are copied.
+  for (int64_t begin = 0, end = whole ? whole : w.columns; begin < w.columns; begin = end, end = w.columns) {
+    if (begin == whole)
+      QL_UNROLL for (int r = 0; r < R; r++) {
+        memset(last[r], 0, 16);
+        memcpy(last[r], at[r] + whole * B / 8, w.row_bytes - whole * B / 8);
+        at[r] = last[r];
+      }
+    for (int64_t run = begin / w.run, i = begin; i < end; run++) {
+      F scale[R], offset[R];
+      QL_UNROLL for (int r = 0; r < R; r++) scale[r] = all(scales[r][run]), offset[r] = all(offsets[r][run]);
+      for (const int64_t stop = std::min((run + 1) * w.run, end); i < stop; i += kLanes) {
+        F values[R];
+        QL_UNROLL for (int r = 0; r < R; r++) {
+          const uint8_t* codes = at[r] + ((i - begin) * B >> 3);
+          __builtin_prefetch(codes + ahead);
+          values[r] = numbers<B, LOOKUP>(w, codes, shift) * scale[r] + offset[r];
+        }
+        sink(i, values);
+      }
+    }
+  }
+}
+template <int B, bool LOOKUP, int M>
+QL_TARGET static void tile(const Weight& w, const int64_t* rows, const Scratch& s, Rows x, int64_t m, Result y) {
+  constexpr int R = std::min(Scratch::kRows, (QL_SET == AVX512 ? 16 : 8) / M);  // as registers hold sums
+  const float* x_rows[M];
+  for (int i = 0; i < M; i++) x_rows[i] = x.data + std::min(m + i, x.count - 1) * x.stride;
+  for (int first = 0; first < Scratch::kRows; first += R) {
+    F sums[R][M] = {};
+    walk<B, LOOKUP, R>(w, rows + first, s.scale + first, s.offset + first, [&](int64_t k, const F* values) QL_LAMBDA {
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        F part;
+        memcpy(&part, x_rows[i] + k, sizeof part);
+        QL_UNROLL for (int r = 0; r < R; r++) sums[r][i] += values[r] * part;
+      }
+    });
+    QL_UNROLL for (int r = 0; r < R; r++)
+      QL_UNROLL for (int i = 0; i < M; i++) {
+        if (m + i >= x.count) break;
+        float lanes[kLanes];
+        store(lanes, sums[r][i]);
+        const float sum = std::accumulate(lanes, lanes + kLanes, 0.f);
+        const int64_t place = (m + i) * y.stride + rows[first + r];
+        if (y.is_bfloat16) static_cast<uint16_t*>(y.data)[place] = to_bfloat16(sum);
+        else static_cast<float*>(y.data)[place] = sum;
+      }
+  }
+}
+template <int B, bool LOOKUP>
+QL_TARGET static void product(const Weight& w, Rows x, Result y, int64_t begin, int64_t end) {
+  Scratch s(w);
+  for (int64_t n = begin; n < end; n += Scratch::kRows) {
+    int64_t rows[Scratch::kRows];
+    for (int r = 0; r < Scratch::kRows; r++) {  // behind the last row, that one again
+      rows[r] = std::min(n + r, end - 1);
+      scales_of(w, rows[r], s.scale[r], s.offset[r], s.outer);
+    }
+    constexpr int M = QL_SET == PLAIN ? 1 : 4;
+    for (int64_t m = 0; m < x.count; m += M)
+      (x.count - m == 1 ? tile<B, LOOKUP, 1> : tile<B, LOOKUP, M>)(w, rows, s, x, m, y);
+  }
+}
+template <int B, bool LOOKUP, class T>
+QL_TARGET static void decoded(const Weight& w, int64_t first, Result out, int64_t begin, int64_t end) {
+  Scratch s(w);
+  for (int64_t n = begin, row; n < end; n++) {
+    scales_of(w, row = first + n, s.scale[0], s.offset[0], s.outer);
+    T* to = static_cast<T*>(out.data) + n * out.stride;
+    walk<B, LOOKUP, 1>(w, &row, s.scale, s.offset, [&](int64_t k, const F* values) QL_LAMBDA {
+      T last[kLanes];
+      const bool whole = k + kLanes <= w.columns;
+      store(whole ? to + k : last, in_order<B>(*values));
+      if (!whole) memcpy(to + k, last, (w.columns - k) * sizeof(T));
+    });
+  }
+}
+template <int B, bool LOOKUP = false>
+constexpr Kernels kernels = {product<B, LOOKUP>, {decoded<B, LOOKUP, float>, decoded<B, LOOKUP, uint16_t>}};
+constexpr Set set = {QL_STRING(QL_NAME), QL_SET == AVX512,
+                     {kernels<2>, kernels<3>, kernels<4>, kernels<5>, kernels<6>, kernels<8>, kernels<8, true>}};
+}  // namespace QL_NAME
+#undef QL_NAME
+#undef QL_SET
+#undef QL_TARGET
+#endif

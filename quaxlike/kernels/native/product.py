@@ -1,0 +1,118 @@
+"""The native product as a backend: which products it supports, and the calls of its functions."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..backends import PARTITIONED, Choice
+from ..block_matmul.product import Decode, Leaves, NestedScales, Nibbles, Product
+from ..block_matmul.reference import contract_columns, contract_rows, with_low_rank
+from .library import library
+
+# Up to this many rows of `x`, codes are multiplied as they are unpacked. More rows are worth a dense tile.
+_MOST_ROWS = 16
+_DTYPES = ("float32", "bfloat16")
+# What the library can read, and the numbers by which it knows how scales and zero points are stored.
+_NUMBERS = ("float32", "bfloat16", "float16", "uint8", "int8")
+_SCALES = {"float": 0, "integer": 0, "e4m3": 1, "e8m0": 2, "e8m0_half": 3, "nibbles": 4, "nested": 5}
+_ZEROS = {None: 0, "points": 1, "plus": 2, "minus": 3}
+_LANES = 16
+
+
+def choose(platform: str, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
+    """The native product, or the reason why it does not support an operation."""
+    if platform != "cpu":
+        return f"native products run on CPUs, not on platform {platform!r}"
+    if partitioned:
+        return PARTITIONED
+    for what, dtype in (("x", x.dtype), ("the result", product.out_dtype)):
+        if str(dtype) not in _DTYPES:
+            return f"native products take {what} in float32 or bfloat16, not {dtype}"
+    if reason := _why_not(decode, product):
+        return reason
+    loaded = library()
+    if isinstance(loaded, str):
+        return loaded
+    few = not product.transpose and math.prod(x.shape[:-1]) <= _MOST_ROWS
+    how = "multiplied as they are unpacked" if few else "decoded in tiles for the library's product"
+    run = _multiply if few else _decode_and_multiply
+    return Choice("native", f"codes are {how}, by {loaded.instructions}", run)
+
+
+def _why_not(decode: Decode, product: Product) -> str | None:
+    """Why the library does not read a format; None if it does."""
+    (n, k), block = product.shape, product.block_size
+    if not n * k:
+        return "the weight has no elements"
+    if not isinstance(decode, Nibbles):
+        codec = decode.codec
+        if codec.bits == 7 or (codec.bits in (5, 6) and codec.codes != "integer"):
+            return f"native products take codes of 2 to 6 and 8 bits, not {codec.name}"
+        if codec.scales not in _SCALES or len(codec.all_values) != 2**codec.bits:
+            return f"native products do not read the scales or the table of {codec.name}"
+    elif k % 2:
+        return f"rows of {k} codes of 4 bits begin within bytes"
+    run = math.gcd(k, block) if isinstance(decode, Nibbles) else block
+    if run < k and run % _LANES:
+        return f"native products take blocks of multiples of {_LANES} codes within rows, not of {run}"
+    return None
+
+
+def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, product: Product) -> Array:
+    """Calls a function of the library with the leaves of a weight, and what describes them."""
+    empty = jnp.zeros(0, jnp.float32)
+    form: dict[str, Any] = {"rows": product.shape[0], "block": product.block_size}
+    flags = dict.fromkeys(("is_signed", "lookup", "over"), False)
+    if isinstance(decode, Nibbles):
+        codes, scale, table = leaves
+        parts = [codes, table, scale, empty, empty, empty, empty]
+        form |= {"bits": 4, "bias": 0, "scales": _SCALES["float"], "group": -1, "zeros": _ZEROS[None]}
+        flags |= {"high_first": True, "flat": True}
+        if isinstance(scale, NestedScales):
+            form |= {"scales": _SCALES["nested"], "group": 256}
+            parts = [codes, table, scale.codes, scale.absmax, scale.offset, empty, scale.quant_map]
+    else:
+        codec = decode.codec
+        codes, *scales = decode.parts(leaves)
+        lookup = codec.codes not in ("integer", "signed")
+        table = jnp.asarray(codec.all_values) if lookup or codec.bits <= 4 else empty
+        parts = [codes, table, *(empty if scale is None else scale for scale in scales), empty]
+        form |= {"bits": codec.bits, "bias": codec.bias, "scales": _SCALES[codec.scales]}
+        form |= {"group": -1 if codec.group is None else codec.group, "zeros": _ZEROS[codec.zeros]}
+        flags |= {"is_signed": codec.codes == "signed", "lookup": lookup and codec.bits == 8}
+        flags |= {"over": codec.over, "high_first": codec.high_first, "flat": False}
+    parts = [part if str(part.dtype) in _NUMBERS else part.astype(jnp.float32) for part in parts]
+    form = {key: np.int64(value) for key, value in form.items()}
+    return jax.ffi.ffi_call(f"quaxlike_{name}", out)(*first, *parts, **form, **flags)
+
+
+@with_low_rank
+def _multiply(
+    x: Float[Array, "*batch contracted"], leaves: Leaves, *, decode: Decode, product: Product
+) -> Float[Array, "*batch free"]:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    out = jax.ShapeDtypeStruct((len(rows), product.free), product.out_dtype)
+    y = _call("multiply", out, rows, leaves=leaves, decode=decode, product=product)
+    return y.reshape(*x.shape[:-1], product.free)
+
+
+@with_low_rank
+def _decode_and_multiply(
+    x: Float[Array, "*batch contracted"], leaves: Leaves, *, decode: Decode, product: Product
+) -> Float[Array, "*batch free"]:
+    n, k = product.shape
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+    def tile(start: Array | int, count: int) -> list[Array]:
+        # With `rows` an operand, no weight is decoded long before it is needed.
+        out = jax.ShapeDtypeStruct((count, k), x.dtype)
+        first = rows, jnp.asarray(start, jnp.int32)
+        return [_call("decode", out, *first, leaves=leaves, decode=decode, product=product)]
+
+    contract = contract_rows if product.transpose else contract_columns
+    y = contract(rows, tile, n, k, stride=1)
+    return y.reshape(*x.shape[:-1], product.free).astype(product.out_dtype)

@@ -1,0 +1,138 @@
+// Runs the native products of every instruction set on buffers of exactly their size, which begin at odd addresses,
+// and compares them with values that are read bit by bit. For compilers that check addresses and undefined behaviour.
+#include SOURCE
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+namespace {
+
+std::mt19937 random_number(0);
+
+struct Bytes {  // on the heap, from an odd address on
+  std::vector<uint8_t> all;
+  explicit Bytes(int64_t count) : all(count + 1) {
+    for (auto& byte : all) byte = random_number();
+  }
+  uint8_t* data() { return all.data() + 1; }
+};
+
+int failures = 0;
+
+void check(bool good, const char* what, const Format& f, int64_t columns, const char* set) {
+  if (good) return;
+  failures++;
+  printf("%s: %s, %d rows of %d codes of %d bits in blocks of %d, scales %d, zeros %d\n", set, what, int(f.rows),
+         int(columns), int(f.bits), int(f.block), int(f.scales), int(f.zeros));
+}
+
+int code_at(const uint8_t* row, int64_t i, int bits, bool high_first) {
+  if (high_first) i ^= 1;
+  int code = 0;
+  for (int b = 0; b < bits; b++) code |= (row[(i * bits + b) / 8] >> (i * bits + b) % 8 & 1) << b;
+  return code;
+}
+
+double e4m3(int byte) {
+  const int exponent = byte >> 3 & 15, fraction = byte & 7;
+  const double size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+  return byte & 128 ? -size : size;
+}
+
+void compare(Format f, int64_t columns, int64_t m, bool outer) {
+  const int64_t run = f.flat ? std::gcd(columns, f.block) : f.block, runs = up(columns, run);
+  const int64_t scales = f.flat ? up(f.rows * columns, f.block) : f.rows * runs;
+  f.group = f.scales == kNested ? 256 : outer ? 4 : -1;
+  const int64_t groups = f.flat ? up(scales, 256) : f.rows * up(runs, 4), outers = f.group < 0 ? 0 : groups;
+  const bool zeros = f.zeros != kNone && f.scales != kNibbles;
+  Bytes codes(f.rows * up(columns * f.bits, 8)), bytes(scales), zero(zeros ? scales : 0);
+  for (int64_t i = 0; i < scales; i++)  // neither NaN nor far from 1
+    if (f.scales == kE8m0Bytes || f.scales == kE8m0HalfBytes) bytes.data()[i] = 127 + bytes.data()[i] % 3;
+    else if (f.scales == kE4m3Bytes && (bytes.data()[i] & 127) == 127) bytes.data()[i] = 3;
+  std::vector<float> table(1 << f.bits), outer_scales(outers), map(f.scales == kNested ? 256 : 0), x(m * up(columns, 16) * 16);
+  const float offset = 0.5;
+  for (auto* values : {&table, &outer_scales, &map}) for (auto& v : *values) v = random_number() % 64 / 16.f - 2;
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t k = 0; k < columns; k++) x[i * up(columns, 16) * 16 + k] = random_number() % 64 / 32.f - 1;
+
+  std::vector<float> mixed(x.size());
+  for (size_t i = 0; i < x.size(); i++) mixed[i / 16 * 16 + i % 8 * 2 + i % 16 / 8] = x[i];
+
+  Weight w{};
+  w.format = f, w.columns = columns, w.codes = codes.data(), w.bytes = codes.all.size() - 1;
+  w.table = {table.data(), int64_t(table.size()), kFloat32};
+  w.scale = {bytes.data(), scales, kUint8};
+  w.outer = {outer_scales.data(), outers, kFloat32};
+  w.zero = {zero.data(), zeros ? scales : 0, kUint8};
+  if (f.scales == kNested) w.zero = {&offset, 1, kFloat32};
+  w.map = {map.data(), int64_t(map.size()), kFloat32};
+  check(complete(w), "does not fit", f, columns, "all");
+  Weight wrong = w;
+  wrong.bytes++;
+  check(!complete(wrong), "takes too many codes", f, columns, "all");
+
+  std::vector<double> dense(f.rows * columns), expected(m * f.rows), sizes(m * f.rows);
+  for (int64_t n = 0; n < f.rows; n++)
+    for (int64_t k = 0; k < columns; k++) {
+      const int64_t block = f.flat ? (n * columns + k) / f.block : n * runs + k / f.block;
+      const int64_t group = f.flat ? block / 256 : n * up(runs, 4) + k / f.block / 4;
+      const int byte = bytes.data()[block], code = code_at(codes.data() + n * up(columns * f.bits, 8), k, f.bits, f.high_first);
+      const double inner[] = {double(byte), e4m3(byte), std::ldexp(1, byte - 127), std::ldexp(1, byte - 128), double(byte & 15),
+                              f.scales == kNested ? map[byte] : 0};
+      const double scale = inner[f.scales] * (f.group < 0 ? 1 : outer_scales[group]) + (f.scales == kNested ? offset : 0);
+      const double value = f.bits <= 4 || f.lookup ? table[code] : f.is_signed ? int8_t(code) : code - f.bias;
+      const double shift = f.zeros == kNone ? 0 : f.scales == kNibbles ? byte >> 4 : zero.data()[block];
+      dense[n * columns + k] = f.zeros == kPoints ? (value - shift) * scale : value * scale + (f.zeros == kPlus ? shift : -shift);
+      for (int64_t i = 0; i < m; i++) {
+        const double term = dense[n * columns + k] * x[i * up(columns, 16) * 16 + k];
+        expected[i * f.rows + n] += term;
+        sizes[i * f.rows + n] += std::abs(term) + 256 * std::abs(scale);
+      }
+    }
+  for (const Set* set : sets())
+    for (const bool halves : {false, true}) {
+      const double error = halves ? 1.0 / 256 : 1e-6;
+      std::vector<uint32_t> y(m * f.rows), decoded(f.rows * columns);
+      auto value = [&](std::vector<uint32_t>& of, int64_t i) {
+        return halves ? bits_as<float>(uint32_t(reinterpret_cast<uint16_t*>(of.data())[i]) << 16) : bits_as<float>(of[i]);
+      };
+      const int64_t middle = f.rows / 3;  // parts, as threads take them
+      for (auto [begin, end] : {std::pair{int64_t{0}, middle}, std::pair{middle, f.rows}}) {
+        const auto& rows = set->mixes_nibbles && f.bits == 4 ? mixed : x;
+        set->of(f).product(w, {rows.data(), m, up(columns, 16) * 16}, {y.data(), f.rows, halves}, begin, end);
+        set->of(f).decode[halves](w, 0, {decoded.data(), columns, halves}, begin, end);
+      }
+      for (int64_t i = 0; i < m * f.rows; i++)
+        check(std::abs(value(y, i) - expected[i]) <= error * (sizes[i] + 1e-3), "product", f, columns, set->name);
+      for (int64_t i = 0; i < f.rows * columns; i++)
+        check(std::abs(value(decoded, i) - dense[i]) <= error * (std::abs(dense[i]) + 256), "decoded", f, columns, set->name);
+    }
+}
+
+}  // namespace
+
+int main() {
+  for (const int64_t rows : {0, 1, 5, 9})
+    for (const int64_t columns : {0, 1, 7, 16, 33, 64, 100, 144})
+      for (const int64_t m : {0, 1, 3, 6, 17})
+        for (const int64_t bits : {2, 3, 4, 5, 6, 8})
+          for (const int64_t block : {16, 32, 256}) {
+            Format f{rows, bits, block, 1 << (bits - 1), kByType, -1, kNone, false, false, false, false, false};
+            compare(f, columns, m, bits % 2);
+            f.scales = random_number() % 5;
+            f.zeros = random_number() % 4;
+            compare(f, columns, m, true);
+            f.lookup = bits == 8, f.is_signed = bits != 4 && bits == 8 && m % 2;
+            compare(f, columns, m, false);
+            if (bits == 4 && columns % 2 == 0) {  // rows without gaps, whose blocks may cross them
+              Format g{rows, 4, block, 0, m % 2 ? kByType : kNested, -1, kNone, false, true, false, false, true};
+              if (columns && (std::gcd(columns, block) % 16 == 0)) compare(g, columns, m, false);
+            }
+          }
+  printf("%d differences, by", failures);
+  for (const Set* set : sets()) printf(" %s", set->name);
+  printf("\n");
+  return failures != 0;
+}

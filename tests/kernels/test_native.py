@@ -1,0 +1,259 @@
+"""The native products of CPUs: values, derivatives and transforms; formats they take; how they are built."""
+
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import quaxlike as ql
+from quaxlike import kernels
+from quaxlike.arrays.quantized import CODECS
+from quaxlike.kernels import native, nf4_matmul
+from quaxlike.kernels.native import __main__ as command
+from quaxlike.kernels.native import library
+from tests.samples import normal
+
+from .weights import quantised, relative_error
+
+_TYPES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int4": ql.Int4Array, "int8": ql.Int8Array}
+
+
+def _quantised(name, x):
+    if name == "nested":
+        return ql.NF4Array.quantize(x, double_quant=True)
+    return _TYPES[name].quantize(x) if name in _TYPES else ql.BlockArray.quantize(x, codec=name)
+
+
+def _times(w, transpose=False):
+    return ql.quaxify(lambda x, w: x @ (w if transpose else w.T)), w
+
+
+@pytest.fixture
+def unloaded(monkeypatch, tmp_path):
+    """No library in this process, and an empty cache."""
+    monkeypatch.delenv("QUAXLIKE_NATIVE", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.library.cache_clear()
+    yield tmp_path / "quaxlike" / "native"
+    library.library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The library, compiled in the user's cache if it is not there."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("QUAXLIKE_NATIVE", raising=False)
+        library.library.cache_clear()
+        try:
+            path = native.build().path
+        except native.NativeError as error:
+            pytest.skip(str(error).partition("\n")[0])
+        yield path
+    library.library.cache_clear()
+
+
+@pytest.fixture
+def use_native(built):
+    with kernels.backend("native"):
+        assert isinstance(library.library(), library.Library)
+        yield
+
+
+def _dense(w):
+    return np.float64(ql.materialise(w).astype(jnp.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(24, 256), (37, 288), (6, 100)])
+@pytest.mark.parametrize("name", [*CODECS, "nested"])
+def test_products_of_all_formats(use_native, name, shape):
+    if shape == (6, 100) and name in ("nf4", "fp4", "int4", "nested"):
+        shape = 6, 112  # blocks of 64 cross rows, in parts of 16 codes
+    for dtype, limit in ((jnp.float32, 2e-6), (jnp.bfloat16, 6e-3)):
+        w = _quantised(name, normal(*shape, dtype=dtype))
+        for transpose in (False, True):
+            fn, dense = jax.jit(_times(w, transpose)[0]), _dense(w)
+            for rows in (1, 3, 17):
+                x = normal(rows, shape[0] if transpose else shape[1], dtype=dtype, seed=rows)
+                expected = np.float64(x) @ (dense if transpose else dense.T)
+                assert relative_error(fn(x, w), expected) < limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(), (3,), (40,)])
+@pytest.mark.parametrize("name", ["nf4", "nested", "int8", "uint4_block", "q4_0", "q4_k", "q6_k", "nvfp4"])
+def test_derivatives_and_transforms(use_native, name, rows):
+    w, x = _quantised(name, normal(48, 256)), normal(*rows, 256, seed=1)
+    dense, times = _dense(w), _times(w)[0]
+    loss = lambda x: jnp.sum(times(x, w) ** 2)
+    y, dx = np.float64(x) @ dense.T, 2 * np.float64(x) @ dense.T @ dense
+    with ql.on_materialise("error"):
+        assert relative_error(jax.jit(jax.grad(loss))(x), dx) < 1e-5
+        assert relative_error(jax.jvp(lambda x: times(x, w), (x,), (x,))[1], y) < 1e-5
+        checkpointed = jax.grad(jax.checkpoint(loss))
+        assert relative_error(checkpointed(x), dx) < 1e-5
+        batch = jnp.stack([x, -x])
+        assert relative_error(jax.vmap(lambda x: times(x, w))(batch), [y, -y]) < 1e-5
+        stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), w)
+        assert relative_error(jax.vmap(times, (None, 0))(x, stack), [y, y]) < 1e-5
+        squared = lambda carry, w: (carry, times(carry, w))
+        assert relative_error(jax.jit(lambda x: lax.scan(squared, x, stack)[1])(x), [y, y]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4", "int8", "q4_0", "uint4_block"])
+def test_trained_scales_and_adapters(use_native, name):
+    w, x = _quantised(name, normal(48, 256)), normal(3, 256, seed=1)
+    w = ql.train_scales(ql.LoraArray(w, normal(4, 256, seed=2), normal(48, 4, seed=3), alpha=8))
+    loss = lambda w: jnp.sum(ql.quaxify(lambda x, w: x @ w.T)(x, w) ** 2)
+    gradient = jax.tree.leaves(jax.grad(loss, allow_int=True)(w))
+    with kernels.backend("reference"):
+        expected = jax.tree.leaves(jax.grad(loss, allow_int=True)(w))
+    floating = [
+        (g, e) for g, e in zip(gradient, expected, strict=True) if jnp.issubdtype(g.dtype, jnp.inexact)
+    ]
+    assert len(floating) >= 3
+    for g, e in floating:
+        assert float(jnp.linalg.norm(e)) > 0
+        assert relative_error(g, e) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 128])
+def test_each_device_runs_it(use_native, rows):
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, w, x = jax.P("rows"), quantised((128, 256)), normal(rows, 256)
+    fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
+    for times in (fn, jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)):
+        y = jax.jit(times)(jax.device_put(x, jax.NamedSharding(mesh, spec)))
+        assert y.sharding.spec[0] == "rows"
+        assert relative_error(y, np.float64(x) @ w.dense.T) < 1e-6
+
+
+def _choice(w, x):
+    (note,) = [note for row in ql.explain(_times(w)[0])(x, w).rules for note in row.notes]
+    return note
+
+
+@pytest.mark.slow
+def test_explain_names_it_and_why_not(built):
+    x, many = normal(3, 256), normal(17, 256)
+    note = _choice(_quantised("nf4", x), x)
+    assert note.startswith("nf4_matmul on native: codes are multiplied as they are unpacked, by ")
+    assert "on native: codes are decoded in tiles" in _choice(_quantised("q4_k", x), many)
+    half = x.astype(jnp.float16)
+    assert "take x in float32 or bfloat16, not float16" in _choice(_quantised("nf4", half), half)
+    short = ql.BlockArray.quantize(x, codec="int4_block", block_size=24)
+    assert "on reference: native products take blocks of multiples of 16" in _choice(short, x)
+    odd = normal(4, 33)
+    assert "rows of 33 codes of 4 bits begin within bytes" in _choice(_quantised("nf4", odd), odd)
+
+
+@pytest.mark.slow
+def test_it_is_used_unasked_but_not_exported(built):
+    w, x = _quantised("nf4", normal(48, 256)), normal(3, 256)
+    fn = jax.jit(lambda x: _times(w)[0](x, w))
+    assert "quaxlike_multiply" in fn.lower(x).as_text()
+    exported = jax.export.export(fn)(x)
+    assert "quaxlike_multiply" not in exported.mlir_module()
+    assert relative_error(exported.call(x), fn(x)) < 1e-6
+
+
+def test_another_platform_has_none():
+    operands = (jax.ShapeDtypeStruct((2, 64), jnp.float32), *quantised((48, 64)).operands)
+    fn = lambda x: nf4_matmul(x, *operands[1:], **quantised((48, 64)).params)
+    with kernels.backend("native"), pytest.warns(kernels.KernelFallbackWarning, match="run on CPUs, not on"):
+        jax.jit(fn).trace(operands[0]).lower(lowering_platforms=("cuda",))
+
+
+def test_it_is_turned_off(monkeypatch, unloaded):
+    monkeypatch.setenv("QUAXLIKE_NATIVE", "0")
+    assert library.library() == "native products are turned off by QUAXLIKE_NATIVE=0"
+    native.prepare(pytest.fail)
+
+
+def test_a_library_call_compiles_nothing(unloaded):
+    w = _quantised("nf4", normal(4, 64))
+    note = _choice(w, normal(2, 64))
+    assert note.endswith("the native products are not compiled; `python -m quaxlike.kernels.native` does it")
+    assert not unloaded.exists()
+
+
+def test_without_a_compiler(monkeypatch, unloaded, capsys):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(native.NativeError, match=r"No C\+\+ compiler was found. Install one \(c\+\+, g\+\+"):
+        native.build()
+    told = []
+    native.prepare(told.append)
+    assert len(told) == 1
+    assert told[0].startswith("Products with quantised weights are not compiled, and take longer: No C++")
+    assert command.main([]) == 1
+    assert "error: No C++ compiler was found" in capsys.readouterr().err
+    x = normal(2, 64)
+    w = _quantised("nf4", normal(4, 64))
+    assert relative_error(_times(w)[0](x, w), np.float64(x) @ _dense(w).T) < 1e-6
+
+
+def _compiler(folder: Path, program: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_compiler_that_fails(monkeypatch, unloaded, tmp_path):
+    monkeypatch.setenv("CXX", _compiler(tmp_path, "echo no such thing >&2; exit 3"))
+    with pytest.raises(native.NativeError, match=r"The compiler failed \(.*product.cc.*\):\nno such thing"):
+        native.build()
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    with pytest.raises(native.NativeError, match="missing could not be run"):
+        native.build()
+    assert list(unloaded.iterdir()) == []
+
+
+def test_a_library_that_cannot_be_loaded(monkeypatch, unloaded, tmp_path, capsys):
+    monkeypatch.setenv("CXX", _compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo junk > "$2"'))
+    assert command.main([]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"Compiled by {tmp_path}/compiler in ")
+    assert "error: the native products could not be loaded" in shown.err
+    assert native.build().seconds is None
+    assert native.build(again=True).seconds is not None
+    assert list(unloaded.iterdir()) == [library.built_path()]
+
+
+def test_a_folder_that_others_may_write_to_is_refused(monkeypatch, unloaded, tmp_path):
+    monkeypatch.setenv("CXX", _compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo junk > "$2"'))
+    unloaded.mkdir(parents=True)
+    unloaded.chmod(0o777)
+    with pytest.raises(native.NativeError, match=r"others may write to it .*mode 777.*make it yours alone"):
+        native.build()
+    unloaded.chmod(0o700)
+    native.build().path.chmod(0o766)
+    assert "others may write to it" in library.library()
+    with pytest.raises(native.NativeError, match="others may write to it"):
+        native.build()
+
+
+def test_the_library_is_for_one_source_and_jaxlib(monkeypatch, unloaded):
+    first = library.built_path()
+    monkeypatch.setattr(library.jaxlib, "__version__", "0.0.1")
+    assert library.built_path() != first
+
+
+@pytest.mark.slow
+def test_the_source_under_sanitizers(built, tmp_path):
+    """All instruction sets of this processor, on buffers of exactly their size."""
+    program, source = tmp_path / "harness", Path(library.__file__).with_name("product.cc")
+    flags = ["-std=c++17", "-O1", "-w", "-pthread", "-ffp-contract=fast", "-fno-sanitize-recover=undefined"]
+    flags += ["-fsanitize=address,undefined", f'-DSOURCE="{source}"', f"-I{jax.ffi.include_dir()}"]
+    harness = Path(__file__).with_name("native_harness.cc")
+    subprocess.run([*library._compiler(), *flags, str(harness), "-o", str(program)], check=True)
+    run = subprocess.run([str(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert run.stdout.startswith("0 differences, by plain")
