@@ -12,10 +12,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import Array
 
 import quaxlike as ql
-from quaxlike.arrays import named, sparse, structured, unitful, zero
+from quaxlike.arrays import adapters, named, sparse, structured, unitful, zero
 from quaxlike.arrays.lora import LoraBias
 from tests import users
 from tests.samples import normal
@@ -210,6 +211,10 @@ CORNERS: dict[str, Make] = {
     "KroneckerMatrix, stacked": _stacked(_kronecker),
     "KroneckerMatrix, oblong": lambda k=0: structured.KroneckerMatrix(_dense(k, 1, 2), _dense(k, 3, 2)),
     "KroneckerMatrix, mixed": lambda k=0: structured.KroneckerMatrix(_dense(k, 2, 2), _dense(k, 2, 2) * 1j),
+    "BlockDiagonalMatrix": lambda k=0: structured.BlockDiagonalMatrix(_dense(k, 2, 2, 2)),
+    "BlockDiagonalMatrix, oblong": lambda k=0: structured.BlockDiagonalMatrix(_dense(k, 2, 3, 1, 2)),
+    "BlockCirculantMatrix": lambda k=0: structured.BlockCirculantMatrix(_dense(k, 2, 2, 2)),
+    "BlockCirculantMatrix, oblong": lambda k=0: structured.BlockCirculantMatrix(_dense(k, 2, 1, 2, 3)),
     "LowRankUpdate, stacked": lambda k=0: structured.LowRankUpdate(
         _dense(k), _dense(k, 2, 4, 1), _dense(k, 4, 1)
     ),
@@ -219,6 +224,45 @@ CORNERS: dict[str, Make] = {
     "BlockSparseArray of NF4Array": lambda k=0: ql.BlockSparseArray.from_blocks(
         ql.NF4Array.quantize(_dense(k, 2, 1, 4, 4), block_size=32), [[0], [1]], 2
     ),
+}
+
+# Adapters of published methods, on a weight `w`; `x` is a stack of matrices (4, 4).
+_METHODS: dict[str, Callable[[Array, Array], Any]] = {
+    "SumArray": lambda w, x: adapters.SumArray(w, structured.KroneckerMatrix(x[0, :2, :2], x[0, 2:, 2:])),
+    "ScaledArray": lambda w, x: adapters.ScaledArray(w, 1 + x[0, 0], 1 + x[0, 1]),
+    "RotatedArray": lambda w, x: adapters.RotatedArray(
+        w, structured.BlockDiagonalMatrix(x[:2, :2, :2]), out_axes=(-1,), in_axes=(-2,)
+    ),
+    "HadamardArray": lambda w, x: adapters.HadamardArray(w, 1 + x[0]),
+    "IA3Array": lambda w, x: adapters.IA3Array(w, inputs=1 + x[0, 0]),
+    "OFTArray": lambda w, x: adapters.OFTArray(w, x[0, :2, :1]),
+    "BOFTArray": lambda w, x: adapters.BOFTArray(w, x[:2, :, :2].reshape(2, 2, 2, 2), 1 + x[3, 0]),
+    "HRAArray": lambda w, x: adapters.HRAArray(w, x[0, :, :2]),
+    "VeRAArray": lambda w, x: adapters.VeRAArray(w, x[0, :2], x[1, :, :2], x[2, 0, :2], x[2, 1]),
+    "AdaLoRAArray": lambda w, x: adapters.AdaLoRAArray(w, x[0, :2], x[1, :, :2], x[2, 0, :2]),
+    "DeLoRAArray": lambda w, x: adapters.DeLoRAArray(w, x[0, :2], x[1, :, :2], x[2, 0, 0], x[2, 1]),
+    "MiSSArray": lambda w, x: adapters.MiSSArray(w, x[0, :3]),
+    "MiSSArray, bat": lambda w, x: adapters.MiSSArray(w, bat=x[:2, :2, :2]),
+    "GraLoRAArray": lambda w, x: adapters.GraLoRAArray(w, x[:2, :2], x[2:4, :, :2], x[4, :1], x[4, :, :1]),
+    "RandLoRAArray": lambda w, x: adapters.RandLoRAArray(
+        w, x[0, :2, None], x[1:3, :, :2].swapaxes(0, 1), x[3, :2, :2], 1 + x[4, :2]
+    ),
+    "LoHaArray": lambda w, x: adapters.LoHaArray(w, x[0, :, :1], x[1, :1], x[2, :, :1], x[3, :1]),
+    "LoHaArray, dense": lambda w, x: adapters.LoHaArray(w, x[0, :, :2], x[1, :2], x[2, :, :2], x[3, :2]),
+    "LoKrArray": lambda w, x: adapters.LoKrArray(w, x[0, :2, :2], x[1, :2, :1], second_b=x[2, :1, :2]),
+    "HiRAArray": lambda w, x: adapters.HiRAArray(w, x[0, :2], x[1, :, :2]),
+    "SHiRAArray": lambda w, x: adapters.SHiRAArray(
+        w, ql.SparseArray.from_coo(x[0, 0], np.asarray([[0, 1], [1, 3], [2, 0], [2, 2]]), (4, 4))
+    ),
+    "C3AArray": lambda w, x: adapters.C3AArray(w, x[0].reshape(2, 2, 4)[..., :2]),
+    "FourierFTArray": lambda w, x: adapters.FourierFTArray(w, x[0, 0], jnp.asarray([3, 5, 8, 14])),
+}  # fmt: skip
+CORNERS |= {
+    name: lambda k=0, make=make: make(_dense(k), _dense(k + 1, 5, 4, 4)) for name, make in _METHODS.items()
+}
+CORNERS |= {
+    f"{name}, stacked": _stacked(CORNERS[name])
+    for name in ("SumArray", "RotatedArray", "OFTArray", "VeRAArray")
 }
 
 # One value around another, of shape (4, 4) where that matters.

@@ -3,11 +3,15 @@
 from typing import TYPE_CHECKING
 
 from .._lazy import lazily
-from . import pairs as _pairs  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
+
+# Imported to register rules.
+from . import adapted_rules as _adapted_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from . import pairs as _pairs  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .adapted import AdaptedArray
 from .annotated import AnnotatedArray
 
 if TYPE_CHECKING:
+    from . import adapters as adapters
     from . import lora as lora
     from . import named as named
     from . import prng as prng
@@ -20,5 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["AdaptedArray", "AnnotatedArray"]
 
 __getattr__, __dir__ = lazily(
-    __name__, ["lora", "named", "prng", "quantized", "sparse", "structured", "unitful", "zero"], globals()
+    __name__,
+    ["adapters", "lora", "named", "prng", "quantized", "sparse", "structured", "unitful", "zero"],
+    globals(),
 )

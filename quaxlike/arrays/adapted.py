@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, TypeVar
@@ -11,16 +10,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import ArrayLike
 
 from ..core.jaxprs.slots import leading_axes, part_specs
 from ..core.jaxprs.unify import widened, widened_part
 from ..core.operators import ArrayOperators
 from ..core.quaxify import quaxify
-from ..core.rules import register
 from ..core.values import ArrayValue, Value, is_value, replace_fields
-from .batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
-from .bounds import cuts_of, dynamic_slice_in_dim
 from .dot_axes import Labels
 
 _Self = TypeVar("_Self", bound="AdaptedArray")
@@ -53,6 +48,8 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     - `out_axes`, `in_axes`: the axes of the weight that are outputs and inputs, counted from the end.
         Default: `(-2,)` and `(-1,)`.
     - `dropout`: the share of inputs that is dropped where the field `key` is a PRNG key.
+    - `taken`: anything but None if an initialisation took a part of `w` into the adapter, so that files
+        without the base cannot hold it. Default: None.
 
     !!! example
 
@@ -81,6 +78,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     out_axes = (-2,)
     in_axes = (-1,)
     dropout = 0.0
+    taken = None
 
     @property
     def base(self) -> Any:
@@ -118,6 +116,17 @@ class AdaptedArray(ArrayOperators, ArrayValue):
             return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
         return others if all(form(x) == form(self) for x in others) else NotImplemented
+
+    def combined(self, others: Sequence[Any], weights: Sequence[float], method: str, rank: int | None) -> Any:
+        """The sum of several adapters of one weight, this one among them, each times its weight, as one; the
+        options are those of [`quaxlike.combine_adapters`][]. Default: `NotImplemented`."""
+        return NotImplemented
+
+    def resized(self, axis: int, resize: Callable[..., Any]) -> Any:
+        """This array with more or fewer entries along an axis, as for another vocabulary. `resize(part,
+        axis)` does so for the base or a part. New entries are the mean of the others, or, with `like=`, that
+        of another array. Default: `NotImplemented`."""
+        return NotImplemented
 
     def description(self) -> str:
         """How [`quaxlike.summary`][] calls it. Default: by the name of its class."""
@@ -166,9 +175,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     @property
     def num_batch(self) -> int:
         """How many of its leading axes are batch axes, of all parts; 0 if that is not known."""
-        n = len(self.out_axes) + len(self.in_axes)
-        last = sorted((*self.out_axes, *self.in_axes)) == [*range(-n, 0)]
-        return self.ndim - n if last and knows_axes(self) else 0
+        return self.ndim - len(self.out_axes) - len(self.in_axes) if can_be_stacked(self) else 0
 
     def each(self: _Self, fn: Callable[[Any, int], Any]) -> _Self:
         n = self.num_batch
@@ -253,6 +260,12 @@ def knows_axes(x: AdaptedArray) -> bool:
     return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(x))
 
 
+def can_be_stacked(x: AdaptedArray) -> bool:
+    """Whether the axes of all its parts are known, and those of the weight come last."""
+    matrix = sorted((*x.out_axes, *x.in_axes))
+    return matrix == [*range(-len(matrix), 0)] and knows_axes(x)
+
+
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
     """The labels of the axes of `w` and of each part that there is: the axis of the whole array that each
     corresponds to, or a negative one."""
@@ -295,41 +308,3 @@ def _labels(
         own = [label for word in words for label in axes.get(word, [word])]
         labels[name] = [*batch[len(batch) - count :], *own]
     return n, labels
-
-
-# Batch axes, moved and cut ------------------------------------------------------------------------
-
-
-def _are_batch_axes(x: AdaptedArray, axes: Sequence[int]) -> bool:
-    return x.num_batch > 0 and all(axis < x.num_batch for axis in axes)
-
-
-@register("transpose")
-def _transpose(x: AdaptedArray, *, permutation: Sequence[int]):
-    moved = [i for i, axis in enumerate(permutation) if i != axis]
-    return transpose_batch(x, permutation[: x.num_batch]) if _are_batch_axes(x, moved) else NotImplemented
-
-
-@register("squeeze")
-def _squeeze(x: AdaptedArray, *, dimensions: Sequence[Any]):
-    return squeeze_batch(x, dimensions) if _are_batch_axes(x, dimensions) else NotImplemented
-
-
-@register("reshape")
-def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], dimensions: Any = None, **params: Any):
-    known = x.num_batch and math.prod(new_sizes) and dimensions is None
-    return reshape_batch(x, new_sizes) if known else NotImplemented
-
-
-@register("slice")
-def _slice(x: AdaptedArray, **params: Any):
-    cuts, touched = cuts_of(x.shape, **params)
-    cut = lambda part, axis: jax.lax.slice_in_dim(part, *cuts[axis], axis=axis)
-    return cut_batch(x, cut, touched) if _are_batch_axes(x, touched) else NotImplemented
-
-
-@register("dynamic_slice")
-def _dynamic_slice(x: AdaptedArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any):
-    touched = [axis for axis, size in enumerate(x.shape) if slice_sizes[axis] != size]
-    cut = lambda part, axis: dynamic_slice_in_dim(part, starts[axis], slice_sizes[axis], axis)
-    return cut_batch(x, cut, touched) if _are_batch_axes(x, touched) else NotImplemented

@@ -38,6 +38,7 @@ def test_writes_round_the_update_alone(codec):
         np.testing.assert_array_equal(leaf[:4], old[:4])
 
 
+@pytest.mark.slow
 def test_of_many_texts_in_a_loop():
     """The text is an axis of `vmap`, the token one of a scan, and the heads are written one by one."""
     x = normal(2, *SHAPE, seed=3)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 from quaxlike.arrays.structured import (
+    BlockCirculantMatrix,
+    BlockDiagonalMatrix,
     DiagonalMatrix,
     KroneckerMatrix,
     LowRankUpdate,
@@ -41,6 +43,8 @@ def _update(base, batch=(), rank=2):
 MAKERS = {
     "diagonal": lambda b: DiagonalMatrix(_normal(*b, N)),
     "tridiagonal": _tridiagonal,
+    "block diagonal": lambda b: BlockDiagonalMatrix(_normal(*b, 2, 3, 3)),
+    "block circulant": lambda b: BlockCirculantMatrix(_normal(*b, 2, 2, 3)),
     "kronecker": lambda b: KroneckerMatrix(_normal(*b, 2, 2), _normal(*b, 3, 3)),
     "kronecker, shared": lambda b: KroneckerMatrix(_normal(2, 2), _normal(*b, 3, 3)),
     "kronecker of structured": lambda b: KroneckerMatrix(DiagonalMatrix(_normal(*b, 2)), _normal(*b, 3, 3)),

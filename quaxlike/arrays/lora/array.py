@@ -1,8 +1,10 @@
 """`LoraArray`: a weight with a low-rank adapter."""
 
+import functools
 import math
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +23,7 @@ from ...kernels.multilinear import spread_like
 from ..adapted import AdaptedArray, frozen, labels_of, matrix_labels, with_trainable_base
 from ..batch_axes import with_batch_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
+from .matrices import factored
 
 # The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
 RANK = -1
@@ -168,6 +171,37 @@ class LoraArray(AdaptedArray):
             return [padded_to(plainly_scaled(x), rank).replace(dropout=x.dropout) for x in others]
         return others
 
+    def combined(self, others: Sequence[Any], weights: Sequence[float], method: str, rank: int | None) -> Any:
+        if self.magnitude is not None:
+            raise ValueError("a sum of DoRAs is not a DoRA")
+        _, a_labels, b_labels = labels(self)
+        factors = [w * x.scaling for w, x in zip(weights, others, strict=True)]
+        if method == "svd":
+            delta = _sum(w * x.delta() for w, x in zip(weights, others, strict=True))
+            return factored(self, delta, max(x.rank for x in others) if rank is None else rank)
+        if method == "linear":
+            if len({x.rank for x in others}) > 1:
+                raise ValueError("method='linear' needs adapters of the same rank; found several")
+            a = _sum(math.sqrt(abs(f)) * x.a for f, x in zip(factors, others, strict=True))
+            b = _sum(math.copysign(math.sqrt(abs(f)), f) * x.b for f, x in zip(factors, others, strict=True))
+        else:
+            a = jnp.concatenate([x.a for x in others], axis=a_labels.index(RANK))
+            scaled = [f * x.b for f, x in zip(factors, others, strict=True)]
+            b = jnp.concatenate(scaled, axis=b_labels.index(RANK))
+        return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
+
+    def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
+        """New entries add the mean of what the adapter adds to the others."""
+        part = lambda x, own: resize(x, own.index(axis)) if axis in own else x
+        w, a, b = labels(self)
+        out = self.replace(w=part(self.w, w), a=part(self.a, a), b=part(self.b, b), taken=None)
+        if self.magnitude is None:
+            return out
+        scale, own = row_scale(self)  # of the rows that are kept, which stay as they are
+        out = out.replace(magnitude=None)
+        magnitude = part(scale, own) * row_norm(out)[0]
+        return out.replace(magnitude=arrange(magnitude, own, b[:-1]).astype(self.magnitude.dtype))
+
     def description(self) -> str:
         dropout = f", dropout {self.dropout:g}{' (no key: off)' if self.key is None else ''}"
         kind = f"{'dora, ' if self.magnitude is not None else ''}r={self.rank}"
@@ -202,6 +236,10 @@ class LoraArray(AdaptedArray):
     def _kind(self) -> Any:
         """The properties of an adapter that cannot be changed."""
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
+
+
+def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, arrays)
 
 
 # The same array with other static fields ----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Conversion, scaling and addition of adapted arrays."""
+"""Scaling and addition of adapted arrays."""
 
 from typing import Any
 
@@ -14,14 +14,7 @@ from ..adapted import alike_in_training, with_trainable_base
 from ..dot_axes import arrange, cast
 from ..factors import is_infinite, reciprocal
 from .array import RANK, LoraArray, has_all_axes, labels, plainly_scaled
-from .shape import alike, each, joined
-
-
-@register("convert_element_type")
-def _convert_element_type(x: LoraArray, *, new_dtype: Any, **params: Any):
-    if not jnp.issubdtype(new_dtype, jnp.floating):
-        return NotImplemented
-    return each(x, lambda part, _: cast(part, new_dtype))
+from .shape import alike, joined
 
 
 @register_on_either_side("mul", LoraArray, other=ArrayLike)

@@ -17,6 +17,7 @@ from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..adapted import alike_in_training, matrix_labels
+from ..adapted_rules import Lookup, gather_matrices
 from ..bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract
 from .array import (
@@ -312,13 +313,23 @@ def _gather(
     **params: Any,
 ):
     """Implements `jnp.take`, indexing with arrays, and their batched forms."""
-    dnums, n = dimension_numbers, x.ndim
-    picked, paired, dropped = dnums.start_index_map, dnums.operand_batching_dims, dnums.collapsed_slice_dims
-    gone = {*dropped, *paired}
+    dnums = dimension_numbers
+    where = indices, x.shape, dnums, slice_sizes
+    stack = gather_matrices(
+        x,
+        indices,
+        dimension_numbers=dnums,
+        slice_sizes=slice_sizes,
+        mode=mode,
+        fill_value=fill_value,
+        **params,
+    )
+    if stack is not NotImplemented:
+        return stack
+    picked, paired = dnums.start_index_map, dnums.operand_batching_dims
     if any(slice_sizes[i] != size for i, size in enumerate(x.shape) if i not in picked and i not in paired):
         return NotImplemented
     w_labels, a_labels, b_labels = labels(x)
-    where = indices, x.shape, dnums, slice_sizes
     fill = fill_value_of(mode, fill_value, x.dtype)
     # Filling the base with NaN makes the sum NaN, but also gradients of the factors, unless these are filled
     # in the same slots.
@@ -326,38 +337,8 @@ def _gather(
     masked = fills(*where, mode) and not (in_all and np.isnan(fill))
     if masked:
         mode, fill_value = jax.lax.GatherScatterMode.CLIP, None
-    # Axes of the indices are labelled n, n + 1, ...; an operand axis paired with one shares its label.
-    n_indices = jnp.ndim(indices) - 1
-    index_labels = [n + i for i in range(n_indices)]
-    partner = dict(zip(paired, (n + i for i in dnums.start_indices_batching_dims), strict=True))
-    out = list(index_labels)
-    for position, label in zip(dnums.offset_dims, [i for i in range(n) if i not in gone], strict=True):
-        out.insert(position, label)
-
-    def gathered(part: Any, own: Labels, outside: Any) -> tuple[Any, Labels]:
-        mine = [i for i in picked if i in own]
-        if not mine:
-            return part, [partner.get(i, i) for i in own]
-        here = [i for i in own if i in partner]
-        kept = [i for i in own if i not in gone]
-        numbers = jax.lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(n_indices, n_indices + len(kept))),
-            collapsed_slice_dims=tuple(axis for axis, i in enumerate(own) if i in dropped),
-            start_index_map=tuple(own.index(i) for i in mine),
-            operand_batching_dims=tuple(own.index(i) for i in here),
-            start_indices_batching_dims=tuple(partner[i] - n for i in here),
-        )
-        columns = jnp.asarray(indices)[..., jnp.array([picked.index(i) for i in mine])]
-        sizes = [size if i == RANK else slice_sizes[i] for i, size in zip(own, part.shape, strict=True)]
-        part = jax.lax.gather(part, columns, numbers, tuple(sizes), mode=mode, fill_value=outside, **params)
-        return part, [*index_labels, *kept]
-
-    matrix = matrix_labels(x)
-    whole = not matrix & gone and all(slice_sizes[i] == x.shape[i] for i in matrix)
-    if whole and not masked and (x.key is None or not x.key.ndim):
-        stack = _matrix_stack(x, gathered, out, fill_value)
-        if stack is not None:
-            return stack
+    gathered = Lookup(x, indices, dnums, slice_sizes, mode, params)
+    out = gathered.out
 
     def rows(w: Any, a: Any, b: Any) -> Any:
         w = arrange(*gathered(w, w_labels, fill_value), out)
@@ -370,27 +351,3 @@ def _gather(
     if x.magnitude is not None:
         y = multiply(y, arrange(*gathered(*row_scale(x), 1), out))
     return quaxify(lambda y: filled(y, in_bounds(*where), dnums, fill))(y) if masked else y
-
-
-def _matrix_stack(
-    x: LoraArray, gathered: Callable[..., tuple[Any, Labels]], out: Labels, fill_value: Any
-) -> LoraArray | None:
-    """Looks up whole matrices, each with its own adapter; `out` are the labels of the axes of the result.
-    None if a part would have a batch axis in front of one that it lacks."""
-    matrix = matrix_labels(x)
-    batch = [i for i in out if i not in matrix]
-
-    def part_of(part: Any, own: Labels, outside: Any) -> Any:
-        part, found = gathered(part, own, outside)
-        order = out if matrix <= set(found) else [*batch, *(i for i in found if i not in batch)]
-        has = [i for i in order if i in found]
-        return arrange(part, found, has) if has == order[len(order) - len(has) :] else None
-
-    outside = {"w": fill_value, "a": 0, "b": 0, "magnitude": 1}
-    found = {
-        name: quaxify(part_of)(getattr(x, name), own, outside[name]) for name, own in parts_of(x).items()
-    }
-    if any(part is None for part in found.values()):
-        return None
-    at = lambda axes: tuple(out.index(x.ndim + axis) - len(out) for axis in axes)
-    return x.replace(**found, out_axes=at(x.out_axes), in_axes=at(x.in_axes))

@@ -1,6 +1,6 @@
 """Arrays that are trained along with adapters: in full, some rows of an embedding, or biases of adapters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar
 
@@ -74,6 +74,9 @@ class TrainableArray(TransparentValue):
     def with_base(self, w: Any) -> "TrainableArray":
         return self.replace(array=w)
 
+    def resized(self, axis: int, resize: Callable[..., Any]) -> "TrainableArray":
+        return self.with_base(resize(self.array, axis))
+
     @classmethod
     def promote(cls, array: Any, like: Any) -> Value | NotImplementedType:
         array = widened(array, like.array)
@@ -116,6 +119,10 @@ class LoraBias(TransparentValue):
             return self
         base = weight - (self.scaling * self.b).astype(weight.dtype)
         return self.with_base(self.w.with_base(base) if isinstance(self.w, AdaptedArray) else base)
+
+    def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraBias":
+        w = None if self.w is None else resize(self.w, axis)
+        return self.replace(w=w, b=resize(self.b, axis))
 
     def _sum(self, w: Any) -> jax.Array:
         scaled = self.b * self.scaling
@@ -178,6 +185,12 @@ class TrainableRows(TransparentValue):
 
     def unmerged(self, weight: jax.Array) -> "TrainableRows":
         return self
+
+    def resized(self, axis: int, resize: Callable[..., Any]) -> "TrainableRows":
+        w = resize(self.w, axis, like=self.merged())
+        if max(self.indices) >= w.shape[0]:
+            raise ValueError(f"its rows {list(self.indices)} are trained.")
+        return self.with_base(w)
 
     def widen(self, like: Value) -> Any:
         """Makes this dense if `like` has other rows or another layout."""

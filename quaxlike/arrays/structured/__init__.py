@@ -1,4 +1,5 @@
-"""Structured matrices: diagonal, tridiagonal, Kronecker product, low-rank update.
+"""Structured matrices: diagonal, block-diagonal, block-circulant,
+tridiagonal, Kronecker product, low-rank update.
 
 Products, linear systems and determinants exploit the structure: `jnp.linalg.solve`, `jnp.linalg.inv`,
 `jnp.linalg.slogdet` and `jnp.linalg.det` do so under `quaxify`.
@@ -7,6 +8,8 @@ Products, linear systems and determinants exploit the structure: `jnp.linalg.sol
 # Imported to register rules.
 from . import dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import StructuredMatrix
+from .block_diagonal import BlockDiagonalMatrix
+from .circulant import BlockCirculantMatrix
 from .diagonal import DiagonalMatrix
 from .kronecker import KroneckerMatrix
 from .linalg import logdet, solve
@@ -14,6 +17,8 @@ from .low_rank import LowRankUpdate
 from .tridiagonal import TridiagonalMatrix
 
 __all__ = [
+    "BlockCirculantMatrix",
+    "BlockDiagonalMatrix",
     "DiagonalMatrix",
     "KroneckerMatrix",
     "LowRankUpdate",

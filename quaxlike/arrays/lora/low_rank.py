@@ -1,0 +1,94 @@
+"""Any adapter as the low-rank one whose change of the weight comes closest, and its bias."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core.values import materialise
+from ..adapted import AdaptedArray, innermost, on_innermost
+from ..dot_axes import in_float32
+from .array import LoraArray
+from .matrices import as_matrix, from_svd, svd
+from .trainable import LoraBias, TrainableArray, TransparentValue
+
+
+def as_lora(
+    name: str, x: AdaptedArray, rank: int, axes: Callable[[], tuple[Sequence[int], Sequence[int]]]
+) -> tuple[Any, tuple[float, float] | None]:
+    """The adapter of at most this rank whose change of the weight is closest to that of `x`. `axes` returns
+    `out_axes` and `in_axes` of the weight, which a LoRA knows itself. An array that is trained in full is no
+    change of low rank, and is kept.
+
+    **Returns:** the adapter, and the Frobenius norms of what is lost, in parts of the change, and of the
+    change, in parts of the weight; None for an array that is kept.
+    """
+    if isinstance(x, TransparentValue):
+        return x, None
+    if hasattr(x, "composed"):  # a method that may be computed as a LoRA
+        x = x.composed()
+    is_plain = isinstance(x, LoraArray) and x.magnitude is None and not isinstance(x.w, AdaptedArray)
+    lora: LoraArray = x if isinstance(x, LoraArray) else _without_rank(x, *axes())
+    a, b = materialise((lora.a, lora.b))
+    lora = lora.replace(w=innermost(x), a=a, b=b, magnitude=None, key=None, dropout=0.0)
+    if lora.rslora:
+        lora = lora.replace(rslora=False, alpha=lora.scaling * lora.rank)
+    w = materialise(lora.w).astype(in_float32(lora.dtype))
+    if is_plain:
+        u, s, vt = _svd_of_factors(lora)
+    else:
+        whole = on_innermost(lambda _: w, x).merged()
+        u, s, vt = svd(as_matrix(lora, whole - jnp.broadcast_to(w, whole.shape)), None)
+    change = float(jnp.linalg.norm(s))
+    size = float(jnp.linalg.norm(w))
+    lost = 0.0
+    if not is_plain or lora.rank > rank:
+        limit = min(u.shape[-2], vt.shape[-1])
+        if rank > limit:
+            raise ValueError(
+                f"A change of {name} has a rank of at most min(out, in) = {limit}; found {rank}. Give it a "
+                "rank of its own with `rank_pattern`."
+            )
+        lost = float(jnp.linalg.norm(s[..., rank:])) / change if change else 0.0
+        lora = from_svd(lora, u[..., :, :rank], s[..., :rank], vt[..., :rank, :])
+    return lora, (lost, change / size if size else 0.0)
+
+
+def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[int]) -> LoraArray:
+    """The base of `x` with an adapter of rank 0, with all axes of `x`."""
+    matrix = [x.ndim + axis for axis in (*out_axes, *in_axes)]
+    batch = [size for i, size in enumerate(x.shape) if i not in matrix]
+    w, dtype = innermost(x), in_float32(x.dtype)
+    a = jnp.zeros((*batch, 0, *(x.shape[axis] for axis in in_axes)), dtype)
+    b = jnp.zeros((*batch, *(x.shape[axis] for axis in out_axes), 0), dtype)
+    return LoraArray(w, a, b, train_base=x.train_base, out_axes=out_axes, in_axes=in_axes)
+
+
+def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The singular vectors and values of `scaling * b @ a`, which is not formed."""
+    dtype = in_float32(lora.a.dtype)
+    a, b = (materialise(x).astype(dtype) for x in (lora.a, lora.b))
+    a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
+    b = b.reshape(*b.shape[: b.ndim - len(lora.out_axes) - 1], -1, lora.rank)
+    left, right = jnp.linalg.qr(b), jnp.linalg.qr(jnp.swapaxes(a, -1, -2))
+    core = lora.scaling * jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
+    u, s, vt = svd(core, None)
+    times = lambda x, y: jnp.matmul(x, y, precision="highest")
+    return times(left[0], u), s, times(vt, jnp.swapaxes(right[0], -1, -2))
+
+
+def is_other_bias(x: Any) -> bool:
+    """Whether this is an adapted bias that a LoRA holds as its own only."""
+    return isinstance(x, AdaptedArray) and not isinstance(x, LoraBias | TrainableArray)
+
+
+def as_lora_bias(x: Any, lora: LoraArray) -> LoraBias:
+    """A bias beside the weight of `lora`, with a bias of the adapter that adds what `x` adds to it."""
+    if isinstance(x, LoraBias):
+        return x
+    if not is_other_bias(x):
+        return LoraBias(x, jnp.zeros(lora.b.shape[:-1] if x is None else x.shape, lora.b.dtype), lora.scaling)
+    base = materialise(innermost(x))
+    change = x.merged().astype(lora.b.dtype) - base.astype(lora.b.dtype)
+    return LoraBias(innermost(x), change / lora.scaling, lora.scaling)

@@ -1,0 +1,80 @@
+"""Weights as matrices of shape (..., out, in), whatever the order of their axes, and their best factors."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ..dot_axes import in_float32
+
+if TYPE_CHECKING:
+    from .array import LoraArray
+
+
+def in_size(lora: "LoraArray") -> int:
+    return math.prod(lora.shape[axis] for axis in lora.in_axes)
+
+
+def _order(lora: "LoraArray") -> list[int]:
+    n = lora.ndim
+    matrix = [n + axis for axis in (*lora.out_axes, *lora.in_axes)]
+    return [*(i for i in range(n) if i not in matrix), *matrix]
+
+
+def as_matrix(lora: "LoraArray", w: jax.Array) -> jax.Array:
+    """An array with the axes of `lora` as a matrix, in float32 at least."""
+    w = jnp.transpose(w, _order(lora)).astype(in_float32(w.dtype))
+    batch = w.shape[: w.ndim - len(lora.out_axes) - len(lora.in_axes)]
+    return w.reshape(*batch, -1, in_size(lora))
+
+
+def as_array(lora: "LoraArray", w: jax.Array) -> jax.Array:
+    """The matrix `w` as an array with the axes of `lora`; undoes `as_matrix`."""
+    order = _order(lora)
+    w = w.reshape([lora.shape[i] for i in order]).transpose([order.index(i) for i in range(lora.ndim)])
+    return w.astype(lora.dtype)
+
+
+def with_factors(lora: "LoraArray", a: jax.Array, b: jax.Array) -> "LoraArray":
+    """`lora` with other factors, given as matrices of shapes (..., rank, in) and (..., out, rank)."""
+    out, into = ([lora.shape[axis] for axis in axes] for axes in (lora.out_axes, lora.in_axes))
+    a, b = a.reshape(*a.shape[:-1], *into), b.reshape(*b.shape[:-2], *out, b.shape[-1])
+    return lora.replace(a=a.astype(lora.a.dtype), b=b.astype(lora.b.dtype))
+
+
+def factored(lora: "LoraArray", delta: jax.Array, rank: int) -> "LoraArray":
+    """`lora` with the adapter of `scaling` 1 that best approximates `delta`, an array with the same axes."""
+    return from_svd(lora, *svd(as_matrix(lora, delta), rank))
+
+
+def from_svd(lora: "LoraArray", u: jax.Array, s: jax.Array, vt: jax.Array) -> "LoraArray":
+    """`lora` with the adapter of `scaling` 1 that has these singular vectors and values."""
+    factors = with_factors(lora, *halves(u, s, vt))
+    return factors.replace(alpha=float(factors.rank), rslora=False)
+
+
+def svd(
+    w: jax.Array, rank: int | None, randomised: tuple[Any, int] | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first singular vectors and values of matrices, or all of them; by subspace iteration (Halko et al.,
+    2011) if given a key and a number of iterations."""
+    if randomised is not None:
+        assert rank is not None
+        key, iterations = randomised
+        size = min(*w.shape[-2:], 2 * rank)
+        wt = jnp.swapaxes(w, -1, -2)
+        q = jnp.linalg.qr(w @ jax.random.normal(key, (*w.shape[:-2], w.shape[-1], size), w.dtype))[0]
+        for _ in range(iterations):
+            q = jnp.linalg.qr(w @ jnp.linalg.qr(wt @ q)[0])[0]
+        u, s, vt = jnp.linalg.svd(jnp.swapaxes(q, -1, -2) @ w, full_matrices=False)
+        u = q @ u
+    else:
+        u, s, vt = jnp.linalg.svd(w, full_matrices=False)
+    return u[..., :, :rank], s[..., :rank], vt[..., :rank, :]
+
+
+def halves(u: jax.Array, s: jax.Array, vt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors `a` and `b` with `b @ a` of these singular vectors and values, of equal norms."""
+    root = jnp.sqrt(s)
+    return root[..., :, None] * vt, u * root[..., None, :]
