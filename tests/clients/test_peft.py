@@ -11,6 +11,7 @@ import quaxlike as ql
 from quaxlike.interop import peft
 from quaxlike.models import load
 from tests.clients.suite import client, logits_of_transformers
+from tests.fixtures import fixture
 from tests.models.fixtures import adapter, expected, family, folder, has_adapter, of_peft
 
 pytestmark = client("torch", "transformers", "peft")
@@ -97,3 +98,21 @@ def test_recurrent_cells_have_the_weights_of_peft(compare, tmp_path):
     merged = PeftModel.from_pretrained(net, tmp_path).merge_and_unload().state_dict()
     for name, x in ql.merge(model).items():
         compare("PEFT", "adapters", "recurrent cells", "merged weights", merged[name].numpy(), x, 1e-6)
+
+
+_METHODS = [
+    "ia3", "oft_cayley", "hra", "vera", "loha", "lokr", "shira", "hira", "miss", "c3a", "delora", "adalora",
+    "gralora", "randlora", "boft_block_size", "fourierft",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _METHODS)
+def test_methods_have_the_logits_of_peft(case, compare, tmp_path):
+    """Adapters other than LoRA, in the files that we write."""
+    of_methods = fixture("peft_methods") / "llama"
+    base, _ = load(of_methods / "base")
+    peft.save_adapter(tmp_path, peft.load_adapter(of_methods / case, base), task_type="CAUSAL_LM")
+    io = np.load(of_methods / "io.npz")
+    z = {name: io[name] for name in ("input_ids", "attention_mask")} | {"valid": io["attention_mask"] > 0}
+    wanted = np.load(of_methods / case / "ref.npz")["logits"][z["valid"]]
+    compare("PEFT", "adapters", case, "logits", _theirs(of_methods / "base", z, tmp_path), wanted, 2e-5)

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA and other adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
 Source: PEFT, <https://github.com/huggingface/peft>, with the conventions of its version 0.21.
 """

@@ -1,7 +1,8 @@
 """`adapter_config.json`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from ..files.errors import file_error, quoted
 from ..files.file_pair import Pair
 from ..files.json_text import read_json_file
 from ..files.model_config import is_finite
+from .methods import DROPOUT, METHODS, Method
 
 PREFIX = "base_model.model."
 
@@ -58,6 +60,9 @@ class AdapterConfig(NamedTuple):
     target_parameters: Sequence[str] = ()
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = ()
     ensure_weight_tying: bool = False
+    # Of another method than LoRA, and its own options.
+    method: Method | None = None
+    options: Mapping[str, Any] = {}
 
     def rank(self, name: str) -> int:
         return value_for(self.rank_pattern, name, self.r)
@@ -170,19 +175,66 @@ def _named(patterns: str | Sequence[str], layer: str) -> bool:
 
 def read_config(path: Path) -> AdapterConfig:
     fields = read_json_file(path, "the configuration")
-    if fields.get("peft_type") != "LORA":
-        raise file_error(path, "peft_type", f"expected 'LORA', found {quoted(fields.get('peft_type'))}")
+    kind = fields.get("peft_type")
+    if kind == "LORA":
+        return _read_lora(path, fields)
+    if not isinstance(kind, str) or kind not in METHODS:
+        expected = ", ".join(map(repr, ("LORA", *METHODS)))
+        raise file_error(path, "peft_type", f"expected one of {expected}; found {quoted(kind)}")
+    return _read_method(path, fields, METHODS[kind])
+
+
+def _check_known(path: Path, fields: Mapping[str, Any], names: Collection[str]) -> None:
     unknown = {
         name: value
         for name, value in fields.items()
-        if name not in (*AdapterConfig._fields, *_INFORMATIVE) and value not in (None, False, {}, [])
+        if name not in (*names, *_INFORMATIVE) and value not in (None, False, {}, [])
     }
     if unknown:
         name, value = next(iter(unknown.items()))
         raise file_error(
             path, name, f"{quoted(value)} is not supported, and what the adapter computes depends on it"
         )
-    known = {name: fields[name] for name in AdapterConfig._fields if fields.get(name) is not None}
+
+
+def _check_values(path: Path, known: Mapping[str, Any], checks: Mapping[str, Any]) -> None:
+    for name, value in known.items():
+        expected, fits = checks[name]
+        if not fits(value):
+            raise file_error(path, name, f"expected {expected}; found {quoted(value)}")
+
+
+# Entries of all methods, and those that only say how an adapter started.
+_OF_ALL = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
+_STARTS = ("init_weights", "init_ia3_weights")
+
+
+def _read_method(path: Path, fields: Mapping[str, Any], method: Method) -> AdapterConfig:
+    if fields.get("bias") not in (None, "none"):
+        raise file_error(
+            path, "bias", f"expected 'none', since PEFT's files of {method.peft_type} hold no biases; found "
+            f"{quoted(fields['bias'])}",
+        )  # fmt: skip
+    _check_known(path, fields, (*_OF_ALL, *_STARTS, *method.options, *method.informative, "bias"))
+    given = {name: fields[name] for name in (*_OF_ALL, *method.options) if fields.get(name) is not None}
+    checks = _CHECKS | {name: (option.expected, option.fits) for name, option in method.options.items()}
+    _check_values(path, given, checks)
+    for name, option in method.options.items():
+        if option is DROPOUT and given.get(name):
+            warnings.warn(
+                f"{path}: {name} is {given[name]}. Nothing is dropped where this adapter is trained further.",
+                stacklevel=2,
+            )
+    options = {name: given.get(name, option.default) for name, option in method.options.items()}
+    of_all = {name: given[name] for name in _OF_ALL if name in given}
+    fan_in_fan_out = options.get("fan_in_fan_out", False)
+    return AdapterConfig(**of_all, fan_in_fan_out=fan_in_fan_out, method=method, options=options)
+
+
+def _read_lora(path: Path, fields: Mapping[str, Any]) -> AdapterConfig:
+    names = [name for name in AdapterConfig._fields if name not in ("method", "options")]
+    _check_known(path, fields, names)
+    known = {name: fields[name] for name in names if fields.get(name) is not None}
     if isinstance(init := known.get("init_lora_weights"), str):
         known["init_lora_weights"] = init.lower()
         for start, taken in _UNKNOWN_CHANGES.items():
@@ -194,8 +246,5 @@ def read_config(path: Path) -> AdapterConfig:
                     "holds the base as it was left then, write true here; else save the adapter in PEFT "
                     "again, with `path_initial_model_for_weight_conversion`",
                 )
-    for name, value in known.items():
-        expected, fits = _CHECKS[name]
-        if not fits(value):
-            raise file_error(path, name, f"expected {expected}; found {quoted(value)}")
+    _check_values(path, known, _CHECKS)
     return AdapterConfig(**known)

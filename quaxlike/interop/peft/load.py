@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from ..._checked import checked
@@ -26,6 +27,7 @@ from ..files.errors import CheckpointError, file_error, hub_hint
 from ..files.file_pair import consistent
 from ..files.tensors import Tensors, open_tensors
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
+from .methods import Layer, Method
 from .stored import (
     ENDINGS,
     TOKENS,
@@ -43,6 +45,9 @@ from .stored import (
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
+# What the names of tensors that belong to a whole model start with.
+ROOT = PREFIX.removesuffix("model.")
+
 
 @checked
 def load_adapter(
@@ -53,7 +58,7 @@ def load_adapter(
     adapter_name: str = "default",
     layout: Layouts = None,
 ) -> PyTree:
-    """Puts an adapter that PEFT saved on a model.
+    """Puts an adapter that PEFT saved on a model: LoRA, or a method of `quaxlike.arrays.adapters`.
 
     **Arguments:**
 
@@ -102,7 +107,7 @@ def load_adapter(
         lambda: open_tensors(folder / pair.tensors), lambda: read_config(pair.config_path()), folder
     )
     try:
-        return _adapted(config, _File(tensors), model, rename, layout)
+        return _adapted(config, _File(tensors, config.method), model, rename, layout)
     except PatternError as error:
         raise file_error(config_file, None, f"has an expression that {error}") from None
 
@@ -137,7 +142,11 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     _check_layers(config, file, model, layers, parameters)
     _check_tokens(config, file, layers, layouts)
     loaded: dict[str, Any] = dict(arrays.values())
-    for layer, keys in file.adapters.items():
+    of_lora = file.adapters
+    if config.method is not None:
+        of_lora = {}
+        loaded |= _adapters_of(config.method, config.options, file, layers, layouts, arrays)
+    for layer, keys in of_lora.items():
         name, leaf = layers[layer]
         bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
         if layer in parameters and is_targeted(layer, config.target_parameters):
@@ -250,18 +259,25 @@ def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, lea
 class _File:
     """The tensors of an adapter, sorted by what they apply to."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: Tensors, method: Method | None) -> None:
         self.tensors = tensors
+        endings = [ending for parts in ENDINGS.values() for ending in parts.items()]
+        endings = endings if method is None else [*method.parts.items()]
+        self.first = endings[0][1] if method is not None else ENDINGS["layer"]["a"]
+        self.shared: dict[str, str] = {}  # name -> key: tensors of all layers
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
         self.trained: dict[str, str] = {}  # name in the model -> key
         self.bases: dict[str, str] = {}  # layer -> key: embeddings that are saved along
         self.tokens: dict[str, str] = {}  # layer -> key: rows of embeddings that are trained
+        of_all = {} if method is None else {f"{ROOT}{end}": name for name, end in method.shared.items()}
         for key in tensors:
+            if key in of_all:
+                self.shared[of_all[key]] = key
+                continue
             if not key.startswith(PREFIX):
                 raise self.error(key, f"expected a name that starts with {PREFIX!r}")
             name = key.removeprefix(PREFIX)
-            found = (x for parts in ENDINGS.values() for x in parts.items())
-            part, ending = next((x for x in found if name.endswith(x[1])), (None, ""))
+            part, ending = next((x for x in endings if name.endswith(x[1])), (None, ""))
             if part is not None:
                 self.adapters[name.removesuffix(ending)][part] = key
             elif name.endswith(TOKENS):
@@ -278,16 +294,24 @@ class _File:
     def error(self, key: str, problem: str) -> CheckpointError:
         return self.tensors.error(key, problem)
 
-    def read(self, key: str, shape: Sequence[int]) -> Any:
+    def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any:
         info = self.tensors.info[key]
         if info.shape != tuple(shape):
             raise self.error(key, f"expected shape {tuple(shape)}; found {info.shape}")
+        if integers:
+            array = np.asarray(self.tensors[key])
+            if not np.array_equal(array, array.astype(np.int64)):
+                raise self.error(key, f"expected integers; found {info.dtype}")
+            return array.astype(np.int64)
         if (
             not jnp.issubdtype(info.dtype, jnp.floating)
             or jax.dtypes.canonicalize_dtype(info.dtype) != info.dtype
         ):
             raise self.error(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
         return jnp.asarray(self.tensors[key])
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self.tensors.info[key].shape
 
     def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
         """Reads an array of this shape, stored in PyTorch's layout."""
@@ -336,7 +360,7 @@ def _check_layers(
 def _check_target(file: _File, layer: str, keys: Mapping[str, str], is_target: bool) -> None:
     """Raises if the file has an adapter for a layer that is no target, or none for one that is."""
     if is_target and not keys:
-        raise file.error(f"{PREFIX}{layer}.lora_A.weight", "is missing: target_modules names this layer")
+        raise file.error(f"{PREFIX}{layer}{file.first}", "is missing: target_modules names this layer")
     if keys and not is_target:
         problem = "is not expected: target_modules does not name this layer"
         raise file.error(next(iter(keys.values())), problem)
@@ -389,7 +413,7 @@ def _adapter(
         layout = Layout.parse("vo")
     elif layout is not None and layout.kind == "embedding":  # its name only looks like an embedding's
         layout = MATRIX
-    if layout is None or not layout.is_known or layout.kind == "other conv":
+    if layout is None or not layout.is_known or layout.kind in ("grouped conv", "other conv"):
         raise file.error(keys["a"], f"the model's {layer} is {why_unsupported(layout)}")
     base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
     rank = config.rank(layer)
@@ -412,6 +436,49 @@ def _adapter(
         return lora, None
     stored, shape = parts_as_stored(lora, layout.kind)["bias"], lora.b.shape[:-1]
     return lora, LoraBias(bias, file.read_as(keys["bias"], stored, shape), lora.scaling)
+
+
+def _adapters_of(
+    method: Method,
+    options: Mapping[str, Any],
+    file: _File,
+    layers: Mapping[str, tuple[str, Any]],
+    layouts: Mapping[str, Layout | None],
+    arrays: Mapping[str, tuple[str, Any]],
+) -> dict[str, Any]:
+    """The adapted weights of a method, and the biases that change along, by their names in the model."""
+    found: dict[str, Layer] = {}
+    for layer, keys in file.adapters.items():
+        name, leaf = layers[layer]
+        layout, key = layouts[name], next(iter(keys.values()))
+        if (
+            layout is not None
+            and layout.kind == "embedding"
+            and not any("embedding" in k for k in keys.values())
+        ):
+            layout = MATRIX  # its name only looks like an embedding's
+        if layout is None or not layout.is_known or layout.batch_shape(tuple(leaf.shape)):
+            raise file.error(key, f"the model's {layer} is {why_unsupported(layout)}")
+        if layout.kind not in method.kinds:
+            raise file.error(key, f"{method.refused}; the model's {layer} is of kind {layout.kind!r}")
+        _, bias = arrays.get(f"{layer}.bias", ("", None))
+        leaf = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
+        found[layer] = Layer(layer, leaf, layout, bias, options, file, keys, PREFIX, method)
+    shared = None
+    if method.prepare is not None:
+        shared = method.prepare(
+            [*found.values()], {name: file.read(key, file.shape(key)) for name, key in file.shared.items()}
+        )
+    out: dict[str, Any] = {}
+    for name, layer in found.items():
+        layer.shared = shared
+        read = method.read(layer)
+        array, bias = read if isinstance(read, tuple) else (read, None)
+        layer.check_all_read()
+        out[layers[name][0]] = array
+        if bias is not None:
+            out[arrays[f"{name}.bias"][0]] = bias
+    return out
 
 
 def _trained_in_full(

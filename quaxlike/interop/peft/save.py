@@ -16,15 +16,18 @@ from jaxtyping import PyTree
 from ..._checked import a_or_an, checked
 from ..._families import FAMILIES, names_of
 from ...arrays.adapted import AdaptedArray
-from ...arrays.lora import RANK, LoraArray, LoraBias, TrainableArray, TrainableRows, labels
+from ...arrays.adapters.low_rank import AdaLoRAArray
+from ...arrays.adapters.scaled import ScaledBias
+from ...arrays.lora import RANK, LoraArray, LoraBias, TrainableArray, TrainableRows, labels, padded_to
 from ...core.values import is_value
 from ...surgery.inits import as_matrix, halves, svd, taken_by, with_factors
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
-from ...surgery.trees import layer_of, named_arrays, replace, suggestion
+from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
 from ...surgery.weight_axes import Layout
 from .config import CHANGES_BASE, PREFIX, files_of
-from .load import Rename, names_in_file
+from .load import ROOT, Rename, names_in_file
+from .methods import METHODS, Method, Written
 from .stored import (
     ENDINGS,
     TOKENS,
@@ -55,8 +58,9 @@ def save_adapter(
     **Arguments:**
 
     - `directory`: the folder to write to, which is created if it does not exist.
-    - `model`: the result of [`quaxlike.loraify`][] or `load_adapter`. Stacked layers of a
-        [`quaxlike.models.Decoder`][] are written one by one.
+    - `model`: the result of [`quaxlike.loraify`][], `load_adapter`, or [`quaxlike.adapt`][] with one of the
+        methods of `quaxlike.arrays.adapters`. Stacked layers of a [`quaxlike.models.Decoder`][] are written
+        one by one.
     - `base_model`: the name or path of the base model, so that PEFT can find it. Default: none.
     - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
         Default: those of the model; of a decoder with `"FEATURE_EXTRACTION"`, those that it has without its
@@ -73,7 +77,8 @@ def save_adapter(
     **Raises:**
 
     `ValueError` for anything that PEFT's format cannot hold, with its name, such as stacked adapters, weights
-    of layers that PyTorch does not have, or layers that differ in more than rank and alpha.
+    of layers that PyTorch does not have, layers that differ in more than rank and alpha, or adapters of two
+    methods.
 
     !!! example
 
@@ -93,81 +98,45 @@ def save_adapter(
     """
     if base is not None:
         model = _relative_to_base(_unstacked(model), _unstacked(base))
-    model = _unstacked(model)
+    model = _with_low_rank(_unstacked(model))
     if rename is None and task_type == "FEATURE_EXTRACTION":
         rename = _without_head(model)
     arrays = names_in_file(model, rename)
     layouts = {name: record.layout for name, record in records_of(model, layout).items()}
+    in_file = {new: layouts[name] for new, name, _ in arrays}
+    names = {new: leaf for new, _, leaf in arrays}
+    kind = _kind_of({name: leaf for _, name, leaf in arrays})
     adapters = {
         layer_of(new): _Adapter(name, leaf, _layout(name, leaf, layouts[name]))
         for new, name, leaf in arrays
-        if isinstance(leaf, LoraArray)
+        if isinstance(leaf, _TYPES[kind])
     }
-    for _, name, leaf in arrays:
-        written = isinstance(leaf, LoraArray | LoraBias | TrainableArray | TrainableRows)
-        if isinstance(leaf, AdaptedArray) and not written:
-            raise ValueError(
-                f"{name} is {a_or_an(type(leaf))}, which the file of a LoRA cannot hold. Merge it into the "
-                "weight first, or save the whole model with `quaxlike.interop.safetensors`."
-            )
-    if not adapters:
-        raise ValueError("The model has no adapter to save: it holds no LoraArray.")
-    every = [new for new, name, leaf in arrays if is_parameter(new, leaf.shape, layouts[name])]
-    parameters = [
-        new
-        for new, _, leaf in arrays
-        if new in adapters and is_parameter(new, leaf.shape, adapters[new].layout)
-    ]
-    routers = [f"{layer}.weight" for layer in adapters if is_router(layer, every)]
-    wrapped = wrapped_names(parameters)
-    tensors: dict[str, Any] = {}
-    for layer, adapter in adapters.items():
-        is_wrapped = layer in wrapped
-        tensors |= (
-            _parameter_tensors(wrapped[layer], adapter) if is_wrapped else _layer_tensors(layer, adapter)
-        )
-    names = {new: leaf for new, _, leaf in arrays}
     lora_bias, trained = _biases(names, adapters)
     for new, leaf in names.items():
         layer = new.rpartition(".")[0].rpartition(".")[2]
         if layer in _HEADS.get(task_type or "", ()) and not is_value(leaf):
             trained[new] = leaf
-    tensors |= {f"{layer}{ENDINGS['layer']['bias']}": bias.reshape(-1) for layer, bias in lora_bias.items()}
+    trained_config = _trained_config(names, adapters, trained)
+    tensors: dict[str, Any] = {}
     old = {new: name for new, name, _ in arrays}
     for new, array in trained.items():
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
-    tokens = {layer_of(new): leaf for new, leaf in names.items() if isinstance(leaf, TrainableRows)}
-    tensors |= {f"{layer}{TOKENS}": leaf.rows for layer, leaf in tokens.items()}
-    tied = _tied_head_entries(model, tensors, trained)
-    tensors |= tied
-    config = {
-        "base_model_name_or_path": base_model,
-        "task_type": task_type,
-        **_layers(
-            names,
-            adapters,
-            {new: layouts[name] for new, name, _ in arrays},
-            {*parameters, *map(layer_of, routers)},
-        ),
-        **_trained_config(names, adapters, trained),
-        "init_lora_weights": _initialisation(
-            {layer: adapter.lora for layer, adapter in adapters.items()},
-            {
-                layer: _changes_base(adapter) and layer not in parameters and not lora_bias
-                for layer, adapter in adapters.items()
-            },
-        ),
-        **({"lora_bias": True} if lora_bias else {}),
-        **_trained_tokens(tokens),
-        **({"ensure_weight_tying": True} if tied else {}),
-        **({"target_parameters": sorted([*parameters, *routers])} if parameters or routers else {}),
-    }
+    of_all: dict[str, Any] = {}
+    if (method := METHODS.get(kind)) is None:
+        of_layers, entries = _lora_entries(model, names, in_file, adapters, lora_bias, trained)
+        entries = {**trained_config, **entries}
+    else:
+        _check_alone(method, model, names, adapters, lora_bias, trained_config)
+        of_layers, of_all, entries = _method_entries(method, names, in_file, adapters)
+        entries["modules_to_save"] = trained_config["modules_to_save"]
+    config = {"base_model_name_or_path": base_model, "task_type": task_type, **entries}
 
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {PREFIX + key: np.asarray(array) for key, array in tensors.items()}
+    stored = {PREFIX + key: np.asarray(array) for key, array in (of_layers | tensors).items()}
+    stored |= {ROOT + key: np.asarray(array) for key, array in of_all.items()}
     files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
 
 
@@ -181,6 +150,143 @@ _DEFAULTS = {
     "auto_mapping": None, "exclude_modules": None, "inference_mode": True,
     "layers_pattern": None, "layers_to_transform": None, "peft_type": "LORA", "revision": None,
 }  # fmt: skip
+
+
+def _with_low_rank(model: PyTree) -> PyTree:
+    """The model with the adapters of AdaLoRA as the low-rank ones that they are."""
+    found = {name: x for name, x in named_arrays(model).items() if isinstance(x, AdaLoRAArray)}
+    # PEFT has no rank of zero.
+    return replace(model, map_arrays(lambda _, x: padded_to(y := x.composed(), max(y.rank, 1)), found))
+
+
+# The type of array of each method, by its name in PEFT.
+_TYPES = {"LORA": LoraArray} | {method.peft_type: method.type for method in METHODS.values()}
+
+
+def _kind_of(arrays: Mapping[str, Any]) -> str:
+    """The method of all adapters of the model."""
+    beside = (LoraBias, TrainableArray, TrainableRows, ScaledBias)
+    found: dict[str, str] = {}
+    for name, leaf in arrays.items():
+        if not isinstance(leaf, AdaptedArray) or isinstance(leaf, beside):
+            continue
+        kind = next((kind for kind, cls in _TYPES.items() if isinstance(leaf, cls)), None)
+        if kind is None:
+            raise ValueError(
+                f"{name} is {a_or_an(type(leaf))}, which the files of PEFT's methods cannot hold. Merge it "
+                "into the weight first, or save the whole model with `quaxlike.interop.safetensors`."
+            )
+        found.setdefault(kind, name)
+    if not found:
+        raise ValueError(
+            "The model has no adapter to save: it holds no LoraArray or array of another method."
+        )
+    if len(found) > 1:
+        named = ", ".join(f"{kind} ({name})" for kind, name in found.items())
+        raise ValueError(
+            f"PEFT's files hold adapters of one method; the model has {named}. Save the whole model with "
+            "`quaxlike.interop.safetensors`, or merge those of all methods but one."
+        )
+    return next(iter(found))
+
+
+def _lora_entries(
+    model: PyTree, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
+    adapters: Mapping[str, "_Adapter"], lora_bias: Mapping[str, Any], trained: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """The tensors of LoRA's adapters and of rows of embeddings, and the configuration."""
+    every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
+    parameters = [
+        new
+        for new, leaf in names.items()
+        if new in adapters and is_parameter(new, leaf.shape, adapters[new].layout)
+    ]
+    routers = [f"{layer}.weight" for layer in adapters if is_router(layer, every)]
+    wrapped = wrapped_names(parameters)
+    tensors: dict[str, Any] = {}
+    for layer, adapter in adapters.items():
+        is_wrapped = layer in wrapped
+        tensors |= (
+            _parameter_tensors(wrapped[layer], adapter) if is_wrapped else _layer_tensors(layer, adapter)
+        )
+    tensors |= {f"{layer}{ENDINGS['layer']['bias']}": bias.reshape(-1) for layer, bias in lora_bias.items()}
+    tokens = {layer_of(new): leaf for new, leaf in names.items() if isinstance(leaf, TrainableRows)}
+    tensors |= {f"{layer}{TOKENS}": leaf.rows for layer, leaf in tokens.items()}
+    tied = _tied_head_entries(model, tensors, trained)
+    return tensors | tied, {
+        **_layers(names, adapters, layouts, {*parameters, *map(layer_of, routers)}),
+        "init_lora_weights": _initialisation(
+            {layer: adapter.lora for layer, adapter in adapters.items()},
+            {
+                layer: _changes_base(adapter) and layer not in parameters and not lora_bias
+                for layer, adapter in adapters.items()
+            },
+        ),
+        **({"lora_bias": True} if lora_bias else {}),
+        **_trained_tokens(tokens),
+        **({"ensure_weight_tying": True} if tied else {}),
+        **({"target_parameters": sorted([*parameters, *routers])} if parameters or routers else {}),
+    }
+
+
+def _check_alone(
+    method: Method, model: PyTree, names: Mapping[str, Any], adapters: Mapping[str, Any],
+    lora_bias: Mapping[str, Any], trained_config: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Raises for what only the files of LoRA hold."""
+    found = None
+    if lora_bias or trained_config["bias"] != "none":
+        found = "biases that are trained"
+    elif any(isinstance(leaf, TrainableRows) for leaf in names.values()):
+        found = "rows of embeddings that are trained"
+    elif hasattr(model, "with_separate_head") and getattr(model, "lm_head", None) is None:
+        embedding = next((x for x in adapters if x.endswith(tuple(names_of("embed_tokens")))), None)
+        found = embedding and f"one adapter of {embedding} and the output layer that is tied to it"
+    if found:
+        raise ValueError(f"PEFT's files of {method.peft_type} do not hold {found}. Merge the model instead.")
+
+
+def _method_entries(
+    method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
+    adapters: Mapping[str, "_Adapter"],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """The tensors of layers and of the whole model for another method than LoRA, and the configuration."""
+    layers: dict[str, Written] = {}
+    for layer, adapter in adapters.items():
+        name, x, layout = adapter
+        if x.shape != x.w.shape or layout.batch_shape(x.shape):
+            raise ValueError(
+                f"{name} is of shape {x.shape}, on a weight of shape {x.w.shape}: PEFT's files hold one "
+                "adapter for each layer. Save layers and adapters of a stack one by one."
+            )
+        is_conv1d = _is_fan_in_fan_out(adapter)
+        if layout.kind not in method.kinds or (is_conv1d and not method.conv1d):
+            kind = "a Conv1D, whose weight is (in, out)" if is_conv1d else f"of kind {layout.kind!r}"
+            raise ValueError(f"{method.refused}; {name} is {kind}.")
+        layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"))
+    tensors: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for layer, written in layers.items():
+        parts, options[layer] = method.write(written)
+        tensors |= {f"{layer}{method.parts[part]}": array for part, array in parts.items()}
+    config = {name: option.default for name, option in method.options.items()}
+    if method.settle is not None:
+        config |= method.settle(layers, options)
+    for name in dict.fromkeys(name for own in options.values() for name in own):
+        values = {layer: own[name] for layer, own in options.items() if name in own}
+        if name in method.patterns:
+            config[name], config[method.patterns[name]] = _by_pattern(values)
+        else:
+            config[name] = _in_common(name, values)
+    of_all: dict[str, Any] = {}
+    if method.write_shared is not None:
+        shared, entries = method.write_shared([*layers.values()])
+        of_all = {method.shared[name]: array for name, array in shared.items()}
+        config |= entries
+    if "fan_in_fan_out" in config:
+        config["fan_in_fan_out"] = any(map(_is_fan_in_fan_out, adapters.values()))
+    targets = _targets(names, adapters, layouts)
+    return tensors, of_all, {"peft_type": method.peft_type, **config, "target_modules": targets}
 
 
 def _without_head(model: PyTree) -> Rename:
@@ -200,11 +306,12 @@ def _unstacked(model: PyTree) -> PyTree:
 
 class _Adapter(NamedTuple):
     name: str
-    lora: LoraArray
+    lora: Any
+    """A `LoraArray`, or the array of another method."""
     layout: Layout
 
 
-def _layout(name: str, lora: LoraArray, layout: Layout | None) -> Layout:
+def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
     """The layout of a layer. If neither the layer nor its name says it, it is the one that the adapter was
     made for."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
@@ -223,7 +330,7 @@ def _layer_tensors(layer: str, adapter: _Adapter) -> dict[str, Any]:
             f"{layer} is of shape {lora.shape}, with adapters of shapes {lora.a.shape} and {lora.b.shape}: "
             "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
         )
-    if layout.kind == "other conv":
+    if layout.kind in ("grouped conv", "other conv"):
         raise ValueError(f"{layer} is {why_unsupported(layout)}.")
     if (lora.in_axes, lora.out_axes) == (layout.out_axes, layout.in_axes):
         # The layer shares its adapter with the embedding that it is tied to.
@@ -329,38 +436,43 @@ def _layers(
     """The part of the configuration about adapted layers; to PEFT, `parameters` are not layers."""
     loras = {layer: adapter.lora for layer, adapter in adapters.items()}
 
-    def shared(what: str, values: dict[str, Any]) -> Any:
-        if len(set(values.values())) > 1:
-            differing = ", ".join(f"{layer}: {value}" for layer, value in values.items())
-            raise ValueError(f"PEFT's files have one {what} for all layers; found {differing}.")
-        return next(iter(values.values()))
-
-    def pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        counts = Counter(values.values())
-        common = max(counts, key=lambda value: (counts[value], -value))  # independent of the order of layers
-        out: dict[str, Any] = {}
-        for layer, value in values.items():
-            last = layer.rpartition(".")[2]
-            alike = {v for other, v in values.items() if other.rpartition(".")[2] == last} == {value}
-            if value != common:
-                out[last if alike else f"^{layer}"] = value
-        return common, out
-
-    r, rank_pattern = pattern({layer: lora.rank for layer, lora in loras.items()})
-    alpha, alpha_pattern = pattern({layer: _as_int(lora.alpha) for layer, lora in loras.items()})
+    r, rank_pattern = _by_pattern({layer: lora.rank for layer, lora in loras.items()})
+    alpha, alpha_pattern = _by_pattern({layer: _as_int(lora.alpha) for layer, lora in loras.items()})
     return {
         "r": r,
         "lora_alpha": alpha,
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
-        "lora_dropout": shared("dropout", {layer: lora.dropout for layer, lora in loras.items()}),
-        "use_rslora": shared("use_rslora", {layer: lora.rslora for layer, lora in loras.items()}),
-        "use_dora": shared("use_dora", {layer: lora.magnitude is not None for layer, lora in loras.items()}),
+        "lora_dropout": _in_common("dropout", {layer: lora.dropout for layer, lora in loras.items()}),
+        "use_rslora": _in_common("use_rslora", {layer: lora.rslora for layer, lora in loras.items()}),
+        "use_dora": _in_common(
+            "use_dora", {layer: lora.magnitude is not None for layer, lora in loras.items()}
+        ),
         "fan_in_fan_out": any(map(_is_fan_in_fan_out, adapters.values())),
         "target_modules": _targets(
             names, {layer: x for layer, x in adapters.items() if layer not in parameters}, layouts
         ),
     }
+
+
+def _in_common(what: str, values: dict[str, Any]) -> Any:
+    if len(set(values.values())) > 1:
+        differing = ", ".join(f"{layer}: {value}" for layer, value in values.items())
+        raise ValueError(f"PEFT's files have one {what} for all layers; found {differing}.")
+    return next(iter(values.values()))
+
+
+def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The most common value, and the others by patterns of names."""
+    counts = Counter(values.values())
+    common = max(counts, key=lambda value: (counts[value], -value))  # independent of the order of layers
+    out: dict[str, Any] = {}
+    for layer, value in values.items():
+        last = layer.rpartition(".")[2]
+        alike = {v for other, v in values.items() if other.rpartition(".")[2] == last} == {value}
+        if value != common:
+            out[last if alike else f"^{layer}"] = value
+    return common, out
 
 
 def _as_int(x: float) -> float | int:

@@ -102,7 +102,7 @@ def why_unsupported(layout: Layout | None) -> str:
     """Describes a weight that PEFT has no adapter for."""
     if layout is None or not layout.is_known:
         return "a weight that does not say which of its axes are outputs; pass `layout`"
-    if layout.kind == "other conv":
+    if layout.kind in ("grouped conv", "other conv"):
         return (
             "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the "
             "weight"
