@@ -10,7 +10,8 @@ from .settings import FinetuneError, Settings
 
 _ABOUT = """\
 QLoRA on a transformers checkpoint directory (decoders of many families, BERT, ModernBERT; full precision, or
-4-bit from bitsandbytes). Writes an adapter that PEFT loads. Run the same command again to resume a run.
+4-bit from bitsandbytes). Writes an adapter that PEFT loads, or one of a type of your own (--adapter). Run the
+same command again to resume a run.
 
 data, one JSON object per line:
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
@@ -49,6 +50,9 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))
     settings = Settings(**arguments)
+    of_lora = [f"--{name}" for name in ("rank", "alpha", "dropout", "rslora", "dora") if name in arguments]
+    if settings.adapter is not None and of_lora:
+        parser.error(f"{', '.join(of_lora)} cannot be used with --adapter: these are options of LoRA")
     several = {settings.coordinator, settings.process_id, settings.num_processes}
     if None in several and len(several) > 1:
         parser.error("--coordinator, --process-id and --num-processes must be used together")
@@ -67,7 +71,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
         from ..models import UnsupportedConfigError
         from .devices import is_main_process, join
         from .report import console_on
-        from .run import finetune, merged
+        from .run import adapter_file, finetune, merged
     console = console_on()
     try:
         take_interrupt()
@@ -90,7 +94,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
         raise
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")
-    console.print(f"Adapter: {settings.output}")
+    console.print(f"Adapter: {adapter_file(settings)}")
     if settings.merge:
         console.print(f"Merged: {merged(settings)}")
     return 0

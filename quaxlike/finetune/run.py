@@ -15,12 +15,13 @@ import quaxlike as ql
 from .._checked import a_or_an
 from .._interrupts import take_interrupt
 from ..arrays.quantized import AbstractQuantizedArray
-from ..interop import CheckpointError, peft
+from ..interop import CheckpointError, peft, safetensors
 from ..kernels import native
 from ..models import Decoder, UnsupportedConfigError, load, save
 from ..models.loading import open_model
 from ..models.to_gguf import described
 from ..surgery.trees import named_arrays
+from .adapter import how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
@@ -33,6 +34,12 @@ from .train import State, Training, steps_of, stored_for
 def merged(settings: Settings) -> Path:
     """The merged checkpoint in the output directory: a folder, or a file of GGUF."""
     return settings.output / ("merged.gguf" if settings.format == "gguf" else "merged")
+
+
+def adapter_file(settings: Settings) -> Path:
+    """The file of an adapter that PEFT's files do not hold; or the folder with these."""
+    file = settings.output / "adapters.safetensors"
+    return file if is_own(settings) or file.exists() else settings.output
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
@@ -52,6 +59,7 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
 def _finetune(
     settings: Settings, console: Console, held: contextlib.ExitStack, devices: Devices
 ) -> dict[str, dict[str, float]]:
+    make = None if settings.adapter is None else make_of(settings.adapter)
     base, config = _base(settings, devices)
     if settings.format == "gguf":
         described(named_arrays(base), config, settings.model)  # raises now, and not after the training
@@ -67,7 +75,7 @@ def _finetune(
         settings = dataclasses.replace(settings, batch_size=len(training))
     devices.check_batch(settings.batch_size)
     task = task_for(base, settings)
-    model = devices.place(_scanned(_adapted(base, task, settings), settings))
+    model = devices.place(_scanned(_adapted(base, task, settings, make), settings))
     take_interrupt()
     table = ql.summary(model)
     console.print(
@@ -122,7 +130,7 @@ def _finetune(
     trained = trained.unstacked() if settings.scan_layers else trained  # all processes must do this together
     if is_main_process():
         take_interrupt()
-        peft.save_adapter(settings.output, trained, base_model=str(settings.model), task_type=task.peft_type)
+        _save(trained, settings, task, console)
         if settings.merge:
             take_interrupt()
             _merge(trained, settings)
@@ -190,7 +198,7 @@ def read_data(
     return training, held_out
 
 
-def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
+def _adapted(model: PyTree, task: AbstractTask, settings: Settings, make: Any) -> PyTree:
     arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
     if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
         try:
@@ -202,13 +210,21 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
         if not isinstance(model, Decoder):
             raise FinetuneError("--train-tokens is for decoders.")
         tokens = {model.config.family.name("embed_tokens"): settings.train_tokens}
+    options: dict[str, Any] = {
+        "where": list(settings.target) or "all-linear",
+        "exclude": () if settings.target else task.unused(model),
+        "modules_to_save": task.trained_in_full,
+        "trainable_token_indices": tokens,
+        "key": jax.random.key(settings.seed),
+    }
     try:
-        adapted = ql.loraify(
-            model, rank=settings.rank, alpha=settings.alpha, where=list(settings.target) or "all-linear",
-            exclude=() if settings.target else task.unused(model), dropout=settings.dropout,
-            rslora=settings.rslora, dora=settings.dora, modules_to_save=task.trained_in_full,
-            trainable_token_indices=tokens, key=jax.random.key(settings.seed),
-        )  # fmt: skip
+        if make is not None:
+            adapted = ql.adapt(model, make, **options)
+        else:
+            adapted = ql.loraify(
+                model, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
+                rslora=settings.rslora, dora=settings.dora, **options,
+            )  # fmt: skip
     except ValueError as error:  # from names that match nothing
         raise FinetuneError(str(error)) from error
     return stored_for(adapted, settings.compute_dtype)
@@ -225,9 +241,29 @@ def _scanned(model: PyTree, settings: Settings) -> PyTree:
         raise FinetuneError(f"--scan-layers: {error}") from error
 
 
+def _save(model: PyTree, settings: Settings, task: AbstractTask, console: Console) -> None:
+    """Writes PEFT's files, or for adapters that they do not hold our own."""
+    if not is_own(settings):
+        try:
+            name = str(settings.model)
+            peft.save_adapter(settings.output, model, base_model=name, task_type=task.peft_type)
+            return
+        except ValueError as error:
+            if settings.adapter is None:
+                raise
+            console.print(f"PEFT's files do not hold this adapter: {error}", markup=False)
+    file, types = settings.output / "adapters.safetensors", types_of(model)
+    safetensors.save_adapters(file, model, types=types)
+    console.print(f"Load it with {how_to_load(file, types)}", markup=False)
+
+
 def _merge(model: PyTree, settings: Settings) -> None:
     if settings.merge == "dense":
         base, _ = load(settings.model)
-        model = peft.load_adapter(settings.output, ql.materialise(base))
+        base, file = ql.materialise(base), adapter_file(settings)
+        if file.is_dir():
+            model = peft.load_adapter(file, base)
+        else:
+            model = safetensors.load_adapters(file, base, types=types_of(model))
     options = {"format": settings.format, "quantize": settings.outtype}
     save(merged(settings), ql.merge(model), settings.model, **options)

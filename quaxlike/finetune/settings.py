@@ -65,6 +65,11 @@ class Settings:
         "train the embeddings of these tokens too, and save only these rows", (),
         type=number(int, 0), nargs="+", metavar="ID",
     )  # fmt: skip
+    adapter: str | None = _option(
+        "adapt weights with a type of your own instead of LoRA: a class with a class method `make`, or a "
+        "function, that is called as make(w, key=..., layout=...); or by another method, such as ia3", None,
+        metavar="MODULE:NAME",
+    )  # fmt: skip
     rank: int = _option("of the adapters", 8, type=_SIZE)
     alpha: float | int = _option("adapters are scaled with alpha / rank", 16, type=number(float, 0))
     dropout: float | int = _option("on the inputs of adapters", 0.0, type=number(float, 0, 0.99))

@@ -29,8 +29,9 @@ class RunDirectory:
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.log = self.path / "log.jsonl"
         about, fingerprint = self.path / "run.json", settings.fingerprint()
-        if not about.exists() and (adapter := self.path / "adapter_config.json").exists():
-            raise FinetuneError(f"There is an adapter already, {adapter}. Choose another --output.")
+        for adapter in (self.path / name for name in ("adapter_config.json", "adapters.safetensors")):
+            if adapter.exists() and not about.exists():
+                raise FinetuneError(f"There is an adapter already, {adapter}. Choose another --output.")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.path)
         if self._lock is None:

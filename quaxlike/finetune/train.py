@@ -204,6 +204,8 @@ class Training:
     ) -> None:  # fmt: skip
         self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
         self.steps, self.max_length, self._devices = steps, max_length, devices
+        adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, ql.AdaptedArray))
+        self._drops = any(getattr(x, "dropout", 0) > 0 for x in adapters)
         self.optimiser, self._schedule = optimiser_for(settings, steps)
         self.program = Program(task, self.optimiser, settings, devices)
 
@@ -258,6 +260,6 @@ class Training:
 
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:
         devices, settings, keys = self._devices, self.settings, None
-        if settings.dropout:
+        if self._drops:
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
         return devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)

@@ -22,16 +22,18 @@ import jax.tree_util as jtu
 import numpy as np
 
 import quaxlike.arrays
+from quaxlike.arrays.adapted import AdaptedArray
 from quaxlike.arrays.quantized import Codec
 from quaxlike.arrays.unitful import Unit
 
 from .._checked import a_or_an, checked
+from .._version import __version__
 from ..core.values import is_value
-from ..surgery.trees import path_of
+from ..surgery.trees import named_arrays, path_of, replace, suggestion
 from .files.errors import CheckpointError, file_error
 from .files.tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_adapters", "save", "save_adapters"]
 
 _VERSION = 1
 _MANIFEST = "quaxlike"
@@ -68,7 +70,12 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
         model = safetensors.load("mlp.safetensors", like=eqx.filter_eval_shape(make))
         ```
     """
-    path = Path(path)
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
+    named = [(path_of(key_path, model), leaf) for key_path, leaf in leaves]
+    _write(Path(path), [(name, leaf) for name, leaf in named if is_value(leaf) or _is_array(leaf)], types)
+
+
+def _write(path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type]) -> None:
     known = _known(types)
     tensors: dict[str, np.ndarray] = {}
     values: dict[str, Any] = {}
@@ -79,10 +86,7 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
             raise file_error(path, name, "two arrays of the model have this name")
         tensors[name] = array
 
-    for key_path, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_value):
-        name = path_of(key_path, model)
-        if not is_value(leaf) and not _is_array(leaf):
-            continue
+    for name, leaf in arrays:
         try:
             before = len(tensors)
             node = _encode(leaf, name, known, put)
@@ -92,7 +96,8 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
             values[name] = node
             parts = itertools.islice(tensors.items(), before, None)
             dtypes |= {part: array.dtype.name for part, array in parts}
-    manifest = json.dumps({"version": _VERSION, "values": values, "dtypes": dtypes}, sort_keys=True)
+    about = {"version": _VERSION, "quaxlike": __version__}
+    manifest = json.dumps(about | {"values": values, "dtypes": dtypes}, sort_keys=True)
     write_tensors(path, tensors, {_MANIFEST: manifest})
 
 
@@ -123,7 +128,7 @@ def load(
     known = _known(types)
     used: set[str] = set()
 
-    def get(name: str) -> Any:
+    def get(name: Any) -> Any:
         used.add(name)
         return _tensor(tensors, name)
 
@@ -156,6 +161,111 @@ def load(
     return out
 
 
+@checked
+def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
+    """Writes the adapters of a model, of any types, without the weights that they are on.
+
+    The file holds all parts of each adapter, whatever is trained in full, and no other arrays. A base that is
+    trained itself (`train_base`, [`quaxlike.train_scales`][]) is in it as well. For programs that know LoRA
+    alone, there is [`quaxlike.interop.peft.save_adapter`][].
+
+    **Arguments:**
+
+    - `path`: the file to write.
+    - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
+    - `types`: your own classes, as for `save`.
+
+    **Raises:** `ValueError` if the model has no adapters, or an initialisation took a part of a weight into
+    one: save the whole model then. `CheckpointError` for a value that a file cannot hold.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.interop import safetensors
+
+        mlp = eqx.nn.MLP(64, 2, 64, depth=2, key=jax.random.key(0))
+        model = ql.loraify(mlp, rank=4, key=jax.random.key(1))
+        safetensors.save_adapters("adapters.safetensors", model)
+        again = safetensors.load_adapters("adapters.safetensors", mlp)
+        ```
+    """
+    adapters = {name: x for name, x in named_arrays(model).items() if isinstance(x, AdaptedArray)}
+    if not adapters:
+        raise ValueError("The model has no adapters to save.")
+    for name, x in adapters.items():
+        if x.taken is not None:
+            raise ValueError(
+                f"The initialisation of the adapter on {name} took a part of the weight, which a file "
+                "without weights does not hold. Save the whole model with "
+                "`quaxlike.interop.safetensors.save`, or LoRA with `quaxlike.interop.peft.save_adapter`."
+            )
+    _write(Path(path), [(name, _without_base(x)) for name, x in adapters.items()], types)
+
+
+@checked
+def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterable[type] = ()) -> _Model:
+    """Reads a file that `save_adapters` wrote, and puts the adapters on the weights of a model.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `model`: the model that was adapted; its weights may be stored in another way, such as in 4 bits.
+    - `types`: your own classes, as for `save_adapters`.
+
+    **Returns:** the model with the adapters.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged, or does
+    not fit the model; `ValueError` if the model has adapters already.
+    """
+    tensors = open_tensors(path)
+    nodes, known, used = _read_manifest(tensors), _known(types), set[str]()
+    whole: Any = model
+    arrays = named_arrays(whole)
+    if any(name not in arrays for name in nodes) and hasattr(whole, "with_separate_head"):
+        whole = whole.with_separate_head()
+        arrays = named_arrays(whole)
+    loaded: dict[str, Any] = {}
+    for name, node in nodes.items():
+        base = arrays.get(name)
+        if isinstance(base, AdaptedArray):
+            raise ValueError(f"{name} is {a_or_an(type(base))} already. Load the adapters on the bare model.")
+
+        def get(part: Any, base: Any = base, name: str = name) -> Any:
+            if part is _BASE and base is None:
+                raise tensors.error(name, f"the model has no such array. {suggestion(name, arrays)}")
+            return base if part is _BASE else used.add(part) or _tensor(tensors, part)
+
+        try:
+            found = _decode(node, known, get)
+            shape = tuple(found.shape)
+        except CheckpointError:
+            raise
+        except Exception as error:  # an inconsistent value may make its type raise anything
+            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
+        if not isinstance(found, AdaptedArray):
+            raise tensors.error(name, f"expected an adapter; found {a_or_an(type(found))}")
+        if base is not None and shape[len(shape) - base.ndim :] != tuple(base.shape):
+            raise tensors.error(name, f"is an adapter of shape {shape}; the weight is of {tuple(base.shape)}")
+        loaded[name] = found
+    if left := sorted({*tensors} - used):
+        raise tensors.error(left[0], "is no part of an adapter; `load` reads the files of whole models")
+    return replace(whole, loaded)
+
+
+class _Base:
+    """Stands for the weight that an adapter is on, where a file does not hold it."""
+
+
+_BASE: Any = _Base()
+
+
+def _without_base(x: AdaptedArray) -> AdaptedArray:
+    if x.w is None or x.train_base or getattr(x.w, "train_scales", False):
+        return x
+    return x.with_base(_without_base(x.w) if isinstance(x.w, AdaptedArray) else _BASE)
+
+
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
     """The Values in a file that `save` wrote, as functions that read them, by name; and the names of their
     tensors."""
@@ -177,7 +287,9 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
     return {name: lambda name=name: read(name) for name in nodes}, used
 
 
-def _tensor(tensors: Tensors, name: str) -> Any:
+def _tensor(tensors: Tensors, name: Any) -> Any:
+    if name is _BASE:
+        raise ValueError("the file holds adapters without their bases; read it with `load_adapters`")
     if name not in tensors:
         raise ValueError(f"its tensor {name!r} is missing")
     return as_jax(tensors[name])
@@ -188,8 +300,12 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
         return {}
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     if manifest.get("version") != _VERSION:
-        problem = f"the manifest is of version {manifest.get('version')!r}, this is for version {_VERSION}"
-        raise tensors.error("version", problem)
+        writer = str(manifest.get("quaxlike", "unknown"))[:40]
+        raise tensors.error(
+            "version",
+            f"the manifest is of version {manifest.get('version')!r}, of quaxlike {writer}; this is quaxlike "
+            f"{__version__}, which reads version {_VERSION}. Install quaxlike>={writer}",
+        )
     values = manifest.get("values")
     if not isinstance(values, dict):
         raise tensors.error("values", "the manifest must hold an object here")
@@ -214,8 +330,8 @@ def _is_array(leaf: Any) -> bool:
 # Values as JSON: the description of arrays that consist of several tensors
 #
 # A node is a dict with one entry, whose name says what it is; a type has `fields` besides. `array` and `key`
-# name a tensor, `type` a class that ships with quaxlike; `dtype`, `unit`, `tuple`, `float` and `value` are
-# statics.
+# name a tensor, `base` is the weight of the model that an adapter is on, `type` a class that ships with
+# quaxlike; `dtype`, `unit`, `tuple`, `float` and `value` are statics.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +362,8 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         put(name, np.asarray(x))
         return {"array": name}
+    if x is _BASE:
+        return {"base": True}
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         kind = type(x).__name__
         if types.get(kind) is not type(x):
@@ -266,14 +384,16 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
     raise TypeError(f"{a_or_an(type(x))} cannot be written to a file")
 
 
-def _decode(node: Any, types: _Types, get: Callable[[str], Any]) -> Any:
-    """The inverse of `_encode`; `get` returns a tensor by its name. Raises `ValueError` for a node that
-    `_encode` does not write, or an inconsistent value."""
+def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
+    """The inverse of `_encode`; `get` returns a tensor by its name, or the base. Raises `ValueError` for a
+    node that `_encode` does not write, or an inconsistent value."""
     if not isinstance(node, dict):
         raise ValueError(f"expected an object, found {type(node).__name__}")
     match node:
         case {"array": str(name)} if len(node) == 1:
             return get(name)
+        case {"base": True} if len(node) == 1:
+            return get(_BASE)
         case {"key": str(name), "impl": str(impl)} if len(node) == 2:
             return jax.random.wrap_key_data(get(name), impl=impl)
         case {"type": str(kind), "fields": dict(fields)} if len(node) == 2:
@@ -298,7 +418,7 @@ def _unit(exponents: dict[str, Any]) -> Unit:
     return Unit({symbol: Fraction(power) for symbol, power in exponents.items()})
 
 
-def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[str], Any]) -> Any:
+def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any], Any]) -> Any:
     if kind not in types:
         raise ValueError(f"unknown type {kind!r}; known are {', '.join(sorted(types))}")
     cls = types[kind]

@@ -10,18 +10,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._checked import check_option, checked
+from .._checked import a_or_an, check_option, checked
 from .._families import names_of
-from ..arrays.lora import (
-    LoraArray,
-    LoraBias,
-    TrainableArray,
-    TrainableRows,
-    arrange,
-    labels,
-    row_norm,
-    row_scale,
-)
+from ..arrays.adapted import AdaptedArray
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.policy import MaterialisationError, on_materialise
 from ..core.quaxify import quaxify
@@ -85,27 +76,36 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
 
 
 def _resized(name: str, x: Any, n: int) -> Any:
-    match x:
-        case LoraArray():
-            return _resized_adapter(name, x, n)
-        case LoraBias():
-            w = None if x.w is None else _resized(name, x.w, n)
-            return replace_fields(x, w=w, b=_with_rows(x.b, n))
-        case TrainableArray():
-            return TrainableArray(_resized(name, x.array, n))
-        case TrainableRows():
-            if max(x.indices) >= n:
-                raise ValueError(f"{name} trains the rows {list(x.indices)}; {n} rows are too few for that.")
-            return TrainableRows(_with_rows(x.w, n, _mean(x.merged())), x.rows, x.indices)
-        case AbstractQuantizedArray():
-            try:
-                with on_materialise("error"):
-                    return _with_rows(x, n)
-            except MaterialisationError:  # blocks reach over rows
-                return _quantised_again(x, _with_rows(materialise(x), n))
+    if isinstance(x, AdaptedArray):
+        return _resized_adapter(name, x, n)
+    if isinstance(x, AbstractQuantizedArray):
+        try:
+            with on_materialise("error"):
+                return _with_rows(x, n)
+        except MaterialisationError:  # blocks reach over rows
+            return _quantised_again(x, _with_rows(materialise(x), n))
     if is_value(x):
-        raise ValueError(f"{name} is a {type(x).__name__}, which gets no new rows. Materialise it first.")
+        raise _without_rows(name, x)
     return _with_rows(x, n)
+
+
+def _resized_adapter(name: str, x: AdaptedArray, n: int) -> Any:
+    def resize(part: Any, axis: int, like: Any = None) -> Any:
+        if is_value(part):
+            return _resized(name, part, n)
+        return _with_rows(part, n, None if like is None else _mean(like, axis), axis=axis)
+
+    try:
+        out = x.resized(max(x.ndim - 2, 0), resize)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot have {n} rows: {error}") from None
+    if out is NotImplemented:
+        raise _without_rows(name, x)
+    return out
+
+
+def _without_rows(name: str, x: Any) -> ValueError:
+    return ValueError(f"{name} is {a_or_an(type(x))}, which gets no new rows. Materialise it first.")
 
 
 def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:
@@ -114,20 +114,6 @@ def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQua
     inner = stored.shape[x.num_lead :]
     codes, scale = x.encoded(stored.reshape(*x.codes.shape[:-1], -1).astype(jnp.float32))
     return dataclasses.replace(x, codes=codes, scale=scale, inner=inner)
-
-
-def _resized_adapter(name: str, lora: LoraArray, n: int) -> LoraArray:
-    """The adapter on all rows, which adds the mean of what it adds to the others to new ones."""
-    row = lora.ndim - 2
-    resized = lambda part, own: _with_rows(part, n, axis=own.index(row)) if row in own else part
-    _, a, b = labels(lora)
-    out = lora.replace(w=_resized(name, lora.w, n), a=resized(lora.a, a), b=resized(lora.b, b), taken=None)
-    if lora.magnitude is None:
-        return out
-    scale, own = row_scale(lora)  # of the rows that are kept, which stay as they are
-    out = out.replace(magnitude=None)
-    magnitude = resized(scale, own) * row_norm(out)[0]
-    return out.replace(magnitude=arrange(magnitude, own, b[:-1]).astype(lora.magnitude.dtype))
 
 
 def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:

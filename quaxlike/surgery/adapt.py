@@ -1,17 +1,21 @@
 """`adapt`: puts adapters of any type on the weights of a model."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import a_or_an, checked
 from ..arrays.adapted import AdaptedArray
+from ..arrays.lora import TrainableArray, TrainableRows, in_float32
+from ..core.values import is_value
 from .records import Layouts, Record, records_of, require_layout
 from .select import Where, select_matrices
-from .trees import map_arrays, named_arrays, replace
+from .trees import map_arrays, named_arrays, replace, suggestion
 from .weight_axes import Layout
 
 
@@ -23,6 +27,8 @@ def adapt(
     where: Where = "all-linear",
     exclude: str | Sequence[str] | None = None,
     key: Any = None,
+    modules_to_save: Sequence[str] = (),
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
     layout: Layouts = None,
 ) -> PyTree:
     """Puts adapters of your own type on weights of a model, and leaves the rest of the model unchanged.
@@ -41,6 +47,7 @@ def adapt(
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
         their last components. Default: none.
     - `key`: a PRNG key, of which `make` gets a part for each weight. Default: None, which `make` gets too.
+    - `modules_to_save`, `trainable_token_indices`: what to train besides, as for [`quaxlike.loraify`][].
     - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
         neither their layers nor their names say so. Default: none.
 
@@ -52,7 +59,7 @@ def adapt(
 
     `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; if it
     cannot be told which of its axes are outputs and which are inputs; or if `make` returns anything but an
-    adapted array of the weight's shape.
+    adapted array of the weight's shape. `TypeError` if `make` cannot be called like that.
 
     !!! example
 
@@ -70,7 +77,11 @@ def adapt(
         ql.quaxify(model)(jnp.ones(2))
         ```
     """
-    model, targets, _ = weights_to_adapt(model, where, exclude or (), layout)
+    check_make(make)
+    model, targets, saved = weights_to_adapt(
+        model, where, exclude or (), layout,
+        modules_to_save=modules_to_save, trainable_token_indices=trainable_token_indices,
+    )  # fmt: skip
 
     def made(name: str, w: Any, layout: Layout, key: Any) -> Any:
         out = make(w, key=key, layout=layout)
@@ -81,7 +92,17 @@ def adapt(
             )
         return out
 
-    return replace(model, adapters_on(targets, key, made))
+    return replace(model, {**adapters_on(targets, key, made), **saved})
+
+
+def check_make(make: Any) -> None:
+    """Raises `TypeError` unless this can be called as `make(w, key=..., layout=...)`."""
+    try:
+        inspect.signature(make).bind(None, key=None, layout=None)
+    except TypeError as error:
+        raise TypeError(
+            f"`make` is called as make(w, key=..., layout=...); this cannot be called so: {error}."
+        ) from None
 
 
 def weights_to_adapt(
@@ -91,17 +112,20 @@ def weights_to_adapt(
     layout: Layouts,
     *,
     fan_in_fan_out: bool = False,
-    saved: Callable[[dict[str, Any]], dict[str, Any]] = lambda arrays: {},
+    modules_to_save: Sequence[str] = (),
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
 ) -> tuple[PyTree, dict[str, Record], dict[str, Any]]:
-    """The weights that are selected, but for those that `saved` takes from the arrays of the model.
+    """The weights that are selected, but for those that are trained in full, or some of whose rows are.
 
     **Returns:** the model, with an output layer of its own if it was tied to an embedding and only one of the
-    two is chosen; the weights; and what `saved` took.
+    two is chosen; the weights; and what is trained besides.
     """
     tied, (model, head, embedding) = model, _with_own_head(model)
     records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
     targets = select_matrices(model, records, where, exclude)
-    taken = saved({name: record.array for name, record in records.items()})
+    arrays = {name: record.array for name, record in records.items()}
+    inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
+    taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
     for chosen in (targets, taken):
         if embedding in chosen:  # one array, and one adapter
@@ -123,6 +147,41 @@ def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
     head = next((name for name in arrays if name not in before), "")
     embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
     return own, head, embedding
+
+
+def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
+    """All floating-point arrays of the parts of the model that have these names."""
+    inside: dict[str, Any] = {}
+    for module in modules:
+        pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")
+        found = {name: leaf for name, leaf in arrays.items() if pattern.fullmatch(name)}
+        if not found:
+            raise ValueError(
+                f"{module!r} in modules_to_save is not in the model. {suggestion(module, arrays)}"
+            )
+        inside |= found
+    return {name: leaf for name, leaf in inside.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+
+
+def _token_rows(
+    arrays: Mapping[str, Any], tokens: Sequence[int] | Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Embeddings, some of whose rows are trained."""
+    if not isinstance(tokens, Mapping):
+        tokens = {"embed_tokens": tokens} if len(tokens) else {}
+    out: dict[str, Any] = {}
+    for module, indices in tokens.items():
+        for name, leaf in _inside(arrays, [module]).items():
+            chosen = tuple(map(int, indices))
+            fine = all(0 <= i < leaf.shape[0] for i in chosen) and len(set(chosen)) == len(chosen) > 0
+            if is_value(leaf) or leaf.ndim != 2 or not fine:
+                raise ValueError(
+                    f"trainable_token_indices takes rows of a plain matrix, each once; {name} is a "
+                    f"{type(leaf).__name__} of shape {tuple(leaf.shape)}, and the indices are {list(chosen)}."
+                )
+            rows = jnp.asarray(leaf)[jnp.asarray(chosen)]
+            out[name] = TrainableRows(leaf, rows.astype(in_float32(rows.dtype)), chosen)
+    return out
 
 
 def adapters_on(

@@ -1,9 +1,6 @@
 """Several adapters on one base, and dropout on adapters."""
 
-import functools
-import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,10 +11,8 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an, checked
 from ..arrays.adapted import AdaptedArray, array_fields, labels_of, matrix_labels
-from ..arrays.lora import RANK, LoraArray, labels, without_adapter
 from ..core.quaxify import value_of
 from ..core.values import is_value
-from .inits import factored
 from .trees import difference, named_arrays, replace
 
 
@@ -123,7 +118,8 @@ def combine_adapters(
 
     **Arguments:**
 
-    - `models`: models with the same base and different adapters.
+    - `models`: models with the same base and different adapters, of a type that says how they are combined
+        (`AdaptedArray.combined`). The options below are those of LoRA.
     - `weights`: one for each model.
     - `method`: `"cat"` is exact, and its rank is the sum of all ranks. `"svd"` is the best approximation of
         this sum of rank `rank`. `"linear"` adds up the factors, each scaled by the square root of its weight;
@@ -136,8 +132,9 @@ def combine_adapters(
 
     **Raises:**
 
-    `ValueError` for the wrong number of weights, an unknown method, or ranks that differ; and if the models
-    differ in anything but their adapters, as for [`quaxlike.stack_adapters`][].
+    `ValueError` for the wrong number of weights, an unknown method, ranks that differ, or a type of adapters
+    that does not say how they are combined; and if the models differ in anything but their adapters, as for
+    [`quaxlike.stack_adapters`][].
 
     The methods are those of PEFT's `add_weighted_adapter`.
     """
@@ -145,10 +142,9 @@ def combine_adapters(
         raise ValueError(
             f"combine_adapters takes one weight a model; found {len(weights)} for {len(models)} models."
         )
-    combined = {
-        name: _combined(name, loras, weights, method, rank)
-        for name, loras in _adapters("combine_adapters", models, _of_rank_0).items()
-    }
+    bases = named_arrays(models[0])
+    adapters = _adapters("combine_adapters", models, lambda w, like: None)
+    combined = {name: _combined(name, bases[name], x, weights, method, rank) for name, x in adapters.items()}
     return replace(models[0], combined)
 
 
@@ -160,8 +156,8 @@ def is_stacked(leaf: Any) -> bool:
 def _adapters(
     function: str, models: Sequence[PyTree], without: Callable[[Any, Any], Any]
 ) -> dict[str, list[Any]]:
-    """Each model's adapter on every weight that any of them adapts; `without(w, like)` where a model has
-    none."""
+    """Each model's adapter on every weight that any of them adapts; where a model has none, `without(w,
+    like)`, which may be None."""
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
     arrays = [named_arrays(model) for model in models]
@@ -180,14 +176,15 @@ def _adapters(
         if adapted:
             like = adapted[0]
             out[name] = [x if isinstance(x, AdaptedArray) else without(x, like) for x in leaves]
-            one_type = {*map(type, out[name])} == {type(like)}
-            if not one_type or like.alike(out[name]) is NotImplemented:
+            present = [x for x in out[name] if x is not None]
+            one_type = {*map(type, present)} == {type(like)}
+            if not one_type or like.alike(present) is NotImplemented:
                 raise ValueError(
                     f"The adapters on {name} do not fit each other: they must be of the same type and "
                     "shape, axes, dropout and `train_base`, all or none DoRAs, and have all batch axes of "
                     "the weight."
                 )
-            for x in out[name]:
+            for x in present:
                 if (found := difference(_shared(like), _shared(x))) is not None:
                     raise ValueError(f"The adapters on {name} share what they do not train; {found}.")
     if not out:
@@ -225,12 +222,6 @@ def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
     return out if out is NotImplemented else out.replace(open_base=like.open_base)
 
 
-def _of_rank_0(w: Any, like: Any) -> Any:
-    if not isinstance(like, LoraArray):
-        return NotImplemented
-    return without_adapter(w, like).replace(train_base=like.train_base, open_base=like.open_base)
-
-
 def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
     first, *_ = adapters = adapters[0].alike(adapters)
     out = first.replace(**{part: jnp.stack([getattr(x, part) for x in adapters]) for part in _parts(first)})
@@ -244,32 +235,26 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
 
 
 def _combined(
-    name: str, loras: Sequence[LoraArray], weights: Sequence[float | int], method: str, rank: int | None
-) -> LoraArray:
-    if not isinstance(loras[0], LoraArray):
+    name: str,
+    w: Any,
+    adapters: Sequence[AdaptedArray | None],
+    weights: Sequence[float | int],
+    method: str,
+    rank: int | None,
+) -> Any:
+    found = {i: x for i, x in enumerate(adapters) if x is not None}
+    first, *_ = own = list(found.values())
+    try:
+        out = first.combined(own, [weights[i] for i in found], method, rank)
+    except ValueError as error:
+        raise ValueError(f"The adapters on {name} cannot be combined: {error}.") from None
+    if out is NotImplemented:
+        kind = type(first)
         raise ValueError(
-            f"combine_adapters takes low-rank adapters; that on {name} is {a_or_an(type(loras[0]))}."
+            f"The adapters on {name} are of the type {kind.__name__}, which does not say how they are "
+            f"combined (`{kind.__name__}.combined`)."
         )
-    if loras[0].magnitude is not None:
-        raise ValueError(f"The adapter on {name} is a DoRA; a sum of DoRAs is not a DoRA.")
-    _, a_labels, b_labels = labels(loras[0])
-    factors = [w * x.scaling for w, x in zip(weights, loras, strict=True)]
-    if method == "svd":
-        delta = _sum(w * x.delta() for w, x in zip(weights, loras, strict=True))
-        return factored(loras[0], delta, max(x.rank for x in loras) if rank is None else rank)
-    if method == "linear":
-        if len({x.rank for x in loras}) > 1:
-            raise ValueError(f"method='linear' needs adapters of the same rank; found several on {name}.")
-        a = _sum(math.sqrt(abs(f)) * x.a for f, x in zip(factors, loras, strict=True))
-        b = _sum(math.copysign(math.sqrt(abs(f)), f) * x.b for f, x in zip(factors, loras, strict=True))
-    else:
-        a = jnp.concatenate([x.a for x in loras], axis=a_labels.index(RANK))
-        b = jnp.concatenate([f * x.b for f, x in zip(factors, loras, strict=True)], axis=b_labels.index(RANK))
-    return loras[0].replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
-
-
-def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(operator.add, arrays)
+    return out if adapters[0] is first else out.with_base(w)
 
 
 @checked

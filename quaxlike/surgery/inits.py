@@ -1,6 +1,5 @@
 """Initial values of adapters, and `loftq`, which fits them to the rounding error of a quantised weight."""
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .._checked import a_or_an, checked
-from ..arrays.lora import LoraArray, in_float32
+from ..arrays.lora import LoraArray
+from ..arrays.lora.matrices import as_array, as_matrix, halves, in_size, svd, with_factors
 from ..core.values import is_value, materialise
 from .quantize import quantize_array
 from .weight_axes import Layout
@@ -52,7 +52,7 @@ def _initialised(init: str | Init, kind: str | None, name: str, lora: LoraArray,
 
 def _kaiming(name: str, lora: LoraArray, key: Any) -> LoraArray:
     """`a` uniform within 1/sqrt(in), PEFT's `kaiming_uniform_(a=sqrt(5))`; `b` zero."""
-    bound = _in_size(lora) ** -0.5
+    bound = in_size(lora) ** -0.5
     return lora.replace(a=jax.random.uniform(key, lora.a.shape, lora.a.dtype, -bound, bound))
 
 
@@ -86,33 +86,6 @@ def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
     return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
 
 
-# -- weights as matrices of shape (..., out, in), whatever the order of axes in the array
-
-
-def _in_size(lora: LoraArray) -> int:
-    return math.prod(lora.shape[axis] for axis in lora.in_axes)
-
-
-def _order(lora: LoraArray) -> list[int]:
-    n = lora.ndim
-    matrix = [n + axis for axis in (*lora.out_axes, *lora.in_axes)]
-    return [*(i for i in range(n) if i not in matrix), *matrix]
-
-
-def as_matrix(lora: LoraArray, w: jax.Array) -> jax.Array:
-    """An array with the axes of `lora` as a matrix, in float32 at least."""
-    w = jnp.transpose(w, _order(lora)).astype(in_float32(w.dtype))
-    batch = w.shape[: w.ndim - len(lora.out_axes) - len(lora.in_axes)]
-    return w.reshape(*batch, -1, _in_size(lora))
-
-
-def _as_array(lora: LoraArray, w: jax.Array) -> jax.Array:
-    """The matrix `w` as an array with the axes of `lora`; undoes `as_matrix`."""
-    order = _order(lora)
-    w = w.reshape([lora.shape[i] for i in order]).transpose([order.index(i) for i in range(lora.ndim)])
-    return w.astype(lora.dtype)
-
-
 def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
     """The base as a matrix; raises if an initialisation cannot take a part of it."""
     if is_value(lora.w):
@@ -129,47 +102,10 @@ def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
     return w
 
 
-def with_factors(lora: LoraArray, a: jax.Array, b: jax.Array) -> LoraArray:
-    """`lora` with other factors, given as matrices of shapes (..., rank, in) and (..., out, rank)."""
-    out, into = ([lora.shape[axis] for axis in axes] for axes in (lora.out_axes, lora.in_axes))
-    a, b = a.reshape(*a.shape[:-1], *into), b.reshape(*b.shape[:-2], *out, b.shape[-1])
-    return lora.replace(a=a.astype(lora.a.dtype), b=b.astype(lora.b.dtype))
-
-
 def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
     """`scaling * b @ a` taken out of the base and into the adapter."""
     taken = lora.scaling * jnp.matmul(b, a, precision="highest")
-    return with_factors(lora, a, b).replace(w=_as_array(lora, w - taken))
-
-
-def factored(lora: LoraArray, delta: jax.Array, rank: int) -> LoraArray:
-    """`lora` with the adapter of `scaling` 1 that best approximates `delta`, an array with the same axes."""
-    u, s, vt = svd(as_matrix(lora, delta), rank)
-    factors = with_factors(lora, *halves(u, s, vt))
-    return factors.replace(alpha=float(factors.rank), rslora=False)
-
-
-def svd(w: jax.Array, rank: int, randomised: tuple[Any, int] | None = None) -> tuple[Any, Any, Any]:
-    """The first singular vectors and values of matrices; by subspace iteration (Halko et al., 2011) if
-    given a key and a number of iterations."""
-    if randomised is not None:
-        key, iterations = randomised
-        size = min(*w.shape[-2:], 2 * rank)
-        wt = jnp.swapaxes(w, -1, -2)
-        q = jnp.linalg.qr(w @ jax.random.normal(key, (*w.shape[:-2], w.shape[-1], size), w.dtype))[0]
-        for _ in range(iterations):
-            q = jnp.linalg.qr(w @ jnp.linalg.qr(wt @ q)[0])[0]
-        u, s, vt = jnp.linalg.svd(jnp.swapaxes(q, -1, -2) @ w, full_matrices=False)
-        u = q @ u
-    else:
-        u, s, vt = jnp.linalg.svd(w, full_matrices=False)
-    return u[..., :, :rank], s[..., :rank], vt[..., :rank, :]
-
-
-def halves(u: jax.Array, s: jax.Array, vt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factors `a` and `b` with `b @ a` of these singular vectors and values, of equal norms."""
-    root = jnp.sqrt(s)
-    return root[..., :, None] * vt, u * root[..., None, :]
+    return with_factors(lora, a, b).replace(w=as_array(lora, w - taken))
 
 
 _INITS: dict[str, Init] = {"kaiming": _kaiming, "gaussian": _gaussian, "pissa": _pissa, "olora": _olora}

@@ -1,7 +1,6 @@
 """`loraify`: puts adapters on the weights of a model."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
-from ..arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows, in_float32, row_norm
-from ..core.values import is_value, materialise
+from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
+from ..arrays.lora.matrices import as_matrix
+from ..core.values import materialise
 from .adapt import adapters_on, weights_to_adapt
-from .inits import Init, as_matrix, initialise
+from .inits import Init, initialise
 from .patterns import PatternError, fullmatch
 from .records import Layouts
 from .select import Where
@@ -113,17 +113,11 @@ def loraify(
         )
     model, targets, saved = weights_to_adapt(
         model, where, exclude, layout, fan_in_fan_out=fan_in_fan_out,
-        saved=lambda arrays: _inside(arrays, modules_to_save) | _token_rows(arrays, trainable_token_indices),
+        modules_to_save=modules_to_save, trainable_token_indices=trainable_token_indices,
     )  # fmt: skip
-    for option, patterns in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern)):
-        for pattern in patterns:
-            try:
-                found = any(pattern_matches(pattern, name) for name in targets)
-            except PatternError as error:
-                raise ValueError(f"{pattern!r} in {option}: {error}.") from None
-            if not found:
-                hint = suggestion(pattern, {name: record.array for name, record in targets.items()})
-                raise ValueError(f"{pattern!r} in {option} matches none of the adapted layers. {hint}")
+    arrays = {name: record.array for name, record in targets.items()}
+    checked_patterns("rank_pattern", rank_pattern, arrays)
+    checked_patterns("alpha_pattern", alpha_pattern, arrays)
 
     def made(name: str, w: Any, layout: Layout, key: Any) -> LoraArray:
         r = value_for(rank_pattern, name, rank)
@@ -176,10 +170,7 @@ def with_trained_extras(
         for name, lora in adapters.items()
         if name != layer_of(name)
     }
-    beside: dict[str, Any] = {
-        name: leaf if isinstance(leaf, TrainableRows) else TrainableArray(leaf)
-        for name, leaf in saved.items()
-    }
+    beside = {**saved}
     if bias != "none":
         names = [n for n in arrays if n.split(".")[-1] in ("bias", "b")] if bias == "all" else [*biases]
         beside |= {
@@ -193,44 +184,21 @@ def with_trained_extras(
     return replace(model, beside)
 
 
-def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """All floating-point arrays of the parts of the model that have these names."""
-    inside: dict[str, Any] = {}
-    for module in modules:
-        pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")
-        found = {name: leaf for name, leaf in arrays.items() if pattern.fullmatch(name)}
-        if not found:
-            raise ValueError(
-                f"{module!r} in modules_to_save is not in the model. {suggestion(module, arrays)}"
-            )
-        inside |= found
-    return {name: leaf for name, leaf in inside.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
-
-
-def _token_rows(
-    arrays: Mapping[str, Any], tokens: Sequence[int] | Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
-    """Embeddings, some of whose rows are trained."""
-    if not isinstance(tokens, Mapping):
-        tokens = {"embed_tokens": tokens} if len(tokens) else {}
-    out: dict[str, Any] = {}
-    for module, indices in tokens.items():
-        for name, leaf in _inside(arrays, [module]).items():
-            chosen = tuple(map(int, indices))
-            fine = all(0 <= i < leaf.shape[0] for i in chosen) and len(set(chosen)) == len(chosen) > 0
-            if is_value(leaf) or leaf.ndim != 2 or not fine:
-                raise ValueError(
-                    f"trainable_token_indices takes rows of a plain matrix, each once; {name} is a "
-                    f"{type(leaf).__name__} of shape {tuple(leaf.shape)}, and the indices are {list(chosen)}."
-                )
-            rows = jnp.asarray(leaf)[jnp.asarray(chosen)]
-            out[name] = TrainableRows(leaf, rows.astype(in_float32(rows.dtype)), chosen)
-    return out
-
-
 def pattern_matches(pattern: str, name: str) -> bool:
     """Whether a key of rank_pattern or alpha_pattern matches a weight, by PEFT's convention."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer_of(name))
+
+
+def checked_patterns(option: str, patterns: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a pattern that matches none of the adapted arrays."""
+    for pattern in patterns:
+        try:
+            found = any(pattern_matches(pattern, name) for name in arrays)
+        except PatternError as error:
+            raise ValueError(f"{pattern!r} in {option}: {error}.") from None
+        if not found:
+            hint = suggestion(pattern, arrays)
+            raise ValueError(f"{pattern!r} in {option} matches none of the adapted layers. {hint}")
 
 
 def value_for(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:

@@ -256,6 +256,6 @@ def _stored_order(layout: Layout, n: int) -> list[int]:
     window of a convolution comes before its channels, so that it can be reversed without cutting blocks."""
     if layout.kind == "embedding":
         return list(range(n))
-    n_in = 1 if layout.kind in ("conv", "other conv") else len(layout.in_axes)
+    n_in = 1 if layout.is_conv else len(layout.in_axes)
     matrix = [n + axis for axis in (*layout.in_axes[n_in:], *layout.out_axes, *layout.in_axes[:n_in])]
     return [*(i for i in range(n) if i not in matrix), *matrix]

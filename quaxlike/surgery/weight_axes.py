@@ -30,15 +30,17 @@ class Layout:
 
     - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. The window of a convolution is part of the
         inputs, after its channels.
-    - `kind`: of the layer: `"linear"`, `"embedding"`, `"conv"`, `"other conv"` (grouped, transposed or not
-        shared between positions); `"matrix"` for a weight that is assumed to be of a linear layer,
-        `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if it cannot be told, `"other"` for an
-        array that need not be a weight at all. Default: `"linear"`.
+    - `kind`: of the layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"`
+        (transposed or not shared between positions); `"matrix"` for a weight that is assumed to be of a
+        linear layer, `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if it cannot be told,
+        `"other"` for an array that need not be a weight at all. Default: `"linear"`.
     """
 
     out_axes: tuple[int, ...]
     in_axes: tuple[int, ...]
-    kind: Literal["linear", "matrix", "embedding", "conv", "other conv", "unknown", "other"] = "linear"
+    kind: Literal[
+        "linear", "matrix", "embedding", "conv", "grouped conv", "other conv", "unknown", "other"
+    ] = "linear"
 
     @classmethod
     @checked
@@ -67,10 +69,15 @@ class Layout:
         letters = dict.fromkeys(self.out_axes, "o") | dict.fromkeys(self.in_axes, "i")
         if self.kind == "embedding":
             letters |= dict.fromkeys(self.in_axes, "v")
-        if self.kind in ("conv", "other conv"):  # channels come first
+        if self.is_conv:  # channels come first
             window = self.in_axes[1:]
             letters |= dict(zip(window, _WINDOW[-len(window) :] if window else "", strict=True))
         return "".join(letters.get(axis, "*") for axis in range(min(letters, default=0), 0))
+
+    @property
+    def is_conv(self) -> bool:
+        """Whether it is the kernel of a convolution."""
+        return self.kind in ("conv", "grouped conv", "other conv")
 
     @property
     def is_known(self) -> bool:
@@ -110,9 +117,10 @@ def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Calla
         window = getattr(layer, "kernel_size", None) or getattr(layer, "kernel_shape", ())
         n = len(window) if isinstance(window, tuple | list) else 1
         text = order.replace("*", "dhw"[3 - n :])
-        alone = plain and (groups is None or getattr(layer, groups) == 1)
         parsed = Layout.parse(text)
-        return parsed if alone else Layout(parsed.out_axes, parsed.in_axes, "other conv")
+        if plain and (groups is None or getattr(layer, groups) == 1):
+            return parsed
+        return Layout(parsed.out_axes, parsed.in_axes, "grouped conv" if plain else "other conv")
 
     return layout
 

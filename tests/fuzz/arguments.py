@@ -49,7 +49,9 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
     mesh = jax.make_mesh((1,), ("model",))
     sparse = np.eye(4, dtype=np.float32)
     file = folder / "x.safetensors"
+    of_adapters = folder / "adapters.safetensors"
     safetensors.save(file, model)
+    safetensors.save_adapters(of_adapters, adapted)
     bitsandbytes.save(folder / "b.safetensors", model)
     peft.save_adapter(folder / "adapter", adapted)
     base = fixture("peft_llama/base")
@@ -60,6 +62,8 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "summary": (ql.summary, {"model": model}),
         "trainable": (ql.trainable, {"model": adapted}),
         "loraify": (ql.loraify, {"model": model, "rank": 2, "where": ["q_proj"], "key": key}),
+        "adapt": (ql.adapt, {"model": model, "make": lambda w, **_: lora, "where": ["q_proj"], "key": key}),
+        "to_lora": (ql.to_lora, {"model": adapted, "rank": 2, "rank_pattern": {}, "layout": None}),
         "with_dropout_key": (ql.with_dropout_key, {"model": adapted, "key": key}),
         "merge": (ql.merge, {"model": adapted}),
         "unmerge": (ql.unmerge, {"merged": ql.merge(adapted), "adapted": adapted}),
@@ -121,6 +125,8 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
             {"lower": w[0, 1:], "diagonal": w[0], "upper": w[0, 1:]},
         ),
         "KroneckerMatrix": (arrays.structured.KroneckerMatrix, {"a": sparse, "b": sparse}),
+        "BlockDiagonalMatrix": (arrays.structured.BlockDiagonalMatrix, {"blocks": sparse[None]}),
+        "BlockCirculantMatrix": (arrays.structured.BlockCirculantMatrix, {"kernel": sparse[None]}),
         "LowRankUpdate": (arrays.structured.LowRankUpdate, {"base": sparse, "u": sparse[:, :1]}),
         "solve": (arrays.structured.solve, {"matrix": sparse, "b": sparse[0]}),
         "logdet": (arrays.structured.logdet, {"matrix": sparse}),
@@ -140,6 +146,8 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "interop.read_tokenizer": (interop.read_tokenizer, {"path": fixture("models/chat/gemma")}),
         "safetensors.save": (safetensors.save, {"path": folder / "new", "model": model}),
         "safetensors.load": (safetensors.load, {"path": file, "like": model}),
+        "safetensors.save_adapters": (safetensors.save_adapters, {"path": folder / "new", "model": adapted}),
+        "safetensors.load_adapters": (safetensors.load_adapters, {"path": of_adapters, "model": model}),
         "bitsandbytes.load": (bitsandbytes.load, {"path": folder / "b.safetensors"}),
         "bitsandbytes.save": (bitsandbytes.save, {"path": folder / "new", "mapping": model}),
         "peft.load_adapter": (peft.load_adapter, {"directory": folder / "adapter", "model": model}),

@@ -76,6 +76,23 @@ def _values() -> dict[str, Any]:
     }
 
 
+def _adapted() -> dict[str, Any]:
+    """Adapters on two weights, one with a bias, and an array that is trained in full."""
+    w = jnp.arange(256.0).reshape(4, 64) / 256
+    base = {"a.weight": w, "a.bias": w[0, :4], "b.weight": w, "c.weight": w}
+    options = {"lora_bias": True, "modules_to_save": ["c"], "key": jax.random.key(0)}
+    return ql.loraify(base, rank=2, where=["a", "b"], dora=True, **options)
+
+
+def _write_adapters(folder: Path) -> None:
+    safetensors.save_adapters(folder / "model.safetensors", _adapted())
+
+
+def _bare() -> dict[str, Any]:
+    bare = {name: x.w if isinstance(x, ql.AdaptedArray) else x for name, x in _adapted().items()}
+    return {name: x for name, x in bare.items() if x is not None}
+
+
 def _write_values(folder: Path) -> None:
     safetensors.save(folder / "model.safetensors", _values())
 
@@ -164,15 +181,24 @@ _FORMATS = (
     *("awq", "bnb_int8", "compressed_tensors", "compressed_tensors_legacy", "fp8", "gptq", "hqq", "mlx"),
     *("mxfp4", "torchao"),
 )
+_METHODS = (
+    "ia3", "oft_cayley", "boft_butterfly3", "hra", "vera", "loha", "lokr", "shira", "hira_embedding",
+    "miss_padded", "c3a_pattern", "delora", "adalora_pruned", "gralora_hybrid", "randlora", "fourierft",
+)  # fmt: skip
 _CHAT = ("chatml", "gemma", "llama3", "mistral")
 
 READERS = {
     "safetensors": Reader(lambda path: list(open_tensors(path).values()), ("peft_llama/base",)),
     "load": Reader(interop.load, ("peft_llama/base",)),
     "values": Reader(lambda path: safetensors.load(path, _values()), (_write_values,)),
+    "adapters": Reader(lambda path: safetensors.load_adapters(path, _bare()), (_write_adapters,)),
     "bitsandbytes": Reader(bitsandbytes.load, ("qlora_llama_double/base4bit",)),
     "models": Reader(ql.models.load, ("peft_llama/base", "peft_gpt2/base", "models/qwen2_moe/base")),
     "adapter": Reader(lambda path: peft.load_adapter(path, _base()), ("peft_llama/adapters/qv",)),
+    "adapters of other methods": Reader(
+        lambda path: peft.load_adapter(path, _tensors("peft_methods/llama/base")),
+        tuple(f"peft_methods/llama/{name}" for name in _METHODS),
+    ),
     **{name: _of_format(name) for name in _FORMATS},
     "gguf": Reader(interop.load, tuple(f"formats/gguf_tensors/{name}.gguf" for name in _GGUF)),
     "gguf models": Reader(ql.models.load, ("formats/gguf_whole/qwen2_q4_0.gguf",)),

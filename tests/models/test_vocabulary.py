@@ -173,8 +173,29 @@ def test_adapters_change_along(kind):
 
 
 def test_a_trained_token_that_is_left_out_is_refused():
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight trains the rows \[3, 90\]; 50 rows are too"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight cannot have 50 rows: its rows \[3, 90\] are"):
         resize_vocabulary(_adapted("rows"), 50)
+
+
+def test_adapters_of_other_types_say_how_they_change():
+    class Shifted(ql.AdaptedArray):
+        shift: jax.Array
+
+        def materialise(self):
+            return ql.materialise(self.base) + self.shift[:, None]
+
+    class Resized(Shifted):
+        def resized(self, axis, resize):
+            return self.replace(w=resize(self.w, axis), shift=resize(self.shift, axis))
+
+    x = Resized(normal(7, 4), normal(7, seed=1))
+    for n in (5, 9):
+        (y,) = resize_vocabulary({"embed_tokens.weight": x}, n).values()
+        assert (type(y), y.shape) == (Resized, (n, 4))
+        np.testing.assert_array_equal(y.merged()[:5], x.merged()[:5])
+        np.testing.assert_allclose(y.shift[7:], np.broadcast_to(np.mean(x.shift), max(n - 7, 0)), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is a Shifted, which gets no new rows"):
+        resize_vocabulary({"embed_tokens.weight": Shifted(x.w, x.shift)}, 9)
 
 
 @pytest.mark.quick(1)

@@ -78,6 +78,7 @@ def test_gradients_pass_through_the_rounding(scheme):
     )
 
 
+@pytest.mark.slow
 def test_scales_that_are_trained():
     model = ql.train_scales(
         ql.quantize(eqx.nn.Linear(64, 32, key=jax.random.key(0)), "int8", activations="int8")
@@ -163,6 +164,7 @@ def test_sparse_weights_are_refused():
         ql.quantize(model, "int8", activations="int8")
 
 
+@pytest.mark.slow
 def test_balanced_layers_lose_less():
     """A few inputs are much larger than the others, as in large language models."""
     model = [eqx.nn.LayerNorm(64), eqx.nn.Linear(64, 64, key=jax.random.key(0))]

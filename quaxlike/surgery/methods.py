@@ -1,0 +1,238 @@
+"""How adapters of published methods begin: functions for `adapt`, by the names of their methods.
+
+`make(w, *, key, layout, **options)` puts a new adapter on a weight. It adds nothing at first. Options, their
+defaults and initial values are those of PEFT, but for C³A and FourierFT, which begin at zero here.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays.adapters import (
+    AdaLoRAArray,
+    BOFTArray,
+    C3AArray,
+    DeLoRAArray,
+    FourierFTArray,
+    GraLoRAArray,
+    HiRAArray,
+    HRAArray,
+    IA3Array,
+    LoHaArray,
+    LoKrArray,
+    MiSSArray,
+    OFTArray,
+    RandLoRAArray,
+    SHiRAArray,
+    VeRAArray,
+)
+from ..arrays.dot_axes import in_float32
+from ..arrays.sparse import SparseArray
+from ..core.values import materialise
+from .weight_axes import Layout
+
+_Make = Callable[..., Any]
+
+
+class _Weight(NamedTuple):
+    """A weight and the shapes of its batch axes, outputs and inputs."""
+
+    w: Any
+    layout: Layout
+    batch: tuple[int, ...]
+    out: tuple[int, ...]
+    into: tuple[int, ...]
+    dtype: Any
+    """Of the parts: the weight's, or float32 for 16-bit weights."""
+    keys: Any
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.out)
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.into)
+
+    def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
+        return kind(
+            self.w, *parts, out_axes=self.layout.out_axes, in_axes=self.layout.in_axes, **options
+        )  # fmt: skip
+
+    def zeros(self, *shape: int) -> jax.Array:
+        return jnp.zeros((*self.batch, *shape), self.dtype)
+
+    def ones(self, *shape: int) -> jax.Array:
+        return jnp.ones((*self.batch, *shape), self.dtype)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> jax.Array:
+        return scale * jax.random.normal(next(self.keys), (*self.batch, *shape), self.dtype)
+
+    def kaiming(self, *shape: int, fan_in: int) -> jax.Array:
+        """PyTorch's `kaiming_uniform_(a=sqrt(5))`."""
+        bound = fan_in**-0.5
+        return jax.random.uniform(next(self.keys), (*self.batch, *shape), self.dtype, -bound, bound)
+
+    def must_divide(self, method: str, option: str, n: int, *sizes: int) -> None:
+        if n < 1 or any(size % n for size in sizes):
+            found = " and ".join(map(str, sizes))
+            raise ValueError(f"{method} needs {option} that divides {found}; found {n}.")
+
+
+#: The functions that need no more arguments, by the names of their methods.
+METHODS: dict[str, _Make] = {}
+
+
+def _method(start: Callable[..., Any]) -> _Make:
+    """`make` from a function of a `_Weight` and options."""
+
+    @functools.wraps(start)
+    def make(w: Any, *, key: Any, layout: Layout, **options: Any) -> Any:
+        shape = tuple(w.shape)
+        out, into = (tuple(shape[axis] for axis in axes) for axes in (layout.out_axes, layout.in_axes))
+        keys = iter(() if key is None else jax.random.split(key, 4))
+        weight = _Weight(w, layout, layout.batch_shape(shape), out, into, in_float32(w.dtype), keys)
+        return start(weight, **options)
+
+    _, *own = inspect.signature(start).parameters.values()
+    named = [inspect.Parameter("w", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    named += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("key", "layout")]
+    make.__signature__ = inspect.Signature([*named, *own])  # pyright: ignore[reportAttributeAccessIssue]
+    if all(option.default is not option.empty for option in own):
+        METHODS[start.__name__] = make
+    return make
+
+
+@_method
+def ia3(x: _Weight, *, of_inputs: bool = False) -> IA3Array:
+    """A factor of one for each output, or `of_inputs`. The bias is left as it is, which PEFT scales, too."""
+    return x.on(IA3Array, **({"inputs": x.ones(*x.into)} if of_inputs else {"outputs": x.ones(*x.out)}))
+
+
+@_method
+def oft(x: _Weight, *, block_size: int = 32) -> OFTArray:
+    of_outputs = x.layout.kind == "embedding"
+    size = x.outputs if of_outputs else x.inputs
+    x.must_divide("OFT", "a block_size", block_size, size)
+    skew = x.zeros(size // block_size, block_size * (block_size - 1) // 2)
+    return x.on(OFTArray, skew, of_outputs=of_outputs)
+
+
+@_method
+def boft(x: _Weight, *, block_size: int = 4, n_butterfly_factor: int = 1) -> BOFTArray:
+    x.must_divide("BOFT", "a block_size", block_size, x.inputs)
+    blocks = x.zeros(n_butterfly_factor, x.inputs // block_size, block_size, block_size)
+    return x.on(BOFTArray, blocks, x.ones(*x.out))
+
+
+@_method
+def hra(x: _Weight, *, rank: int = 8) -> HRAArray:
+    """Random reflections in pairs, which undo each other."""
+    if rank % 2 or rank < 2:
+        raise ValueError(f"HRA begins with pairs of reflections; found a rank of {rank}.")
+    return x.on(HRAArray, jnp.repeat(x.kaiming(x.inputs, rank // 2, fan_in=rank // 2), 2, axis=-1))
+
+
+@_method
+def loha(x: _Weight, *, rank: int = 8, alpha: float = 8) -> LoHaArray:
+    a, b_1, b_2 = x.normal(x.outputs, rank, scale=0.1), x.normal(rank, x.inputs), x.normal(rank, x.inputs)
+    return x.on(LoHaArray, a, b_1, x.zeros(x.outputs, rank), b_2, scaling=alpha / rank)
+
+
+@_method
+def lokr(x: _Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int = -1) -> LoKrArray:
+    (o_1, o_2), (i_1, i_2) = (_two_factors(n, decompose_factor) for n in (x.outputs, x.inputs))
+    options: dict[str, Any] = {"alpha": float(alpha), "rank": rank}
+    if rank >= max(o_2, i_2) / 2:
+        return x.on(LoKrArray, x.zeros(o_1, i_1), x.kaiming(o_2, i_2, fan_in=i_2), **options)
+    second, second_b = x.kaiming(o_2, rank, fan_in=rank), x.kaiming(rank, i_2, fan_in=i_2)
+    return x.on(LoKrArray, x.zeros(o_1, i_1), second, second_b=second_b, **options)
+
+
+def _two_factors(n: int, limit: int) -> tuple[int, int]:
+    """Two factors of `n`: as near to each other as can be, or the first at most `limit`."""
+    if limit > 0 and n % limit == 0:
+        return limit, n // limit
+    most = math.isqrt(n) if limit <= 0 else min(math.isqrt(n), limit)
+    first = next(m for m in range(most, 0, -1) if n % m == 0)
+    return first, n // first
+
+
+@_method
+def hira(x: _Weight, *, rank: int = 32) -> HiRAArray:
+    return x.on(HiRAArray, x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank))
+
+
+@_method
+def shira(x: _Weight, *, rank: int = 32) -> SHiRAArray:
+    """Random elements, as many as LoRA of this rank trains."""
+    n, size = rank * (x.outputs + x.inputs), x.outputs * x.inputs
+    if x.batch or not 0 < n <= size:
+        raise ValueError(
+            f"SHiRA of rank {rank} trains {n} elements of one matrix; found a weight of shape {x.w.shape}."
+        )
+    at = jnp.sort(jax.random.permutation(next(x.keys), size)[:n])
+    places = jnp.stack([at // x.inputs, at % x.inputs], axis=-1)
+    return x.on(SHiRAArray, SparseArray.from_coo(x.zeros(n), places, (x.outputs, x.inputs)))
+
+
+@_method
+def c3a(x: _Weight, *, block_size: int = 256) -> C3AArray:
+    x.must_divide("C³A", "a block_size", block_size, x.outputs, x.inputs)
+    return x.on(C3AArray, x.zeros(x.outputs // block_size, x.inputs // block_size, block_size))
+
+
+@_method
+def fourierft(x: _Weight, *, n_frequency: int = 1000, scaling: float = 150.0) -> FourierFTArray:
+    size = x.outputs * x.inputs
+    if not 0 < n_frequency <= size:
+        raise ValueError(f"FourierFT takes an n_frequency from 1 to {size}; found {n_frequency}.")
+    places = jax.random.permutation(next(x.keys), size)[:n_frequency].astype(jnp.int32)
+    places = jnp.broadcast_to(places, (*x.batch, n_frequency))
+    return x.on(FourierFTArray, x.zeros(n_frequency), places, scaling=scaling)
+
+
+@_method
+def adalora(x: _Weight, *, rank: int = 12, alpha: float = 8) -> AdaLoRAArray:
+    a, b = x.normal(rank, x.inputs, scale=0.02), x.normal(x.outputs, rank, scale=0.02)
+    return x.on(AdaLoRAArray, a, b, x.zeros(rank), scaling=alpha / (rank + 1e-5))
+
+
+@_method
+def delora(x: _Weight, *, rank: int = 8, strength: float = 15.0) -> DeLoRAArray:
+    w = jnp.asarray(materialise(x.w)).astype(x.dtype)
+    norms = jnp.sqrt(jnp.sum(w * w, axis=tuple(x.layout.out_axes)))
+    a, b = x.kaiming(rank, x.inputs, fan_in=x.inputs), x.zeros(x.outputs, rank)
+    return x.on(DeLoRAArray, a, b, strength * x.ones(), norms.reshape(*x.batch, x.inputs))
+
+
+@_method
+def miss(x: _Weight, *, rank: int = 64) -> MiSSArray:
+    return x.on(MiSSArray, x.zeros(rank, x.outputs))
+
+
+@_method
+def gralora(x: _Weight, *, rank: int = 32, alpha: float = 64, k: int = 2) -> GraLoRAArray:
+    x.must_divide("GraLoRA", "a k", k, rank, x.outputs, x.inputs)
+    a = x.kaiming(k, x.inputs // k, rank, fan_in=x.inputs // k)
+    return x.on(GraLoRAArray, a, x.zeros(k, rank, x.outputs // k), scaling=alpha / rank)
+
+
+@_method
+def vera(x: _Weight, *, a: Any, b: Any, d_initial: float = 0.1) -> VeRAArray:
+    """With the random matrices `a` and `b` that all layers share: see `VeRAArray`."""
+    return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out))
+
+
+@_method
+def randlora(x: _Weight, *, a: Any, b: Any, alpha: float = 640) -> RandLoRAArray:
+    """With the random matrices `a` and `b` that all layers share: see `RandLoRAArray`."""
+    rank, few = a.shape[0], min(x.outputs, x.inputs)
+    bases = math.ceil(few / rank)
+    gamma = x.ones(bases, few) / max(x.outputs, x.inputs)
+    return x.on(RandLoRAArray, a, b, x.zeros(rank, bases), gamma, scaling=alpha / rank)

@@ -1,0 +1,97 @@
+"""How adapters of published methods begin: they add nothing, and have PEFT's numbers of parameters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.arrays import adapters
+from quaxlike.arrays.adapters import MethodArray
+from quaxlike.surgery import methods
+from quaxlike.surgery.methods import METHODS
+from tests.samples import normal
+
+KEY = jax.random.key(0)
+# For a weight of 6 outputs and 8 inputs: options, and how many numbers are trained.
+STARTS = {
+    "ia3": ({}, 6),
+    "ia3, inputs": ({"of_inputs": True}, 8),
+    "oft": ({"block_size": 4}, 2 * 6),
+    "boft": ({"n_butterfly_factor": 2}, 2 * 2 * 16 + 6),
+    "hra": ({"rank": 4}, 8 * 4),
+    "loha": ({"rank": 2}, 2 * 2 * (6 + 8)),
+    "lokr": ({"rank": 1}, 2 * 2 + 3 + 4),
+    "lokr, full": ({"rank": 4}, 2 * 2 + 3 * 4),
+    "hira": ({"rank": 2}, 2 * (6 + 8)),
+    "shira": ({"rank": 2}, 2 * (6 + 8)),
+    "c3a": ({"block_size": 2}, 6 * 8 // 2),
+    "fourierft": ({"n_frequency": 5}, 5),
+    "adalora": ({"rank": 3}, 3 * (6 + 8 + 1)),
+    "delora": ({"rank": 3}, 3 * (6 + 8) + 1),
+    "miss": ({"rank": 4}, 4 * 6),
+    "gralora": ({"rank": 4}, 4 * (6 + 8)),
+    "vera": ({"a": normal(3, 8), "b": normal(6, 3, seed=1)}, 3 + 6),
+    "randlora": ({"a": normal(2, 1, 6), "b": normal(8, 3, 2, seed=1)}, 2 * 3 + 3 * 6),
+}
+NO_STACKS = ("shira",)
+
+
+def _make(name):
+    options, count = STARTS[name]
+    return functools.partial(getattr(methods, name.partition(",")[0]), **options), count
+
+
+def test_all_methods_are_here():
+    """And all but two can be named on a command line."""
+    names = {name.partition(",")[0] for name in STARTS}
+    types = [cls for cls in vars(adapters).values() if isinstance(cls, type) and issubclass(cls, MethodArray)]
+    assert names == {cls.__name__.removesuffix("Array").lower() for cls in types if cls is not MethodArray}
+    assert {*METHODS} == names - {"vera", "randlora"}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", STARTS)
+def test_they_add_nothing_and_are_trained(name):
+    make, count = _make(name)
+    half = normal(6, 8).astype(jnp.bfloat16)
+    base = {"a.weight": normal(6, 8), "b.kernel": normal(8, 6), "c.weight": half, "d.kernel": normal(2, 8, 6)}
+    if name in NO_STACKS:
+        del base["d.kernel"]
+    layout = {path: "io" for path in base if path == "d.kernel"}
+    model = ql.adapt(base, make, key=KEY, where=[path[0] for path in base], layout=layout)
+    found = {row.path: row.trainable for row in ql.summary(model).rows}
+    assert found == {path: count * (2 if path == "d.kernel" else 1) for path in base}
+    for path, w in base.items():
+        whole = ql.materialise(model[path])
+        assert (whole.shape, whole.dtype) == (w.shape, w.dtype)
+        rounded = 1e-2 if w.dtype == jnp.bfloat16 else 0
+        np.testing.assert_allclose(whole.astype(float), w.astype(float), rtol=rounded, atol=1e-5)
+        assert model[path].w is w
+        parts = jax.tree.leaves([getattr(model[path], part) for part in model[path].trained()])
+        floating = [part.dtype for part in parts if jnp.issubdtype(part.dtype, jnp.floating)]
+        assert {*floating} == {jnp.dtype("float32")}
+    x = normal(8, seed=3)
+    loss = lambda w: jnp.sum(jnp.sin(ql.quaxify(jnp.matmul)(w, x)))
+    grads = jax.grad(loss, allow_int=True)(model["a.weight"])
+    parts = jax.tree.leaves([getattr(grads, part) for part in model["a.weight"].trained()])
+    assert any(np.any(np.asarray(part)) for part in parts if part.dtype != jax.dtypes.float0)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (functools.partial(methods.oft, block_size=3), "a block_size that divides 8; found 3"),
+        (functools.partial(methods.hra, rank=3), "pairs of reflections; found a rank of 3"),
+        (functools.partial(methods.c3a, block_size=4), "a block_size that divides 6 and 8; found 4"),
+        (functools.partial(methods.gralora, rank=3), "a k that divides 3 and 6 and 8; found 2"),
+        (functools.partial(methods.shira, rank=4), r"trains 56 elements of one matrix; .* shape \(6, 8\)"),
+        (functools.partial(methods.fourierft, n_frequency=0), "n_frequency from 1 to 48; found 0"),
+    ],
+)
+def test_sizes_that_there_are_not(make, message):
+    with pytest.raises(ValueError, match=message):
+        ql.adapt({"a.weight": normal(6, 8)}, make, key=KEY)
