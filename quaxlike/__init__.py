@@ -34,6 +34,7 @@ from .surgery.records import layouts, traced_layouts
 from .surgery.select import select
 from .surgery.stacking import stack_layers, unstack_layers
 from .surgery.summary import summary
+from .surgery.to_lora import to_lora
 from .surgery.trainable import train_scales, trainable
 from .surgery.trees import path_of
 from .surgery.weight_axes import Layout
@@ -121,6 +122,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "trainable",
     "adapt",
     "loraify",
+    "to_lora",
     "with_dropout_key",
     "merge",
     "unmerge",

@@ -41,18 +41,21 @@ def _hi(value):
     return as_hitype(type(value))(value)
 
 
+@pytest.mark.quick(2)
 def test_it_is_one_operand(value):
     closed = jax.make_jaxpr(lambda w, x: w @ x)(_hi(value), X)
     assert [v.aval.shape for v in closed.jaxpr.invars] == [(8, 64), (64,)]
     assert type(value).__name__ in str(jax.typeof(_hi(value)))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, ql.quaxify, lambda f: ql.quaxify(jax.jit(f))])
 def test_operators(value, transform):
     run = transform(lambda w: ql.materialise(getattr(y := w @ X, "value", y)))
     _close(run(_hi(value)), value.materialise() @ X)
 
 
+@pytest.mark.quick(2)
 def test_it_is_returned(value):
     doubled = jax.jit(lambda w: w * 2.0)(_hi(value))
     assert isinstance(doubled, as_hitype(type(value)))
@@ -61,6 +64,7 @@ def test_it_is_returned(value):
     assert jax.tree.structure(made.value) == jax.tree.structure(value)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("around", [lambda f: f, ql.quaxify], ids=["plain", "quaxify"])
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients(value, around, inside):
@@ -160,6 +164,7 @@ def _product(theirs, w):
     return jnp.matmul(_Dense(jax.typeof(theirs))(theirs), w)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "program",
     [

@@ -25,11 +25,12 @@ def dense_matmul(x: Float[Array, "... k"], w: Float[Array, "n k"]) -> Float[Arra
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
-    """`lax.dot_general`, by `dense_matmul` if the larger operand is a matrix whose rows are contracted."""
+    """`lax.dot_general`, by `dense_matmul` in bfloat16 if the larger operand is a matrix whose rows are
+    contracted."""
     axes, batch = dimension_numbers
-    usual = {None, x.dtype} if x.dtype == y.dtype else {None}
+    usual = x.dtype == y.dtype == jnp.bfloat16 and all(value in (None, x.dtype) for value in params.values())
     last = tuple(map(tuple, axes)) == ((x.ndim - 1,), (y.ndim - 1,)) and not any(map(len, batch))
-    if last and max(x, y, key=jnp.size).ndim == 2 and all(value in usual for value in params.values()):
+    if usual and last and max(x, y, key=jnp.size).ndim == 2:
         return dense_matmul(x, y) if y.size >= x.size else jnp.moveaxis(dense_matmul(y, x), -1, 0)
     return lax.dot_general(x, y, dimension_numbers, **params)
 

@@ -384,7 +384,7 @@ def test_damaged_tensors(name, damaged, bases):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"peft_type": "IA3"}, "'peft_type': expected 'LORA', found 'IA3'"),
+        ({"peft_type": "BONE"}, "'peft_type': expected one of 'LORA', .*; found 'BONE'"),
         ({"use_qalora": True}, "'use_qalora': True is not supported"),
         ({"layer_replication": [[0, 1]]}, "'layer_replication'"),
         (

@@ -149,7 +149,7 @@ def _field(name, node):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda m: m.update(version=2), r"'version': the manifest is of version 2, this is for version 1"),
+        (lambda m: m.update(version=2), r"'version': the manifest is of version 2, of quaxlike"),
         (lambda m: m.pop("version"), r"'version': the manifest is of version None"),
         (lambda m: m.update(values=[]), r"'values': the manifest must hold an object"),
         (lambda m: m["values"].update(w=3), r"'w': cannot be rebuilt: expected an object, found int"),
