@@ -87,7 +87,7 @@ def _dot(x, w_axes, x_axes, batch=((), ()), *, left=True):
     return program
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_products_from_both_sides_over_outputs_and_inputs(name, layout):
@@ -103,7 +103,7 @@ def test_products_from_both_sides_over_outputs_and_inputs(name, layout):
     np.testing.assert_allclose(turned.materialise(), jnp.swapaxes(w.materialise(), 0, -1), atol=1e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [(), (5,)], ids=["one base", "stacked bases"])
 @pytest.mark.parametrize("name", NAMES)
 def test_several_on_one_weight_or_on_stacked_ones(name, base):
@@ -261,7 +261,7 @@ def test_each_sample_chooses_one_of_several():
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sum", "rotated", "OFT", "HiRA", "LoKr"])
 def test_numbers_multiply_the_base(name):
     w, x = _methods(_x(4, 6, seed=9))[name], normal(6)

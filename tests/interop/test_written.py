@@ -59,6 +59,7 @@ def test_adapters(folder):
             np.testing.assert_allclose(again[name].materialise(), w.materialise(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_states_of_optimisers(folder):
     state = written.optimiser_state()
     found = safetensors.load(folder / "optimiser.safetensors", state)

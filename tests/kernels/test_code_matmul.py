@@ -43,6 +43,7 @@ def test_the_product_of_rounded_rows(activations, groups):
     assert np.all(np.abs(rounded - x) <= step * 1.0001 + np.abs(x).max(-1, keepdims=True) * 2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
 def test_derivatives_are_those_without_rounding(activations):
     """Of inputs and of scales, forwards and backwards."""

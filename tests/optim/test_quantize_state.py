@@ -190,6 +190,7 @@ def test_trained_scales_are_not_taken_for_moments():
     assert set(rounded(state)) == {f"inner_state.0.{x}.weight.scale.scale" for x in ("mu", "nu")}
 
 
+@pytest.mark.slow
 def test_rounding_at_random_keeps_small_changes():
     """The mean of a block whose steps are larger than the changes."""
     gradient = {"w": jnp.where(jnp.arange(64 * 256).reshape(64, 256) % 32 == 0, 100.0, 0.1)}

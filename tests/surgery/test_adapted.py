@@ -371,6 +371,7 @@ def test_other_axes_make_it_dense(program):
     _close(out, program(STACK.materialise()))
 
 
+@pytest.mark.slow
 def test_gradients_through_stacks_and_lookups():
     """By every leaf that is trained, and the plain weight among them."""
     v = normal(5, 4, seed=7)

@@ -51,7 +51,7 @@ def test_products_are_those_of_codes(scheme):
     assert two < {"int8": 0.02, "fp8": 0.08}[scheme]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gradients_pass_through_the_rounding(scheme):
     """Those of one layer are those with inputs as they are, for inputs and for an adapter."""
@@ -90,7 +90,7 @@ def test_scales_that_are_trained():
     np.testing.assert_allclose(jax.grad(total)(params).weight.scale[:, 0], wanted, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_in_loops_and_batches(scheme):
     layers = [

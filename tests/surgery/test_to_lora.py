@@ -66,6 +66,7 @@ def _check(lora, x, rank, error, inputs_first=False):
     np.testing.assert_allclose(error, (lost, change), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_closest_change_of_a_rank_and_what_it_loses():
     model = _adapted()
     lora, errors = ql.to_lora(model, 3, rank_pattern={"layers.2": 5})
@@ -93,7 +94,7 @@ def test_it_is_saved_as_a_lora(tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "shape"),
     [("dense.kernel", None, (7, 5)), ("h.0.c_attn.weight", "io", (7, 5)), ("stack.kernel", "io", (3, 7, 5))],
@@ -165,7 +166,7 @@ def _lora(**options):
     return jax.tree.map(leaf, model, is_leaf=ql.is_value)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_lora_of_at_most_the_rank_keeps_its_factors(rslora):
     model = _lora(rslora=rslora, dropout=0.1)
