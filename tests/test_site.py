@@ -2,7 +2,6 @@
 
 import html
 import html.parser
-import importlib
 import pkgutil
 import re
 import subprocess
@@ -26,7 +25,8 @@ def test_every_public_name_is_in_the_reference(module):
     """By a directive of its own, or named in a page."""
     described = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", _PAGES, re.MULTILINE)}
     named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)`", _PAGES))
-    public = set(getattr(importlib.import_module(module), "__all__", ()))
+    imported = pytest.importorskip(module, exc_type=ImportError)  # `test_public` imports every module
+    public = set(getattr(imported, "__all__", ()))
     assert not public - described - named - {"__version__"}
 
 
