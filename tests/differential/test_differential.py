@@ -33,7 +33,7 @@ def test_every_rule(name):
     _no_findings(name, of_each_rule((name,), common, share))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", list(NUMBERS)[1:])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rules_on_other_numbers(name, numbers):
