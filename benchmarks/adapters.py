@@ -270,8 +270,8 @@ It does not tell which way is best for a language model. Where the largest learn
 larger one may be better: C³A divides its numbers by that of the inputs, and learns slowly.
 
 Temporaries are what XLA plans for one step, besides weights, adapters and the optimiser's state. Times are
-medians ({versions}). The rows were measured one after the other, on cores shared with other work: only large
-differences mean something.
+medians ({versions}).
+The rows were measured one after the other: only large differences mean something.
 """
 
 

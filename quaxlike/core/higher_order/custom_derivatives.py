@@ -221,8 +221,8 @@ def custom_derivative(
 
     def fwd(*pairs: Any) -> list[Any]:
         nonlocal structure
-        out, *residuals = hi.vjp_fwd(arguments(pairs[1::2]), *arguments(pairs[::2]))
-        leaves, structure = jtu.tree_flatten(residuals[0])
+        out, residuals = hi.vjp_fwd(arguments(pairs[1::2]), *arguments(pairs[::2]))
+        leaves, structure = jtu.tree_flatten(residuals)
         return [*leaves, *hi.out_tree.flatten_up_to(out)]
 
     def bwd(*flat: Any) -> Any:
