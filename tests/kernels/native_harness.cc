@@ -1,6 +1,7 @@
 // Runs the native products of every instruction set on buffers of exactly their size, which begin at odd addresses,
 // and compares them with values that are read bit by bit. For compilers that check addresses and undefined behaviour.
-#include SOURCE
+#include PRODUCT
+#include CSR
 
 #include <cmath>
 #include <cstdio>
@@ -113,7 +114,42 @@ void compare(Format f, int64_t columns, int64_t m, bool outer) {
 
 }  // namespace
 
+void compare_csr(int64_t rows, int64_t columns, int64_t elements, int64_t m, bool wild) {
+  std::vector<float> data(elements), x(m * columns), y(m * rows, -1);
+  std::vector<int32_t> column(elements), row_ptr(rows + 1);
+  for (auto* values : {&data, &x}) for (auto& v : *values) v = random_number() % 64 / 32.f - 1;
+  for (auto& k : column) k = wild ? int32_t(random_number()) : random_number() % (columns + 1);  // `columns`: none
+  for (auto& end : row_ptr) end = wild ? int32_t(random_number()) : random_number() % (elements + 1);
+  if (!wild) std::sort(row_ptr.begin(), row_ptr.end());
+  const Csr w{data.data(), column.data(), row_ptr.data(), rows, columns, elements};
+  std::vector<float> fours(up(m, 4) * 4 * columns);
+  for (int64_t p = 0; p < m; p++)
+    for (int64_t k = 0; k < columns; k++) fours[(p / 4 * columns + k) * 4 + p % 4] = x[p * columns + k];
+  for (int64_t p = 0; p < m; p += 4)
+    multiply_rows<4>(w, fours.data() + p * columns, std::min<int64_t>(4, m - p), y.data() + p * rows, 0, rows);
+  std::vector<float> first(rows);
+  if (m) multiply_rows<1>(w, x.data(), 1, first.data(), 0, rows);
+  for (int64_t p = 0; p < m && !wild; p++)
+    for (int64_t n = 0; n < rows; n++) {
+      double sum = 0, size = 0;
+      for (int64_t i = row_ptr[n]; i < row_ptr[n + 1]; i++)
+        if (column[i] < columns) {
+          sum += double(data[i]) * x[p * columns + column[i]], size += std::abs(data[i]);
+        }
+      for (const float found : {y[p * rows + n], p ? y[p * rows + n] : first[n]})
+        if (!(std::abs(found - sum) <= 1e-6 * (1 + size))) {
+          failures++;
+          printf("csr: %d rows, %d columns, %d elements\n", int(rows), int(columns), int(elements));
+        }
+    }
+}
+
 int main() {
+  for (const int64_t rows : {0, 1, 5, 9})
+    for (const int64_t columns : {0, 1, 7, 33})
+      for (const int64_t elements : {0, 1, 6, 40, 301})
+        for (const int64_t m : {0, 1, 3, 4, 6})
+          for (const bool wild : {false, true}) compare_csr(rows, columns, elements, m, wild);
   for (const int64_t rows : {0, 1, 5, 9})
     for (const int64_t columns : {0, 1, 7, 16, 33, 64, 100, 144})
       for (const int64_t m : {0, 1, 3, 6, 17})

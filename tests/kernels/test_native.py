@@ -135,6 +135,28 @@ def test_each_device_runs_it(use_native, rows):
         assert relative_error(y, np.float64(x) @ w.dense.T) < 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(), (2, 3), (40,)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sparse_weights(use_native, rows, dtype):
+    """Forward, backward and batched; more rows of `x` are left to Eigen."""
+    dense = np.where(np.random.default_rng(0).random((37, 64)) < 0.1, normal(37, 64), 0)
+    w = ql.SparseArray.from_dense(jnp.asarray(dense, dtype))
+    x, times = normal(*rows, 64, seed=1, dtype=dtype), ql.quaxify(lambda w, x: x @ w.T)
+    exact, limit = np.float64(ql.materialise(w).astype("float32")), 1e-6 if dtype == "float32" else 1e-2
+    y, d_x = np.float64(x) @ exact.T, 2 * np.float64(x) @ exact.T @ exact
+    loss = lambda data, x: jnp.sum(times(w.replace(data=data), x).astype("float32") ** 2)
+    few = "quaxlike_csr_multiply" in jax.jit(times).lower(w, x).as_text()
+    assert few == (rows != (40,))
+    assert relative_error(jax.jit(times)(w, x), y) < limit
+    data, found = jax.jit(jax.grad(loss, (0, 1)))(w.data, x)
+    assert relative_error(found, d_x) < limit
+    d_dense = 2 * y.reshape(-1, 37).T @ np.float64(x).reshape(-1, 64)
+    assert relative_error(ql.materialise(w.replace(data=data)), np.where(dense, d_dense, 0)) < limit
+    batch = jnp.stack([x, -x])
+    assert relative_error(jax.vmap(times, (None, 0))(w, batch), [y, -y]) < limit
+
+
 def _choice(w, x):
     (note,) = [note for row in ql.explain(_times(w)[0])(x, w).rules for note in row.notes]
     return note
@@ -249,9 +271,10 @@ def test_the_library_is_for_one_source_and_jaxlib(monkeypatch, unloaded):
 @pytest.mark.slow
 def test_the_source_under_sanitizers(built, tmp_path):
     """All instruction sets of this processor, on buffers of exactly their size."""
-    program, source = tmp_path / "harness", Path(library.__file__).with_name("product.cc")
+    program, folder = tmp_path / "harness", Path(library.__file__).parent
     flags = ["-std=c++17", "-O1", "-w", "-pthread", "-ffp-contract=fast", "-fno-sanitize-recover=undefined"]
-    flags += ["-fsanitize=address,undefined", f'-DSOURCE="{source}"', f"-I{jax.ffi.include_dir()}"]
+    flags += ["-fsanitize=address,undefined", f"-I{jax.ffi.include_dir()}"]
+    flags += [f'-DPRODUCT="{folder / "product.cc"}"', f'-DCSR="{folder / "csr.cc"}"']
     harness = Path(__file__).with_name("native_harness.cc")
     subprocess.run([*library._compiler(), *flags, str(harness), "-o", str(program)], check=True)
     run = subprocess.run([str(program)], capture_output=True, text=True)

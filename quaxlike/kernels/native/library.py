@@ -21,7 +21,7 @@ import jaxlib
 
 from ..._checked import checked
 
-_SOURCE = Path(__file__).with_name("product.cc")
+_SOURCES = [Path(__file__).with_name(name) for name in ("product.cc", "csr.cc", "share.h")]
 _FLAGS = ("-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
 _COMMAND = "`python -m quaxlike.kernels.native`"
@@ -66,7 +66,7 @@ def library() -> Library | str:
         loaded = ctypes.CDLL(str(path))
     except (NativeError, OSError) as error:
         return f"the native products could not be loaded: {error}"
-    for name in ("multiply", "decode"):
+    for name in ("multiply", "decode", "csr_multiply"):
         function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
         jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
     loaded.quaxlike_set.restype = ctypes.c_char_p
@@ -83,7 +83,8 @@ def built_path() -> Path:
     """The file of the library for this source, jaxlib and processor; whether or not it is there."""
     version: Any = jaxlib.__version__
     key = [*_FLAGS, version, sys.platform, platform.machine()]
-    digest = hashlib.sha256(_SOURCE.read_bytes() + "\0".join(key).encode()).hexdigest()
+    sources = b"".join(source.read_bytes() for source in _SOURCES)
+    digest = hashlib.sha256(sources + "\0".join(key).encode()).hexdigest()
     return folder() / f"product-{digest[:24]}.so"
 
 
@@ -125,7 +126,8 @@ def build(*, again: bool = False) -> Built:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=path.parent) as own:  # in the same folder, for `replace`
         out = Path(own) / path.name
-        command = [*compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(out)]
+        units = [str(source) for source in _SOURCES if source.suffix == ".cc"]
+        command = [*compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", *units, "-o", str(out)]
         try:
             run = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:

@@ -8,23 +8,14 @@
 // The part below `#else` is compiled once for each instruction set: the file includes itself. Vectors are those of
 // GCC and Clang, so that only unpacking and looking up differ between instruction sets.
 #ifndef QL_NAME
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <mutex>
 #include <numeric>
 #include <vector>
-#include "xla/ffi/api/ffi.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
+#include "share.h"
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 namespace {
-namespace ffi = xla::ffi;
 // How numbers are stored. Of bytes that hold two, the scale is in the low half.
 enum Kind { kFloat32, kBfloat16, kFloat16, kUint8, kInt8, kE4m3, kE8m0, kE8m0Half, kLow, kHigh, kMapped };
 enum Scales { kByType, kE4m3Bytes, kE8m0Bytes, kE8m0HalfBytes, kNibbles, kNested };  // as product.py numbers them
@@ -48,7 +39,6 @@ struct Weight {
   alignas(64) float values[256];
 };
 
-inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Sets what follows from shapes; returns whether operands fit each other, so that nothing is read beyond them.
 bool complete(Weight& w) {
   const Format& f = w.format;
@@ -145,34 +135,6 @@ std::vector<const Set*> sets() {
   return found;
 }
 const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
-// Threads that run XLA's programs take numbers below 2**-126 for zero; scales may be so small.
-struct KeepsSubnormals {
-#if defined(__x86_64__)
-  unsigned before = _mm_getcsr();
-  KeepsSubnormals() { _mm_setcsr(before & ~0x8040u); }
-  ~KeepsSubnormals() { _mm_setcsr(before); }
-#endif
-};
-
-// Runs `work(begin, end)` for parts of the rows, on this thread and on those of the pool that are free. This thread
-// takes every part that no other has begun, so that it never waits for one that is not running.
-template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);
-  const int64_t part = up(std::max(up(rows, 4 * threads), least), 4) * 4, parts = up(rows, part);
-  struct State { std::atomic<int64_t> next{0}; std::mutex mutex; std::condition_variable all; int64_t done = 0; };
-  auto state = std::make_shared<State>();
-  std::function<void()> run = [=] {
-    KeepsSubnormals kept;
-    int64_t done = 0;
-    for (int64_t i; (i = state->next++) < parts; done++) work(i * part, std::min(rows, (i + 1) * part));
-    const std::lock_guard<std::mutex> lock(state->mutex);
-    if ((state->done += done) == parts) state->all.notify_one();
-  };
-  for (int64_t i = 1; i < std::min(threads, parts); i++) pool.Schedule(std::function<void()>(run));
-  run();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->all.wait(lock, [&] { return state->done == parts; });
-}
 bool read_weight(const ffi::RemainingArgs& args, const Format& format, int64_t columns, Weight& w) {
   Numbers codes, *all[] = {&codes, &w.table, &w.scale, &w.outer, &w.zero, &w.outer_zero, &w.map};
   const ffi::DataType types[] = {ffi::DataType::F32, ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::U8,

@@ -1,0 +1,44 @@
+// What the handlers of XLA's FFI have in common: rows that are shared out to threads.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include "xla/ffi/api/ffi.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+namespace {
+namespace ffi = xla::ffi;
+inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Threads that run XLA's programs take numbers below 2**-126 for zero; scales may be so small.
+struct KeepsSubnormals {
+#if defined(__x86_64__)
+  unsigned before = _mm_getcsr();
+  KeepsSubnormals() { _mm_setcsr(before & ~0x8040u); }
+  ~KeepsSubnormals() { _mm_setcsr(before); }
+#endif
+};
+
+// Runs `work(begin, end)` for parts of the rows, on this thread and on those of the pool that are free. This thread
+// takes every part that no other has begun, so that it never waits for one that is not running.
+template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);
+  const int64_t part = up(std::max(up(rows, 4 * threads), least), 4) * 4, parts = up(rows, part);
+  struct State { std::atomic<int64_t> next{0}; std::mutex mutex; std::condition_variable all; int64_t done = 0; };
+  auto state = std::make_shared<State>();
+  std::function<void()> run = [=] {
+    KeepsSubnormals kept;
+    int64_t done = 0;
+    for (int64_t i; (i = state->next++) < parts; done++) work(i * part, std::min(rows, (i + 1) * part));
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    if ((state->done += done) == parts) state->all.notify_one();
+  };
+  for (int64_t i = 1; i < std::min(threads, parts); i++) pool.Schedule(std::function<void()>(run));
+  run();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all.wait(lock, [&] { return state->done == parts; });
+}
+}  // namespace
