@@ -202,7 +202,8 @@ for module in pkgutil.iter_modules(importlib.import_module("quaxlike.arrays").__
     importlib.import_module(module.name)
     if module.name.endswith(".pairs"):  # which is for types of other modules
         continue
-    mine = [cls for cls in types() if cls.__module__.startswith(module.name)]
+    subject = module.name.removesuffix("_rules")  # adapted_rules are those of adapted
+    mine = [cls for cls in types() if cls.__module__.startswith(subject)]
     own = {rule for cls in mine for rule in rules_for(cls)}
     here = [rule for rule in set(GLOBAL) - before if rule.function.__module__.startswith(module.name)]
     assert set(here) <= own, set(here) - own
