@@ -218,6 +218,8 @@ def test_rows_of_embeddings_are_looked_up_first():
         A.OFTArray(table, _x(2, 6), of_outputs=True, **axes),
         A.HiRAArray(table, _x(2, 1000), _x(8, 2), **axes),
         A.IA3Array(table, 1 + _x(8), **axes),
+        A.ScaledArray(table, 1 + _x(8), 1 + _x(1000), **axes),
+        A.SumArray(table, ql.LoraArray(_x(8, 1000), _x(2, 1000), _x(8, 2), alpha=1), **axes),
         A.RotatedArray(
             _x(50, 2, 4), BlockDiagonalMatrix(_x(2, 4, 4)), of_outputs=True, out_axes=(-2, -1), in_axes=(-3,)
         ),

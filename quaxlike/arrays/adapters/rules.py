@@ -18,6 +18,7 @@ from ...core.values import ArrayValue, is_value
 from ...kernels import dense_matmul
 from .. import precedence
 from ..adapted import labels_of, matrix_labels, with_trainable_base
+from ..adapted_rules import Lookup, gather_matrices
 from ..bounds import fill_value_of, filled, fills, in_bounds
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
 from ..factors import is_infinite, reciprocal
@@ -210,7 +211,7 @@ def _transpose(x: Combinator, *, permutation: Sequence[int]):
 
 @register("gather")
 def _gather(
-    x: ScaledArray | RotatedArray | HadamardArray,
+    x: Combinator,
     indices: ArrayLike,
     *,
     dimension_numbers: jax.lax.GatherDimensionNumbers,
@@ -219,7 +220,18 @@ def _gather(
     fill_value: Any,
     **params: Any,
 ):
-    """Looks up rows of the base, and changes these."""
+    """Looks up matrices of a stack, each with its own adapter, or rows of the base, and changes these."""
+    stack = gather_matrices(
+        x,
+        indices,
+        dimension_numbers=dimension_numbers,
+        slice_sizes=slice_sizes,
+        mode=mode,
+        fill_value=fill_value,
+        **params,
+    )
+    if stack is not NotImplemented:
+        return stack
     where = indices, x.shape, dimension_numbers, slice_sizes
     fill = fill_value_of(mode, fill_value, x.dtype)
     # Rows that are filled are so at the end: NaN in them would reach the gradients of all parts.
@@ -227,13 +239,42 @@ def _gather(
     clip = {"mode": jax.lax.GatherScatterMode.CLIP, "fill_value": None}
     params |= clip if masked else {"mode": mode, "fill_value": fill_value}
 
-    def look_up(part: Any) -> Any:
-        return jax.lax.gather(part, indices, dimension_numbers, tuple(slice_sizes), **params)
+    if isinstance(x, SumArray | ScaledArray):
+        mode, fill_value = params.pop("mode"), params.pop("fill_value")
+        lookup = Lookup(x, indices, dimension_numbers, slice_sizes, mode, params)
+        partly = {i for i, size in enumerate(x.shape) if slice_sizes[i] != size}
+        known = partly <= {*dimension_numbers.start_index_map, *dimension_numbers.operand_batching_dims}
+        rows = _rows_of_parts(x, lookup, fill_value) if known else NotImplemented
+    else:
 
-    rows = _changed_rows(x, look_up, dimension_numbers, slice_sizes, jnp.ndim(indices) - 1)
+        def look_up(part: Any) -> Any:
+            return jax.lax.gather(part, indices, dimension_numbers, tuple(slice_sizes), **params)
+
+        rows = _changed_rows(x, look_up, dimension_numbers, slice_sizes, jnp.ndim(indices) - 1)
     if rows is NotImplemented or not masked:
         return rows
     return quaxify(lambda rows: filled(rows, in_bounds(*where), dimension_numbers, fill))(rows)
+
+
+def _rows_of_parts(x: SumArray | ScaledArray, lookup: Lookup, fill_value: Any) -> Any:
+    """The rows of a sum or of scaled weights, from those of the base and of each part."""
+    own, out = dict(labels_of(x)), lookup.out
+
+    def rows_of(part: Any, name: str) -> Any:
+        # Nothing is added to what is filled, nor is it scaled.
+        outside = {"w": fill_value, "delta": 0}.get(name, 1)
+        return quaxify(lambda part: arrange(*lookup(part, own[name], outside), out))(part)
+
+    rows = rows_of(x.base, "w")
+    if isinstance(x, SumArray):
+        ends = [*axes_of(x, x.out_axes), *axes_of(x, x.in_axes)]
+        if len(ends) > 2:
+            return NotImplemented  # the matrix has several axes in one
+        own["delta"] = [*own["delta"][:-2], *ends]
+        return quaxify(add)(rows, rows_of(x.delta, "delta"))
+    for name in (name for name in own if name != "w"):
+        rows = quaxify(multiply)(rows, rows_of(getattr(x, name), name))
+    return rows
 
 
 def _changed_rows(
@@ -254,18 +295,13 @@ def _changed_rows(
         return quaxify(lambda w, factor: multiply(look_up(w), look_up(factor)))(x.base, x.arranged())
     gone = dnums.collapsed_slice_dims
     cut = {*gone, *(i for i, size in enumerate(x.shape) if sizes[i] != size)}
-    changed = {i for name, labels in own.items() if name not in ("w", "rotation") for i in labels}
-    changed |= {*x.rotated(), *own["rotation"][:-2]} if isinstance(x, RotatedArray) else set()
+    changed = {*x.rotated(), *own["rotation"][:-2]}
     if dnums.operand_batching_dims or changed & cut:
         return NotImplemented
     out = list(range(n, n + n_new))
     for position, label in zip(dnums.offset_dims, [i for i in range(n) if i not in gone], strict=True):
         out.insert(position, label)
     rows = quaxify(look_up)(x.base)
-    if isinstance(x, ScaledArray):
-        for factor in (name for name in own if name != "w"):
-            rows = quaxify(multiply)(rows, arrange(getattr(x, factor), own[factor], out))
-        return rows
 
     def turned(rows: Any, rotation: Any) -> Any:
         columns, dtype = x.rotated(), common_dtype(rows, rotation)
