@@ -1,6 +1,8 @@
 """The native products of CPUs: values, derivatives and transforms; formats they take; how they are built."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -266,6 +268,35 @@ def test_the_library_is_for_one_source_and_jaxlib(monkeypatch, unloaded):
     first = library.built_path()
     monkeypatch.setattr(library.jaxlib, "__version__", "0.0.1")
     assert library.built_path() != first
+
+
+@pytest.mark.slow
+def test_a_wheel_is_found_by_import(unloaded, tmp_path, capsys):
+    """Installed apart, for a process whose cache is empty and which has no compiler."""
+    assert command.main(["--wheel", str(tmp_path / "wheels")]) == 0
+    (wheel,) = (tmp_path / "wheels").glob("quaxlike_cpu-*-py3-none-*.whl")
+    assert str(wheel) in capsys.readouterr().out
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"]
+    subprocess.run([*install, str(site), str(wheel)], check=True)
+    code = """
+import jax.numpy as jnp, quaxlike as ql
+from quaxlike.kernels import native
+native.prepare(print)
+w, x = ql.NF4Array.quantize(jnp.eye(64)), jnp.ones((1, 64))
+print(ql.explain(ql.quaxify(lambda x, w: x @ w.T))(x, w), ql.quaxify(jnp.matmul)(x, w).sum())
+"""
+    paths = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert " on native: codes are multiplied" in run.stdout
+    assert run.stdout.endswith(" 64.0\n")
+    assert not unloaded.exists()
 
 
 @pytest.mark.slow

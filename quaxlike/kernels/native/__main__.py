@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from .library import Library, NativeError, build, library
+from .wheel import write_wheel
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,8 +16,17 @@ def main(argv: list[str] | None = None) -> int:
         "compiler, into the user's cache. Programs find them there; QUAXLIKE_NATIVE=0 turns them off.",
     )
     parser.add_argument("--again", action="store_true", help="compile even if it is there")
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        metavar="DIR",
+        help="write the library to this folder as a wheel, quaxlike-cpu, for machines without a compiler",
+    )
     arguments = parser.parse_args(argv)
     try:
+        if arguments.wheel is not None:
+            print(f"Written: {write_wheel(arguments.wheel)}")
+            return 0
         built = build(again=arguments.again)
     except NativeError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)

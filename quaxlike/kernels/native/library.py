@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -24,6 +25,7 @@ from ..._checked import checked
 _SOURCES = [Path(__file__).with_name(name) for name in ("product.cc", "csr.cc", "share.h")]
 _FLAGS = ("-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
+PACKAGE = "quaxlike_cpu"
 _COMMAND = "`python -m quaxlike.kernels.native`"
 
 
@@ -59,16 +61,17 @@ def library() -> Library | str:
     if os.environ.get("QUAXLIKE_NATIVE") == "0":
         return "native products are turned off by QUAXLIKE_NATIVE=0"
     path = built_path()
-    if not path.is_file():
-        return f"the native products are not compiled; {_COMMAND} does it"
     try:
-        _check_own(path.parent, path)
+        if path.is_file():
+            _check_own(path.parent, path)
+        elif (path := installed_path()) is None:
+            return f"the native products are not compiled; {_COMMAND} does it"
         loaded = ctypes.CDLL(str(path))
-    except (NativeError, OSError) as error:
+        for name in ("multiply", "decode", "csr_multiply"):
+            function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
+            jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
+    except (NativeError, OSError, RuntimeError) as error:  # the last from XLA, for another version of its FFI
         return f"the native products could not be loaded: {error}"
-    for name in ("multiply", "decode", "csr_multiply"):
-        function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
-        jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
     loaded.quaxlike_set.restype = ctypes.c_char_p
     return Library(path, loaded.quaxlike_set().decode())
 
@@ -82,10 +85,27 @@ def folder() -> Path:
 def built_path() -> Path:
     """The file of the library for this source, jaxlib and processor; whether or not it is there."""
     version: Any = jaxlib.__version__
-    key = [*_FLAGS, version, sys.platform, platform.machine()]
+    return folder() / _name(version, sys.platform, platform.machine())
+
+
+def installed_path() -> Path | None:
+    """The file in the wheel `quaxlike-cpu`, if one that is compiled from this source is installed."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).with_name(packed_name())
+    return path if path.is_file() else None
+
+
+def packed_name() -> str:
+    """The name of the library's file in a wheel, which is for one platform and any jaxlib."""
+    return _name()
+
+
+def _name(*key: str) -> str:
     sources = b"".join(source.read_bytes() for source in _SOURCES)
-    digest = hashlib.sha256(sources + "\0".join(key).encode()).hexdigest()
-    return folder() / f"product-{digest[:24]}.so"
+    digest = hashlib.sha256(sources + "\0".join((*_FLAGS, *key)).encode()).hexdigest()
+    return f"product-{digest[:24]}.so"
 
 
 @checked
@@ -126,25 +146,36 @@ def build(*, again: bool = False) -> Built:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=path.parent) as own:  # in the same folder, for `replace`
         out = Path(own) / path.name
-        units = [str(source) for source in _SOURCES if source.suffix == ".cc"]
-        command = [*compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", *units, "-o", str(out)]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise NativeError(f"{shlex.join(compiler)} could not be run: {error}") from error
-        if run.returncode:
-            told = "\n".join(run.stderr.splitlines()[:20])
-            raise NativeError(f"The compiler failed ({shlex.join(command)}):\n{told}")
+        compile_to(out)
         out.chmod(0o700)
         out.replace(path)
     library.cache_clear()
     return Built(path, time.perf_counter() - start, shlex.join(compiler))
 
 
+def compile_to(out: Path) -> None:
+    """Compiles the library to a file.
+
+    **Raises:** `NativeError` if there is no C++ compiler, or if it fails.
+    """
+    compiler = _compiler()
+    units = [str(source) for source in _SOURCES if source.suffix == ".cc"]
+    command = [*compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", *units, "-o", str(out)]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise NativeError(f"{shlex.join(compiler)} could not be run: {error}") from error
+    if run.returncode:
+        told = "\n".join(run.stderr.splitlines()[:20])
+        raise NativeError(f"The compiler failed ({shlex.join(command)}):\n{told}")
+
+
 def prepare(tell: Callable[[str], None]) -> None:
     """Compiles the library for a command that multiplies with quantised weights, if it runs on a CPU and the
     library is not there. Tells so in a line, or why it is not compiled."""
     if os.environ.get("QUAXLIKE_NATIVE") == "0" or jax.default_backend() != "cpu":
+        return
+    if installed_path() is not None:
         return
     try:
         if not (path := built_path()).is_file() and _compiler():

@@ -1,0 +1,53 @@
+"""The native library as a wheel of its own, `quaxlike-cpu`, for machines without a compiler."""
+
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from ..._checked import checked
+from ..._version import __version__
+from .library import PACKAGE, NativeError, compile_to, packed_name
+
+_METADATA = f"""Metadata-Version: 2.1
+Name: quaxlike-cpu
+Version: {__version__}
+Summary: Native products for quaxlike on CPUs
+Requires-Python: >=3.11
+License: Apache-2.0
+"""
+
+
+@checked
+def write_wheel(folder: Path) -> Path:
+    """Compiles the native library and packs it as a wheel, for any Python 3 on this platform.
+
+    quaxlike finds it, once installed, by import, if it is compiled from the same source. It uses the
+    instructions of the processor on which it runs. `python -m quaxlike.kernels.native --wheel DIR` does the
+    same.
+
+    **Arguments:**
+
+    - `folder`: where the wheel goes; it is made if it does not exist.
+
+    **Returns:** the path of the wheel. Its tag names the platform as Python does; `auditwheel` and the like
+    make it one that a package index takes.
+
+    **Raises:** `NativeError` if there is no C++ compiler, if it fails, or if the package `wheel` is missing.
+    """
+    try:
+        from wheel.wheelfile import WheelFile
+    except ImportError as error:
+        raise NativeError("The wheel is written by a package that is missing: pip install wheel") from error
+    tag = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+    info = f"{PACKAGE}-{__version__}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{PACKAGE}-{__version__}-{tag}.whl"
+    with tempfile.TemporaryDirectory() as own:
+        library = Path(own) / packed_name()
+        compile_to(library)
+        with WheelFile(path, "w") as wheel:
+            wheel.writestr(f"{PACKAGE}/__init__.py", '"""Native products for quaxlike."""\n')
+            wheel.write(str(library), f"{PACKAGE}/{library.name}")
+            wheel.writestr(f"{info}/METADATA", _METADATA)
+            wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n")
+    return path
