@@ -191,3 +191,93 @@ def test_its_derivative_is_its_own():
     _close(by_theirs, jnp.ones((2, 64)) @ LORA.materialise().T)
     expected = jax.grad(lambda a: jnp.sum(DENSE @ LORA.replace(a=a).materialise()))(LORA.a)
     _close(by_lora, expected)
+
+
+# Rules for a class of high-level primitives
+
+
+class _Halves(hijax.HiPrim):
+    """Two halves of an array, each times a number."""
+
+    def __init__(self, kind, times):
+        half = kind.update(shape=(kind.shape[0] // 2, *kind.shape[1:]))
+        self.in_avals, self.out_aval = (kind,), (half, half)
+        self.params = {"kind": kind, "times": times}
+        super().__init__()
+
+    def expand(self, x):
+        n = x.shape[0] // 2
+        return self.times * x[:n], self.times * x[n:]
+
+    def jvp(self, primals, tangents):
+        return self(*primals), self(*map(hijax.instantiate_zeros, tangents))
+
+    def transpose(self, cts, operand):
+        operand.accum(self.times * jnp.concatenate(list(map(hijax.instantiate_zeros, cts))))
+
+    lin, linearized = hijax.linearize_from_jvp
+    vjp_fwd, vjp_bwd_retval = hijax.vjp_from_jvp
+
+
+def _halves(x, times=3.0):
+    return _Halves(jax.typeof(x), times)(x)
+
+
+def _rule(prim: _Halves, x: ql.LoraArray, *, times, **params):
+    assert (params.keys(), prim.times) == ({"kind"}, times)
+    n = x.shape[0] // 2
+    halves = [x.replace(w=times * w, b=times * b) for w, b in ((x.w[:n], x.b[:n]), (x.w[n:], x.b[n:]))]
+    return tuple(halves)
+
+
+def test_a_rule_for_a_class():
+    rules = ql.RuleSet()
+    assert ql.register(_Halves, rules=rules)(_rule) is _rule
+    run = ql.quaxify(_halves, rules=rules)
+    with ql.on_materialise("error"):
+        for halves in (run(LORA), jax.jit(run)(LORA), ql.quaxify(jax.jit(_halves), rules=rules)(LORA)):
+            assert all(isinstance(x, ql.LoraArray) for x in halves)
+            _close(jnp.concatenate([x.materialise() for x in halves]), 3 * LORA.materialise())
+    # By the rule or by its expansion, the derivative is that of the array.
+    for under in (rules, None):
+        f = ql.quaxify(lambda w: sum(jnp.sum(x**2) for x in _halves(w)), rules=under)
+        with ql.on_materialise("allow"):
+            found = jax.grad(lambda a: ql.materialise(f(LORA.replace(a=a))))(LORA.a)
+        _close(found, jax.grad(lambda a: 9 * jnp.sum(LORA.replace(a=a).materialise() ** 2))(LORA.a))
+
+
+def test_a_rule_that_declines_is_followed_by_the_expansion():
+    rules = ql.RuleSet()
+    ql.register(_Halves, rules=rules)(_declines)
+    with ql.on_materialise("allow"):
+        found = ql.quaxify(_halves, rules=rules)(LORA)
+    _close(jnp.concatenate(list(map(ql.materialise, found))), 3 * LORA.materialise())
+
+
+def _declines(x: ql.LoraArray, **params):
+    return NotImplemented
+
+
+def test_rules_for_a_class_are_checked():
+    rules = ql.RuleSet()
+
+    @ql.register(_Halves, rules=rules)
+    def one(x: ql.LoraArray, **params):
+        return x
+
+    with pytest.raises(ql.RuleError, match=r"_Halves\(LoraArray\).*return what `_Halves` does, a tree like"):
+        ql.quaxify(_halves, rules=rules)(LORA)
+
+    @ql.register(_Halves, rules=rules)
+    def two(x: ql.LoraArray, **params):
+        return x, x
+
+    with pytest.raises(ql.RuleError, match=r"must return .*\[4,64\] as result 0"):
+        ql.quaxify(_halves, rules=rules)(LORA)
+
+    @ql.register(_Halves, rules=rules)
+    def by_position(x: ql.LoraArray, times, **params):
+        return x, x
+
+    with pytest.raises(TypeError, match="can never match: `times` is a parameter of `_Halves`"):
+        ql.quaxify(_halves, rules=rules)(LORA)

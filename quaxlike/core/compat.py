@@ -29,6 +29,7 @@ from jax._src import (
     core,
     dispatch,
     dtypes,
+    hijax,
     sharding_impls,
     source_info_util,
     traceback_util,
@@ -41,6 +42,9 @@ try:  # from JAX 0.11
     from jax._src import flattree
 except ImportError:
     flattree = None
+
+# The base of high-level primitives, from JAX 0.11.
+HiPrim: Any = getattr(hijax, "HiPrim", None)
 
 # Marks a sharding that was not passed to jit; it has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED

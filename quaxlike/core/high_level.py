@@ -1,5 +1,6 @@
 """JAX's high-level primitives, of hijax: instances of `HiPrim`, all bound by one primitive."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.extend.core as jexc
@@ -24,3 +25,23 @@ def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dic
     if name == "remat":
         return name, {"jaxpr": compat.closed(hi.jaxpr)}
     return name, {"call_jaxpr": compat.closed(hi.traced.jaxpr)}
+
+
+class HighLevelPrimitive(jexc.Primitive):
+    """The instances of a class of `HiPrim`, as the primitive that their rules are registered for."""
+
+    multiple_results = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.def_abstract_eval(lambda *_, _prim, **__: _prim.out_avals_flat)
+
+
+primitive_of: Callable[[type], HighLevelPrimitive] = compat.weakly_cached(
+    lambda cls: HighLevelPrimitive(cls.__name__)
+)
+
+
+def is_high_level(cls: Any) -> bool:
+    """Whether `cls` is a class of high-level primitives."""
+    return isinstance(cls, type) and compat.HiPrim is not None and issubclass(cls, compat.HiPrim)

@@ -61,7 +61,8 @@ def test_the_type_survives_in_function_and_rule(make, transform):
         out = run(x, Y)
         assert type(out) is type(x)
         np.testing.assert_allclose(_dense(out), expected, rtol=1e-5)
-    assert "exp" not in live(lambda x, y: ql.quaxify(f)(x, y), x, Y)
+    # In what is lowered: with `jax_remat3`, JAX leaves what is inside of a checkpoint as it is before.
+    assert "exponential" not in jax.jit(ql.quaxify(f)).lower(x, Y).as_text()
 
 
 def test_derivatives_by_the_leaves_and_by_the_plain_operand():

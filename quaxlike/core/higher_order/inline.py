@@ -23,7 +23,7 @@ from ..jaxprs.linearity import has_tangent
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, per_slot, split, spread, unflatten
 from ..policy import dense
 from ..quaxify import value_of
-from ..trace import BUILTIN, Operands, Params, QuaxTrace, builtin
+from ..trace import BUILTIN, Operands, Params, QuaxTrace, builtin, value_types
 from ..values import aval_of, is_value
 from .custom_derivatives import CUSTOM, cotangents_in, cotangents_out, custom_derivative
 from .linear import linear_call
@@ -41,6 +41,11 @@ def _call_hi_primitive(
     trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params
 ) -> list[Any]:
     hi = params["_prim"]
+    if any(map(is_value, operands)):
+        key = high_level.primitive_of(type(hi)), *value_types(operands)
+        out = trace.try_rules(key, list(operands), {**hi.params, "_prim": hi})
+        if out is not NotImplemented:
+            return out
     if (name := high_level.as_call(primitive, params)[0]) in CUSTOM:
         return custom_derivative(trace, primitive, name, hi, operands)
     if (rule := BUILTIN.get(type(hi).__name__)) is not None:
