@@ -17,7 +17,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.core
@@ -139,6 +139,12 @@ def register_late_values(
 
 # Jaxprs -------------------------------------------------------------------------------------------
 
+# A jaxpr with its constants. From JAX 0.11 every jaxpr is one, and the name of old will go.
+if TYPE_CHECKING:
+    ClosedJaxpr = jexc.Jaxpr
+else:
+    ClosedJaxpr = getattr(jexc, "ClosedJaxpr", jexc.Jaxpr)
+
 
 def trace_to_jaxpr(
     fun: Callable[..., Sequence[Any]],
@@ -157,33 +163,33 @@ def trace_to_jaxpr(
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
 
 
-def with_consts(jaxpr: Any, consts: Sequence[Any]) -> jexc.ClosedJaxpr:
+def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
     """Closes a jaxpr over `consts`, the values of its first inputs (see `trace_to_jaxpr`)."""
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr
     n = len(consts)
     own = jaxpr.replace(constvars=jaxpr.invars[:n], invars=jaxpr.invars[n:])
-    return jexc.ClosedJaxpr(own, list(consts))
+    return ClosedJaxpr(own, list(consts))
 
 
-def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> jexc.ClosedJaxpr:
+def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """Closes an open jaxpr; always returns the same object for one without constants, so that caches can be
     keyed on it."""
     if hasattr(jaxpr, "consts"):
         return jaxpr
     if consts:
-        return jexc.ClosedJaxpr(jaxpr, list(consts))
+        return ClosedJaxpr(jaxpr, list(consts))
     with _closed_lock:
         if jaxpr not in _closed:
-            _closed[jaxpr] = jexc.ClosedJaxpr(jaxpr.replace(), ())
+            _closed[jaxpr] = ClosedJaxpr(jaxpr.replace(), ())
         return _closed[jaxpr]
 
 
-_closed: "weakref.WeakKeyDictionary[Any, jexc.ClosedJaxpr]" = weakref.WeakKeyDictionary()
+_closed: "weakref.WeakKeyDictionary[Any, ClosedJaxpr]" = weakref.WeakKeyDictionary()
 _closed_lock = threading.Lock()
 
 
-def open_jaxpr(jaxpr: jexc.ClosedJaxpr) -> Any:
+def open_jaxpr(jaxpr: ClosedJaxpr) -> Any:
     """The open jaxpr of a closed one without constants, for the primitives that carry an open one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -459,11 +465,11 @@ WHILE_HAS_DCE = jexc.primitives.while_p in partial_eval.dce_rules
 
 
 def dce(
-    jaxpr: jexc.ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
-) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
+    jaxpr: ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
+) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """A closed jaxpr that computes only the used results, and which inputs it still has."""
     live, used_ins = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used_outs), keep_inputs)
-    return live if hasattr(live, "consts") else jexc.ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
+    return live if hasattr(live, "consts") else ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
 
 def has_effects(eqn: jexc.JaxprEqn) -> bool:
@@ -475,8 +481,8 @@ def has_effects(eqn: jexc.JaxprEqn) -> bool:
 
 
 def batch_jaxpr(
-    jaxpr: jexc.ClosedJaxpr, axis: Any, dims: Sequence[int | None], out_mapped: Sequence[bool | None]
-) -> tuple[jexc.ClosedJaxpr, tuple[bool, ...]]:
+    jaxpr: ClosedJaxpr, axis: Any, dims: Sequence[int | None], out_mapped: Sequence[bool | None]
+) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """Maps a closed jaxpr over a new axis of its inputs.
 
     **Arguments:**

@@ -188,7 +188,7 @@ def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
     return known[key]
 
 
-def _interpret(jaxpr: jexc.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]:
+def _interpret(jaxpr: compat.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]:
     opened = compat.open_jaxpr(jaxpr)
     of = dict(zip(compat.all_invars(opened), [*map(constant_of, jaxpr.consts), *numbers], strict=True))
     read = lambda atom: constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
@@ -200,7 +200,7 @@ def _interpret(jaxpr: jexc.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]
 
 
 @compat.weakly_cached
-def _known_results(jaxpr: jexc.ClosedJaxpr) -> dict[Any, Sequence[Any]]:
+def _known_results(jaxpr: compat.ClosedJaxpr) -> dict[Any, Sequence[Any]]:
     return {}
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from ..core import compat
 from ..core.high_level import as_call
@@ -148,7 +148,7 @@ def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
     if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
         return eqn
     retraced = lambda inner: jax.make_jaxpr(lambda *args: inline(inner, args))(*inner.in_avals)
-    change = lambda x: retraced(x) if isinstance(x, ClosedJaxpr) else x
+    change = lambda x: retraced(x) if isinstance(x, compat.ClosedJaxpr) else x
     params = {
         key: tuple(map(change, x)) if isinstance(x, tuple) else change(x) for key, x in eqn.params.items()
     }

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from .._checked import checked
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Closed = Any  # a jaxpr with its constants: JAX 0.10 has a class for it, later releases have one for all
 
 
 @checked
@@ -58,8 +59,9 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
         # Values that `func` closes over become operands, so that transforms see them.
+        opened = getattr(traced, "jaxpr", traced)
         outs = _bind(
-            lambda consts, xs: eval_jaxpr(traced.jaxpr, consts, *xs), traced.consts, jax.tree.leaves(arrays)
+            lambda consts, xs: eval_jaxpr(opened, consts, *xs), traced.consts, jax.tree.leaves(arrays)
         )
         return jax.tree.unflatten(jax.tree.structure(out), outs)
 
@@ -70,12 +72,12 @@ def _bind(fun: Callable[..., Any], *args: Any) -> list[Any]:
     return sequential_call_p.bind(*jax.tree.leaves(args), jaxpr=jax.make_jaxpr(fun)(*args))
 
 
-def _call(*operands: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+def _call(*operands: Any, jaxpr: _Closed) -> list[Any]:
     return jaxpr_as_fun(jaxpr)(*operands)
 
 
 def _batch(
-    axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: ClosedJaxpr
+    axis: Any, operands: Sequence[Any], dims: Sequence[int | None], *, jaxpr: _Closed
 ) -> tuple[list[Any], Sequence[int | None]]:
     if any(getattr(effect, "name", None) == axis.name for effect in jaxpr.effects):
         raise NotImplementedError(
@@ -96,9 +98,7 @@ def _batch(
     return outs, [0] * len(outs)
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr
-) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: _Closed) -> tuple[list[Any], list[Any]]:
     # Two calls, so that reverse mode evaluates the first and transposes the second.
     outs = sequential_call_p.bind(*primals, jaxpr=jaxpr)
     tangents = [None if type(t) is ad.Zero else t for t in tangents]
@@ -117,7 +117,7 @@ def _jvp(
     return outs, [next(given) if has else ad.Zero(jax.typeof(out).to_tangent_aval()) for out, has in pairs]
 
 
-def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: _Closed) -> list[Any]:
     linear = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
     known = [None if ad.is_undefined_primal(x) else x for x in operands]
     is_given = [type(ct) is not ad.Zero for ct in cts]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .. import compat
 from ..jaxprs.evaluate import Flat, subjaxpr
 from ..jaxprs.linearity import held, map_parts
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, split, unflatten
@@ -26,7 +27,7 @@ _linear_call_p = Primitive("linear_call_on_leaves")
 _linear_call_p.multiple_results = True
 
 
-def linear_call(fun: jexc.ClosedJaxpr, transpose: Transpose, operands: Sequence[Any]) -> list[Any]:
+def linear_call(fun: compat.ClosedJaxpr, transpose: Transpose, operands: Sequence[Any]) -> list[Any]:
     """Calls the jaxpr `fun`, which has a custom transpose, on the operands.
 
     As `jax.custom_derivatives.linear_call`, but differentiable with respect to all operands, and under
@@ -35,11 +36,11 @@ def linear_call(fun: jexc.ClosedJaxpr, transpose: Transpose, operands: Sequence[
     return _linear_call_p.bind(*operands, fun=fun, transpose=transpose)
 
 
-def _evaluate(*operands: Any, fun: jexc.ClosedJaxpr, **_: Any) -> Sequence[Any]:
+def _evaluate(*operands: Any, fun: compat.ClosedJaxpr, **_: Any) -> Sequence[Any]:
     return jexc.jaxpr_as_fun(fun)(*operands)
 
 
-def _abstract(*_: Any, fun: jexc.ClosedJaxpr, **__: Any) -> Sequence[Any]:
+def _abstract(*_: Any, fun: compat.ClosedJaxpr, **__: Any) -> Sequence[Any]:
     return fun.out_avals
 
 
@@ -60,13 +61,15 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return jvp_along(functools.partial(_evaluate, **params), primals, tangents)
 
 
-def _transpose(cts: Sequence[Any], *operands: Any, fun: jexc.ClosedJaxpr, transpose: Transpose) -> list[Any]:
+def _transpose(
+    cts: Sequence[Any], *operands: Any, fun: compat.ClosedJaxpr, transpose: Transpose
+) -> list[Any]:
     found = transpose(operands, cts)
     return [ct if ad.is_undefined_primal(x) else None for x, ct in zip(operands, found, strict=True)]
 
 
 def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], *, fun: jexc.ClosedJaxpr, transpose: Transpose
+    operands: Sequence[Any], dims: Sequence[Any], *, fun: compat.ClosedJaxpr, transpose: Transpose
 ) -> tuple[Sequence[Any], Sequence[int]]:
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     of_example = jax.vmap(jexc.jaxpr_as_fun(fun), dims, axis_size=size)

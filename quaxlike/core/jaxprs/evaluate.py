@@ -40,7 +40,7 @@ class _Step:
 class _Plan:
     """A jaxpr, laid out once so that running it needs no lookups."""
 
-    def __init__(self, jaxpr: jexc.ClosedJaxpr) -> None:
+    def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
         opened = compat.open_jaxpr(jaxpr)
         self.start: list[Any] = []  # the initial values: those of literals, else None
         places: dict[Any, int] = {}
@@ -78,7 +78,7 @@ _plan = compat.weakly_cached(_Plan)
 
 
 def evaluate(
-    trace: QuaxTrace | None, jaxpr: jexc.ClosedJaxpr, operands: Sequence[Any], *, inlined: bool = False
+    trace: QuaxTrace | None, jaxpr: compat.ClosedJaxpr, operands: Sequence[Any], *, inlined: bool = False
 ) -> list[Any]:
     """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace. Without a
     `trace` it takes plain arrays only.
@@ -150,7 +150,7 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
 class Flat:
     """A jaxpr on leaves: its inputs are `consts`, then the leaves of the operands."""
 
-    jaxpr: jexc.ClosedJaxpr  # closes over concrete constants
+    jaxpr: compat.ClosedJaxpr  # closes over concrete constants
     consts: tuple[Any, ...]  # those that an outer transform traces; they lead the inputs
     out: tuple[LeafLayout, ...]
 
@@ -161,7 +161,7 @@ _memo_lock = threading.Lock()
 
 def subjaxpr(
     trace: QuaxTrace,
-    jaxpr: jexc.ClosedJaxpr,
+    jaxpr: compat.ClosedJaxpr,
     slots: Sequence[LeafLayout],
     *,
     targets: Sequence[LeafLayout | None] | None = None,
@@ -204,7 +204,7 @@ def subjaxpr(
 
 def _trace(
     trace: QuaxTrace,
-    jaxpr: jexc.ClosedJaxpr,
+    jaxpr: compat.ClosedJaxpr,
     slots: Sequence[LeafLayout],
     targets: Sequence[LeafLayout | None] | None,
     order: Sequence[int] | None,
@@ -303,7 +303,7 @@ def cached_trace(rule: _Fn) -> _Fn:
 class _TracedRule:
     """The computation of a rule on leaves, and the slot of its result."""
 
-    jaxpr: jexc.ClosedJaxpr
+    jaxpr: compat.ClosedJaxpr
     out: tuple[LeafLayout, ...]
 
     @functools.cached_property

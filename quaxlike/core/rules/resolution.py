@@ -241,7 +241,7 @@ class Checked:
             return
         if self._is_trusted:
             return
-        if key is None or any(isinstance(p, jexc.Jaxpr | jexc.ClosedJaxpr) for p in key):
+        if key is None or any(isinstance(p, jexc.Jaxpr | compat.ClosedJaxpr) for p in key):
             check_results(self.rule, primitive, operands, params, out)
             self._is_trusted = True  # these are unhashable, or a set would keep them alive
             return
