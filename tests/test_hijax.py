@@ -223,11 +223,10 @@ def _halves(x, times=3.0):
     return _Halves(jax.typeof(x), times)(x)
 
 
-def _rule(prim: _Halves, x: ql.LoraArray, *, times, **params):
-    assert (params.keys(), prim.times) == ({"kind"}, times)
-    n = x.shape[0] // 2
+def _rule(x: ql.LoraArray, *, prim):
+    n, times = x.shape[0] // 2, prim.times
     halves = [x.replace(w=times * w, b=times * b) for w, b in ((x.w[:n], x.b[:n]), (x.w[n:], x.b[n:]))]
-    return tuple(halves)
+    return halves
 
 
 def test_a_rule_for_a_class():
@@ -254,30 +253,28 @@ def test_a_rule_that_declines_is_followed_by_the_expansion():
     _close(jnp.concatenate(list(map(ql.materialise, found))), 3 * LORA.materialise())
 
 
-def _declines(x: ql.LoraArray, **params):
+def _declines(x: ql.LoraArray, *, prim):
     return NotImplemented
 
 
 def test_rules_for_a_class_are_checked():
     rules = ql.RuleSet()
+    for returned, message in [
+        (lambda x: x, r"_Halves\(LoraArray\).*must return a sequence of 2 result\(s\); found LoraArray"),
+        (lambda x: [x], r"must return a sequence of 2 result\(s\); found one of 1"),
+        (lambda x: [x, x], r"must return .*\[4,64\] as result 0, as `_Halves` does"),
+    ]:
+
+        @ql.register(_Halves, rules=rules)
+        def _(x: ql.LoraArray, *, prim, returned=returned):
+            return returned(x)
+
+        with pytest.raises(ql.RuleError, match=message):
+            ql.quaxify(_halves, rules=rules)(LORA)
 
     @ql.register(_Halves, rules=rules)
-    def one(x: ql.LoraArray, **params):
-        return x
-
-    with pytest.raises(ql.RuleError, match=r"_Halves\(LoraArray\).*return what `_Halves` does, a tree like"):
-        ql.quaxify(_halves, rules=rules)(LORA)
-
-    @ql.register(_Halves, rules=rules)
-    def two(x: ql.LoraArray, **params):
+    def by_position(x: ql.LoraArray, prim):
         return x, x
 
-    with pytest.raises(ql.RuleError, match=r"must return .*\[4,64\] as result 0"):
-        ql.quaxify(_halves, rules=rules)(LORA)
-
-    @ql.register(_Halves, rules=rules)
-    def by_position(x: ql.LoraArray, times, **params):
-        return x, x
-
-    with pytest.raises(TypeError, match="can never match: `times` is a parameter of `_Halves`"):
+    with pytest.raises(TypeError, match="can never match: `prim` is a parameter of `_Halves`"):
         ql.quaxify(_halves, rules=rules)(LORA)

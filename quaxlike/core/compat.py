@@ -17,7 +17,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.core
@@ -29,7 +29,6 @@ from jax._src import (
     core,
     dispatch,
     dtypes,
-    hijax,
     sharding_impls,
     source_info_util,
     traceback_util,
@@ -43,19 +42,13 @@ try:  # from JAX 0.11
 except ImportError:
     flattree = None
 
-# The base of high-level primitives, from JAX 0.11.
-HiPrim: Any = getattr(hijax, "HiPrim", None)
-
 # Marks a sharding that was not passed to jit; it has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 
-
-def api_boundary(fun: _F) -> _F:
-    """Hides frames of JAX and of this package from the tracebacks of errors raised in `fun`, as
-    `jax_traceback_filtering` asks."""
-    return cast(_F, traceback_util.api_boundary(fun))
+# Hides frames of JAX and of this package from the tracebacks of errors raised in a function, as
+# `jax_traceback_filtering` asks.
+api_boundary = traceback_util.api_boundary
 
 
 # The whole package but its programs: hidden from tracebacks, and never reported as the user's source lines.
@@ -111,9 +104,8 @@ def bind_with_trace(
     return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
 
 
-def trace_context() -> Hashable:
-    """All of JAX's settings that affect the jaxpr of a function (mesh, x64, axis names, ...)."""
-    return config.trace_context()
+# All of JAX's settings that affect the jaxpr of a function (mesh, x64, axis names, ...).
+trace_context: Callable[[], Hashable] = config.trace_context
 
 
 def x64_enabled() -> bool:
@@ -194,8 +186,7 @@ def open_jaxpr(jaxpr: ClosedJaxpr) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def jvp_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    return ad.primitive_jvps[primitive]
+jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__getitem__
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
@@ -240,8 +231,7 @@ def source_of(eqn: jexc.JaxprEqn) -> Any:
 
 def flat_tree(leaves: list[Any]) -> Any:
     """Wraps a list in the container in which shard_map passes results and their metadata."""
-    flatten: Any = getattr(tree_util, "FlatTree", flattree)
-    return flatten.flatten(leaves)
+    return cast(Any, getattr(tree_util, "FlatTree", flattree)).flatten(leaves)
 
 
 def literal_of(x: Any) -> Any:
@@ -396,10 +386,9 @@ _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 @functools.cache
 def is_internal(file: str) -> bool:
-    if file.startswith((*_MACHINERY, *_OURS, "<frozen ")):
-        return True
     # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.
-    return file.startswith(_STDLIB) and "-packages" not in file
+    is_standard = file.startswith(_STDLIB) and "-packages" not in file
+    return is_standard or file.startswith((*_MACHINERY, *_OURS, "<frozen "))
 
 
 def is_library(file: str) -> bool:
@@ -472,9 +461,8 @@ def dce(
     return live if hasattr(live, "consts") else ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
 
-def has_effects(eqn: jexc.JaxprEqn) -> bool:
-    """Whether an equation does anything besides computing its results."""
-    return partial_eval.has_effects(eqn)
+# Whether an equation does anything besides computing its results.
+has_effects: Callable[[jexc.JaxprEqn], bool] = partial_eval.has_effects
 
 
 # Batching -----------------------------------------------------------------------------------------

@@ -7,6 +7,11 @@ import jax.extend.core as jexc
 
 from . import compat
 
+try:
+    from jax.experimental.hijax import HiPrim
+except ImportError:  # before JAX 0.11
+    HiPrim = None
+
 NAME = "call_hi_primitive"
 _REPLACED = {
     "CustomJVPTraced": "custom_jvp_call",
@@ -34,7 +39,7 @@ class HighLevelPrimitive(jexc.Primitive):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.def_abstract_eval(lambda *_, _prim, **__: _prim.out_avals_flat)
+        self.def_abstract_eval(lambda *_, prim: prim.out_avals_flat)
 
 
 primitive_of: Callable[[type], HighLevelPrimitive] = compat.weakly_cached(
@@ -44,4 +49,4 @@ primitive_of: Callable[[type], HighLevelPrimitive] = compat.weakly_cached(
 
 def is_high_level(cls: Any) -> bool:
     """Whether `cls` is a class of high-level primitives."""
-    return isinstance(cls, type) and compat.HiPrim is not None and issubclass(cls, compat.HiPrim)
+    return isinstance(cls, type) and HiPrim is not None and issubclass(cls, HiPrim)

@@ -1,5 +1,6 @@
 """Checkpoints of a run, from which the same command resumes it."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._files import lock_folder, naming, replacing
+from .._version import __version__
 from ..interop import safetensors
 from ..interop.files.json_text import read_json_file
 from ..surgery.trees import path_of
 from .settings import FinetuneError, Settings
+
+_WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
 
 
 class RunDirectory:
@@ -41,7 +45,7 @@ class RunDirectory:
                 _compare(about, read_json_file(about, "the settings of the run"), fingerprint)
             else:
                 with replacing(about) as file:
-                    file.write(json.dumps(fingerprint, indent=2).encode())
+                    file.write(json.dumps({_WRITER: __version__, **fingerprint}, indent=2).encode())
         except BaseException:
             self.close()
             raise
@@ -106,6 +110,17 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 
 def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    writer = str(found.pop(_WRITER, "unknown"))[:40]
+    known = {field.name for field in dataclasses.fields(Settings)} | wanted.keys()
+    if later := sorted(found.keys() - known):
+        raise FinetuneError(
+            f"{path} is from a run of quaxlike {writer}, with settings that this quaxlike {__version__} does "
+            f"not know: {', '.join(later)[:200]}. Install quaxlike>={writer} to resume it, or choose another "
+            "--output."
+        )
+    # A run of an earlier version had the default of a setting that it does not name.
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    found = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items() if k in wanted} | found
     differing = [
         f"{name} {found.get(name)!r} (now {value!r})"
         for name, value in wanted.items()

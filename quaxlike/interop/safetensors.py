@@ -146,7 +146,7 @@ def load(
         except CheckpointError:
             raise
         except Exception as error:  # an inconsistent value may make its type raise anything
-            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
+            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if shape != tuple(leaf.shape) or dtype != leaf.dtype:
             raise tensors.error(
                 name, f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}"
@@ -242,7 +242,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
         except CheckpointError:
             raise
         except Exception as error:  # an inconsistent value may make its type raise anything
-            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
+            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if not isinstance(found, AdaptedArray):
             raise tensors.error(name, f"expected an adapter; found {a_or_an(type(found))}")
         if base is not None and shape[len(shape) - base.ndim :] != tuple(base.shape):
@@ -281,7 +281,7 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
         try:
             return _decode(nodes[name], known, functools.partial(_tensor, tensors))
         except Exception as error:  # an inconsistent value may make its type raise anything
-            raise tensors.error(name, f"cannot be rebuilt: {error}") from error
+            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
 
     names_in(nodes)
     return {name: lambda name=name: read(name) for name in nodes}, used
@@ -316,6 +316,16 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
         if name in tensors and (found := tensors.info[name].dtype.name) != dtype:
             raise tensors.error(name, f"is of {found}, and of {str(dtype)[:40]} in the manifest")
     return values
+
+
+def _if_later(tensors: Tensors) -> str:
+    """What an error adds if a later version of quaxlike wrote the file, perhaps with types of its own."""
+    manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
+    writer = str(manifest.get("quaxlike", ""))[:40]
+    numbers = lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]]
+    if numbers(writer) <= numbers(__version__):
+        return ""
+    return f". The file is of quaxlike {writer}, this is {__version__}: install quaxlike>={writer}"
 
 
 def _known(types: Iterable[type]) -> _Types:

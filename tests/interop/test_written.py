@@ -68,9 +68,29 @@ def test_states_of_optimisers(folder):
 
 
 def test_a_file_of_a_later_version(folder, tmp_path):
-    tensors = open_tensors(folder / "weights.safetensors")
-    manifest = json.loads(tensors.metadata["quaxlike"]) | {"version": 9, "quaxlike": "7.1.0"}
-    arrays = {name: np.asarray(tensors[name]) for name in tensors}
-    write_tensors(tmp_path / "later.safetensors", arrays, {"quaxlike": json.dumps(manifest)})
+    _changed(folder, tmp_path / "later.safetensors", lambda manifest: manifest | {"version": 9})
     with pytest.raises(CheckpointError, match=r"version 9, of quaxlike 7\.1\.0; .*Install quaxlike>=7\.1\.0"):
         safetensors.load(tmp_path / "later.safetensors", {"x": normal(2)})
+
+
+def _changed(folder, path, change):
+    tensors = open_tensors(folder / "weights.safetensors")
+    manifest = change(json.loads(tensors.metadata["quaxlike"]) | {"quaxlike": "7.1.0"})
+    arrays = {name: np.asarray(tensors[name]) for name in tensors}
+    write_tensors(path, arrays, {"quaxlike": json.dumps(manifest)})
+
+
+@pytest.mark.parametrize("field", [False, True])
+def test_a_type_or_field_of_a_later_version(field, folder, tmp_path):
+    def change(manifest):
+        node = manifest["values"]["LoraArray"]
+        if field:
+            node["fields"]["curvature"] = {"value": 3}
+        else:
+            node["type"] = "CurvedArray"
+        return manifest
+
+    _changed(folder, tmp_path / "later.safetensors", change)
+    what = "LoraArray: missing or unknown fields: curvature" if field else "unknown type 'CurvedArray'"
+    with pytest.raises(CheckpointError, match=rf"{what}.*install quaxlike>=7\.1\.0"):
+        load(tmp_path / "later.safetensors")["LoraArray"]

@@ -43,7 +43,7 @@ def _call_hi_primitive(
     hi = params["_prim"]
     if any(map(is_value, operands)):
         key = high_level.primitive_of(type(hi)), *value_types(operands)
-        out = trace.try_rules(key, list(operands), {**hi.params, "_prim": hi})
+        out = trace.try_rules(key, list(operands), {"prim": hi})
         if out is not NotImplemented:
             return out
     if (name := high_level.as_call(primitive, params)[0]) in CUSTOM:

@@ -100,21 +100,6 @@ class Rule:
         return f"{self.primitive}({', '.join(names)}) at {self.source}"
 
 
-class HighLevelRule(Rule):
-    """A rule for a class of JAX's high-level primitives. It takes the leaves of their operands."""
-
-    def __call__(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        hi = params["_prim"]
-        out = super().__call__(hi, operands, {k: v for k, v in params.items() if k != "_prim"})
-        try:
-            return out if out is NotImplemented else hi.out_tree.flatten_up_to(out)
-        except ValueError as error:
-            raise RuleError(
-                f"The rule {self} must return what `{primitive}` does, a tree like {hi.out_tree}; found "
-                f"{out!r}."
-            ) from error
-
-
 class RuleSet:
     """A private set of rules, layered over the global one.
 
@@ -154,7 +139,7 @@ class RuleSet:
     def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
         with lock:
             for function, precedence in self._waiting.pop(primitive, ()):
-                self.add(_rule(primitive, function, *_inspect(function, precedence)))
+                self.add(Rule(primitive, function, *_inspect(function, precedence)))
             return self._rules.get(primitive, ())
 
     def add(self, rule: Rule) -> None:
@@ -220,8 +205,7 @@ def register(
     primitive's parameters by keyword, and returns an array or a Value (a sequence of them if the
     primitive has multiple results), or `NotImplemented` to pass on to the next matching rule. If its
     first parameter is annotated `jax.extend.core.Primitive`, it also receives the primitive. The rule of a
-    `HiPrim` takes the leaves of its operands, returns what its `expand` does, and receives the instance if
-    its first parameter is annotated with the class.
+    `HiPrim` takes the leaves of its operands, and the instance as `prim`; it returns a sequence of results.
 
     **Raises:**
 
@@ -264,7 +248,7 @@ def register(
                 if inspected is None:
                     into.add_later(p, function, precedence)
                 else:
-                    rule = _rule(p, function, *inspected)
+                    rule = Rule(p, function, *inspected)
                     check_operands(rule, compat.parameters_of(p))
                     into.add(rule)
             _epoch += 1
@@ -313,10 +297,6 @@ def register_on_either_side(
     return decorator
 
 
-def _rule(primitive: jexc.Primitive, *args: Any) -> Rule:
-    return (HighLevelRule if isinstance(primitive, high_level.HighLevelPrimitive) else Rule)(primitive, *args)
-
-
 def _as_primitive(primitive: Any) -> jexc.Primitive:
     if isinstance(primitive, jexc.Primitive):
         return primitive
@@ -362,7 +342,7 @@ def _inspect(
                 keywords.add(p.name)
         elif p.kind is p.VAR_POSITIONAL:
             varargs = hint
-        elif i == 0 and _is_primitive(hint):
+        elif i == 0 and isinstance(hint, type) and issubclass(hint, jexc.Primitive):
             takes_primitive = True
         elif p.default is p.empty:
             types.append(hint)
@@ -372,10 +352,6 @@ def _inspect(
     signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
     named = None if keywords is None else frozenset(keywords)
     return signature, takes_primitive, named, frozenset(operands)
-
-
-def _is_primitive(hint: Any) -> bool:
-    return (isinstance(hint, type) and issubclass(hint, jexc.Primitive)) or high_level.is_high_level(hint)
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -1,3 +1,6 @@
-"""Older names for `quaxlike.models`."""
+"""An older name of `quaxlike.models`."""
 
-from . import *  # noqa: F403
+from ..._deprecated import deprecated
+from . import NAMES
+
+__getattr__, __dir__ = deprecated(__name__, NAMES, removed_in="0.2")
