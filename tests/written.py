@@ -1,8 +1,10 @@
 """Small files of this release, which later ones must read: `python -m tests.written` writes them.
 
-They are in `tests/data/written/VERSION`, and stay as they are once that version is released.
+They are in `tests/data/written/VERSION`, and stay as they are once that version is released. Needs orbax
+(`pip install '.[frameworks]'`).
 """
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import numpy as np
 import optax
 
 import quaxlike as ql
+from quaxlike.finetune.settings import Settings
+from quaxlike.finetune.state import RunDirectory
 from quaxlike.interop import peft, safetensors, save
 from tests.array_types import CORNERS, WEIGHTS, parts
 from tests.fixtures import DATA
@@ -54,6 +58,43 @@ def optimiser_state() -> Any:
     return transformation.update(params, transformation.init(params), params)[1]
 
 
+def quantised_state() -> Any:
+    """The state of an optimiser whose moments have few bits."""
+    params = {"w": normal(64, 64), "b": normal(4, seed=1)}
+    transformation = ql.optim.quantize_state(optax.adamw(1e-3))
+    return transformation.update(params, transformation.init(params), params)[1]
+
+
+def settings(folder: Path) -> Settings:
+    """Of a run whose model and data are files of this folder, which do not change."""
+    return Settings(
+        folder / "mxfp4" / "config.json", folder / "mxfp4" / "config.json", folder / "run", rank=2
+    )
+
+
+def write_run(folder: Path) -> None:
+    """The files of a run that was stopped after the second step."""
+    run = RunDirectory(settings(folder))
+    run.note(step=1, loss=1.5)
+    run.note(step=2, loss=1.25)
+    run.save(2, {"adapters": linear(), "optimiser": quantised_state()})
+    run.close()
+    about = json.loads((folder / "run" / "run.json").read_text())
+    portable = {name: value for name, value in about.items() if name not in ("model", "data")}
+    (folder / "run" / "run.json").write_text(json.dumps(portable, indent=2))
+
+
+def write_orbax(folder: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.resolve() / "orbax", for_orbax())
+
+
+def for_orbax() -> Any:
+    return {"weights": ql.NF4Array.quantize(jnp.asarray(normal(4, 64))), "optimiser": optimiser_state()}
+
+
 def write(folder: Path) -> None:
     folder.mkdir(parents=True)
     for name, table in tables().items():
@@ -73,6 +114,9 @@ def write(folder: Path) -> None:
     safetensors.save_adapters(folder / "adapters.safetensors", model)
     peft.save_adapter(folder / "peft", model)
     safetensors.save(folder / "optimiser.safetensors", optimiser_state())
+    safetensors.save(folder / "quantised-optimiser.safetensors", quantised_state())
+    write_run(folder)
+    write_orbax(folder)
 
 
 def _portable(x: np.ndarray) -> np.ndarray:

@@ -1,7 +1,10 @@
 """Files that this and earlier releases wrote are read."""
 
+import contextlib
+import dataclasses
 import json
 import pickle
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.finetune.settings import FinetuneError
+from quaxlike.finetune.state import RunDirectory
 from quaxlike.interop import CheckpointError, load, peft, safetensors
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from tests import written
@@ -59,12 +64,64 @@ def test_adapters(folder):
             np.testing.assert_allclose(again[name].materialise(), w.materialise(), rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_states_of_optimisers(folder):
-    state = written.optimiser_state()
-    found = safetensors.load(folder / "optimiser.safetensors", state)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+def _same(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["optimiser", "quantised-optimiser"])
+def test_states_of_optimisers(name, folder):
+    state = written.quantised_state() if name.startswith("quantised") else written.optimiser_state()
+    _same(safetensors.load(folder / f"{name}.safetensors", state), state)
+
+
+@pytest.fixture
+def run_of(folder, tmp_path):
+    """A copy of the run, on the paths that its model and data have here; and its settings."""
+    settings = dataclasses.replace(written.settings(folder), output=tmp_path / "run")
+    shutil.copytree(folder / "run", settings.output)
+
+    def change(**more):
+        about = settings.output / "run.json"
+        paths = {"model": str(settings.model.resolve()), "data": str(settings.data.resolve())}
+        about.write_text(json.dumps(json.loads(about.read_text()) | paths | more))
+        return settings
+
+    return change
+
+
+@pytest.mark.slow
+def test_runs_are_resumed(run_of):
+    state = {"adapters": written.linear(), "optimiser": written.quantised_state()}
+    with contextlib.closing(RunDirectory(run_of())) as run:
+        step, found = run.restore(jax.tree.map(jnp.zeros_like, state))
+        assert (step, [entry["loss"] for entry in run.entries()]) == (2, [1.5, 1.25])
+    _same(found, state)
+
+
+def test_runs_of_other_versions(run_of):
+    settings = run_of()
+    about = settings.output / "run.json"
+    older = {name: x for name, x in json.loads(about.read_text()).items() if name not in ("pack", "quaxlike")}
+    about.write_text(json.dumps(older))
+    RunDirectory(settings).close()  # the setting has its default in both
+    with pytest.raises(FinetuneError, match=r"is from a run with pack False \(now True\)"):
+        RunDirectory(dataclasses.replace(settings, pack=True))
+    run_of(quaxlike="7.1.0", curvature=3)
+    with pytest.raises(
+        FinetuneError, match=r"of quaxlike 7\.1\.0, with settings .* curvature\. Install quaxlike>=7\.1"
+    ):
+        RunDirectory(settings)
+
+
+@pytest.mark.slow
+def test_orbax(folder):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    state = written.for_orbax()
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        _same(checkpointer.restore((folder / "orbax").resolve(), like), state)
 
 
 def test_a_file_of_a_later_version(folder, tmp_path):
