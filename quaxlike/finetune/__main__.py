@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))
     settings = Settings(**arguments)
-    of_lora = [f"--{name}" for name in ("rank", "alpha", "dropout", "rslora", "dora") if name in arguments]
+    options = ("rank", "alpha", "dropout", "rslora", "dora", "freeze_a", "lora_plus")
+    of_lora = [f"--{name.replace('_', '-')}" for name in options if name in arguments]
     if settings.adapter is not None and of_lora:
         parser.error(f"{', '.join(of_lora)} cannot be used with --adapter: these are options of LoRA")
     several = {settings.coordinator, settings.process_id, settings.num_processes}

@@ -78,9 +78,11 @@ def _finetune(
     model = devices.place(_scanned(_adapted(base, task, settings, make), settings))
     take_interrupt()
     table = ql.summary(model)
+    params, frozen = eqx.partition(model, ql.trainable(model, freeze=["a"] if settings.freeze_a else []))
+    trained = sum(x.size for x in jax.tree.leaves(params))
     console.print(
         f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
-        f"{table.trainable:,} trained ({table.trainable_share:.2%})"
+        f"{trained:,} trained ({table.trainable_share * trained / max(1, table.trainable):.2%})"
     )
 
     is_quantised = lambda x: isinstance(x, AbstractQuantizedArray)
@@ -92,7 +94,6 @@ def _finetune(
     )
     metrics = Metrics(settings.output, settings.tensorboard) if is_main_process() else Follower()
     steps = steps_of(settings, len(training))
-    params, frozen = eqx.partition(model, ql.trainable(model))
     del base, model
     run = Training(task, frozen, training, settings, steps=steps, max_length=max_length, devices=devices)
     state = devices.on_host(State(params, run.optimiser.init(params)))

@@ -75,6 +75,11 @@ class Settings:
     dropout: float | int = _option("on the inputs of adapters", 0.0, type=number(float, 0, 0.99))
     rslora: bool = _option("scale with alpha / sqrt(rank)", False)
     dora: bool = _option("train the norms of rows separately from their directions", False)
+    freeze_a: bool = _option("train only the second matrix of each adapter (LoRA-FA)", False)
+    lora_plus: float | int | None = _option(
+        "the learning rate of the second matrix, divided by --learning-rate (LoRA+; default: the same)", None,
+        type=number(float, 1), metavar="RATIO",
+    )  # fmt: skip
     steps: int | None = _option("updates of the weights, instead of --epochs", None, type=_SIZE)
     epochs: float | int = _option("passes over the data", 3, type=number(float, 0))
     batch_size: int = _option("examples per batch", 16, type=_SIZE)

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 import quaxlike as ql
 
 from .._interrupts import take_interrupt
-from ..optim import quantize_state
+from ..optim import lora_plus, quantize_state
 from .data import Batch, Example, chosen_for, collate
 from .devices import Devices
 from .settings import FinetuneError, Settings
@@ -180,6 +180,7 @@ def optimiser_for(
     chain = optax.chain(
         optax.clip_by_global_norm(settings.clip) if settings.clip else optax.identity(),
         optax.adamw(schedule, weight_decay=settings.weight_decay),
+        lora_plus(settings.lora_plus) if settings.lora_plus is not None else optax.identity(),
     )
     if settings.optimizer_bits is not None:
         chain = quantize_state(chain, SCHEMES[settings.optimizer_bits])

@@ -1,5 +1,6 @@
-"""Optimisers: the states of optax's transformations in few bits."""
+"""Optimisers: states of optax's transformations in few bits, and learning rates of adapters."""
 
+from .lora_plus import lora_plus
 from .quantize_state import QuantizedState, quantize_state
 
-__all__ = ["QuantizedState", "quantize_state"]
+__all__ = ["QuantizedState", "lora_plus", "quantize_state"]

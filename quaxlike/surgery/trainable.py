@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -17,13 +18,16 @@ from .trees import listing, named_arrays, replace
 
 
 @checked
-def trainable(model: PyTree) -> PyTree:
+def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     """Says which leaves of an adapted model to train.
 
     **Arguments:**
 
     - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. Warns if nothing in it is
         trained.
+    - `freeze`: parts of adapters that stay as they began, by the names of their fields. `freeze=["a"]` trains
+        only the second matrix of each LoRA, as LoRA-FA does: the gradient then needs `x @ a.T` alone of a
+        layer's inputs. Default: none.
 
     **Returns:**
 
@@ -33,6 +37,8 @@ def trainable(model: PyTree) -> PyTree:
     floating, pass the function itself as labels:
     `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not use `optax.masked`
     alone: it passes on the raw gradients of all other leaves as their updates.
+
+    **Raises:** `ValueError` if no adapter trains a part that `freeze` names.
 
     !!! example
 
@@ -49,8 +55,19 @@ def trainable(model: PyTree) -> PyTree:
 
         grad(params, jnp.ones(2))  # of the adapters alone
         ```
+
+    Source of `freeze`: Zhang et al., LoRA-FA, <https://arxiv.org/abs/2308.03303>.
     """
-    spec = jtu.tree_map(trained_leaves, model, is_leaf=is_value)
+    if isinstance(freeze, str):
+        raise TypeError(
+            f"trainable takes a sequence of names as `freeze`, such as [{freeze!r}]; found a string."
+        )
+    parts = {name for x in jtu.tree_leaves(model, is_leaf=is_value) for name in _parts_of(x)}
+    if unknown := sorted({*freeze} - parts):
+        raise ValueError(
+            f"No adapter trains a part {unknown[0]!r}; they train {', '.join(sorted(parts)) or 'nothing'}."
+        )
+    spec = jtu.tree_map(lambda x: trained_leaves(x, freeze), model, is_leaf=is_value)
     if not any(jtu.tree_leaves(spec)):
         warnings.warn(
             "The model has no adapters, so nothing in it is trained. Add some with `quaxlike.loraify`, "
@@ -110,11 +127,17 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     return replace(model, trained)
 
 
-def trained_leaves(leaf: Any) -> Any:
-    """Which leaves of one array of a model are trained."""
+def _parts_of(x: Any) -> list[str]:
+    """The names of the fields that an adapter, and those beneath it, train."""
+    return [*x.trained(), *_parts_of(x.w)] if isinstance(x, AdaptedArray) else []
+
+
+def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
+    """Which leaves of one array of a model are trained, but for the parts `freeze` of adapters."""
     spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
     if isinstance(leaf, AdaptedArray):
-        spec, fields = spec.with_base(trained_leaves(leaf.w)), leaf.trained()
+        spec = spec.with_base(trained_leaves(leaf.w, freeze))
+        fields = [name for name in leaf.trained() if name not in freeze]
     elif isinstance(leaf, AbstractQuantizedArray) and leaf.train_scales:
         fields = ["scale"]
     else:

@@ -289,6 +289,25 @@ def test_stopped_and_resumed_is_uninterrupted(more, run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_one_matrix_is_trained_with_a_rate_of_its_own(run, tmp_path):
+    options = ["--quantize=none", "--target", "q_proj", "--freeze-a", "--lora-plus=8"]
+    trained = []
+    for steps, more in [(1, options[:3]), (1, options), (2, options)]:
+        status, told = run("llama", "text", f"--steps={steps}", *more, output=f"out{len(trained)}")
+        assert status == 0
+        trained.append(int(re.search(r"([0-9,]+) trained", told)[1].replace(",", "")))
+    assert trained[0] > trained[1] == trained[2] > 0
+    files = [adapter(tmp_path / f"out{i}") for i in range(3)]
+    for name in files[0]:
+        plain, one, two = (np.asarray(x[name]) for x in files)
+        if "lora_A" in name:
+            np.testing.assert_array_equal(one, two)
+        else:
+            np.testing.assert_allclose(one, 8 * plain, rtol=1e-5)
+            assert not np.array_equal(one, two)
+
+
+@pytest.mark.slow
 def test_few_examples_make_up_one_batch(run, tmp_path):
     other = write(tmp_path / "other.jsonl", LINES["label"][:3])
     options = ["--batch-size=64", "--epochs=2", "--quantize=none", f"--eval-data={other}"]
