@@ -93,7 +93,7 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
     if not isinstance(layer, eqx.nn.Linear) or _has_values(layer.weight, x):
-        return jax.vmap(layer)(x)
+        return jax.vmap(lambda x: layer(x))(x)  # JAX would name a module by its `repr`, which takes long
     y = dense_matmul(x, layer.weight)
     return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
 

@@ -64,7 +64,7 @@ def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Arr
     """The rows of an embedding for each token, sharded like the tokens; no row is split."""
     mesh = mesh_of((embedding, at))
     if mesh is None or not mesh.explicit_axes:
-        return jax.vmap(embedding)(at)
+        return jax.vmap(lambda at: embedding(at))(at)
     sharding = jax.NamedSharding(mesh, jax.P(*jax.typeof(at).sharding.spec, None))
     return embedding.weight.at[at].get(out_sharding=sharding)
 

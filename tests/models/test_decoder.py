@@ -155,6 +155,17 @@ def test_scanned_layers(name):
     np.testing.assert_array_equal(*tokens)
 
 
+def test_no_module_is_written_out_to_name_it(monkeypatch):
+    """JAX names a function that has no name by its `repr`, which for a module is one of all its arrays."""
+    model, _ = load(folder("qwen2"))
+
+    def written(self):
+        raise AssertionError("a module was written out")
+
+    monkeypatch.setattr(eqx.Module, "__repr__", written)
+    jax.eval_shape(jax.grad(lambda model: jnp.sum(model(jnp.arange(5), jnp.ones(5, bool)))), model)
+
+
 def test_one_array_for_tied_layers():
     model, _ = load(folder("qwen2"))
     assert "lm_head.weight" not in named_arrays(model)
