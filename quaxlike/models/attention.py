@@ -5,6 +5,7 @@ blocks of queries meet blocks of keys, with a running softmax (Milakov and Gimel
 FlashAttention, 2022), and are computed again for their derivatives.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -75,12 +76,15 @@ class Context(NamedTuple):
 
 class Memory(eqx.Module):
     """The cached keys and values of one layer, for up to `room` tokens: arrays, or Values that round what is
-    written to them."""
+    written to them. Those of scanned layers are arrays of all of them, which the scan carries: they are
+    written in place."""
 
-    key: Float[Array, "room kv_heads size"]
-    value: Float[Array, "room kv_heads size"]
+    key: Float[Array, "*layers room kv_heads size"]
+    value: Float[Array, "*layers room kv_heads size"]
     rotates: bool = eqx.field(static=True, default=False)
     """Whether keys, and the queries that meet them, are rotated by `hadamard`."""
+    layer: Int[Array, ""] | None = None
+    """Which layer this is, of those whose keys and values the arrays hold; None if they hold one."""
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int], dtype: Any, scheme: str | None) -> "Memory":
@@ -93,6 +97,24 @@ class Memory(eqx.Module):
             raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
         of: Any = lambda: CacheArray.empty(shape, scheme, dtype=dtype)
         return cls(of(), of(), rotates=CODECS[scheme].bits <= 4)
+
+    def write(self, key: Array, value: Array, start: Any) -> "Memory":
+        """The memory with the keys and values of the tokens from `start` on."""
+        place = (start, 0, 0) if self.layer is None else (self.layer, start, 0, 0)
+
+        def put(old: Any, new: Array) -> Any:
+            new = new.astype(old.dtype).reshape(*[1] * (len(place) - 3), *new.shape)
+            return lax.dynamic_update_slice(old, new, place)
+
+        return dataclasses.replace(self, key=put(self.key, key), value=put(self.value, value))
+
+    def read(self, dtype: Any) -> tuple[Array, Array]:
+        """The keys and values of the layer."""
+        parts = self.key, self.value
+        if self.layer is not None:
+            parts = tuple(lax.dynamic_index_in_dim(part, self.layer, keepdims=False) for part in parts)
+        key, value = (part.astype(dtype) for part in parts)
+        return key, value
 
 
 class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
@@ -131,9 +153,8 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         if memory is not None:
             if memory.rotates:
                 query, key = hadamard(query), hadamard(key)
-            put = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (start, 0, 0))
-            memory = Memory(put(memory.key, key), put(memory.value, value), memory.rotates)
-            key, value = (kept.astype(query.dtype) for kept in (memory.key, memory.value))
+            memory = memory.write(key, value, start)
+            key, value = memory.read(query.dtype)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
         cap = c.attn_logit_softcapping
         out = attend(query, key, value, context.sight, scale=scale, softcap=cap, sinks=self.part("sinks"))

@@ -1,5 +1,6 @@
 """The decoder: one model for all architectures in the table, with arrays named as in their checkpoints."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -90,11 +91,14 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         else:  # stacked
             contexts = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
 
-            def step(x: Array, part: Any) -> Any:
-                layer, kind, kept = part
-                return layer(x, jax.tree.map(lambda parts: parts[kind], contexts), kept, start)
+            def step(carry: Any, part: Any) -> Any:
+                (x, memory), (layer, i, kind) = carry, part
+                memory = None if memory is None else dataclasses.replace(memory, layer=i)
+                x, memory = layer(x, jax.tree.map(lambda parts: parts[kind], contexts), memory, start)
+                return (x, None if memory is None else dataclasses.replace(memory, layer=None)), None
 
-            x, memory = lax.scan(step, x, (layers, jnp.asarray(kinds), memory))
+            order = jnp.arange(c.num_hidden_layers, dtype=jnp.int32)
+            (x, memory), _ = lax.scan(step, (x, memory), (layers, order, jnp.asarray(kinds)))
         return self.normed("norm", x), memory
 
     def _contexts(
