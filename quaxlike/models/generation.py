@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -35,8 +36,9 @@ def generate(
 ) -> Int[Array, "batch new"]:
     """Continues texts, token by token.
 
-    Keys and values of earlier tokens are cached. Lengths are rounded up to powers of two, and two programs
-    are compiled per length: one for the prompts, and one that adds a token.
+    Keys and values of earlier tokens are cached, and written in place. Lengths are rounded up to powers of
+    two, and two programs are compiled per length, side by side before the first token: one for the prompts,
+    and one that adds a token. For models on several devices, the second is compiled at the second token.
 
     **Arguments:**
 
@@ -176,6 +178,13 @@ def _tokens(
         behind = room - blank - seen.shape[1]
         kept = np.pad(seen, ((0, 0), (blank, behind)), constant_values=(False, True))
         start, memory = 0, None
+        if until - len(made) > 1:
+            one = jax.ShapeDtypeStruct((len(rows), 1), jnp.int32)
+            number = jax.ShapeDtypeStruct((), jnp.int32)
+            program = lambda ids, memory: _next.lower(
+                model, ids, kept, memory, number, number, sampling, number, cache
+            )
+            _compile_both(model, program, rows, one, None)
         while len(made) < until:
             count = len(made)
             at, length, step = map(jnp.int32, (start, longest + count, count))
@@ -183,6 +192,28 @@ def _tokens(
             made.append(token)
             yield token
             start, rows = max(width, start + 1), token[:, None]
+
+
+def _compile_both(model: Decoder, lower: Callable[..., Any], ids: Any, one: Any, memory: Any) -> None:
+    """Compiles the program for a text beside that for one token more, so that the second does not wait.
+
+    Calls of the jitted functions find them. On several devices the second takes a memory that is spread as
+    the first one leaves it, which is known too late: it is compiled when it is called.
+
+    **Arguments:**
+
+    - `lower`: makes a program of tokens and a memory. It traces here: what a user has set holds in this
+        thread alone.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array)]
+    if any(len(array.sharding.device_set) > 1 for array in arrays):
+        return
+    first = lower(ids, memory)
+    _, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.out_info)
+    with ThreadPoolExecutor(1) as beside:
+        second = beside.submit(lower(one, memory).compile)
+        first.compile()
+        second.result()
 
 
 @functools.partial(jax.jit, donate_argnames="memory", static_argnames="cache")
@@ -300,6 +331,12 @@ class Conversation:
         self._cached, self._memory = [], None
         at, last, length = map(jnp.int32, (start, len(part) - 1, len(tokens)))
         ids = np.pad(np.asarray(part, np.int32), (0, width - len(part)))
+        if step == 0 and width > 1 and len(tokens) + 1 < most:
+            number = jax.ShapeDtypeStruct((), jnp.int32)
+            program = lambda ids, memory: _next_of_one.lower(
+                self._model, ids, memory, number, number, number, sampling, number
+            )
+            _compile_both(self._model, program, ids, jax.ShapeDtypeStruct((1,), jnp.int32), memory)
         token, memory = _next_of_one(self._model, ids, memory, at, last, length, sampling, jnp.int32(step))
         token = int(token)
         self._cached, self._memory = list(tokens), memory

@@ -89,6 +89,41 @@ def test_programs_are_compiled_once(qwen2):
     assert compiled() == before
 
 
+@pytest.mark.slow
+def test_all_is_compiled_before_the_first_token(qwen2):
+    """By `generate`, and by a conversation whose text grew beyond its room."""
+    model, ids = qwen2
+    seen = []
+    watch = lambda event, seconds, **about: seen.append(str(about.get("fun_name", event)))
+    jax.monitoring.register_event_duration_secs_listener(watch)
+    try:
+        options = {"max_new_tokens": 4, "cache": "bfloat16"}
+        generate(model, ids, **options, on_token=lambda token: seen.append("token"))
+        for _ in Conversation(model, cache="bfloat16").answer(range(40), max_new_tokens=4):
+            seen.append("token")
+    finally:
+        jax.monitoring.unregister_event_duration_listener(watch)
+    for name, end in [("_next", seen.index("token")), ("_next_of_one", len(seen) - 4)]:
+        compiled = [i for i, event in enumerate(seen) if event == f"jit({name})"]
+        assert len(compiled) >= 2
+        assert max(compiled) < end
+
+
+@pytest.mark.parametrize("form", ["list", pytest.param("stacked", marks=pytest.mark.slow)])
+def test_the_cache_is_written_in_place(form, qwen2):
+    model, _ = qwen2
+    model = model if form == "list" else model.stacked()
+    memory = model.memory(1024)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    sampling = generation._Sampling(None, None, None, None)
+    ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+    step = generation._next_of_one.lower(model, ids, memory, number, number, number, sampling, number)
+    needed, size = step.compile().memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(memory))
+    assert needed.alias_size_in_bytes == size
+    # Less than the cache of two layers: the keys and values of one are turned for their products.
+    assert needed.temp_size_in_bytes < 2.5 * size / model.config.num_hidden_layers
+
+
 def test_tokens_are_told_as_they_come(qwen2):
     model, ids = qwen2
     told = []
@@ -182,6 +217,7 @@ def test_a_conversation_runs_only_what_is_new(monkeypatch):
         widths.append(len(ids))
         return step(model, ids, *rest)
 
+    watched.lower = step.lower
     monkeypatch.setattr(generation, "_next_of_one", watched)
     conversation, text = Conversation(model), list(range(40))
     text += conversation.answer(text, max_new_tokens=2)
