@@ -8,6 +8,12 @@ from typing import Any
 #: The packages that the `demo` extra installs.
 _EXTRA = ("matplotlib", "optax", "rich", "sklearn", "tokenizers")
 
+#: Of an option that several commands have.
+COMPILATION_CACHE = (
+    "a folder to keep compiled programs in for later runs, or off (default: in your cache, or where "
+    "JAX_COMPILATION_CACHE_DIR says)"
+)
+
 
 def number(
     kind: type[int] | type[float], least: float | int, most: float | int = float("inf")

@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
 
 def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> int:
     with importing_extra(parser):
+        from .._cache import keep_programs
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
         from .devices import is_main_process, join
@@ -78,6 +79,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
         take_interrupt()
         join(settings)
         console.quiet = not is_main_process()
+        keep_programs(settings.compilation_cache, console.print)
         metrics = finetune(settings, console)
         take_interrupt()
     except (OSError, CheckpointError, FinetuneError, UnsupportedConfigError) as error:

@@ -75,7 +75,11 @@ def _finetune(
         settings = dataclasses.replace(settings, batch_size=len(training))
     devices.check_batch(settings.batch_size)
     task = task_for(base, settings)
-    model = devices.place(_scanned(_adapted(base, task, settings, make), settings))
+    model = _adapted(base, task, settings, make)
+    del base  # before its layers are copied
+    model, scanned = _scanned(model, settings, console)
+    settings = dataclasses.replace(settings, scan_layers=scanned)
+    model = devices.place(model)
     take_interrupt()
     table = ql.summary(model)
     params, frozen = eqx.partition(model, ql.trainable(model, freeze=["a"] if settings.freeze_a else []))
@@ -94,7 +98,7 @@ def _finetune(
     )
     metrics = Metrics(settings.output, settings.tensorboard) if is_main_process() else Follower()
     steps = steps_of(settings, len(training))
-    del base, model
+    del model
     run = Training(task, frozen, training, settings, steps=steps, max_length=max_length, devices=devices)
     state = devices.on_host(State(params, run.optimiser.init(params)))
     first, state = devices.broadcast_from_main(directory.restore(state))
@@ -231,15 +235,21 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings, make: Any) -
     return stored_for(adapted, settings.compute_dtype)
 
 
-def _scanned(model: PyTree, settings: Settings) -> PyTree:
-    if not settings.scan_layers:
-        return model
+def _scanned(model: PyTree, settings: Settings, console: Console) -> tuple[PyTree, bool]:
+    """The model with its layers stacked, if the settings say so or leave it open and it is possible; and
+    whether they are."""
+    wanted = settings.scan_layers
+    if wanted is False or (wanted is None and not isinstance(model, Decoder)):
+        return model, False
     if not isinstance(model, Decoder):
         raise FinetuneError(f"--scan-layers is for decoders; {settings.model} holds {a_or_an(type(model))}.")
     try:
-        return model.stacked()
+        return model.stacked(), True
     except ValueError as error:  # from layers with and without experts
-        raise FinetuneError(f"--scan-layers: {error}") from error
+        if wanted:
+            raise FinetuneError(f"--scan-layers: {error}") from error
+        console.print(f"Layers are compiled one by one: {error}", markup=False)
+        return model, False
 
 
 def _save(model: PyTree, settings: Settings, task: AbstractTask, console: Console) -> None:

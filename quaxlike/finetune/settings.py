@@ -2,12 +2,13 @@
 
 # ruff: noqa: RUF009 (calls that make fields)
 
+import argparse
 import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
 
-from .._arguments import number
+from .._arguments import COMPILATION_CACHE, number
 from ..interop.files.errors import ErrorAboutFiles
 
 
@@ -111,9 +112,10 @@ class Settings:
     )  # fmt: skip
     loss_chunk: int = _option("tokens whose logits are computed at a time", 1024, type=_SIZE, metavar="N")
     pack: bool = _option("pack several texts into a row; they do not see each other", False)
-    scan_layers: bool = _option(
-        "scan over equal layers, so that compile time does not grow with their number", False
-    )
+    scan_layers: bool | None = _option(
+        "scan over equal layers, so that compile time does not grow with their number (default: if the model "
+        "is a decoder with equal layers)", None, action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
     merge: str | None = _option(
         "also write a merged checkpoint to --output/merged (or merged.gguf): the file's weights with the "
         "trained changes (dense, the default without a value), or the quantised weights, rounded again "
@@ -130,6 +132,7 @@ class Settings:
         choices=["f32", "f16", "bf16", "q8_0", "q4_0"],
     )  # fmt: skip
     tensorboard: bool = _option("also write metrics for TensorBoard to --output", False)
+    compilation_cache: str | None = _option(COMPILATION_CACHE, None, metavar="DIR|off")
     mesh: str | None = _option(
         "spread the run over all devices: layers along an axis model, batches along others", None,
         metavar="data=2,model=4",
@@ -147,6 +150,7 @@ class Settings:
         """Everything that the result depends on, as JSON: runs with equal fingerprints are the same run."""
         free = {
             *("output", "checkpoint_every", "eval_every", "tensorboard", "merge", "format", "outtype"),
+            "compilation_cache",
             *("mesh", "fsdp", "coordinator", "process_id", "num_processes"),
         }
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .._arguments import importing_extra, number
+from .._arguments import COMPILATION_CACHE, importing_extra, number
 from .._interrupts import interrupts_deferred
 
 _ABOUT = """\
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=number(int, 1), help="sample from only this many of the likeliest tokens")
     add("--top-p", type=number(float, 1e-9, 1), help="sample from the likeliest of this total probability")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling (default: 0)")
+    add("--compilation-cache", metavar="DIR|off", help=COMPILATION_CACHE)
     return parser
 
 
@@ -57,11 +58,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with importing_extra(parser):
+        from .._cache import keep_programs
         from ..interop import CheckpointError
         from ..models import UnsupportedConfigError
         from .run import GenerateError, run
     start = time.perf_counter()
     try:
+        keep_programs(arguments.compilation_cache, _say)
         count = run(arguments, sys.stdout, _say)
     except (OSError, CheckpointError, GenerateError, UnsupportedConfigError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)

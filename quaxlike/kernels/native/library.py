@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jaxlib
 
+from ..._cache import cache_folder, why_not_own
 from ..._checked import checked
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("product.cc", "csr.cc", "share.h")]
@@ -76,16 +76,10 @@ def library() -> Library | str:
     return Library(path, loaded.quaxlike_set().decode())
 
 
-def folder() -> Path:
-    """The folder of compiled libraries, in the user's cache."""
-    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "quaxlike" / "native"
-
-
 def built_path() -> Path:
     """The file of the library for this source, jaxlib and processor; whether or not it is there."""
     version: Any = jaxlib.__version__
-    return folder() / _name(version, sys.platform, platform.machine())
+    return cache_folder("native") / _name(version, sys.platform, platform.machine())
 
 
 def installed_path() -> Path | None:
@@ -199,11 +193,5 @@ def _compiler() -> list[str]:
 
 def _check_own(*paths: Path) -> None:
     """Raises `NativeError` unless only the user may write to a folder and a file of code."""
-    for path in paths:
-        info = path.stat()
-        if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o022:
-            mode = f"{stat.S_IMODE(info.st_mode):o}"
-            raise NativeError(
-                f"{path} holds code that will run, and others may write to it (owner {info.st_uid}, mode "
-                f"{mode}): make it yours alone, or set XDG_CACHE_HOME to a folder that is."
-            )
+    if reason := why_not_own(*paths):
+        raise NativeError(reason)
