@@ -244,12 +244,24 @@ def _scanned(model: PyTree, settings: Settings, console: Console) -> tuple[PyTre
     if not isinstance(model, Decoder):
         raise FinetuneError(f"--scan-layers is for decoders; {settings.model} holds {a_or_an(type(model))}.")
     try:
-        return model.stacked(), True
-    except ValueError as error:  # from layers with and without experts
+        stacked = model.stacked()
+        _check_rows(stacked)
+        return stacked, True
+    except ValueError as error:  # from layers with and without experts, or a type of the user's
         if wanted:
             raise FinetuneError(f"--scan-layers: {error}") from error
         console.print(f"Layers are compiled one by one: {error}", markup=False)
         return model, False
+
+
+def _check_rows(model: Decoder) -> None:
+    """Raises `ValueError` if a stack of adapters has no rows once they have keys for dropout."""
+    for name, x in named_arrays(ql.with_dropout_key(model, jax.random.key(0)).layers).items():
+        if isinstance(x, ql.AdaptedArray) and x.leading_axis() is NotImplemented:
+            raise ValueError(
+                f"{name}: a row of a stack of {type(x).__name__} with keys for dropout is not one of them, "
+                "unless `part_axes` names all of its parts, such as 'key': ''."
+            )
 
 
 def _save(model: PyTree, settings: Settings, task: AbstractTask, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from typing import ClassVar
 
 import equinox as eqx
 import numpy as np
@@ -200,7 +201,7 @@ def test_what_files_of_peft_do_not_hold(run, tmp_path):
 
 @pytest.mark.slow
 def test_dropout_of_the_users_own(run, own_module, monkeypatch):
-    """Types that drop get a key for each example, without an option."""
+    """Types that drop get a key for each example, without an option, and for each of scanned layers."""
     seen = []
 
     class Dropping(own_module.MyAdapter):
@@ -211,9 +212,17 @@ def test_dropout_of_the_users_own(run, own_module, monkeypatch):
             seen.append(self.key)
             return super().materialise()
 
-    monkeypatch.setattr(own_module, "Dropping", Dropping, raising=False)
-    assert run("llama", "text", "--steps=1", "--adapter=own_adapter:Dropping", "--quantize=none")[0] == 0
-    assert any(key is not None for key in seen)
+    class Scanned(Dropping):
+        part_axes: ClassVar = {**own_module.MyAdapter.part_axes, "key": ""}
+
+    for cls in (Dropping, Scanned):
+        monkeypatch.setattr(own_module, "Own", cls, raising=False)
+        options = ["--steps=1", "--adapter=own_adapter:Own", "--quantize=none"]
+        status, told = run("llama", "text", *options, output=cls.__name__)
+        assert status == 0
+        assert ("Layers are compiled one by one: " in told) == (cls is Dropping)
+        assert any(key is not None for key in seen)
+        seen.clear()
 
 
 @pytest.mark.parametrize(
