@@ -65,17 +65,30 @@ def _by_hand(layer: eqx.nn.Linear, x: jax.Array) -> jax.Array:
     )
 
 
-def cases() -> list[Case]:
+def _lora_by_hand(layer: eqx.nn.Linear, x: jax.Array) -> jax.Array:
+    lora = layer.weight
+    return x @ lora.w.T + lora.scaling * ((x @ lora.a.T) @ lora.b.T)
+
+
+def traced(*, quantised: bool, by_hand: bool) -> tuple[Any, jax.Array, Any]:
+    """The blocks, adapted and perhaps quantised, an input, and the function of both that is traced."""
     blocks = [Block(key) for key in jax.random.split(jax.random.key(0), LAYERS)]
-    blocks = ql.quantize(blocks, "nf4", where="all-linear")
+    if quantised:
+        blocks = ql.quantize(blocks, "nf4", where="all-linear")
     blocks = ql.loraify(blocks, rank=4, where="all-linear", key=jax.random.key(1))
-    x = jnp.ones((TOKENS, WIDTH))
-    quaxified = ql.quaxify(lambda blocks, x: _model(blocks, x, _ordinary))
+    linear = _ordinary if not by_hand else _by_hand if quantised else _lora_by_hand
+    run = lambda blocks, x: _model(blocks, x, linear)
+    return blocks, jnp.ones((TOKENS, WIDTH)), run if by_hand else ql.quaxify(run)
+
+
+def cases() -> list[Case]:
+    blocks, x, quaxified = traced(quantised=True, by_hand=False)
+    *_, hand = traced(quantised=True, by_hand=True)
     return [
         Case(
             "tracing a 12-layer transformer, LoRA over NF4",
             {
-                "by hand": lambda: jax.make_jaxpr(lambda b, x: _model(b, x, _by_hand))(blocks, x),
+                "by hand": lambda: jax.make_jaxpr(lambda b, x: hand(b, x))(blocks, x),
                 "quaxlike": lambda: jax.make_jaxpr(lambda b, x: quaxified(b, x))(blocks, x),
             },
         )

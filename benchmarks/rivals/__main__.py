@@ -1,0 +1,267 @@
+"""`python -m benchmarks.rivals [--only TEXT …] [--cores N …] [--quick] [--record]`: whole jobs beside rivals.
+
+Both sides load the same weights, random ones of a Llama, and read the same tokens, on a CPU. Each is a
+process of its own; the two are kept alive and take turns, so that they see the machine in the same state. A
+ratio is ours ÷ theirs of neighbouring runs: below 1, quaxlike takes less time. `--record` writes
+`benchmarks/rivals.json`, and the page and the picture of the documentation. `--quick` takes a small model: it
+shows that the rows run, not how long they take.
+
+Needs `pip install 'quaxlike[rivals]'`; rows whose rival is missing are told.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import files
+from .rows import ROWS, Row
+
+RECORD = pathlib.Path(__file__).parent.with_name("rivals.json")
+DOCS = RECORD.parent.parent / "docs"
+PAGE, PICTURE = DOCS / "rivals.md", DOCS / "assets" / "rivals.png"
+_PACKAGES = ("jax", "torch", "transformers", "bitsandbytes", "peft", "llama-cpp-python", "scipy")
+
+
+class Missing(Exception):
+    """A side that cannot be run, for the reason in the message."""
+
+
+class Side:
+    """A process of `worker.py`."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        cores = str(job["cores"])
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), cores)
+        self._told = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.rivals.worker", json.dumps(job)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, text=True,
+            env=os.environ | threads | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+
+    def ready(self) -> None:
+        """Waits until everything is prepared."""
+        self._next()
+
+    def run(self) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._next()["seconds"]
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+
+    def _next(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._told.seek(0)
+            lines = self._told.read().decode(errors="replace").split("\n")
+            raise Missing(next((line.strip() for line in reversed(lines) if line.strip()), "it ended"))
+        message = json.loads(line)
+        if "missing" in message:
+            raise Missing(message["missing"])
+        return message
+
+
+def measure(row: Row, cores: int, folder: pathlib.Path, size: files.Size, repeats: int) -> dict[str, Any]:
+    """What was measured of a row, or `missing`: why its rival could not be run. Raises `Missing` if ours
+    cannot."""
+    job = {"folder": str(folder), "size": size, "cores": cores}
+    of_ours = job | {"side": "ours", "function": row.ours, "options": {**row.options, **row.of_ours}}
+    side, _, function = row.theirs.rpartition(".")
+    of_theirs = job | {"side": side or "theirs", "function": function}
+    of_theirs |= {"options": {**row.options, **row.of_theirs}}
+    found: dict[str, Any] = {"row": row.name, "rival": row.rival, "cores": cores, "at most": row.limit}
+    load = os.getloadavg()[0]
+    with contextlib.closing(_runs(of_theirs, row.starts)) as theirs:
+        try:
+            next(theirs)
+        except Missing as error:
+            return found | {"missing": str(error)}
+        with contextlib.closing(_runs(of_ours, row.starts)) as ours:
+            next(ours)
+            pairs = [(next(ours), next(theirs)) for _ in range(repeats)]
+    ratios = sorted(a / b for a, b in pairs)
+    return found | {
+        "ratio": round(statistics.median(ratios), 3),
+        "range": [round(ratios[0], 3), round(ratios[-1], 3)],
+        "seconds": [float(f"{statistics.median(of_side):.3g}") for of_side in zip(*pairs, strict=True)],
+        "repeats": repeats,
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+    }
+
+
+def _runs(job: dict[str, Any], starts: bool) -> Iterator[float]:
+    """The seconds of one run after the other; the first is not to be counted."""
+    if starts:
+        while True:
+            begin, side = time.perf_counter(), Side(job)
+            try:
+                side.ready()
+                side.run()
+                seconds = time.perf_counter() - begin
+            finally:
+                side.close()
+            yield seconds
+    side = Side(job)
+    try:
+        side.ready()
+        while True:
+            yield side.run()
+    finally:
+        side.close()
+
+
+def machine() -> str:
+    """The processor, its cores, and the versions of all sides."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next(
+        (x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.machine()
+    )
+    flags = next((x for x in lines if x.startswith("flags")), "")
+    has = [label for flag, label in (("avx2", "AVX2"), ("avx512f", "AVX-512")) if f" {flag}" in flags]
+    versions = []
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    processor = f"{name} ({', '.join(has) or platform.machine()}), {os.cpu_count()} cores"
+    return f"{processor}; Python {platform.python_version()}, {', '.join(versions)}"
+
+
+HEADERS = ("work", "beside", "cores", "ours ÷ theirs", "range", "at most", "ms, ours and theirs", "load")
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    first = [found["row"], found["rival"], str(found["cores"])]
+    if "missing" in found:
+        return [*first, f"not run: {found['missing']}", "", f"{found['at most']:g}", "", ""]
+    least, most = found["range"]
+    times = ", ".join(f"{1e3 * seconds:.3g}" for seconds in found["seconds"])
+    return [
+        *first, f"{found['ratio']:.2f}", f"{least:.2f}–{most:.2f}", f"{found['at most']:g}", times,
+        "–".join(f"{load:g}" for load in found["load"]),
+    ]  # fmt: skip
+
+
+def page(found: Sequence[dict[str, Any]], on: str) -> str:
+    """The page of the documentation."""
+    size = files.FULL
+    rows = [HEADERS, ["---"] * len(HEADERS), *map(cells, found)]
+    why = {row.name: row.why for row in ROWS}
+    above = dict.fromkeys(x["row"] for x in found if x.get("ratio", 0) > x["at most"])
+    reasons = [f"- {name}: {why[name]}" for name in above if why[name]]
+    picture = "![Ratios of the table, with their ranges](assets/rivals.png)"
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), picture, table]
+    parts += [_NOTES.format(on=on), *(["\n".join(["Above it:", "", *reasons])] if reasons else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = """\
+# Beside what users would pick instead
+
+`python -m benchmarks.rivals --record` wrote this page. Whole jobs run on a CPU with quaxlike, and with what users
+would pick instead. Both sides read the same weights, random ones of a Llama of {millions:.0f} million ({size.layers} layers of
+{size.width}), and the same tokens. Each is a process of its own; the two are kept alive and take turns. A number is the
+median of ours ÷ theirs: below 1, quaxlike takes less time. The load is how many programs wanted a core before and
+after a row, ours among them: if it is far above the number of cores, only large differences mean something.\
+"""  # noqa: E501
+_NOTES = """\
+Measured on {on}.
+
+“Load and 32 tokens” is a process from its start to its end, the second one: the programs that the first one compiled
+are in the cache that commands keep. “At most” is what the project aims at.\
+"""  # noqa: E501
+
+
+def draw(found: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+    """The picture: a point for each row, its range, and what it should be at most."""
+    import matplotlib.pyplot as plt
+
+    shown = [x for x in found if "ratio" in x][::-1]
+    names = list(dict.fromkeys(f"{x['row']} ÷ {x['rival']}" for x in shown))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(names)))
+    for cores, marker, colour in ((1, "o", "C0"), (2, "s", "C1")):
+        of_cores = [x for x in shown if x["cores"] == cores]
+        at = [names.index(f"{x['row']} ÷ {x['rival']}") + 0.15 * (1.5 - cores) for x in of_cores]
+        ratios = [x["ratio"] for x in of_cores]
+        sides = [[abs(x["range"][i] - x["ratio"]) for x in of_cores] for i in (0, 1)]
+        label = f"{cores} core{'s' * (cores > 1)}"
+        axes.errorbar(ratios, at, xerr=sides, fmt=marker, color=colour, label=label, capsize=2)
+    limits = [next(x["at most"] for x in shown if f"{x['row']} ÷ {x['rival']}" == name) for name in names]
+    axes.scatter(limits, range(len(names)), marker="|", s=150, color="black", label="at most")
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("time of quaxlike ÷ time of the other")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__)
+    add = parser.add_argument
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="rows whose names contain one of these")
+    add("--cores", nargs="+", type=int, default=[1, 2], help="on how many cores (default: 1 2)")
+    add("--repeats", type=int, default=7, help="runs of each side that are counted (default: 7)")
+    add("--quick", action="store_true", help="a small model and two repeats")
+    add("--record", action="store_true", help="write rivals.json, and the page and picture of the docs")
+    arguments = parser.parse_args()
+    if arguments.record and arguments.quick:
+        parser.error("--record needs the whole model: leave --quick out")
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=150)
+    size, repeats = (files.QUICK, 2) if arguments.quick else (files.FULL, arguments.repeats)
+    recorded = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
+    measured = {(x["row"], x["cores"]): x for x in recorded}
+    table = Table(*HEADERS)
+    with tempfile.TemporaryDirectory() as work:
+        folder = pathlib.Path(work) / "model"
+        subprocess.run([sys.executable, "-c", _MAKE, str(folder), json.dumps(size)], check=True)
+        for row in ROWS:
+            for cores in arguments.cores:
+                if any(text in row.name for text in arguments.only):
+                    found = measure(row, cores, folder, size, repeats)
+                    measured[row.name, cores] = found
+                    print(*cells(found), sep="  ", flush=True)
+                    table.add_row(*cells(found))
+    console.print(table)
+    if arguments.record:
+        order = [row.name for row in ROWS]
+        rows = sorted(
+            (x for x in measured.values() if x["row"] in order),
+            key=lambda x: (order.index(x["row"]), x["cores"]),
+        )
+        on = machine()
+        RECORD.write_text(json.dumps({"machine": on, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+        PAGE.write_text(page(rows, on))
+        draw(rows, PICTURE)
+
+
+# In a process of its own: the driver keeps no arrays.
+_MAKE = (
+    "import sys, json, pathlib; from benchmarks.rivals import files; "
+    "files.make(pathlib.Path(sys.argv[1]), files.Size(*json.loads(sys.argv[2])))"
+)
+
+if __name__ == "__main__":
+    main()

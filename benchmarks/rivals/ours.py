@@ -1,0 +1,159 @@
+"""What quaxlike does: functions that prepare work, and return what runs it and tells the seconds."""
+
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quaxlike as ql
+from quaxlike import kernels
+from quaxlike._cache import keep_programs
+from quaxlike.finetune.data import Example, collate
+from quaxlike.finetune.devices import Devices
+from quaxlike.finetune.settings import Settings
+from quaxlike.finetune.tasks import task_for
+from quaxlike.finetune.train import Program, State, optimiser_for, stored_for
+from quaxlike.models import generate
+
+from .. import transformer
+from .files import LENGTH, RANK, ROWS, Size, gguf, ids, sparse_weight
+
+Run = Callable[[], float]
+
+
+def _load(folder: pathlib.Path, dtype: str, quantize: str | None, head: bool = False) -> Any:
+    if quantize is not None:
+        kernels.native.prepare(print)
+    model, _ = ql.models.load(folder, quantize=quantize, head=head)
+    return model if dtype == "bfloat16" else stored_for(model, dtype)
+
+
+def token(
+    folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str = "bfloat16",
+    quantize: str | None = None, head: bool = False, file: str | None = None,
+) -> Run:  # fmt: skip
+    """The median time of a token, after the first two."""
+    if file is not None:
+        kernels.native.prepare(print)
+        model, _ = ql.models.load(gguf(folder, file))
+    else:
+        model = _load(folder, dtype, quantize, head)
+
+    def run() -> float:
+        times: list[float] = []
+        told = lambda token: times.append(time.perf_counter())
+        generate(model, ids(size, batch, size.prompt), max_new_tokens=size.new, on_token=told)
+        return statistics.median(np.diff(times)[1:])
+
+    run()
+    return run
+
+
+def prefill(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
+    model, prompt = _load(folder, "bfloat16", quantize), ids(size, 1, 128)
+    run = lambda: _seconds(lambda: generate(model, prompt, max_new_tokens=1))
+    run()
+    return run
+
+
+def start(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
+    """Loads the model and continues a text by 32 tokens, with the programs that an earlier start compiled."""
+    keep_programs(str(folder.with_name("programs")), print)
+
+    def run() -> float:
+        model = _load(folder, "bfloat16", quantize)
+        return _seconds(lambda: generate(model, ids(size, 1, size.prompt), max_new_tokens=32))
+
+    return run
+
+
+def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[Program, list[Any]]:
+    """The program of a step as `quaxlike.finetune` makes it, and what it takes."""
+    settings = Settings(folder, folder, folder, batch_size=ROWS)
+    options: Any = None if quantize is None else {"scheme": quantize, "double_quant": True}
+    if quantize is not None:
+        kernels.native.prepare(print)
+    model, _ = ql.models.load(folder, quantize=options)
+    model = ql.loraify(model, rank=RANK, alpha=2 * RANK, where="all-linear", key=jax.random.key(0)).stacked()
+    params, frozen = eqx.partition(model, ql.trainable(model))
+    optimiser, _ = optimiser_for(settings, 100)
+    program = Program(task_for(model, settings), optimiser, settings, Devices(settings))
+    texts = [Example((row.tolist(),), [True] * LENGTH) for row in ids(size, ROWS, LENGTH)]
+    terms = jnp.float32(ROWS * (LENGTH - 1))
+    return program, [frozen, State(params, optimiser.init(params)), collate(texts, LENGTH), terms, None]
+
+
+def step(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
+    program, arguments = _trained(folder, size, quantize)
+
+    def run() -> float:
+        def once() -> Any:
+            arguments[1], value = program(*arguments)
+            return arguments[1], value
+
+        return _seconds(once)
+
+    run()
+    return run
+
+
+def first_step(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
+    """With everything that the first step needs, compilation, too."""
+
+    def run() -> float:
+        program, arguments = _trained(folder, size, quantize)
+        return _seconds(lambda: program(*arguments))
+
+    return run
+
+
+def compilation(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
+    def run() -> float:
+        program, arguments = _trained(folder, size, quantize)
+        program.compiled(*arguments)
+        return program.seconds
+
+    return run
+
+
+def sparse(folder: pathlib.Path, size: Size, cores: int) -> Run:
+    w, x = sparse_weight(size)
+    ours, x = ql.SparseArray.from_dense(jnp.asarray(w)), jnp.asarray(x)
+    return _repeated(jax.jit(ql.quaxify(lambda x, w: x @ w.T)), x, ours)
+
+
+def product(folder: pathlib.Path, size: Size, cores: int, *, scheme: str | None = None) -> Run:
+    """With 256 rows of float32; of the dense weight without a scheme."""
+    w = jax.random.normal(jax.random.key(0), (size.matrix, size.matrix))
+    x = jax.random.normal(jax.random.key(1), (256, size.matrix))
+    if scheme is None:
+        return _repeated(jax.jit(lambda x, w: x @ w.T), x, w)
+    kernels.native.prepare(print)
+    quantised = ql.Int8Array.quantize(w) if scheme == "int8" else ql.BlockArray.quantize(w, codec=scheme)
+    return _repeated(jax.jit(ql.quaxify(lambda x, w: x @ w.T)), x, quantised)
+
+
+def trace(folder: pathlib.Path, size: Size, cores: int, *, quantised: bool, by_hand: bool = False) -> Run:
+    """A transformer of 12 layers."""
+    blocks, x, run = transformer.traced(quantised=quantised, by_hand=by_hand)
+    once = lambda: _seconds(lambda: jax.make_jaxpr(lambda blocks, x: run(blocks, x))(blocks, x))
+    once()
+    return once
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - begin
+
+
+def _repeated(fn: Any, *arguments: Any, times: int = 20) -> Run:
+    """The mean of several calls."""
+    jax.block_until_ready(fn(*arguments))
+    return lambda: _seconds(lambda: [fn(*arguments) for _ in range(times)]) / times

@@ -1,0 +1,86 @@
+"""The rows of the comparison: one entry each."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One piece of work that both sides do.
+
+    **Attributes:**
+
+    - `name`: as on the command line and in the table.
+    - `rival`: who else does it.
+    - `ours`, `theirs`: functions of `ours.py` and of `theirs.py`; `"ours.…"` names one of ours that is
+        compared with.
+    - `limit`: what ours ÷ theirs should be at most.
+    - `options`: of both functions.
+    - `of_ours`, `of_theirs`: of one of them alone.
+    - `starts`: whether each run is a process of its own, from its start to its end. The first of each side
+        is not counted.
+    - `why`: why ours takes longer, for a row that stays above its limit.
+    """
+
+    name: str
+    rival: str
+    ours: str
+    theirs: str
+    limit: float
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    of_ours: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    of_theirs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    starts: bool = False
+    why: str = ""
+
+
+def _token(
+    name: str, rival: str, limits: tuple[float, float], *, head: bool = False, **options: Any
+) -> list[Row]:
+    """The time of a token, of one sequence and of eight."""
+    return [
+        Row(
+            f"{name}, a token, {count}", rival, "token", "token", limit, options | {"batch": batch},
+            {"head": True} if head else {},
+        )
+        for count, batch, limit in zip(("one sequence", "eight"), (1, 8), limits, strict=True)
+    ]  # fmt: skip
+
+
+ROWS: tuple[Row, ...] = (
+    *_token("bf16", "transformers", (0.95, 1.0)),
+    *_token("float32", "transformers", (0.47, 0.48), dtype="float32"),
+    *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
+    *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
+    *(
+        Row(f"GGUF {kind}, a token", "llama.cpp", "token", "llama_token", 1.3, {"file": kind})
+        for kind in ("Q4_0", "Q8_0", "Q4_K_M")
+    ),
+    Row("load and 32 tokens, bf16", "transformers", "start", "start", 1.0, starts=True),
+    Row("load and 32 tokens, NF4", "bitsandbytes", "start", "start", 0.5, {"quantize": "nf4"}, starts=True),
+    Row("prefill of 128 tokens, bf16", "transformers", "prefill", "prefill", 1.0),
+    Row("prefill of 128 tokens, NF4", "bitsandbytes", "prefill", "prefill", 1.0, {"quantize": "nf4"}),
+    Row("QLoRA, a step", "PEFT", "step", "step", 0.85, {"quantize": "nf4"}),
+    Row(
+        "QLoRA, compilation of a step", "our LoRA", "compilation", "ours.compilation", 1.1,
+        of_ours={"quantize": "nf4"},
+    ),
+    Row(
+        "QLoRA, load to the end of the first step", "PEFT", "first_step", "first_step", 1.0,
+        {"quantize": "nf4"}, starts=True,
+    ),
+    Row("LoRA in bf16, a step", "PEFT", "step", "step", 0.9),
+    Row("10 % unstructured, one row", "scipy", "sparse", "sparse", 1.5),
+    *(
+        Row(f"{scheme}, 256 rows", "dense", "product", "ours.product", 1.1, of_ours={"scheme": scheme})
+        for scheme in ("int8", "q8_0")
+    ),
+    *(
+        Row(
+            f"tracing a decoder with {name}", "by hand", "trace", "ours.trace", 1.1,
+            {"quantised": quantised}, of_theirs={"by_hand": True},
+        )
+        for name, quantised in (("LoRA", False), ("QLoRA", True))
+    ),
+)  # fmt: skip

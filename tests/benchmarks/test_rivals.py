@@ -1,0 +1,54 @@
+import importlib.util
+
+import pytest
+
+from benchmarks.rivals import __main__ as rivals
+from benchmarks.rivals import files, ours, theirs
+from benchmarks.rivals.rows import ROWS, Row
+
+
+def found(row, cores, **figures):
+    about = {"row": row.name, "rival": row.rival, "cores": cores, "at most": row.limit}
+    return about | figures
+
+
+def test_every_row_names_what_both_sides_do():
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        assert callable(getattr(ours, row.ours))
+        side, _, function = row.theirs.rpartition(".")
+        assert callable(getattr(ours if side else theirs, function))
+
+
+def test_the_page_and_the_picture(tmp_path):
+    measured = {"ratio": 0.5, "range": [0.4, 0.8], "seconds": [0.01, 0.02], "repeats": 3, "load": [1.0, 2.0]}
+    rows = [found(ROWS[0], cores, **measured) for cores in (1, 2)]
+    rows.append(found(ROWS[-1], 1, missing="torch is not installed"))
+    page = rivals.page(rows, "a machine")
+    assert f"| {ROWS[0].name} | transformers | 1 | 0.50 | 0.40–0.80 | 0.95 | 10, 20 | 1–2 |" in page
+    assert "not run: torch is not installed" in page
+    assert "134 million (12 layers of\n768)" in page
+    rivals.draw(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tracing a decoder with LoRA", "int8, 256 rows"])
+def test_rows_of_ours_alone(name, tmp_path):
+    (row,) = (row for row in ROWS if row.name == name)
+    measured = rivals.measure(row, 1, tmp_path, files.QUICK, 2)
+    assert measured["repeats"] == 2
+    assert measured["range"][0] <= measured["ratio"] <= measured["range"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="The rival is installed.")
+def test_a_rival_that_is_missing_is_told(tmp_path):
+    (row,) = (row for row in ROWS if row.name == "prefill of 128 tokens, bf16")
+    assert rivals.measure(row, 1, tmp_path, files.QUICK, 2)["missing"].startswith("torch is not installed")
+
+
+@pytest.mark.slow
+def test_a_side_that_fails_says_why(tmp_path):
+    row = Row("nothing", "nobody", "none", "ours.none", 1.0)
+    assert "has no attribute 'none'" in rivals.measure(row, 1, tmp_path, files.QUICK, 1)["missing"]
