@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import files
@@ -63,6 +63,7 @@ class Side:
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
+        self._told.close()
 
     def _next(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -244,17 +245,19 @@ def main() -> None:
                     measured[row.name, cores] = found
                     print(*cells(found), sep="  ", flush=True)
                     table.add_row(*cells(found))
+                    if arguments.record:
+                        record(measured)
     console.print(table)
-    if arguments.record:
-        order = [row.name for row in ROWS]
-        rows = sorted(
-            (x for x in measured.values() if x["row"] in order),
-            key=lambda x: (order.index(x["row"]), x["cores"]),
-        )
-        on = machine()
-        RECORD.write_text(json.dumps({"machine": on, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
-        PAGE.write_text(page(rows, on))
-        draw(rows, PICTURE)
+
+
+def record(measured: Mapping[tuple[str, int], dict[str, Any]]) -> None:
+    """Writes what was measured of each row and number of cores, and the page and the picture."""
+    order, on = [row.name for row in ROWS], machine()
+    rows = [found for (name, _), found in measured.items() if name in order]
+    rows.sort(key=lambda found: (order.index(found["row"]), found["cores"]))
+    RECORD.write_text(json.dumps({"machine": on, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(page(rows, on))
+    draw(rows, PICTURE)
 
 
 # In a process of its own: the driver keeps no arrays.

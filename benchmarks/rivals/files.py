@@ -71,15 +71,16 @@ def make(folder: pathlib.Path, size: Size) -> None:
     }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    alphabet = ["<|endoftext|>", *pre_tokenizers.ByteLevel.alphabet()]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    tokenizer.add_special_tokens(alphabet[:1])
+    end, first, second, *others = "<|endoftext|>", *pre_tokenizers.ByteLevel.alphabet()
+    tokens = [end, first, second, *others, first + second]  # with a merge, which a GGUF file must have
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [(first, second)]))
+    tokenizer.add_special_tokens([end])
     split = pre_tokenizers.Split(Regex(*PATTERNS["qwen2"]), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": alphabet[0]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     model = ql.models.Decoder(ql.models.DecoderConfig.from_json(config), key=jax.random.key(0))
     arrays = {name: x.astype(jnp.bfloat16) for name, x in named_arrays(model).items()}
     ql.interop.save(folder / "model.safetensors", arrays, format="safetensors")

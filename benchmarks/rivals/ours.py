@@ -123,6 +123,7 @@ def compilation(folder: pathlib.Path, size: Size, cores: int, *, quantize: str |
 
 
 def sparse(folder: pathlib.Path, size: Size, cores: int) -> Run:
+    kernels.native.prepare(print)
     w, x = sparse_weight(size)
     ours, x = ql.SparseArray.from_dense(jnp.asarray(w)), jnp.asarray(x)
     return _repeated(jax.jit(ql.quaxify(lambda x, w: x @ w.T)), x, ours)

@@ -68,8 +68,8 @@ def losses(folder):
         "--mesh data=2,model=2 --block-size 32",
         "--mesh data=4 --fsdp",
         "--mesh data=2,model=2 --block-size 32 --optimizer-bits 8 --rank 256",
-        "--mesh data=2,model=2 --block-size 32 --scan-layers",
-        "--mesh data=4 --fsdp --scan-layers --remat",
+        "--mesh data=2,model=2 --block-size 32 --no-scan-layers",
+        "--mesh data=4 --fsdp --no-scan-layers --remat",
     ],
 )
 def test_the_losses_of_one_device(command, tmp_path, mesh):

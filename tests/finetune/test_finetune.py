@@ -178,7 +178,7 @@ def test_learns_and_writes_an_adapter(kind, lines, better, options, run, tmp_pat
 
 @pytest.mark.slow
 def test_what_saves_time_and_memory_together(run, tmp_path):
-    options = ["--steps=3", "--scan-layers", "--merge", "--compute-dtype=bfloat16", "--remat", "--pack"]
+    options = ["--steps=3", "--merge", "--compute-dtype=bfloat16", "--remat", "--pack"]
     more = ["--max-length=24", "--eval-every=1", "--tensorboard", "--batch-size=4", "--loss-chunk=32"]
     more += ["--train-tokens", "4", "5"]
     status, told = run("llama", "text", *options, *more)
@@ -209,6 +209,22 @@ def test_what_saves_time_and_memory_together(run, tmp_path):
         assert run("llama", "text", *options, *more, "--merge=quantized")[0] == 0
     settings = json.loads((tmp_path / "out" / "merged" / "config.json").read_text())["quantization_config"]
     assert settings["bnb_4bit_quant_type"] == "nf4"
+
+
+@pytest.mark.slow
+def test_scanned_layers_write_the_same_files(run, tmp_path):
+    """They are the default, but for layers that differ."""
+    written = []
+    for option in ("--scan-layers", "--no-scan-layers"):
+        status, told = run("llama", "text", "--steps=2", option, output=option)
+        assert status == 0, told
+        assert json.loads((tmp_path / option / "run.json").read_text())["scan_layers"] is ("no" not in option)
+        written.append(adapter(tmp_path / option))
+    assert written[0].keys() == written[1].keys()
+    for name, found in written[0].items():
+        np.testing.assert_allclose(found, written[1][name], atol=2e-3, err_msg=name)  # Adam enlarges rounding
+    status, told = run("llama", "text", "--steps=2", output="--scan-layers")
+    assert "All 2 steps are done" in told  # the default is the same run
 
 
 @pytest.mark.slow
