@@ -13,6 +13,9 @@ from jaxtyping import Array, Bool, Int
 from ..interop.text import TextTokenizer
 from .settings import FinetuneError
 
+#: Tokens of the shortest rows.
+LEAST_LENGTH = 16
+
 
 class Tokens:
     """The tokeniser of a checkpoint, whose texts have at most `max_length` tokens."""
@@ -189,7 +192,7 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 def length_for(examples: Sequence[Example], max_length: int) -> int:
     """The length to pad these examples to: a power of two, so that few programs are compiled."""
     longest = max(len(ids) for example in examples for ids in example.texts)
-    return min(max_length, max(16, 1 << (longest - 1).bit_length()))
+    return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
 
 
 def collate(examples: Sequence[Example], max_length: int) -> Batch:

@@ -12,9 +12,10 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from ..sharding import constrain, fsdp, shard
-from ..sharding.meshes import MODEL_AXES, mesh_from_text
+from ..sharding.meshes import MODEL_AXES, SEQUENCE_AXES, mesh_from_text
 from ..sharding.reading import usual_rule
 from ..sharding.rules import divides_layers
+from .data import LEAST_LENGTH
 from .settings import FinetuneError, Settings
 
 _Tree = TypeVar("_Tree")
@@ -81,8 +82,9 @@ class Devices:
     """The devices of a run, and how its arrays are spread over them.
 
     Along a mesh axis called model, tensor or tp, layers are split as by `tensor_parallel`; along all others,
-    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`. Raises
-    `FinetuneError` for a mesh that does not fit the devices.
+    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`. Along
+    one called seq, context or cp, the tokens of each text are. Raises `FinetuneError` for a mesh that does
+    not fit the devices.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -100,12 +102,22 @@ class Devices:
             if jax.process_count() > 1:
                 raise FinetuneError("Several processes train together on a --mesh of all their devices.")
             return
-        self._axes = tuple(name for name in self.mesh.shape if name not in MODEL_AXES)
+        self._axes = tuple(name for name in self.mesh.shape if name not in (*MODEL_AXES, *SEQUENCE_AXES))
+        self._tokens = next((name for name in SEQUENCE_AXES if name in self.mesh.shape), None)
 
-    def check_batch(self, size: int) -> None:
-        """Raises `FinetuneError` for a batch that the devices cannot share evenly."""
+    def check_batch(self, size: int, max_length: int) -> None:
+        """Raises `FinetuneError` for a batch of texts up to this length that the devices cannot share
+        evenly."""
         if self.mesh is None:
             return
+        if self._tokens is not None:
+            count = self.mesh.shape[self._tokens]
+            if LEAST_LENGTH % count or max_length % count:  # lengths are powers of two, up to the longest
+                raise FinetuneError(
+                    f"Texts of {max_length} tokens cannot be shared evenly along {self._tokens} of the mesh, "
+                    f"which has {count} devices: it must have 2, 4, 8 or {LEAST_LENGTH}, and --max-length "
+                    "must be a multiple of that."
+                )
         shares = math.prod(self.mesh.shape[name] for name in self._axes)
         if size % shares:
             raise FinetuneError(
@@ -131,8 +143,12 @@ class Devices:
         return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
-        """Places a batch: each process places the rows of its own devices."""
-        return self._put(batch, jax.P(self._axes)) if self.mesh is not None else batch
+        """Places a batch: each process places the rows of its own devices. Arrays of examples, texts and
+        tokens may be divided along the tokens, too."""
+        if self.mesh is None:
+            return batch
+        specs = {3: jax.P(self._axes, None, self._tokens)}
+        return jax.tree.map(lambda x: self._put(x, specs.get(x.ndim, jax.P(self._axes))), batch)
 
     def replicate(self, tree: _Tree) -> _Tree:
         """Places small arrays on every device."""

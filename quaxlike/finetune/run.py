@@ -73,7 +73,7 @@ def _finetune(
     if len(training) < settings.batch_size:
         console.print(f"{settings.data}: each batch holds all {len(training)} training examples.")
         settings = dataclasses.replace(settings, batch_size=len(training))
-    devices.check_batch(settings.batch_size)
+    devices.check_batch(settings.batch_size, max_length)
     task = task_for(base, settings)
     model = _adapted(base, task, settings, make)
     del base  # before its layers are copied

@@ -134,7 +134,8 @@ class Settings:
     tensorboard: bool = _option("also write metrics for TensorBoard to --output", False)
     compilation_cache: str | None = _option(COMPILATION_CACHE, None, metavar="DIR|off")
     mesh: str | None = _option(
-        "spread the run over all devices: layers along an axis model, batches along others", None,
+        "spread the run over all devices: layers along an axis model, the tokens of each text along an axis "
+        "seq, batches along others", None,
         metavar="data=2,model=4",
     )  # fmt: skip
     fsdp: bool = _option("store a part of each weight on each device, and gather the weights for use", False)

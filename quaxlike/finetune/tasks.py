@@ -104,7 +104,7 @@ class NextToken(AbstractTask):
     def output(self, model: PyTree, example: Batch) -> Float[Array, ""]:
         (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
         hidden = model.hidden(ids, segments > 0, segments if self.packed else None)
-        return _cross_entropy(model, hidden[:-1], ids[1:], learned[1:], self.chunk)
+        return _cross_entropy(model, hidden, ids, learned, self.chunk)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         return jnp.sum(outputs)
@@ -155,8 +155,7 @@ class Preferences(AbstractTask):
 
         def gain(ids: Any, seen: Any, learned: Any) -> Any:
             after, before = (
-                _cross_entropy(each, each.hidden(ids, seen)[:-1], ids[1:], learned[1:], self.chunk)
-                for each in model
+                _cross_entropy(each, each.hidden(ids, seen), ids, learned, self.chunk) for each in model
             )
             return before - after  # cross-entropies
 
@@ -255,12 +254,14 @@ def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Exampl
     return Example((kept,), learned, was_cut=len(kept) < len(ids)) if any(learned) else None
 
 
-def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """The cross-entropy, summed over the learned tokens.
+def _cross_entropy(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
+    """The cross-entropy of each token's successor, summed over those that are learned; the first never is.
 
     Logits exist for only `chunk` tokens at a time, and are recomputed for the gradient, so that a large
-    vocabulary does not dominate the memory of a step.
+    vocabulary does not dominate the memory of a step. A chunk has tokens from everywhere in the text, so that
+    devices that share the tokens share each chunk, too.
     """
+    targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
 
     def part(model: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:
         logits = model.logits(hidden).astype(jnp.float32)
@@ -270,9 +271,10 @@ def _cross_entropy(model: PyTree, hidden: Any, targets: Any, learned: Any, chunk
     if not 0 < chunk < len(targets):
         return part(model, hidden, targets, learned)
     n = -(-len(targets) // chunk)
-    split = lambda x: jnp.pad(x, [(0, n * chunk - len(x))] + [(0, 0)] * (x.ndim - 1)).reshape(
-        n, chunk, *x.shape[1:]
-    )
+
+    def split(x: Any) -> Any:
+        x = jnp.pad(x, [(0, n * chunk - len(x))] + [(0, 0)] * (x.ndim - 1))
+        return jnp.moveaxis(x.reshape(chunk, n, *x.shape[1:]), 1, 0)
 
     def add(total: Any, one: Any) -> Any:
         return total + jax.checkpoint(part)(model, *one), None

@@ -2,7 +2,8 @@
 
 Scores of all pairs of tokens are made for short texts alone. For long ones memory is linear in the length:
 blocks of queries meet blocks of keys, with a running softmax (Milakov and Gimelshein, 2018, as in Dao et al.,
-FlashAttention, 2022), and are computed again for their derivatives.
+FlashAttention, 2022), and are computed again for their derivatives. On a mesh with an axis for tokens, each
+device has the queries of its share, and gathers the keys and values of all.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..arrays.quantized import CODECS, CacheArray
+from ..kernels.multilinear import vary_alike, varying_zeros
+from ..sharding.meshes import mesh_of, sequence_axis
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
 from .rope import rotate
@@ -190,6 +193,11 @@ def attend(
     For up to 2¹⁹ pairs of tokens their scores are made at once; for more, memory is linear in the number of
     tokens, in derivatives, too.
 
+    If the mesh of the arrays has an axis called seq, context or cp, tokens that see each other are divided
+    along it: each device computes the rows of its own queries, and the keys and values of all tokens, which
+    are few where heads share them, are gathered for one layer at a time, as for Llama 3 (Grattafiori et al.,
+    2024, section 3.3.2).
+
     **Arguments:**
 
     - `sight`: which tokens each token sees.
@@ -202,8 +210,32 @@ def attend(
     scores = functools.partial(_scores, scale=size**-0.5 if scale is None else scale, softcap=softcap)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(*query.shape[1:3], 1)
-    of_all = _at_once if tokens * len(key) <= _ALL_AT_ONCE else _by_blocks
+    axis = sequence_axis((query, key, value)) if len(key) == tokens else None
+    of_all = _of_all if axis is None else functools.partial(_of_shares, axis=axis)
     return of_all(query, key, value, sight, scores, sinks).reshape(tokens, n_heads * size)
+
+
+def _of_all(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
+    of_all = _at_once if len(query) * len(key) <= _ALL_AT_ONCE else _by_blocks
+    return of_all(query, key, value, sight, scores, sinks)
+
+
+def _of_shares(
+    query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
+) -> Array:
+    """Each device's own queries, along an axis of the mesh, with all keys."""
+
+    def of_device(*operands: Any) -> Array:
+        # Derivatives by what is whole are summed over devices here: within `lax.cond`, some would not come.
+        query, key, value, sight, sinks = vary_alike(operands)
+        return _of_all(query, key, value, sight, scores, sinks)
+
+    own, whole = jax.P(axis), jax.P()
+    sights = Sight(own, whole, whole, whole, None if sight.texts is None else (own, whole))
+    return jax.shard_map(
+        of_device, mesh=mesh_of((query, key, value)), axis_names={axis},
+        in_specs=(own, whole, whole, sights, whole), out_specs=own,
+    )(query, key, value, sight, sinks)  # fmt: skip
 
 
 def _scores(query: Array, key: Array, mask: Array, *, scale: float, softcap: float) -> Array:
@@ -254,10 +286,11 @@ def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any
             return lax.cond(far, lambda sums: sums, see, sums), None
 
         heads = (*query.shape[1:3], len(query))
-        least = jnp.full(heads, jnp.finfo(jnp.float32).min)
-        most = least if sinks is None else lax.stop_gradient(jnp.broadcast_to(sinks, heads))
-        weight = jnp.zeros_like(least) if sinks is None else jnp.exp(sinks - most)  # of the virtual token
-        empty = jnp.zeros((*heads, value.shape[-1]), jnp.float32), weight, most
+        zeros = varying_zeros((*heads, value.shape[-1]), jnp.float32, query, key, value)
+        weight = zeros[..., 0]
+        most = weight + (jnp.finfo(jnp.float32).min if sinks is None else lax.stop_gradient(sinks))
+        weight = weight if sinks is None else jnp.exp(sinks - most)  # of the virtual token
+        empty = zeros, weight, most
         total, weight, _ = lax.scan(add, empty, of_keys)[0]
         out = total / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)[..., None]
         return jnp.moveaxis(out, 2, 0).astype(value.dtype)

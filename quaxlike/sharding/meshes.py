@@ -12,9 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from ..core.quaxify import value_of
 
-#: Names of axes that layers are split along, and of those that experts are distributed along.
+#: Names of axes that layers are split along, of those that experts are distributed along, and of those that
+#: the tokens of a text are.
 MODEL_AXES = ("model", "tensor", "tp")
 EXPERT_AXES = ("expert", "ep")
+SEQUENCE_AXES = ("seq", "context", "cp")
 
 
 def expert_axis(mesh: Any, count: int | None = None) -> str | None:
@@ -26,6 +28,19 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
     if name is None or mesh.shape[name] == 1 or (count is not None and count % mesh.shape[name]):
         return None
     return name
+
+
+def sequence_axis(tree: Any) -> str | None:
+    """The mesh axis that the tokens of these arrays, which are their first axes, are distributed along; None
+    if no such axis is free, or if its devices cannot share the tokens evenly."""
+    if (mesh := mesh_of(tree)) is None:
+        return None
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual, explicit = jax.sharding.AxisType.Manual, jax.sharding.AxisType.Explicit
+    name = next((n for n in SEQUENCE_AXES if kinds.get(n, manual) != manual and mesh.shape[n] > 1), None)
+    if name is None or any(len(x) % mesh.shape[name] for x in jax.tree.leaves(tree)):
+        return None
+    return name if kinds[name] != explicit or divided_along(name, tree) is not None else None
 
 
 def mesh_of(tree: Any) -> Any:

@@ -50,6 +50,8 @@ def test_what_cannot_start(command, tmp_path, capsys):
     assert "number of devices has to divide" in capsys.readouterr().err
     assert main([*command, *out, "--mesh", "data=4", "--batch-size", "6"]) == 2
     assert "a multiple of 4" in capsys.readouterr().err
+    assert main([*command, *out, "--mesh", "data=2,seq=2", "--max-length", "15"]) == 2
+    assert "15 tokens cannot be shared evenly along seq" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*command, *out, "--coordinator", "127.0.0.1:1"])
     assert "must be used together" in capsys.readouterr().err
@@ -70,11 +72,13 @@ def losses(folder):
         "--mesh data=2,model=2 --block-size 32 --optimizer-bits 8 --rank 256",
         "--mesh data=2,model=2 --block-size 32 --no-scan-layers",
         "--mesh data=4 --fsdp --no-scan-layers --remat",
+        "--mesh data=2,seq=2 --fsdp --loss-chunk 16",
+        "--mesh seq=2,model=2 --block-size 32 --pack --remat",
     ],
 )
 def test_the_losses_of_one_device(command, tmp_path, mesh):
     rounds, mesh = "--optimizer-bits" in mesh, mesh.split()
-    of_one = mesh[2:] if rounds else mesh[2 : 4 if "32" in mesh else 2]
+    of_one = mesh[2:] if rounds else mesh[2 : 4 if "32" in mesh else 2] + ["--pack"] * ("--pack" in mesh)
     assert main([*command, "--output", str(tmp_path / "one"), *of_one]) == 0
     assert main([*command, "--output", str(tmp_path / "many"), *mesh]) == 0
     rel = 1e-3 if rounds else 1e-5

@@ -1,6 +1,7 @@
 """Attention by blocks is what it is at once, with linear memory."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,31 @@ def test_by_blocks_it_is_the_same(sight, options, monkeypatch):
     np.testing.assert_allclose(by_blocks[sees], at_once[sees], atol=2e-6)
     for one, other in zip(*(jax.tree.leaves(gradient) for gradient, _ in forms), strict=True):
         np.testing.assert_allclose(one, other, atol=4e-6)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("sight", "options"),
+    [*zip([name for name in SIGHTS if name != "cached"], itertools.cycle(OPTIONS), strict=False)],
+)
+def test_divided_among_devices_it_is_the_same(sight, options, monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCK", 8)
+    mesh = jax.make_mesh((3,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    sight, options = SIGHTS[sight], OPTIONS[options]
+    sees = np.asarray(sight.mask()).any(axis=1)
+    operands, sinks = _operands(45), {"sinks": options["sinks"]} if "sinks" in options else {}
+
+    def loss(operands, sinks):
+        y = attend(*operands, sight, **(options | sinks))
+        return jnp.sum(jnp.where(sees[:, None], jnp.sin(y), 0))
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    of_one = jax.jit(lambda *args: gradient(*args))(operands, sinks)
+    operands, sinks = [put(x, jax.P("seq")) for x in operands], put(sinks, jax.P())
+    for of_many in _forms(monkeypatch, gradient, operands, sinks):
+        for one, other in zip(*map(jax.tree.leaves, (of_one, of_many)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=4e-6)
 
 
 def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
