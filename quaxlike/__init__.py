@@ -25,7 +25,7 @@ from .primitives import custom_dce
 from .surgery.adapt import adapt
 from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters, with_dropout_key
 from .surgery.balance import balance
-from .surgery.eva import eva, eva_ranks, input_moments
+from .surgery.eva import eva, eva_ranks, input_maxima, input_moments
 from .surgery.inits import loftq
 from .surgery.loraify import loraify
 from .surgery.merge import merge, unmerge
@@ -137,6 +137,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "balance",
     "eva",
     "eva_ranks",
+    "input_maxima",
     "input_moments",
     # Operations of your own
     "custom_dce",

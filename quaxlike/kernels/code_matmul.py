@@ -17,11 +17,17 @@ ACTIVATIONS: dict[str, tuple[Any, float, Any]] = {
 }
 
 
-def rounded_rows(x: Float[Array, "*batch k"], activations: str) -> tuple[Array, Float32[Array, "*batch 1"]]:
-    """Rows of `x` as codes, and the scale of each row: its largest magnitude is the largest code."""
+def rounded_rows(
+    x: Float[Array, "*batch k"], activations: str, limit: float | None = None
+) -> tuple[Array, Float32[Array, "*batch 1"]]:
+    """Rows of `x` as codes, and the scale of each row: the largest code stands for its largest magnitude, or
+    for `limit`, to which larger numbers are clipped."""
     dtype, largest, _ = ACTIVATIONS[activations]
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
+    if limit is None:
+        scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
+    else:
+        scale = jnp.full((*x.shape[:-1], 1), limit / largest, jnp.float32)
     codes = x / jnp.where(scale == 0, 1.0, scale)
     codes = jnp.round(codes) if jnp.issubdtype(dtype, jnp.integer) else codes
     return jnp.clip(codes, -largest, largest).astype(dtype), scale
@@ -34,6 +40,8 @@ def code_matmul(
     *,
     activations: str,
     derivative: Callable[..., Array],
+    limit: float | None = None,
+    rounds_gradients: bool = False,
 ) -> Float32[Array, "*batch n"]:
     """`x @ W.T` for a weight of codes in 8 bits, with `x` rounded to 8 bits, row by row.
 
@@ -45,23 +53,27 @@ def code_matmul(
     - `activations`: how `x` is rounded, and the codes are read: a name of `ACTIVATIONS`.
     - `derivative`: `(x, codes, scale)` to the product without rounding `x`, whose derivatives this has: those
         of `x` pass as if it had not been rounded.
+    - `limit`: the magnitude of `x` that the largest code stands for. Default: the largest of each row.
+    - `rounds_gradients`: whether the gradient by `x` is a product of codes, too: the cotangent of `y` is
+        rounded row by row. Only reverse mode then.
 
     **Raises:** `ValueError` for more integers in a group than a sum in int32 can hold.
     """
     dtype, largest, sums = ACTIVATIONS[activations]
     n, k = codes.shape
     groups = scale.shape[1]
-    if sums == jnp.int32 and k // groups * largest**2 > np.iinfo(np.int32).max:
-        most = np.iinfo(np.int32).max // int(largest) ** 2
-        raise ValueError(
-            f"A product in 8 bits adds up to {most:,} numbers in int32; found a weight of {k // groups:,} "
-            "inputs. Quantise it without `activations`."
-        )
+    summed = {"inputs": k // groups} | ({"outputs": n} if rounds_gradients else {})
+    for what, count in summed.items():
+        if sums == jnp.int32 and count * largest**2 > np.iinfo(np.int32).max:
+            most = np.iinfo(np.int32).max // int(largest) ** 2
+            raise ValueError(
+                f"A product in 8 bits adds up to {most:,} numbers in int32; found a weight of {count:,} "
+                f"{what}. Quantise it without `activations`."
+            )
 
-    @jax.custom_jvp
     def product(x: Array, codes: Array, scale: Array) -> Array:
         parts = lax.bitcast_convert_type(codes, dtype)
-        each, of_row = rounded_rows(x, activations)
+        each, of_row = rounded_rows(x, activations, limit)
         if groups == 1:
             dims = (((x.ndim - 1,), (1,)), ((), ()))
             y = lax.dot_general(each, parts, dims, preferred_element_type=sums).astype(jnp.float32)
@@ -86,5 +98,28 @@ def code_matmul(
         _, dot = jax.jvp(unrounded, [primals[i] for i in known], list(known.values()))
         return product(x, codes, scale), dot
 
-    product.defjvp(derived, symbolic_zeros=True)
-    return product(x, codes, scale)
+    def forwards(x: Any, codes: Any, scale: Any) -> tuple[Array, Any]:
+        kept = x.value if scale.perturbed else None
+        y = product(x.value, codes.value, scale.value)
+        return y, (kept, codes.value, scale.value)
+
+    def backwards(kept: Any, cotangent: Any) -> Any:
+        x_known, codes, scale = kept
+        if isinstance(cotangent, SymbolicZero):
+            return None, None, None
+        by_scale = lambda scale: derivative(x_known, codes, scale).astype(jnp.float32)
+        of_scale = None if x_known is None else jax.vjp(by_scale, scale)[1](cotangent)[0]
+        factor = scale.astype(jnp.float32).T.reshape(groups, *[1] * (x.ndim - 1), n)
+        each, of_row = rounded_rows(cotangent[None] * factor, activations)
+        weight = jnp.moveaxis(lax.bitcast_convert_type(codes, dtype).reshape(n, groups, -1), 1, 0)
+        dims = (((each.ndim - 1,), (1,)), ((0,), (0,)))
+        of_x = lax.dot_general(each, weight, dims, preferred_element_type=sums).astype(jnp.float32) * of_row
+        return jnp.moveaxis(of_x, 0, -2).reshape(x.shape).astype(x.dtype), None, of_scale
+
+    if rounds_gradients:
+        by_codes = jax.custom_vjp(product)
+        by_codes.defvjp(forwards, backwards, symbolic_zeros=True)
+        return by_codes(x, codes, scale)
+    exact = jax.custom_jvp(product)
+    exact.defjvp(derived, symbolic_zeros=True)
+    return exact(x, codes, scale)

@@ -1,5 +1,6 @@
-"""`eva`: adapters that start with the principal directions of the inputs of their layers."""
+"""Measured inputs of layers, and `eva`: adapters that start with their principal directions."""
 
+import functools
 import math
 import re
 from collections import Counter
@@ -59,23 +60,69 @@ def input_moments(
         ```
     """
 
+    return _measured("input_moments", fn, where, fan_in_fan_out, layout, lambda x: x.T @ x, jnp.add)
+
+
+@checked
+def input_maxima(
+    fn: Callable[..., Any],
+    where: Where = "all-linear",
+    *,
+    fan_in_fan_out: bool = False,
+    layout: Layouts = None,
+) -> Callable[..., dict[str, jax.Array]]:
+    """Measures the inputs of a model's layers: for each layer, the largest magnitude among its inputs, which
+    [`quaxlike.quantize`][] takes as `maxima`.
+
+    **Arguments:** as for [`quaxlike.input_moments`][].
+
+    **Returns:**
+
+    A function of the same arguments that returns the magnitudes by name, each a scalar. Of several batches,
+    take the maximum: `jax.tree.map(jnp.maximum, …)`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(8, 2, 16, depth=1, key=jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (32, 8))
+        maxima = ql.input_maxima(lambda model, x: jax.vmap(model)(x))(mlp, x)
+        eight = ql.quantize(mlp, "int8", activations="int8", maxima=maxima)
+        ```
+    """
+    largest = lambda x: jnp.max(jnp.abs(x), initial=0)
+    return _measured("input_maxima", fn, where, fan_in_fan_out, layout, largest, jnp.maximum)
+
+
+def _measured(
+    label: str, fn: Callable[..., Any], where: Where, fan_in_fan_out: bool, layout: Layouts,
+    of_rows: Callable[[jax.Array], Any], joined: Callable[[Any, Any], Any],
+) -> Callable[..., dict[str, jax.Array]]:  # fmt: skip
+    """A function of the arguments of `fn` that returns `of_rows` of each layer's inputs, `joined` over all
+    calls of the layer."""
+
     def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
-        sums: dict[str, Any] = {}
+        found: dict[str, Any] = {}
+
+        def tell(name: str, x: Any) -> None:
+            own = of_rows(x.astype(jnp.float32))
+            found[name] = own if name not in found else joined(found[name], own)
+
         probes = {}
         for name, record in select_matrices(model, records, where, ()).items():
-            w, found = record.array, require_layout(name, record)
-            lora = blank(w, found, 1, dtype=jnp.float32)
-            if found.kind not in ("linear", "matrix") or lora.a.ndim != 1 + len(lora.in_axes):
-                raise ValueError(
-                    f"input_moments measures linear layers; {name} is of shape {tuple(w.shape)}."
-                )
-            probes[name] = lora.replace(a=_Probe(lora.a, lambda x, name=name: _count(sums, name, x)))
-        with jax.disable_jit():  # the sums must be concrete here, not traced in a compiled function
+            w, own = record.array, require_layout(name, record)
+            lora = blank(w, own, 1, dtype=jnp.float32)
+            if own.kind not in ("linear", "matrix") or lora.a.ndim != 1 + len(lora.in_axes):
+                raise ValueError(f"{label} measures linear layers; {name} is of shape {tuple(w.shape)}.")
+            probes[name] = lora.replace(a=_Probe(lora.a, functools.partial(tell, name)))
+        with jax.disable_jit():  # the numbers must be concrete here, not traced in a compiled function
             quaxify(fn)(replace(model, probes), *args, **kwargs)
-        if missing := [name for name in probes if name not in sums]:
+        if missing := [name for name in probes if name not in found]:
             raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
-        return sums
+        return found
 
     return measured
 
@@ -168,8 +215,3 @@ def _tell(primitive: Primitive, x: Any, y: Any, *, dimension_numbers: Any, **par
         probe.tell(rows.reshape(-1, math.prod(other.shape[axis] for axis in axes)))
     x, y = (v.zeros if isinstance(v, _Probe) else v for v in (x, y))
     return primitive.bind(x, y, dimension_numbers=dimension_numbers, **params)
-
-
-def _count(sums: dict[str, Any], name: str, x: Any) -> None:
-    x = x.astype(jnp.float32)
-    sums[name] = sums.get(name, 0) + x.T @ x

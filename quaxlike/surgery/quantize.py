@@ -49,6 +49,8 @@ def quantize(
     layout: Layouts = None,
     calibrate: Mapping[str, ArrayLike] | None = None,
     activations: str | None = None,
+    maxima: Mapping[str, ArrayLike] | None = None,
+    rounds_gradients: bool = False,
     head: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
@@ -77,6 +79,11 @@ def quantize(
         rounded to 8 bits, too, with a scale for each token, and products are those of codes, which GPUs have
         units for. Gradients are those of the layer with its inputs as they are, and adapters get them as they
         are. Default: inputs are not rounded.
+    - `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
+        [`quaxlike.input_maxima`][]: one scale for all tokens, known before; larger inputs are clipped.
+        Default: a scale for each token, found as it comes.
+    - `rounds_gradients`: with `activations`, whether gradients by the inputs are products of codes, too, for
+        which cotangents are rounded token by token. They can be taken in reverse mode alone. Default False.
     - `head`: whether to quantise the output layer too, which `"all-linear"` leaves out: `lm_head`; or, if the
         model has none of its own, the embedding that it is tied to, which is stored once. Default False.
     - `scheme_options`: passed to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
@@ -89,8 +96,8 @@ def quantize(
     **Raises:**
 
     `ValueError` for an unknown scheme, if a pattern matches nothing, with near misses, if a weight is neither
-    a dense array nor an adapter over one, if it cannot be told which of its axes are inputs, or with `head`
-    for a model without an output layer.
+    a dense array nor an adapter over one, if `maxima` lacks a layer or says that all its inputs are 0, if it
+    cannot be told which of its axes are inputs, or with `head` for a model without an output layer.
 
     !!! example
 
@@ -109,7 +116,7 @@ def quantize(
 
     def quantized(name: str, w: Any) -> Any:
         q = chosen[name](w)
-        q = on_innermost(lambda q: _with_activations(name, q, activations), q)
+        q = on_innermost(lambda q: _with_activations(name, q, activations, maxima, rounds_gradients), q)
         return q if calibrate is None else _calibrated(name, w, q, calibrate)
 
     arrays = named_arrays(model)
@@ -133,15 +140,22 @@ def quantizers(
     return {name: functools.partial(quantized, name) for name in chosen}
 
 
-def _with_activations(name: str, q: Any, activations: str | None) -> Any:
+def _with_activations(
+    name: str, q: Any, activations: str | None, maxima: Mapping[str, ArrayLike] | None, rounds: bool
+) -> Any:
     if activations is None:
+        if maxima is not None or rounds:
+            raise ValueError("`maxima` and `rounds_gradients` are for products with `activations` in 8 bits.")
         return q
+    if maxima is not None and name not in maxima:
+        raise ValueError(f"maxima has no entry for {name}; it has those for {', '.join(maxima)}.")
     if not isinstance(q, AbstractQuantizedArray):
         raise ValueError(
             f"{name}: products with `activations` are for dense weights; found {a_or_an(type(q))}."
         )
     try:
-        return dataclasses.replace(q, activations=activations)
+        limit = None if maxima is None else float(jnp.max(jnp.asarray(maxima[name])))
+        return dataclasses.replace(q, activations=activations, input_limit=limit, rounds_gradients=rounds)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -161,6 +175,8 @@ def fake_quantize(
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
     activations: str | None = None,
+    maxima: Mapping[str, ArrayLike] | None = None,
+    rounds_gradients: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
     """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
@@ -194,7 +210,10 @@ def fake_quantize(
 
     Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013).
     """
-    options: Any = {"where": where, "exclude": exclude, "layout": layout, "activations": activations}
+    options: Any = {
+        "where": where, "exclude": exclude, "layout": layout, "activations": activations,
+        "maxima": maxima, "rounds_gradients": rounds_gradients,
+    }  # fmt: skip
     quantized = quantize(model, scheme, **options, **scheme_options)
     rounded: dict[int, Any] = {}  # tied weights stay tied
 

@@ -1,5 +1,7 @@
 """Products in 8 bits against float64 products of the rounded numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +60,33 @@ def test_derivatives_are_those_without_rounding(activations):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_numbers_beyond_the_limit_are_clipped():
+    codes, scale = weight("int8")
+    x = normal(5, 24, seed=2)
+    y = code_matmul(x, codes, scale, activations="int8", derivative=unrounded, limit=1.5)
+    rounded = np.clip(np.round(np.asarray(x) * (127 / 1.5)), -127, 127) * (1.5 / 127)
+    np.testing.assert_allclose(y, rounded @ dense(codes, scale).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("activations", ["int8", "fp8"])
+def test_gradients_by_products_of_codes(activations, groups):
+    """Cotangents are rounded row by row, after the scales of the outputs; scales have exact derivatives."""
+    codes, scale = weight(activations, groups=groups)
+    x, ct = normal(2, 5, 24, seed=3), normal(2, 5, 7, seed=4) * jnp.logspace(-3, 3, 5).reshape(1, 5, 1)
+    options = {"activations": activations, "derivative": unrounded, "rounds_gradients": True}
+    run = lambda x, scale: code_matmul(x, codes, scale, **options)
+    found = jax.jit(lambda *args: jax.vjp(run, *args[:2])[1](args[2]))(x, scale, ct)
+    wanted = []
+    for i, part in enumerate(np.split(dense(codes, jnp.ones_like(scale)), groups, axis=1)):
+        each, of_row = rounded_rows(ct * scale[:, i].reshape(1, 1, -1), activations)
+        wanted.append(np.asarray(each, np.float64) * np.asarray(of_row, np.float64) @ part)
+    np.testing.assert_allclose(found[0], np.concatenate(wanted, axis=-1), rtol=2e-5, atol=1e-6)
+    exact = jax.vjp(lambda x, scale: unrounded(x, codes, scale), x, scale)[1](ct)
+    np.testing.assert_allclose(found[1], exact[1], rtol=1e-4, atol=1e-3)
+
+
 def test_constant_scales_cost_no_derivative():
     codes, scale = weight("int8")
     plain = lambda x, codes, scale: int8_matmul(x, codes, scale)
@@ -70,6 +99,10 @@ def test_constant_scales_cost_no_derivative():
 def test_sums_that_int32_cannot_hold():
     codes, scale = jax.ShapeDtypeStruct((2, 133_145), jnp.int8), jax.ShapeDtypeStruct((2, 1), jnp.float32)
     x = jax.ShapeDtypeStruct((1, 133_145), jnp.float32)
-    run = lambda *args: code_matmul(*args, activations="int8", derivative=unrounded)
+    run = functools.partial(code_matmul, activations="int8", derivative=unrounded)
     with pytest.raises(ValueError, match=r"adds up to 133,144 numbers in int32; found a weight of 133,145"):
         jax.eval_shape(run, x, codes, scale)
+    codes, scale = jax.ShapeDtypeStruct((133_145, 2), jnp.int8), jax.ShapeDtypeStruct((133_145, 1), "float32")
+    rounding = functools.partial(run, rounds_gradients=True)
+    with pytest.raises(ValueError, match=r"a weight of 133,145 outputs"):
+        jax.eval_shape(rounding, jax.ShapeDtypeStruct((1, 2), jnp.float32), codes, scale)

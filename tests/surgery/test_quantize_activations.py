@@ -10,6 +10,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.sharding import shard
+from tests.models.fixtures import in_float32
 from tests.samples import normal
 
 SCHEMES = ["int8", "fp8"]
@@ -76,6 +77,77 @@ def test_gradients_pass_through_the_rounding(scheme):
     np.testing.assert_allclose(
         run(adapted[0], X) - run(alone[0], X), run(adapted[1], X) - run(alone[1], X), atol=1e-4
     )
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_by_products_of_codes(scheme):
+    """All products that lead back to the inputs; adapters have their own in full precision."""
+    codes = {"int8": "i8", "fp8": "f8E4M3FN"}[scheme]
+    rounded, exact = (
+        ql.quantize(mlp(), scheme, activations=scheme, rounds_gradients=rounds) for rounds in (True, False)
+    )
+    gradient = lambda model: lambda x: jax.grad(lambda x: jnp.sum(run(model, x) ** 2))(x)
+    with ql.on_materialise("error"):
+        assert products(gradient(rounded), X) == [[codes, codes]] * 6
+        found = gradient(rounded)(X)
+    assert 0 < relative(found, gradient(exact)(X)) < {"int8": 0.02, "fp8": 0.08}[scheme]
+
+
+@pytest.mark.slow
+def test_gradients_of_adapters_by_products_of_codes():
+    model = ql.quantize(mlp(), "int8", activations="int8", rounds_gradients=True)
+    model = ql.loraify(model, rank=4, init="gaussian", key=jax.random.key(1))
+    params, frozen = eqx.partition(model, ql.trainable(model))
+    total = lambda params: jnp.mean((run(eqx.combine(params, frozen), X) - normal(6, 32, seed=4)) ** 2)
+    with ql.on_materialise("error"):
+        step = jax.jit(lambda p: jax.tree.map(lambda x, g: x - 0.1 * g, p, jax.grad(total)(p)))
+        before = total(params)
+        for _ in range(20):
+            params = step(params)
+    assert total(params) < 0.9 * before
+
+
+#: Bounds of the relative error of logits: of rounded weights, with inputs rounded token by token, by a scale
+#: from other texts, and token by token after smoothing.
+ERRORS = {
+    "llama_llama3": {"weights": 0.04, "token": 0.06, "calibrated": 0.1, "smoothed": 0.06},
+    "gemma3": {"weights": 0.03, "token": 0.045, "calibrated": 0.08, "smoothed": 0.045},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_a_decoder(name):
+    model = in_float32(name)
+    texts, others = jax.random.randint(jax.random.key(0), (2, 4, 24), 0, len(model.embedding))
+    logits = lambda model, texts: jax.vmap(lambda ids: model(ids, jnp.ones(24, bool)))(texts)
+    moments, maxima = (f(logits)(model, others) for f in (ql.input_moments, ql.input_maxima))
+    eight = {"scheme": "int8", "activations": "int8"}
+    models = {
+        "weights": ql.quantize(model, "int8"),
+        "token": ql.quantize(model, **eight),
+        "calibrated": ql.quantize(model, **eight, maxima=maxima),
+        "smoothed": ql.quantize(ql.balance(model, moments, "int8", activations="int8"), **eight),
+    }
+    wanted = logits(model, texts)
+    with ql.on_materialise("error"):
+        found = {k: relative(jax.jit(ql.quaxify(logits))(m, texts), wanted) for k, m in models.items()}
+    assert found["weights"] < found["token"] < found["calibrated"]
+    for kind, most in ERRORS[name].items():
+        assert 0.4 * most < found[kind] < most, found
+
+
+def test_maxima_of_inputs():
+    """Of all calls of a layer, and of those of a batch."""
+    layer = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    twice = lambda layer, x: jax.vmap(lambda x: layer(-5 * jnp.tanh(layer(x))))(x)
+    x = normal(6, 8)
+    inside = 5 * jnp.tanh(jax.vmap(layer)(x))
+    (found,) = ql.input_maxima(twice)(layer, x).values()
+    np.testing.assert_allclose(found, max(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(inside))), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"input_maxima measures linear layers"):
+        ql.input_maxima(lambda m, x: m(x), where=".*")(eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(0)), x[:2])
 
 
 @pytest.mark.slow
@@ -151,6 +223,14 @@ def test_experts_and_weights_of_several_input_axes():
         ("int8", {"activations": "int4"}, "found activations 'int4'"),
         ("int8", {"activations": "int8", "block_size": 32}, "no block_size; found blocks of 32"),
         ("fp8_block", {"activations": "fp8"}, "no block_size; found blocks of 128"),
+        ("int8", {"maxima": {}}, "for products with `activations`"),
+        ("int8", {"rounds_gradients": True}, "for products with `activations`"),
+        ("int8", {"activations": "int8", "maxima": {"a": 1.0}}, r"no entry for layers\.0\.weight; .* for a"),
+        (
+            "int8",
+            {"activations": "int8", "maxima": {f"layers.{i}.weight": 0.0 for i in range(3)}},
+            r"layers\.0\.weight: input_limit must be a positive number; found 0\.0",
+        ),
     ],
 )
 def test_what_cannot_be_multiplied(scheme, options, match):

@@ -64,6 +64,10 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         factor that was multiplied into them. Set by arithmetic.
     - `activations`: `"int8"` or `"fp8"`: products round what they multiply, row by row, to codes like those
         of this array, and multiply codes with codes. None: products with the numbers as they are.
+    - `input_limit`: with `activations`, the magnitude that the largest code of what they multiply stands
+        for; larger numbers are clipped. None: each row's own largest.
+    - `rounds_gradients`: with `activations`, whether gradients by what they multiply are products of codes,
+        too.
     """
 
     on_materialise = "warn"
@@ -77,6 +81,8 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     train_scales: bool = eqx.field(static=True, default=False)
     open_scales: bool = eqx.field(static=True, default=False, kw_only=True)
     activations: str | None = eqx.field(static=True, default=None, kw_only=True)
+    input_limit: float | None = eqx.field(static=True, default=None, kw_only=True)
+    rounds_gradients: bool = eqx.field(static=True, default=False, kw_only=True)
 
     codec: eqx.AbstractVar[Codec]
     """The format of codes and scales."""
@@ -190,7 +196,14 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     def _check_activations(self) -> None:
         if self.activations is None:
+            if self.input_limit is not None or self.rounds_gradients:
+                raise ValueError(
+                    "input_limit and rounds_gradients are of products with `activations` in 8 bits, which "
+                    "this array does not have."
+                )
             return
+        if self.input_limit is not None and not 0 < self.input_limit < float("inf"):
+            raise ValueError(f"input_limit must be a positive number; found {self.input_limit}.")
         codes = {"int8": "signed", "fp8": "e4m3"}.get(self.activations)
         codec, plain = self.codec, not isinstance(self.scale, NestedScales) and self.order is None
         if codec.codes != codes or codec.scales != "float" or codec.zeros or not plain:
@@ -459,7 +472,10 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         if self.activations is not None and not transpose:
             (codes, scale), decode = found
             unrounded = lambda x, *leaves: block_matmul(x, leaves, decode, out_dtype=x.dtype, **params)
-            y = code_matmul(x, codes, scale, activations=self.activations, derivative=unrounded)
+            y = code_matmul(
+                x, codes, scale, activations=self.activations, derivative=unrounded,
+                limit=self.input_limit, rounds_gradients=self.rounds_gradients,
+            )  # fmt: skip
             if low_rank:
                 t, b = low_rank
                 y += times_adapters(t, b, y.dtype)
