@@ -17,6 +17,7 @@ data, one JSON object per line:
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
                       {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template
   ... --task dpo      {"prompt": ..., "chosen": ..., "rejected": ...}
+  ... --task distill  as without it; a --teacher's probabilities are learned, too
   encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
                       sentence-transformers' modules.json, too
   ...Classification   {"text": ..., "label": 0}

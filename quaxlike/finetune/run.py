@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def _finetune(
         settings = dataclasses.replace(settings, batch_size=len(training))
     devices.check_batch(settings.batch_size, max_length)
     task = task_for(base, settings)
+    teacher = _teacher(settings, devices, config, console)
     model = _adapted(base, task, settings, make)
     del base  # before its layers are copied
     model, scanned = _scanned(model, settings, console)
@@ -89,8 +91,7 @@ def _finetune(
         f"{trained:,} trained ({table.trainable_share * trained / max(1, table.trainable):.2%})"
     )
 
-    is_quantised = lambda x: isinstance(x, AbstractQuantizedArray)
-    if any(map(is_quantised, jax.tree.leaves(model, is_leaf=is_quantised))):
+    if _is_quantised(model):
         native.prepare(console.print)
 
     directory = held.enter_context(
@@ -99,7 +100,11 @@ def _finetune(
     metrics = Metrics(settings.output, settings.tensorboard) if is_main_process() else Follower()
     steps = steps_of(settings, len(training))
     del model
-    run = Training(task, frozen, training, settings, steps=steps, max_length=max_length, devices=devices)
+    run = Training(
+        task, frozen, training, settings,
+        steps=steps, max_length=max_length, devices=devices, teacher=teacher,
+    )  # fmt: skip
+    del teacher
     state = devices.on_host(State(params, run.optimiser.init(params)))
     first, state = devices.broadcast_from_main(directory.restore(state))
     state = devices.place_along(state)
@@ -158,6 +163,44 @@ def _base(settings: Settings, devices: Devices) -> tuple[PyTree, dict[str, Any]]
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
+def _teacher(settings: Settings, devices: Devices, config: dict[str, Any], console: Console) -> PyTree:
+    """The model that is distilled, with its weights as stored; None for other tasks."""
+    if settings.task != "distill":
+        if settings.teacher is not None:
+            raise FinetuneError("--teacher is for --task distill.")
+        return None
+    folder = settings.teacher or settings.model
+    teacher, of_teacher = load(folder, mesh=devices.mesh, sharding=devices.rule if devices.mesh else None)
+    if settings.teacher is None and (settings.quantize == "none" or _is_quantised(teacher)):
+        raise FinetuneError(
+            "--task distill has nothing to learn from a teacher that is the same model: name another one by "
+            "--teacher, or --quantize the one that is trained."
+        )
+    if not isinstance(teacher, Decoder):
+        raise FinetuneError(f"--teacher must be a decoder that writes texts; found {a_or_an(type(teacher))}.")
+    sizes = [one.get("vocab_size") for one in (of_teacher, config)]
+    if sizes[0] != sizes[1] or _vocabulary(folder) != _vocabulary(settings.model):
+        raise FinetuneError(
+            f"The teacher {folder} must have the tokens of {settings.model}: their vocabularies "
+            f"{'differ' if sizes[0] == sizes[1] else f'have {sizes[0]} and {sizes[1]} tokens'}."
+        )
+    return _scanned(teacher, settings, console)[0]
+
+
+def _vocabulary(folder: Path) -> Any:
+    """The tokens and their numbers, in the file of the tokeniser."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")
+    return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")
+
+
+def _is_quantised(model: PyTree) -> bool:
+    """Whether any weight is quantised, or the base of any adapter."""
+    is_quantised = lambda x: isinstance(x, AbstractQuantizedArray)
+    return any(map(is_quantised, jax.tree.leaves(model, is_leaf=is_quantised)))
+
+
 def _quantisation(settings: Settings, task: AbstractTask) -> dict[str, Any]:
     options: dict[str, Any] = {} if settings.quantize == "int8" else {"double_quant": True}
     if settings.block_size is not None:
@@ -204,8 +247,7 @@ def read_data(
 
 
 def _adapted(model: PyTree, task: AbstractTask, settings: Settings, make: Any) -> PyTree:
-    arrays = jax.tree.leaves(model, is_leaf=ql.is_value)
-    if settings.quantize != "none" and not any(isinstance(x, AbstractQuantizedArray) for x in arrays):
+    if settings.quantize != "none" and not _is_quantised(model):
         try:
             model = ql.quantize(model, **_quantisation(settings, task))
         except ValueError as error:  # from a block size

@@ -40,11 +40,23 @@ class Settings:
     )
     held_out: float | int = _option("share of --data held out for evaluation", 0.1, type=_SHARE)
     task: str | None = _option(
-        "dpo: prefer one of two texts (default: what the model is made for)", None, choices=["dpo"]
-    )
+        "dpo: prefer one of two texts; distill: learn a teacher's probabilities (default: what it is made "
+        "for)", None, choices=["dpo", "distill"],
+    )  # fmt: skip
     beta: float | int = _option(
         "of --task dpo: how close the model stays to the one without adapters", 0.1, type=number(float, 0)
     )
+    teacher: Path | None = _option(
+        "of --task distill: checkpoint directory of the teacher, with the same tokeniser (default: --model, "
+        "before it is quantised)", None, type=Path, metavar="DIR",
+    )  # fmt: skip
+    temperature: float | int = _option(
+        "of --task distill: what both models' logits are divided by", 1.0, type=number(float, 1e-3)
+    )
+    teacher_share: float | int = _option(
+        "of --task distill: share of the loss that is the teacher's; the rest is that of the data", 0.5,
+        type=_SHARE,
+    )  # fmt: skip
     max_length: int | None = _option(
         "tokens per text; more are cut (default: 256, or the model's limit)", None, type=_SIZE
     )
@@ -155,8 +167,9 @@ class Settings:
             *("mesh", "fsdp", "coordinator", "process_id", "num_processes"),
         }
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
-        if self.task is None:
-            del options["beta"]
+        of_tasks = {"dpo": ("beta",), "distill": ("teacher", "temperature", "teacher_share")}
+        for name in (name for task, names in of_tasks.items() if task != self.task for name in names):
+            del options[name]
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
         options |= {name: str(path.resolve()) for name, path in files.items()}
         digests = {f"sha256 of {name}": _digest(path) for name, path in files.items()}

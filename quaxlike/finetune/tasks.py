@@ -1,7 +1,7 @@
 """Tasks, one for each kind of model: data, loss and metrics."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -43,8 +43,8 @@ class AbstractTask(eqx.Module):
         """Parts of the model that this task does not use, which get no adapters."""
         return ()
 
-    def models(self, model: PyTree) -> PyTree:
-        """What `output` takes: the model, perhaps with others that are made of it."""
+    def models(self, model: PyTree, teacher: PyTree = None) -> PyTree:
+        """What `output` takes: the model, perhaps with the teacher, or with others that are made of it."""
         return model
 
     @abc.abstractmethod
@@ -147,7 +147,7 @@ class Preferences(AbstractTask):
     def layers(self, model: PyTree) -> Any:
         return model.part("model").part("layers")
 
-    def models(self, model: PyTree) -> PyTree:
+    def models(self, model: PyTree, teacher: PyTree = None) -> PyTree:
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
@@ -169,6 +169,60 @@ class Preferences(AbstractTask):
         margins = self.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
         return {"loss": loss, "accuracy": float(np.mean(margins > 0)), "margin": float(np.mean(margins))}
+
+
+class Distillation(AbstractTask):
+    """Causal language modelling of the same data, in which a teacher's probabilities of all tokens are
+    learned beside the tokens themselves.
+
+    Hinton et al., Distilling the Knowledge in a Neural Network (2015).
+    """
+
+    data: NextToken = NextToken()
+    temperature: float | int = 1.0
+    """What the logits of both are divided by."""
+    share: float | int = 0.5
+    """The weight of the divergence from the teacher; the rest is that of the data's cross-entropy."""
+
+    peft_type: ClassVar[str] = "CAUSAL_LM"
+    packs: ClassVar[bool] = True
+
+    def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
+        return self.data.encode(fields, tokens)
+
+    def layers(self, model: PyTree) -> Any:
+        return self.data.layers(model)
+
+    def models(self, model: PyTree, teacher: PyTree = None) -> PyTree:
+        return model, teacher
+
+    def output(self, model: PyTree, example: Batch) -> Float[Array, " terms"]:
+        """The cross-entropy and the divergence KL(teacher ‖ model), times the squared temperature, so that
+        gradients are of one size at all temperatures."""
+        (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
+        hidden = tuple(
+            each.hidden(ids, segments > 0, segments if self.data.packed else None) for each in model
+        )
+
+        def losses(models: PyTree, hidden: Any, targets: Any) -> Any:
+            logits, wanted = (m.logits(x).astype(jnp.float32) for m, x in zip(models, hidden, strict=True))
+            own, wanted = (jax.nn.log_softmax(x / self.temperature) for x in (logits, wanted))
+            apart = self.temperature**2 * jnp.sum(jnp.exp(wanted) * (wanted - own), axis=-1)
+            return jnp.stack([optax.softmax_cross_entropy_with_integer_labels(logits, targets), apart], -1)
+
+        return _of_tokens(losses, model, hidden, ids, learned, self.data.chunk)
+
+    def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
+        return jnp.sum(outputs @ jnp.array([1 - self.share, self.share]))
+
+    def weight(self, batch: Batch) -> float:
+        return self.data.weight(batch)
+
+    def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
+        """The loss, the perplexity of the data, and the divergence from the teacher."""
+        of_data, apart = (np.sum(outputs, axis=0) / self.weight(batch)).tolist()
+        loss = float(self.total(outputs, batch)) / self.weight(batch)
+        return {"loss": loss, "perplexity": float(np.exp(of_data)), "divergence": apart}
 
 
 class Pairs(AbstractTask):
@@ -255,7 +309,20 @@ def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Exampl
 
 
 def _cross_entropy(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """The cross-entropy of each token's successor, summed over those that are learned; the first never is.
+    """The cross-entropy of each token's successor, summed over those that are learned."""
+
+    def losses(model: PyTree, hidden: Any, targets: Any) -> Any:
+        logits = model.logits(hidden).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+    return _of_tokens(losses, model, hidden, ids, learned, chunk)
+
+
+def _of_tokens(
+    losses: Callable[..., Any], models: PyTree, hidden: PyTree, ids: Any, learned: Any, chunk: int
+) -> Float[Array, "*terms"]:
+    """`losses(models, hidden, successors)`, `(tokens, *terms)`, of each token's successor, summed over those
+    that are learned; the first never is.
 
     Logits exist for only `chunk` tokens at a time, and are recomputed for the gradient, so that a large
     vocabulary does not dominate the memory of a step. A chunk has tokens from everywhere in the text, so that
@@ -263,13 +330,12 @@ def _cross_entropy(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: in
     """
     targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
 
-    def part(model: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:
-        logits = model.logits(hidden).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return jnp.sum(jnp.where(learned, losses, 0))
+    def part(models: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:
+        found = losses(models, hidden, targets)
+        return jnp.sum(jnp.where(learned.reshape(-1, *[1] * (found.ndim - 1)), found, 0), axis=0)
 
     if not 0 < chunk < len(targets):
-        return part(model, hidden, targets, learned)
+        return part(models, hidden, targets, learned)
     n = -(-len(targets) // chunk)
 
     def split(x: Any) -> Any:
@@ -277,18 +343,24 @@ def _cross_entropy(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: in
         return jnp.moveaxis(x.reshape(chunk, n, *x.shape[1:]), 1, 0)
 
     def add(total: Any, one: Any) -> Any:
-        return total + jax.checkpoint(part)(model, *one), None
+        return total + jax.checkpoint(part)(models, *one), None
 
-    return jax.lax.scan(add, jnp.zeros(()), tuple(map(split, (hidden, targets, learned))))[0]
+    parts = jax.tree.map(split, (hidden, targets, learned))
+    shape = jax.eval_shape(part, models, *jax.tree.map(lambda x: x[0], parts)).shape
+    return jax.lax.scan(add, jnp.zeros(shape), parts)[0]
 
 
 def task_for(model: PyTree, settings: Settings) -> AbstractTask:
     """The task for a model from [`quaxlike.models.load`][], and for what stands beside it."""
     chunk = max(1, settings.loss_chunk // settings.batch_size)
-    if settings.task == "dpo":
+    if settings.task is not None:
         if not isinstance(model, Decoder) or modules_of(settings.model):
-            raise FinetuneError(f"--task dpo is for decoders that write texts; found {a_or_an(type(model))}.")
-        return Preferences(chunk, settings.beta)
+            raise FinetuneError(
+                f"--task {settings.task} is for decoders that write texts; found {a_or_an(type(model))}."
+            )
+        if settings.task == "dpo":
+            return Preferences(chunk, settings.beta)
+        return Distillation(NextToken(chunk, settings.pack), settings.temperature, settings.teacher_share)
     match model:
         case Decoder() if not modules_of(settings.model):
             return NextToken(chunk, settings.pack)

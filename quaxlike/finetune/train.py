@@ -62,12 +62,14 @@ class Program:
         settings: Settings,
         devices: Devices,
     ) -> None:
-        def update(frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any) -> tuple[State, Any]:
+        def update(
+            frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any, teacher: PyTree = None
+        ) -> tuple[State, Any]:
+            teacher = computed(teacher, task, settings, devices)
+
             def loss(params: PyTree) -> Any:
-                model = prepared(
-                    devices.gather_weights(eqx.combine(params, frozen), task.layers), task, settings
-                )
-                return task.total(outputs_of(task, model, batch, keys), batch) / terms
+                model = computed(eqx.combine(params, frozen), task, settings, devices)
+                return task.total(outputs_of(task, model, batch, keys, teacher), batch) / terms
 
             value, grads = jax.value_and_grad(loss)(state.params)
             updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
@@ -92,10 +94,10 @@ class Program:
         return self._compiled[shape]
 
     def memory(self, *arguments: Any) -> Memory:
-        frozen, state = arguments[:2]
+        (frozen, state), teacher = arguments[:2], arguments[5:]
         analysis = self.compiled(*arguments).memory_analysis()
         activations = getattr(analysis, "temp_size_in_bytes", None)
-        return Memory(_bytes(frozen), _bytes(state.params), _bytes(state.optimiser), activations)
+        return Memory(_bytes((frozen, teacher)), _bytes(state.params), _bytes(state.optimiser), activations)
 
 
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
@@ -117,6 +119,11 @@ def prepared(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     return eqx.tree_at(task.layers, model, again)
 
 
+def computed(model: PyTree, task: AbstractTask, settings: Settings, devices: Devices) -> PyTree:
+    """The model or the teacher that a step computes with, `prepared`, its weights gathered."""
+    return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
+
+
 class Again(eqx.Module):
     """A layer whose results are recomputed for the gradient, except for those that the policy saves."""
 
@@ -128,11 +135,12 @@ class Again(eqx.Module):
         return jax.checkpoint(run, policy=self.policy)(self.layer, *arguments)
 
 
-def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any) -> PyTree:
-    """The outputs for each example of a batch; `keys` are for dropout, None to switch it off."""
+def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teacher: PyTree = None) -> PyTree:
+    """The outputs for each example of a batch; `keys` are for dropout, None to switch it off. `teacher` is
+    for tasks that have one."""
 
     def one(example: Batch, key: Any) -> Any:
-        return ql.quaxify(task.output)(task.models(ql.with_dropout_key(model, key)), example)
+        return ql.quaxify(task.output)(task.models(ql.with_dropout_key(model, key), teacher), example)
 
     batch = jax.tree.map(jnp.asarray, batch)
     return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)
@@ -197,22 +205,24 @@ def steps_of(settings: Settings, n: int) -> int:
 
 class Training:
     """A run of `steps` steps on batches of these examples; `frozen` is the part of the model that is not
-    trained."""
+    trained. `teacher` is the model that a task may compare with."""
 
     def __init__(
         self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: Settings, *,
-        steps: int, max_length: int, devices: Devices,
+        steps: int, max_length: int, devices: Devices, teacher: PyTree = None,
     ) -> None:  # fmt: skip
         self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
-        self.steps, self.max_length, self._devices = steps, max_length, devices
+        self.steps, self.max_length, self._devices, self._teacher = steps, max_length, devices, teacher
         adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, ql.AdaptedArray))
         self._drops = any(getattr(x, "dropout", 0) > 0 for x in adapters)
         self.optimiser, self._schedule = optimiser_for(settings, steps)
         self.program = Program(task, self.optimiser, settings, devices)
 
-        def evaluate(frozen: PyTree, params: PyTree, batch: Batch) -> PyTree:
-            model = prepared(devices.gather_weights(eqx.combine(params, frozen), task.layers), task, settings)
-            return devices.replicate_outputs(outputs_of(task, model, batch, None))
+        def evaluate(frozen: PyTree, params: PyTree, batch: Batch, teacher: PyTree) -> PyTree:
+            model, teacher = (
+                computed(x, task, settings, devices) for x in (eqx.combine(params, frozen), teacher)
+            )
+            return devices.replicate_outputs(outputs_of(task, model, batch, None, teacher))
 
         self._evaluate = jax.jit(evaluate)
 
@@ -255,12 +265,13 @@ class Training:
             take_interrupt()
             rows = np.arange(start, start + size) % len(examples)  # the last batch is filled up
             batch = Batch(*(part[rows] for part in whole))
-            outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch)))
+            outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch), self._teacher))
         joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *jax.device_get(outputs))
         return self.task.metrics(joined, whole)
 
-    def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any]:
+    def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
         devices, settings, keys = self._devices, self.settings, None
         if self._drops:
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
-        return devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
+        placed = devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
+        return *placed, self._teacher

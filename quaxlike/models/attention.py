@@ -230,7 +230,8 @@ def _of_shares(
         query, key, value, sight, sinks = vary_alike(operands)
         return _of_all(query, key, value, sight, scores, sinks)
 
-    own, whole = jax.P(axis), jax.P()
+    own: Any = jax.P(axis)
+    whole: Any = jax.P()
     sights = Sight(own, whole, whole, whole, None if sight.texts is None else (own, whole))
     return jax.shard_map(
         of_device, mesh=mesh_of((query, key, value)), axis_names={axis},
