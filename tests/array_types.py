@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 import quaxlike as ql
-from quaxlike.arrays import adapters, named, sparse, structured, unitful, zero
+from quaxlike.arrays import adapters, named, quantized, sparse, structured, unitful, zero
 from quaxlike.arrays.lora import LoraBias
 from tests import users
 from tests.samples import normal
@@ -76,6 +76,12 @@ def _kronecker(k: int = 0) -> structured.KroneckerMatrix:
     return structured.KroneckerMatrix(_dense(k)[:2, :2], _dense(k)[2:, 2:])
 
 
+def _cache(k: int = 0) -> quantized.CacheArray:
+    """A cache, of which all is written."""
+    empty = quantized.CacheArray.empty((4, 4), "int8", dtype=jnp.result_type(float))
+    return ql.quaxify(lax.dynamic_update_slice)(empty, _dense(k), (0, 0))
+
+
 def _tridiagonal(k: int = 0, dtype: Any = float) -> structured.TridiagonalMatrix:
     x = _dense(k, dtype=dtype)
     return structured.TridiagonalMatrix(x[0, 1:], x[1], x[2, 1:])
@@ -88,6 +94,7 @@ WEIGHTS: dict[str, Make] = {
     "FP4Array": lambda k=0: ql.FP4Array.quantize(_dense(k), block_size=32),
     "Int4Array": lambda k=0: ql.Int4Array.quantize(_dense(k), block_size=32),
     "Int8Array": lambda k=0: ql.Int8Array.quantize(_dense(k)),
+    "CacheArray": _cache,
     "BlockSparseArray": _blocks,
     "SparseArray": lambda k=0: ql.SparseArray.from_dense(_dense(k), density=0.5),
     "Zero": lambda k=0: zero.Zero((4, 4)),

@@ -236,7 +236,7 @@ def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, 
     begin = [starts[free.permutation.index(axis)] for axis in range(free.num_lead)]
 
     def put(leaf: Array, new: Array) -> Array:
-        rest = [np.int32(0)] * (leaf.ndim - len(begin))
+        rest = [np.zeros((), jnp.result_type(starts[0]))] * (leaf.ndim - len(begin))
         return lax.dynamic_update_slice(leaf, new, [*begin, *rest])
 
     return jax.tree.map(put, free, part.requantized(update))
