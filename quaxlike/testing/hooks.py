@@ -109,13 +109,18 @@ def _statics(s: Subject) -> bool:
 
 
 def _parts(static: Any, depth: int = 3) -> list[Any]:
-    """The contents of a static field, including those of nested objects."""
+    """The contents of a static field, including those of nested objects. Fields of a dataclass that are not
+    compared do not count: they follow from the others."""
     found: list[Any] = []
     for leaf in leaves_of(static):
+        fields = dataclasses.fields(leaf) if dataclasses.is_dataclass(leaf) else ()
+        derived = [field.name for field in fields if not field.compare]
         inside = vars(leaf) if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type) else {}
         plain_object = not callable(leaf) and not isinstance(leaf, jax.Array)
         found += [leaf] + (
-            [x for part in inside.values() for x in _parts(part, depth - 1)] if plain_object else []
+            [x for name, part in inside.items() if name not in derived for x in _parts(part, depth - 1)]
+            if plain_object
+            else []
         )
     return found
 
