@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.finetune.settings import FinetuneError
+from quaxlike.finetune.settings import FinetuneError, Settings
 from quaxlike.finetune.state import RunDirectory
 from quaxlike.interop import CheckpointError, load, peft, safetensors
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
@@ -78,8 +78,14 @@ def test_states_of_optimisers(name, folder):
 
 @pytest.fixture
 def run_of(folder, tmp_path):
-    """A copy of the run, on the paths that its model and data have here; and its settings."""
-    settings = dataclasses.replace(written.settings(folder), output=tmp_path / "run")
+    """A copy of the run, on the paths that its model and data have here; and its settings, whatever the
+    defaults are today."""
+    about = json.loads((folder / "run" / "run.json").read_text())
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in about.items()}
+    names = {field.name for field in dataclasses.fields(Settings)}
+    settings = dataclasses.replace(
+        written.settings(folder), output=tmp_path / "run", **{k: x for k, x in options.items() if k in names}
+    )
     shutil.copytree(folder / "run", settings.output)
 
     def change(**more):
