@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -170,6 +171,8 @@ def page(found: Sequence[dict[str, Any]], on: str) -> str:
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), picture, table]
     parts += [_NOTES.format(on=on), *(["\n".join(["Above it:", "", *reasons])] if reasons else [])]
+    if others := [row.name for row in ROWS if row.name not in {x["row"] for x in found}]:
+        parts.append(textwrap.fill(f"Not measured for this page: {'; '.join(others)}.", 118))
     return "\n\n".join(parts) + "\n"
 
 
@@ -198,7 +201,8 @@ def draw(found: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     names = list(dict.fromkeys(f"{x['row']} ÷ {x['rival']}" for x in shown))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(names)))
     for cores, marker, colour in ((1, "o", "C0"), (2, "s", "C1")):
-        of_cores = [x for x in shown if x["cores"] == cores]
+        if not (of_cores := [x for x in shown if x["cores"] == cores]):
+            continue
         at = [names.index(f"{x['row']} ÷ {x['rival']}") + 0.15 * (1.5 - cores) for x in of_cores]
         ratios = [x["ratio"] for x in of_cores]
         sides = [[abs(x["range"][i] - x["ratio"]) for x in of_cores] for i in (0, 1)]
@@ -207,11 +211,12 @@ def draw(found: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     limits = [next(x["at most"] for x in shown if f"{x['row']} ÷ {x['rival']}" == name) for name in names]
     axes.scatter(limits, range(len(names)), marker="|", s=150, color="black", label="at most")
     axes.axvline(1, color="grey", linewidth=0.8)
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("time of quaxlike ÷ time of the other")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -232,8 +237,11 @@ def main() -> None:
 
     console = Console(width=150)
     size, repeats = (files.QUICK, 2) if arguments.quick else (files.FULL, arguments.repeats)
-    recorded = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
-    measured = {(x["row"], x["cores"]): x for x in recorded}
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {"machine": machine(), "rows": []}
+    if arguments.record and recorded["machine"] != machine():
+        console.print(f"Rows of other versions are dropped: {recorded['machine']}", markup=False)
+        recorded["rows"] = []
+    measured = {(x["row"], x["cores"]): x for x in recorded["rows"]}
     table = Table(*HEADERS)
     with tempfile.TemporaryDirectory() as work:
         folder = pathlib.Path(work) / "model"
@@ -251,7 +259,8 @@ def main() -> None:
 
 
 def record(measured: Mapping[tuple[str, int], dict[str, Any]]) -> None:
-    """Writes what was measured of each row and number of cores, and the page and the picture."""
+    """Writes what was measured of each row and number of cores, and the page and the picture, all of it with
+    the versions of this environment."""
     order, on = [row.name for row in ROWS], machine()
     rows = [found for (name, _), found in measured.items() if name in order]
     rows.sort(key=lambda found: (order.index(found["row"]), found["cores"]))
