@@ -1,0 +1,51 @@
+"""The table of what few bits cost: its rows are measured, recorded and written into the pages."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import quality
+from tests.models.fixtures import in_float32
+
+pytest.importorskip("sklearn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int8, activations int8, smoothed", "cache q4_0"])
+def test_a_scheme_on_a_small_decoder(name, monkeypatch, default_promotion):
+    monkeypatch.setattr(quality, "TOKENS", 16)
+    model = in_float32("llama_llama3")
+    ids = jax.random.randint(jax.random.key(0), (32,), 0, len(model.embedding))
+    bits, perplexity, best = quality.of_decoder(model, ids, None)
+    assert (bits, best.shape) == (32.0, (15,))
+    few, found, _ = quality.of_decoder(model, ids, quality.SCHEMES[name])
+    assert 4 <= few < 10
+    assert found == pytest.approx(perplexity, rel=0.1)
+
+
+@pytest.mark.slow
+def test_moments_of_few_bits(default_promotion):
+    (whole, plain), (stored, rounded) = (quality.of_moments(x, seeds=1, steps=5) for x in (None, "q8_0"))
+    assert stored < 0.35 * whole
+    assert rounded == pytest.approx(plain, rel=0.05)
+
+
+def test_a_package_that_is_missing_is_named(capsys):
+    assert quality._there("Gemma", lambda: quality.importlib.import_module("no_such_package")) is None
+    assert "Gemma is left out: the package no_such_package is not installed" in capsys.readouterr().out
+
+
+def test_a_page_has_one_place_for_a_table():
+    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
+    assert quality.written(page, "x", "new") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="one place for 'y'; found 0"):
+        quality.written(page, "y", "new")
+
+
+def test_the_recorded_tables_are_those_of_the_pages():
+    record = json.loads(quality.RECORD.read_text())
+    for name, (page, make) in quality.PAGES.items():
+        assert quality.written(page.read_text(), name, make(record)) == page.read_text()
+    assert [row["name"] for row in record["schemes"]] == [*quality.SCHEMES]
+    assert [row["name"] for row in record["moments"]] == [*quality.OPTIMISERS]
