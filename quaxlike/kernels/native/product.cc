@@ -291,7 +291,7 @@ template <int B, bool LOOKUP> QL_INLINE F numbers(const Weight& w, const uint8_t
   F out;
   for (int i = 0; i < kLanes; i++) out[i] = w.values[code[i] & 255];
   if constexpr (LOOKUP) return out;
-  const int32_t flip = w.format.is_signed ? 128 : 0;
+  const int32_t flip = B == 8 && w.format.is_signed ? 128 : 0;
   return __builtin_convertvector((I(code & ((1u << B) - 1)) ^ flip) - (int32_t(w.format.bias) + flip), F);
 }
 // Conversions to float32 without branches, for loops over them to become vectors.
@@ -309,8 +309,8 @@ QL_INLINE float power_of_two(uint32_t byte, uint32_t halved) {  // 2 ** (byte - 
   const uint32_t small = byte < halved ? 0x200000u : 0x400000u, bits = byte <= halved ? small : (byte - halved) << 23;
   return bits_as<float>(byte == 255 && !halved ? 0x7FC00000u : bits);
 }
-__attribute__((optimize("O3"))) QL_TARGET  // so that GCC makes vectors of these loops
-static void read(const Numbers& from, int64_t first, int64_t count, float* out, const float* map) {
+#define QL_VECTORS __attribute__((optimize("O3"))) QL_TARGET  // GCC makes vectors of the loops of such a function
+QL_VECTORS static void read(const Numbers& from, int64_t first, int64_t count, float* out, const float* map) {
   switch (from.kind) {
     case kFloat32: QL_EACH(float, v)
     case kBfloat16: QL_EACH(uint16_t, bits_as<float>(uint32_t(v) << 16))
@@ -332,12 +332,13 @@ static void read(const Numbers& from, int64_t first, int64_t count, float* out, 
     case kMapped: QL_EACH(uint8_t, map[v])
   }
 }
-// Multiplies the numbers of blocks from `first` on by those of their groups.
-QL_INLINE void times_outer(float* inner, const float* outer, int64_t first, int64_t count, int64_t group, bool over) {
-  int64_t i = 0, end = group ? group - first % group : count;
-  for (int64_t j = 0; i < count; j++, end += group)
-    for (const float factor = outer[j]; i < std::min(end, count); i++)
-      inner[i] = over ? inner[i] / factor : inner[i] * factor;
+// Multiplies the numbers of blocks from `first` on by those of their groups, or divides them.
+QL_VECTORS static void times_outer(float* inner, const float* outer, int64_t first, int64_t count, int64_t group, bool over) {
+  for (int64_t i = 0, end = group ? group - first % group : count; i < count; i = end, end += group, outer++) {
+    const int64_t stop = std::min(end, count);
+    if (over) for (int64_t k = i; k < stop; k++) inner[k] /= *outer;
+    else for (int64_t k = i; k < stop; k++) inner[k] *= *outer;
+  }
 }
 // The scales and offsets of the runs of a row; `outer` is scratch of the same length.
 QL_TARGET static void scales_of(const Weight& w, int64_t row, float* scale, float* offset, float* outer) {
@@ -466,4 +467,5 @@ constexpr Set set = {QL_STRING(QL_NAME), QL_SET == AVX512,
 #undef QL_NAME
 #undef QL_SET
 #undef QL_TARGET
+#undef QL_VECTORS
 #endif
