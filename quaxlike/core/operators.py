@@ -9,7 +9,7 @@ import jax
 
 from .._checked import a_or_an
 from .quaxify import quaxify
-from .trace import check_complete
+from .trace import check_complete, stage
 from .values import is_value, level_of
 
 
@@ -19,6 +19,10 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     level = level_of(value)
     if level is not None and level.holds(value):
         return fn(level.enter_late(value), *args, **kwargs)
+    if level is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        # In the transform that has the arrays of `value`, a tracer may stand for a Value, which only the
+        # level outside of it knows.
+        return fn(stage(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
+from quaxlike.arrays.unitful import Unitful
 from quaxlike.core import compat
 from tests.strict import Linear, Strict, product, strict
 
@@ -154,6 +155,28 @@ def test_built_inside_an_inner_transform(name, multiply):
         out = ql.quaxify(fn)(y)
         assert type(out) is Strict
         np.testing.assert_array_equal(out.array, y * y)
+
+
+@pytest.mark.quick(7)
+@pytest.mark.parametrize("name", _INNER)
+@pytest.mark.parametrize(
+    ("operate", "unit"),
+    [
+        (lambda x, y: x * y, "m^2"),
+        (lambda x, y: y * x, "m^2"),
+        (lambda x, y: y / x, ""),
+        (lambda x, y: x + y, "m"),
+        (lambda x, y: x.at[0].add(y[0]) + y, "m"),
+    ],
+)
+def test_operators_of_what_is_built_inside_meet_values_from_outside(name, operate, unit):
+    """In the inner transform the Value from outside is a tracer like any other."""
+    y = jnp.array([1.0, 2.0, 4.0])
+    run = lambda y: _INNER[name](lambda y: operate(Unitful(jnp.full(3, 2.0), "m"), y), y)
+    for fn in (run, jax.jit(run)):
+        out = ql.quaxify(fn)(Unitful(y, "m"))
+        expected = operate(jnp.full(3, 2.0), y)
+        np.testing.assert_array_equal(ql.materialise(out / Unitful(1.0, unit)), expected)
 
 
 @pytest.mark.parametrize("name", _INNER)
