@@ -247,6 +247,26 @@ def test_the_base_may_be_quantised_and_16_bits_wide():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["OFT", "BOFT", "HRA", "HRA of orthogonal directions"])
+def test_rotations_are_solved_for_in_float32(name, dtype):
+    w = _x(4, 8)
+    make = {
+        "OFT": lambda: A.OFTArray(w, _x(2, 6)),
+        "BOFT": lambda: A.BOFTArray(w, _x(2, 4, 2, 2), 1 + _x(4)),
+        "HRA": lambda: A.HRAArray(w, _x(8, 2)),
+        "HRA of orthogonal directions": lambda: A.HRAArray(w, _x(8, 2), orthogonal=True),
+    }[name]()
+    half = jax.tree.map(lambda a: a.astype(dtype), make)
+    with jax.numpy_dtype_promotion("standard"), ql.on_materialise("error"):
+        y = ql.quaxify(lambda w: w @ jnp.ones(8, dtype))(half)
+    assert (half.materialise().dtype, y.dtype) == (jnp.dtype(dtype), jnp.dtype(dtype))
+    np.testing.assert_allclose(
+        np.float64(y), np.float64(make.materialise() @ jnp.ones(8)), rtol=0.05, atol=0.3
+    )
+
+
+@pytest.mark.slow
 def test_each_sample_chooses_one_of_several():
     mlp = eqx.nn.MLP(6, 6, 6, depth=1, key=KEY)
     make = lambda i: lambda w, **_: A.OFTArray(w, _x(2, 3, seed=i))

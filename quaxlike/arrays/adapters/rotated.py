@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ..dot_axes import cast, in_float32
 from ..structured import BlockDiagonalMatrix, DiagonalMatrix, KroneckerMatrix, LowRankUpdate
 from ..zero import Identity
 from .combinators import RotatedArray, ScaledArray
@@ -80,7 +81,10 @@ def cayley(k: jax.Array, terms: int | None) -> jax.Array:
     `I - 2 K + 2 K² - ...`, at `-K`."""
     eye = jnp.broadcast_to(jnp.eye(k.shape[-1], dtype=k.dtype), k.shape)
     if terms is None:
-        return jnp.linalg.solve(eye + k, eye - k)
+        plus, minus = (
+            cast(x, in_float32(k.dtype)) for x in (eye + k, eye - k)
+        )  # LAPACK has no narrower dtype
+        return cast(jnp.linalg.solve(plus, minus), k.dtype)
     terms = 4 if terms == 3 else terms  # as PEFT does
     out, power = eye, eye
     for n in range(1, terms):
@@ -182,14 +186,16 @@ class HRAArray(MethodArray):
 
     def composed(self) -> RotatedArray:
         # H_0 H_1 ... = I - U T Uᵀ, where T is triangular, with the inverse I / 2 + triu(UᵀU, 1).
+        u = cast(self.u, in_float32(self.u.dtype))  # LAPACK has no narrower dtype
         if self.orthogonal:
-            u, _ = jnp.linalg.qr(self.u)
+            u, _ = jnp.linalg.qr(u)
             v = 2 * u
         else:
-            u = self.u / jnp.linalg.norm(self.u, axis=-2, keepdims=True)
+            u = u / jnp.linalg.norm(u, axis=-2, keepdims=True)
             gram = jnp.matmul(jnp.matrix_transpose(u), u, precision="highest")
             half = jnp.broadcast_to(jnp.eye(u.shape[-1], dtype=u.dtype) / 2, gram.shape)
             vt = jax.scipy.linalg.solve_triangular(half + jnp.triu(gram, 1), jnp.matrix_transpose(u))
             v = jnp.matrix_transpose(vt)
+        u, v = cast(u, self.u.dtype), cast(v, self.u.dtype)
         ones = jnp.ones(u.shape[-2], u.dtype)
         return self.on(RotatedArray, LowRankUpdate(DiagonalMatrix(ones), -u, v))
