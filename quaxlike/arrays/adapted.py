@@ -47,6 +47,8 @@ class AdaptedArray(ArrayOperators, ArrayValue):
         known.
     - `out_axes`, `in_axes`: the axes of the weight that are outputs and inputs, counted from the end.
         Default: `(-2,)` and `(-1,)`.
+    - `faster`: the parts that learn at a rate of their own under [`quaxlike.optim.lora_plus`][], since they
+        begin at zero. Default: none.
     - `dropout`: the share of inputs that is dropped where the field `key` is a PRNG key.
     - `taken`: anything but None if an initialisation took a part of `w` into the adapter, so that files
         without the base cannot hold it. Default: None.
@@ -74,6 +76,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     open_base: bool = eqx.field(static=True, default=False, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {}
+    faster: ClassVar[Sequence[str]] = ()
     # Without annotations, so that a subclass that makes them fields decides about their order.
     out_axes = (-2,)
     in_axes = (-1,)

@@ -1,4 +1,4 @@
-"""`lora_plus`: another learning rate for the second matrix of LoRAs."""
+"""`lora_plus`: another learning rate for the parts of adapters that begin at zero."""
 
 from typing import Any
 
@@ -7,13 +7,14 @@ import optax
 from jaxtyping import PyTree
 
 from .._checked import checked
-from ..arrays.lora import LoraArray
+from ..arrays.adapted import AdaptedArray
 from ..core.values import replace_fields
 
 
 @checked
 def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
-    """Multiplies the updates of the matrices `b` of LoRAs, which is a learning rate of their own.
+    """Multiplies the updates of the matrices `b` of LoRAs, which is a learning rate of their own. Of your own
+    adapters, it multiplies those of the parts that the class names in `faster`.
 
     With one learning rate for both matrices, `b` learns too slowly in wide layers: it begins at zero, and its
     best rate is larger than that of `a`. Put the transformation at the end of a chain.
@@ -24,8 +25,7 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
     **Returns:**
 
-    The transformation. Its `init` raises a `ValueError` if there is no [`quaxlike.LoraArray`][] in the
-    parameters whose `b` is trained.
+    The transformation. Its `init` raises a `ValueError` if the parameters have no such part that is trained.
 
     !!! example
 
@@ -42,7 +42,8 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
         raise ValueError(f"lora_plus takes a positive number as `ratio`; found {ratio}.")
 
     def init(params: PyTree) -> optax.EmptyState:
-        if not any(_is_lora(x) and x.b is not None for x in jtu.tree_leaves(params, is_leaf=_is_lora)):
+        adapted = [x for x in jtu.tree_leaves(params, is_leaf=_is_adapted) if _is_adapted(x)]
+        if not any(_faster(x) for x in adapted):
             raise ValueError(
                 "lora_plus is for LoRAs, and the parameters have none whose `b` is trained. Pass those that "
                 "`eqx.partition(model, quaxlike.trainable(model))` makes."
@@ -50,16 +51,21 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
         return optax.EmptyState()
 
     def scaled(x: Any) -> Any:
-        if not _is_lora(x):
+        if not _is_adapted(x):
             return x
-        return replace_fields(x, w=every(x.w), b=None if x.b is None else ratio * x.b)
+        return replace_fields(x, w=every(x.w), **{name: ratio * part for name, part in _faster(x).items()})
 
     def every(updates: PyTree) -> PyTree:
-        return jtu.tree_map(scaled, updates, is_leaf=_is_lora)
+        return jtu.tree_map(scaled, updates, is_leaf=_is_adapted)
 
     return optax.GradientTransformation(init, lambda updates, state, params=None: (every(updates), state))
 
 
-def _is_lora(x: Any) -> bool:
-    """Whether `x` is a LoRA, or the trained half of one."""
-    return isinstance(x, LoraArray)
+def _is_adapted(x: Any) -> bool:
+    """Whether `x` is an adapter, or the trained half of one."""
+    return isinstance(x, AdaptedArray)
+
+
+def _faster(x: AdaptedArray) -> dict[str, Any]:
+    parts = {name: getattr(x, name) for name in x.faster}
+    return {name: part for name, part in parts.items() if part is not None}

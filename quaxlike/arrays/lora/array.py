@@ -87,6 +87,7 @@ class LoraArray(AdaptedArray):
     taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
+    faster: ClassVar[Sequence[str]] = ("b",)
     part_axes: ClassVar[Mapping[str, str]] = {
         "a": "rank in", "b": "out rank", "magnitude": "out", "key": ""
     }  # fmt: skip
