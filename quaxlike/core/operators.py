@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 
 from .._checked import a_or_an
 from .quaxify import quaxify
