@@ -54,7 +54,11 @@ ROWS: tuple[Row, ...] = (
     *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
     *(
-        Row(f"GGUF {kind}, a token", "llama.cpp", "token", "llama_token", 1.3, {"file": kind})
+        Row(
+            f"GGUF {kind}, a token", "llama.cpp", "token", "llama_token", 1.3, {"file": kind},
+            why="llama.cpp rounds the inputs of a layer to 8 bits, and multiplies whole numbers; here they "
+            "stay float32",
+        )
         for kind in ("Q4_0", "Q8_0", "Q4_K_M")
     ),
     Row("load and 32 tokens, bf16", "transformers", "start", "start", 1.0, starts=True),
