@@ -344,7 +344,8 @@ def test_made_anew():
     assert jax.eval_shape(make).shape == (3, 11)
 
 
-@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("pooled", [False, True])
 def test_an_untied_output_layer_may_be_missing_where_texts_are_embedded(pooled, tmp_path):
     """Its hidden states are those of the whole model; there are no logits."""
     base = tmp_path / "base"
