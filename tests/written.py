@@ -89,6 +89,8 @@ def write_orbax(folder: Path) -> None:
 
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.resolve() / "orbax", for_orbax())
+    told = folder / "orbax" / "commit_success.txt"  # Orbax writes the path of the folder into it
+    told.write_text(told.read_text().replace(str(folder.resolve()) + "/", ""))
 
 
 def for_orbax() -> Any:
