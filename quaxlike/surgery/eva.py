@@ -59,7 +59,6 @@ def input_moments(
         model = ql.loraify(mlp, rank=2, init=ql.eva(moments), key=jax.random.key(2))
         ```
     """
-
     return _measured("input_moments", fn, where, fan_in_fan_out, layout, lambda x: x.T @ x, jnp.add)
 
 

@@ -166,10 +166,9 @@ def compile_to(out: Path) -> None:
 
 def prepare(tell: Callable[[str], None]) -> None:
     """Compiles the library for a command that multiplies with quantised weights, if it runs on a CPU and the
-    library is not there. Tells so in a line, or why it is not compiled."""
-    if os.environ.get("QUAXLIKE_NATIVE") == "0" or jax.default_backend() != "cpu":
-        return
-    if installed_path() is not None:
+    library is neither there nor installed as a wheel. Tells so in a line, or why it is not compiled."""
+    wanted = os.environ.get("QUAXLIKE_NATIVE") != "0" and jax.default_backend() == "cpu"
+    if not wanted or installed_path() is not None:
         return
     try:
         if not (path := built_path()).is_file() and _compiler():
