@@ -1,17 +1,22 @@
-"""`ArrayOperators`: the operators and methods of `jax.Array` for Values, outside `quaxify` as well."""
+"""Operators, methods and functions of arrays that take Values outside `quaxify` as well as within."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 import jax.core
+import jax.tree_util as jtu
 
 from .._checked import a_or_an
 from .quaxify import quaxify
 from .trace import check_complete, stage
 from .values import is_value, level_of
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,6 +30,29 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
         # level outside of it knows.
         return fn(stage(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
+
+
+def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wraps a function of jax.numpy so that it takes Values, within `quaxify` as well as outside.
+
+    Where a level of `quaxify` runs that dispatches on the Values, they meet those from outside there: to a
+    level of its own, the latter would be plain arrays.
+    """
+    quaxified = quaxify(fn)
+
+    @functools.wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if level_of() is None:
+            return quaxified(*args, **kwargs)
+        leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
+        levels = [level_of(x) if is_value(x) else None for x in leaves]
+        if any(is_value(x) and level is None for x, level in zip(leaves, levels, strict=True)):
+            return quaxified(*args, **kwargs)
+        operands = [x if level is None else level.adopt(x) for x, level in zip(leaves, levels, strict=True)]
+        args, kwargs = jtu.tree_unflatten(structure, operands)
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def _unary(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The names of a module, quaxified on first access."""
+"""The names of a module, wrapped on first access so that they take Values."""
 
 import functools
 import importlib
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..core.quaxify import quaxify
+from ..core.operators import anywhere
 
 # Functions that return functions.
 _MAKE_FUNCTIONS = frozenset(["frompyfunc", "vectorize"])
@@ -40,16 +40,22 @@ def _quaxified(name: str, x: Any, ours: str) -> Any:
     if name in _BUILDERS:
         return _Builder(x)
     if isinstance(x, jnp.ufunc):
-        return _UFunc(x)
+        return _named(_UFunc(x), name, ours)
     if not callable(x) or isinstance(x, type):
         return x
     if name in _MAKE_FUNCTIONS:
         return functools.wraps(x)(lambda *args, **kwargs: _made(x(*args, **kwargs)))
-    return quaxify(x)
+    return _named(anywhere(x), name, ours)
+
+
+def _named(fn: Any, name: str, ours: str) -> Any:
+    """A function that pickle finds."""
+    fn.__module__, fn.__qualname__ = ours, name
+    return fn
 
 
 def _made(x: Any) -> Any:
-    return _UFunc(x) if isinstance(x, jnp.ufunc) else quaxify(x)
+    return _UFunc(x) if isinstance(x, jnp.ufunc) else anywhere(x)
 
 
 class _UFunc:
@@ -57,15 +63,20 @@ class _UFunc:
 
     def __init__(self, ufunc: jnp.ufunc) -> None:
         self._ufunc = ufunc
-        self._call = quaxify(ufunc)
+        self._call = anywhere(ufunc)
         functools.update_wrapper(self, ufunc, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copy and pickle look for, before there is a ufunc
+            raise AttributeError(name)
         found = getattr(self._ufunc, name)
-        return quaxify(found) if callable(found) else found
+        return anywhere(found) if callable(found) else found
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
 
     def __repr__(self) -> str:
         return f"quaxify({self._ufunc!r})"
@@ -75,7 +86,7 @@ class _Builder:
     """`r_` and `c_`."""
 
     def __init__(self, builder: Any) -> None:
-        self._getitem = quaxify(builder.__getitem__)
+        self._getitem = anywhere(builder.__getitem__)
 
     def __getitem__(self, key: Any) -> Any:
         return self._getitem(key)

@@ -179,6 +179,16 @@ def test_operators_of_what_is_built_inside_meet_values_from_outside(name, operat
         np.testing.assert_array_equal(ql.materialise(out / Unitful(1.0, unit)), expected)
 
 
+def test_an_explicit_quaxify_inside_is_a_level_of_its_own():
+    """It dispatches first, as the tutorial orders rules; to it, Values of the outer one are arrays."""
+    made, outer = Unitful(2.0, "m"), Unitful(3.0, "m")
+    with pytest.raises(TypeError, match=r"\(m, dimensionless\)\. To a `quaxify` inside of another"):
+        ql.quaxify(lambda y: ql.quaxify(jnp.add)(made, y))(outer)
+    both = ql.quaxify(lambda y: ql.quaxify(jnp.multiply)(made, y))(outer)
+    assert both.unit == made.unit
+    assert both.array == Unitful(6.0, "m")
+
+
 @pytest.mark.parametrize("name", _INNER)
 def test_closed_over_and_passed_to_a_jitted_function_inside(name):
     x, y = strict(jnp.arange(3.0)), jnp.ones(3)

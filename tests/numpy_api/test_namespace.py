@@ -1,7 +1,9 @@
 """`quaxlike.numpy` is `jax.numpy`: the same names, and the same results on a type that passes all through."""
 
+import copy
 import inspect
 import operator
+import pickle
 import warnings
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 import quaxlike as ql
 import quaxlike.numpy as qnp
+from quaxlike.arrays.unitful import Unitful
 from tests.strict import Through
 
 from .__main__ import PAGE, page_with, table
@@ -55,6 +58,39 @@ def test_constants_and_dtypes_are_jax_own():
 def test_found_once():
     assert qnp.sin is qnp.sin
     assert qnp.linalg is qnp.linalg
+
+
+@pytest.mark.parametrize("name", ["sin", "absolute", "concatenate", "add", "linalg.norm"])
+def test_copies_are_the_same_function(name):
+    fn = _ours(name)
+    assert copy.deepcopy(fn) is fn
+    assert pickle.loads(pickle.dumps(fn)) is fn
+
+
+_JOINED = {
+    "multiply": (lambda np, x, y: np.multiply(x, y), "m^2"),
+    "concatenate": (lambda np, x, y: np.concatenate([y, x]), "m"),
+    "linalg.multi_dot": (lambda np, x, y: np.linalg.multi_dot([x, y[:, None]]), "m^2"),
+    "vectorize": (lambda np, x, y: np.vectorize(lambda x, y: x - y)(x, y), "m"),
+    "add.outer": (lambda np, x, y: np.add.outer(x, y), "m"),
+    "c_": (lambda np, x, y: np.c_[x, y], "m"),
+}
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("name", _JOINED)
+def test_what_is_made_inside_of_quaxify_meets_what_comes_from_outside(name, transform):
+    """To a `quaxify` within, which they were, a Value from outside is a plain array."""
+    run, unit = _JOINED[name]
+    made, y = jnp.full(3, 2.0), jnp.array([1.0, 2.0, 4.0])
+    out = ql.quaxify(lambda y: transform(lambda y: run(qnp, Unitful(made, "m"), y))(y))(Unitful(y, "m"))
+    np.testing.assert_array_equal(ql.materialise(out / Unitful(1.0, unit)), run(jnp, made, y))
+
+
+def test_what_the_running_quaxify_does_not_take():
+    x = Unitful(2.0, "m")
+    assert ql.quaxify(lambda y: qnp.multiply(x, y), False)(1.5) == Unitful(3.0, "m")
 
 
 def test_methods_of_ufuncs():

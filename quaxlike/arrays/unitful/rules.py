@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_constant
-from ...core.quaxify import quaxify
+from ...core.quaxify import quaxify, value_of
 from ...core.recording import functions_of_jax_numpy, is_from_jax_numpy
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
@@ -197,6 +197,8 @@ def _mismatch(primitive: Primitive, operands: Sequence[Any], units: Collection[U
     hint = "."
     if any(map(guard_of, units)):
         hint = f"{where}. A plain 1 beside a quantity in `jnp.where` is only for a division."
+    elif any(isinstance(value_of(x), Unitful) for x in operands if not is_value(x)):
+        hint = ". To a `quaxify` inside of another, a Value of the outer one is a plain array."
     elif Unit() in units:
         hint = f"{where}. Give a number its unit by multiplying with it."
     return DimensionError(f"`{primitive}` takes arrays in the same unit; found ({_units(operands)}){hint}")
