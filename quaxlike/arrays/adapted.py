@@ -244,6 +244,12 @@ def array_fields(x: AdaptedArray) -> list[str]:
     return _array_fields(cls)
 
 
+def frozen_parts(x: AdaptedArray) -> list[str]:
+    """The names of the parts that are not trained: several adapters may share them."""
+    own = ("w", "key", *x.trained())
+    return [name for name in array_fields(x) if name not in own]
+
+
 @functools.cache
 def _array_fields(cls: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]

@@ -147,19 +147,24 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
 
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
+    done: dict[int, Any] = {}  # by identity, so that what adapters share is converted once
+
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, ql.AdaptedArray):  # convert its parts
             return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and ql.is_value(x))
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return ql.quaxify(lambda x: x.astype(dtype))(leaf)
+        if id(leaf) not in done:
+            done[id(leaf)] = ql.quaxify(lambda x: x.astype(dtype))(leaf)
+        return done[id(leaf)]
 
     return model if dtype is None else jax.tree.map(convert, model, is_leaf=ql.is_value)
 
 
 def _bytes(tree: PyTree) -> int:
     part = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
-    return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # what adapters share is there once
+    return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 class Step(NamedTuple):

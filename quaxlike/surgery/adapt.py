@@ -1,5 +1,6 @@
 """`adapt`: puts adapters of any type on the weights of a model."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,9 @@ def adapt(
     - `model`: any pytree. Weights may be Values, such as 4-bit arrays.
     - `make`: called as `make(w, key=..., layout=...)` for each weight; returns what stands in its place, a
         [`quaxlike.AdaptedArray`][] of the shape of `w`. `layout`, a [`quaxlike.Layout`][], says which axes of
-        `w` are outputs and which inputs.
+        `w` are outputs and which inputs. For arrays that all adapters share, give it an attribute `share`.
+        That is called first, as `share(weights, key=key)` with all pairs `(w, layout)`, and returns a dict of
+        more keywords for `make`. If `make` is a `functools.partial`, `share` gets its keywords, too.
     - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Default: the weights
         of all linear layers.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
@@ -83,6 +86,9 @@ def adapt(
         modules_to_save=modules_to_save, trainable_token_indices=trainable_token_indices,
     )  # fmt: skip
 
+    weights = [(record.array, require_layout(name, record)) for name, record in targets.items()]
+    make = _with_shared(make, weights, key)
+
     def made(name: str, w: Any, layout: Layout, key: Any) -> Any:
         out = make(w, key=key, layout=layout)
         if not isinstance(out, AdaptedArray) or tuple(out.shape) != tuple(w.shape):
@@ -103,6 +109,15 @@ def check_make(make: Any) -> None:
         raise TypeError(
             f"`make` is called as make(w, key=..., layout=...); this cannot be called so: {error}."
         ) from None
+
+
+def _with_shared(
+    make: Callable[..., Any], weights: Sequence[tuple[Any, Layout]], key: Any
+) -> Callable[..., Any]:
+    """`make` with the keywords that its function `share` gives, if it has one."""
+    inner, options = (make.func, make.keywords) if isinstance(make, functools.partial) else (make, {})
+    share = getattr(inner, "share", None)
+    return make if share is None else functools.partial(make, **share(weights, key=key, **options))
 
 
 def weights_to_adapt(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an, checked
-from ..arrays.adapted import AdaptedArray, array_fields, labels_of, matrix_labels
+from ..arrays.adapted import AdaptedArray, frozen_parts, labels_of, matrix_labels
 from ..core.quaxify import value_of
 from ..core.values import is_value
 from .trees import difference, named_arrays, replace
@@ -199,8 +199,7 @@ def _parts(x: AdaptedArray) -> list[str]:
 
 
 def _shared(x: AdaptedArray) -> dict[str, Any]:
-    own = ("w", "key", *_parts(x))
-    return {name: getattr(x, name) for name in array_fields(x) if name not in own}
+    return {name: getattr(x, name) for name in frozen_parts(x)}
 
 
 def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mapping[str, Any]]) -> None:

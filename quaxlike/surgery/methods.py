@@ -7,8 +7,8 @@ defaults and initial values are those of PEFT, but for C³A and FourierFT, which
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ from ..arrays.adapters import (
     SHiRAArray,
     VeRAArray,
 )
-from ..arrays.dot_axes import in_float32
+from ..arrays.dot_axes import common_dtype, in_float32
 from ..arrays.sparse import SparseArray
 from ..core.values import materialise
+from .random_numbers import Generator, randlora_projections, vera_projections
 from .weight_axes import Layout
 
 _Make = Callable[..., Any]
@@ -188,13 +189,15 @@ def c3a(x: _Weight, *, block_size: int = 256) -> C3AArray:
 
 
 @_method
-def fourierft(x: _Weight, *, n_frequency: int = 1000, scaling: float = 150.0) -> FourierFTArray:
+def fourierft(
+    x: _Weight, *, n_frequency: int = 1000, scaling: float = 150.0, seed: int = 777
+) -> FourierFTArray:
+    """At the places that PEFT draws with `seed`, which are the same for all weights of a size."""
     size = x.outputs * x.inputs
     if not 0 < n_frequency <= size:
         raise ValueError(f"FourierFT takes an n_frequency from 1 to {size}; found {n_frequency}.")
-    places = jax.random.permutation(next(x.keys), size)[:n_frequency].astype(jnp.int32)
-    places = jnp.broadcast_to(places, (*x.batch, n_frequency))
-    return x.on(FourierFTArray, x.zeros(n_frequency), places, scaling=scaling)
+    places = jnp.broadcast_to(Generator(seed).permutation(size, n_frequency), (*x.batch, n_frequency))
+    return x.on(FourierFTArray, x.zeros(n_frequency), places, scaling=scaling, seed=seed)
 
 
 @_method
@@ -223,16 +226,69 @@ def gralora(x: _Weight, *, rank: int = 32, alpha: float = 64, k: int = 2) -> Gra
     return x.on(GraLoRAArray, a, x.zeros(k, rank, x.outputs // k), scaling=alpha / rank)
 
 
-@_method
-def vera(x: _Weight, *, a: Any, b: Any, d_initial: float = 0.1) -> VeRAArray:
-    """With the random matrices `a` and `b` that all layers share: see `VeRAArray`."""
-    return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out))
+# VeRA and RandLoRA, whose layers share random matrices --------------------------------------------
 
 
 @_method
-def randlora(x: _Weight, *, a: Any, b: Any, alpha: float = 640) -> RandLoRAArray:
-    """With the random matrices `a` and `b` that all layers share: see `RandLoRAArray`."""
+def vera(
+    x: _Weight, *, rank: int = 256, d_initial: float = 0.1, seed: int | None = None, a: Any = None,
+    b: Any = None,
+) -> VeRAArray:  # fmt: skip
+    """All layers share the random matrices `a` and `b`. Default: those that PEFT draws with `seed`, or with a
+    number that follows from the key."""
+    a, b = _given("VeRA", a, b)
+    return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out), seed=seed)
+
+
+@_method
+def randlora(
+    x: _Weight, *, rank: int = 32, alpha: float = 640, seed: int | None = None,
+    sparsity: Literal["dense", "sparse", "very_sparse"] = "dense", a: Any = None, b: Any = None,
+) -> RandLoRAArray:  # fmt: skip
+    """All layers share the random matrices `a` and `b`, as for `vera`."""
+    a, b = _given("RandLoRA", a, b)
     rank, few = a.shape[0], min(x.outputs, x.inputs)
     bases = math.ceil(few / rank)
     gamma = x.ones(bases, few) / max(x.outputs, x.inputs)
-    return x.on(RandLoRAArray, a, b, x.zeros(rank, bases), gamma, scaling=alpha / rank)
+    options: dict[str, Any] = {"scaling": alpha / rank, "seed": seed, "sparsity": sparsity}
+    return x.on(RandLoRAArray, a, b, x.zeros(rank, bases), gamma, **options)
+
+
+def _given(method: str, a: Any, b: Any) -> tuple[Any, Any]:
+    if a is None or b is None:
+        raise ValueError(
+            f"{method} needs both matrices, `a` and `b`, which all layers share. Without either, "
+            "`quaxlike.adapt` draws them for all weights that it adapts."
+        )
+    return a, b
+
+
+def _draws(make: Any, draw: Callable[..., Any]) -> None:
+    """Gives `make` the function `share`, which `adapt` calls first. It draws the matrices for all weights by
+    `draw(generator, inputs, outputs, options)`, with their largest numbers of inputs and outputs."""
+    defaults = {name: option.default for name, option in inspect.signature(make).parameters.items()}
+
+    def share(weights: Sequence[tuple[Any, Layout]], *, key: Any, **options: Any) -> dict[str, Any]:
+        options = defaults | options
+        if options["a"] is not None or options["b"] is not None:
+            return {}
+        size = lambda w, axes: math.prod(w.shape[axis] for axis in axes)
+        inputs = max(size(w, layout.in_axes) for w, layout in weights)
+        outputs = max(size(w, layout.out_axes) for w, layout in weights)
+        seed = options["seed"]
+        if seed is None:
+            seed = 0 if key is None else int(jax.random.bits(key) >> 1)
+        dtype = common_dtype(jax.ShapeDtypeStruct((), jnp.float32), *(w for w, _ in weights))
+        a, b = (jnp.asarray(x, dtype) for x in draw(Generator(seed), inputs, outputs, options))
+        return {"a": a, "b": b, "seed": seed}
+
+    make.share = share
+
+
+_draws(vera, lambda generator, n, m, options: vera_projections(generator, n, m, options["rank"]))
+_draws(
+    randlora,
+    lambda generator, n, m, options: randlora_projections(
+        generator, min(n, m), max(n, m), options["rank"], options["sparsity"]
+    ),
+)

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import a_or_an, checked
+from ..arrays.adapted import AdaptedArray, frozen_parts, knows_axes
 from ..core.quaxify import quaxify
 from ..core.values import is_value
 from .trees import path_of
@@ -20,7 +21,8 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     """Stacks equal layers into one, whose arrays have a leading axis with an entry per layer.
 
     Use it with `jax.lax.scan`: compile time does not grow with the number of layers. Adapters and quantised
-    weights are stacked part by part, unchanged.
+    weights are stacked part by part, unchanged; what adapters share and do not train (the random matrices of
+    VeRA) is kept once.
 
     **Arguments:**
 
@@ -119,13 +121,26 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
             )
     if not is_value(first):
         return _stack(*leaves)
-    out: Any = jtu.tree_map(_stack, *leaves)
+    shared = _shared(leaves)
+    own = [leaf.replace(**dict.fromkeys(shared)) for leaf in leaves] if shared else leaves
+    out: Any = jtu.tree_map(_stack, *own)
+    out = out.replace(**shared) if shared else out
     wanted = (len(leaves), *first.shape)
     if tuple(out.shape) != wanted:  # the Value's shape does not follow from its parts'
         out = quaxify(jnp.stack)(leaves)
     if type(out) is not type(first) or out.leading_axis() is NotImplemented:
         raise ValueError(f"{name}: {a_or_an(type(first))} of shape {first.shape} cannot be stacked.")
     return out
+
+
+def _shared(leaves: Sequence[Any]) -> dict[str, Any]:
+    """The parts of adapters that are not trained, and are the same array in all layers: it is kept once."""
+    first = leaves[0]
+    if not isinstance(first, AdaptedArray) or not knows_axes(first):
+        return {}
+    parts = {name: getattr(first, name) for name in frozen_parts(first)}
+    same = lambda name, part: all(getattr(leaf, name) is part for leaf in leaves)
+    return {name: part for name, part in parts.items() if part is not None and same(name, part)}
 
 
 def _stack(*parts: Any) -> Any:

@@ -149,10 +149,14 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
         print(ql.summary(ql.loraify(mlp, rank=4, key=jax.random.key(1))))
         ```
     """
-    return Summary([_row(name, x.array, x.layout) for name, x in records_of(model, layout).items()])
+    counted: set[int] = set()
+    return Summary([_row(name, x.array, x.layout, counted) for name, x in records_of(model, layout).items()])
 
 
-def _row(path: str, x: Any, layout: Layout | None) -> Row:
+def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> Row:
+    """`counted` has what adapters in earlier rows share with others; it is counted there."""
+    again = [leaf for leaf in _adapters(x) if id(leaf) in counted]
+    counted |= {id(leaf) for leaf in _adapters(x)}
     spec = trained_leaves(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     base = innermost(x)
@@ -163,10 +167,10 @@ def _row(path: str, x: Any, layout: Layout | None) -> Row:
         shape=tuple(x.shape),
         dtype=jnp.dtype(x.dtype).name if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype),
         size=size,
-        adapter_size=sum(leaf.size for leaf in _adapters(x)),
+        adapter_size=sum(leaf.size for leaf in _adapters(x)) - sum(leaf.size for leaf in again),
         trainable=sum(leaf.size for leaf, is_trained in leaves if is_trained),
         logical_bytes=size * x.dtype.itemsize,
-        stored_bytes=sum(leaf.nbytes for leaf in jtu.tree_leaves(x)),
+        stored_bytes=sum(leaf.nbytes for leaf in jtu.tree_leaves(x)) - sum(leaf.nbytes for leaf in again),
         layout=layout,
     )
 

@@ -143,8 +143,12 @@ def test_it_learns_and_is_loaded_and_merged(kind, lines, options, own_module, ru
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_it_has_the_same_bytes(run, tmp_path, monkeypatch):
-    options = ["--steps=6", "--checkpoint-every=2", "--quantize=nf4"]
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [("own_adapter:MyAdapter", "adapters.safetensors"), ("vera", "adapter_model.safetensors")],
+)
+def test_stopped_and_resumed_it_has_the_same_bytes(kind, file, run, tmp_path, monkeypatch):
+    options = ["--steps=6", "--checkpoint-every=2", "--quantize=nf4", f"--adapter={kind}"]
     assert run("llama", "text", *options, output="whole")[0] == 0
     note = RunDirectory.note
 
@@ -159,17 +163,18 @@ def test_stopped_and_resumed_it_has_the_same_bytes(run, tmp_path, monkeypatch):
     status, told = run("llama", "text", *options, output="parts")
     assert status == 0
     assert "Resumes after step 2 of 6" in told
-    for name in ("checkpoint.safetensors", "adapters.safetensors", "log.jsonl"):
+    for name in ("checkpoint.safetensors", file, "log.jsonl"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     status, told = run("llama", "text", *options, "--adapter=own_adapter:make_adapter", output="parts")
     assert status == 2
-    assert "adapter 'own_adapter:MyAdapter' (now 'own_adapter:make_adapter')" in told
+    assert f"adapter {kind!r} (now 'own_adapter:make_adapter')" in told
 
 
 @pytest.mark.slow
-def test_another_method_of_peft(run, tmp_path):
+@pytest.mark.parametrize("method", ["hra", "vera", "randlora", "fourierft"])
+def test_another_method_of_peft(method, run, tmp_path):
     """By its name; the files are PEFT's."""
-    options = ["--adapter=hra", "--steps=6", "--merge", "--learning-rate=0.02"]
+    options = [f"--adapter={method}", "--steps=6", "--merge", "--learning-rate=0.02"]
     status, told = run("llama", "text", *options, "--quantize=nf4")
     assert status == 0, told
     log = log_of(tmp_path / "out")

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays import adapters
 from quaxlike.arrays.adapters import MethodArray
+from quaxlike.interop import peft
+from quaxlike.interop.files.tensors import open_tensors
 from quaxlike.surgery import methods
 from quaxlike.surgery.methods import METHODS
 from tests.samples import normal
@@ -45,11 +48,11 @@ def _make(name):
 
 
 def test_all_methods_are_here():
-    """And all but two can be named on a command line."""
+    """And all can be named on a command line."""
     names = {name.partition(",")[0] for name in STARTS}
     types = [cls for cls in vars(adapters).values() if isinstance(cls, type) and issubclass(cls, MethodArray)]
     assert names == {cls.__name__.removesuffix("Array").lower() for cls in types if cls is not MethodArray}
-    assert {*METHODS} == names - {"vera", "randlora"}
+    assert {*METHODS} == names
 
 
 @pytest.mark.quick(1)
@@ -78,6 +81,61 @@ def test_they_add_nothing_and_are_trained(name):
     grads = jax.grad(loss, allow_int=True)(model["a.weight"])
     parts = jax.tree.leaves([getattr(grads, part) for part in model["a.weight"].trained()])
     assert any(np.any(np.asarray(part)) for part in parts if part.dtype != jax.dtypes.float0)
+
+
+@pytest.mark.parametrize("start", [methods.vera, functools.partial(methods.randlora, rank=2)])
+def test_layers_share_their_random_matrices(start, tmp_path):
+    """Those of PEFT for its seed, so that files need not hold them; stacked layers keep them once."""
+    sizes, keys = [(8, 6), (8, 6), (4, 12)], jax.random.split(KEY, 3)
+    layers = [eqx.nn.Linear(*size, key=key) for size, key in zip(sizes, keys, strict=True)]
+    model = ql.adapt(layers, start, key=KEY)
+    first, second, other = (layer.weight for layer in model)
+    assert first.a is second.a is other.a
+    assert first.b is second.b is other.b
+    assert (first.a.shape[-1], len(first.b)) == (8, 12)
+    own = [sum(getattr(layer.weight, name).nbytes for name in layer.weight.trained()) for layer in model]
+    stored = [row.stored_bytes - row.logical_bytes for row in ql.summary(model).rows[::2]]
+    assert stored == [own[0] + first.a.nbytes + first.b.nbytes, *own[1:]]
+    again = ql.adapt(layers, start, key=keys[0])[0].weight
+    assert again.seed != first.seed
+    assert not np.array_equal(again.a, first.a)
+    np.testing.assert_array_equal(ql.adapt(layers, start, key=KEY)[0].weight.b, first.b)
+
+    peft.save_adapter(tmp_path, model)
+    assert not any(key.endswith("_A") for key in open_tensors(tmp_path / "adapter_model.safetensors"))
+    assert eqx.tree_equal(peft.load_adapter(tmp_path, layers), model)
+
+    trained = zip(layers, _trained(model), strict=True)
+    model = [eqx.tree_at(lambda x: x.weight, layer, x) for layer, x in trained]
+    stacked = ql.stack_layers(model[:2])
+    assert stacked.weight.a is model[0].weight.a
+    for row, layer in zip(ql.unstack_layers(stacked), model, strict=False):
+        assert eqx.tree_equal(row, layer)
+
+    @ql.quaxify
+    def run(stacked, x):
+        return jax.lax.scan(lambda x, layer: (jnp.pad(layer(x), (0, 2)), None), x, stacked)[0]
+
+    x = normal(8, seed=5)
+    with ql.on_materialise("error"):
+        found = run(stacked, x)
+    for layer in map(ql.merge, model[:2]):
+        x = jnp.pad(layer(x), (0, 2))
+    np.testing.assert_allclose(found, x, rtol=1e-5, atol=1e-5)
+
+
+def _trained(layers):
+    """The weights, with other numbers for those that are trained."""
+    for i, layer in enumerate(layers):
+        x = layer.weight
+        yield x.replace(**{name: normal(*getattr(x, name).shape, seed=i) for name in x.trained()})
+
+
+def test_matrices_that_nobody_draws():
+    with pytest.raises(ValueError, match="VeRA needs both matrices, `a` and `b`, which all layers share"):
+        methods.vera(normal(6, 8), key=KEY, layout=ql.Layout.parse("oi"))
+    with pytest.raises(ValueError, match="needs both matrices"):
+        ql.adapt({"a.weight": normal(6, 8)}, functools.partial(methods.vera, a=normal(2, 8)))
 
 
 @pytest.mark.quick(2)

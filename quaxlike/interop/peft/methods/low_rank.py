@@ -15,8 +15,8 @@ from ....arrays.adapters.low_rank import (
     RandLoRAArray,
     VeRAArray,
 )
+from ....surgery.random_numbers import Generator, randlora_projections, vera_projections
 from .method import DROPOUT, RANK, Layer, Method, Option, Written, as_written, count, flag, number, one_of
-from .random_numbers import Generator
 
 # VeRA and RandLoRA, whose layers share random matrices ---------------------------------------------
 
@@ -44,9 +44,8 @@ def _shared_of(layers: Sequence[Layer], given: Mapping[str, Any], part: str, dra
 
 def _prepare_vera(layers: Sequence[Layer], given: Mapping[str, Any]) -> Any:
     def drawn(generator: Generator, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        n, m, r = max(x.inputs for x in layers), max(x.outputs for x in layers), options["r"]
-        of_a, of_b = math.sqrt(6 / n), math.sqrt(6 / r)
-        return generator.uniform((r, n), -of_a, of_a), generator.uniform((m, r), -of_b, of_b)
+        n, m = max(x.inputs for x in layers), max(x.outputs for x in layers)
+        return vera_projections(generator, n, m, options["r"])
 
     return _shared_of(layers, given, "scale_a", drawn)
 
@@ -112,27 +111,6 @@ def _prepare_randlora(layers: Sequence[Layer], given: Mapping[str, Any]) -> Any:
 
 def _sparsity(options: Mapping[str, Any]) -> str:
     return "very_sparse" if options["very_sparse"] else "sparse" if options["sparse"] else "dense"
-
-
-def randlora_projections(
-    generator: Generator, n: int, m: int, r: int, sparsity: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """RandLoRA's matrices of shapes `(r, 1, n)` and `(m, ceil(n / r), r)`."""
-    bases = math.ceil(n / r)
-    if sparsity == "dense":
-        a = generator.uniform_bfloat16((r, 1, n), -1 / math.sqrt(n), 1 / math.sqrt(n))
-        bound = 1 / math.sqrt(r)
-        b = np.concatenate([generator.uniform_bfloat16((m, 1, r), -bound, bound) for _ in range(bases)], 1)
-        half = lambda x: x.astype(jnp.bfloat16).astype(np.float32)
-        normed = lambda x: half(half(x) / half(np.float32(np.std(x.astype(np.float64), ddof=1))))
-        return normed(a), normed(b)
-    s = math.sqrt(n) if sparsity == "very_sparse" else 3
-    signs = []
-    for shape in ((r, 1, n), (m, bases, r)):
-        u = generator.uniform(shape, 0, 1)
-        x = np.where(u < 1 / (2 * s), -1, np.where(u > 1 - 1 / (2 * s), 1, 0)).astype(np.float64)
-        signs.append((x / np.std(x, ddof=1)).astype(np.float32))
-    return signs[0], signs[1]
 
 
 def _read_randlora(layer: Layer) -> Any:

@@ -142,6 +142,12 @@ class Written(NamedTuple):
     bias: Any
     """The bias of the layer, or what is in its place; None if there is none."""
 
+    @property
+    def window(self) -> tuple[int, ...]:
+        """The axes of the window of a convolution; none for other layers."""
+        into = self.layout.in_axes[1:] if self.layout.is_conv else ()
+        return tuple(self.array.w.shape[axis] for axis in into)
+
 
 class Method(NamedTuple):
     """One of PEFT's methods."""

@@ -16,8 +16,8 @@ from ....arrays.adapters.products import (
     SHiRAArray,
 )
 from ....arrays.sparse import SparseArray
+from ....surgery.random_numbers import Generator
 from .method import DROPOUT, RANK, Layer, Method, Option, Written, as_written, by_pattern, count, flag, number
-from .random_numbers import Generator
 
 _OF_LYCORIS = {
     **RANK, "alpha": number(8), "alpha_pattern": by_pattern(number(8)), "rank_dropout": DROPOUT,
@@ -52,9 +52,8 @@ def _write_loha(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     if effective:
         parts |= {"a_1": x.a_1.T, "a_2": x.a_2.T}
     r = x.a_1.shape[-1]
-    window = layer.layout.is_conv and math.prod(x.w.shape[i] for i in x.in_axes[1:]) > 1
     options = {"r": r, "alpha": as_written(x.scaling * r)}
-    return parts, options | ({"use_effective_conv2d": effective} if window else {})
+    return parts, options | ({"use_effective_conv2d": effective} if math.prod(layer.window) > 1 else {})
 
 
 LOHA = Method(

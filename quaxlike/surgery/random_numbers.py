@@ -1,0 +1,69 @@
+"""The random numbers of PyTorch's generator on CPUs, and the matrices that PEFT draws from them for VeRA and
+RandLoRA, which its files may leave out.
+
+The generator is the Mersenne Twister of NumPy's `RandomState`. Numbers agree bit by bit.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Generator:
+    """`torch.Generator().manual_seed(seed)`."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = np.random.RandomState(seed % 2**32)
+
+    def _words(self, count: int) -> np.ndarray:
+        return self._state.randint(0, 2**32, count, dtype=np.uint32)
+
+    def uniform(self, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
+        """`torch.empty(shape).uniform_(low, high)`, in float32."""
+        low32, high32 = np.float32(low), np.float32(high)
+        unit = (self._words(math.prod(shape)) & 0xFFFFFF) * 2.0**-24
+        wide = unit * np.float64(high32 - low32) + np.float64(low32)
+        return wide.astype(np.float32).reshape(shape)
+
+    def uniform_bfloat16(self, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
+        """The same in bfloat16."""
+        out = self.uniform(shape, low, high).astype(jnp.bfloat16)
+        ends = np.asarray([low, high], np.float32).astype(jnp.bfloat16)
+        return np.where(out == ends[1], ends[0], out)
+
+    def permutation(self, n: int, first: int) -> np.ndarray:
+        """The `first` entries of `torch.randperm(n)`."""
+        moved: dict[int, int] = {}
+        for k, word in enumerate(self._words(min(first, n - 1))):
+            j = k + int(word) % (n - k)
+            moved[k], moved[j] = moved.get(j, j), moved.get(k, k)
+        return np.asarray([moved.get(k, k) for k in range(first)], np.int32)
+
+
+def vera_projections(generator: Generator, n: int, m: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """VeRA's matrices of shapes `(rank, n)` and `(m, rank)`, for up to `n` inputs and `m` outputs."""
+    of_a, of_b = math.sqrt(6 / n), math.sqrt(6 / rank)
+    return generator.uniform((rank, n), -of_a, of_a), generator.uniform((m, rank), -of_b, of_b)
+
+
+def randlora_projections(
+    generator: Generator, n: int, m: int, rank: int, sparsity: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """RandLoRA's matrices of shapes `(rank, 1, n)` and `(m, ceil(n / rank), rank)`, where `n` and `m` are the
+    largest number of inputs and that of outputs of all layers, the lesser one first."""
+    bases = math.ceil(n / rank)
+    if sparsity == "dense":
+        a = generator.uniform_bfloat16((rank, 1, n), -1 / math.sqrt(n), 1 / math.sqrt(n))
+        bound = 1 / math.sqrt(rank)
+        b = np.concatenate([generator.uniform_bfloat16((m, 1, rank), -bound, bound) for _ in range(bases)], 1)
+        half = lambda x: x.astype(jnp.bfloat16).astype(np.float32)
+        normed = lambda x: half(half(x) / half(np.float32(np.std(x.astype(np.float64), ddof=1))))
+        return normed(a), normed(b)
+    s = math.sqrt(n) if sparsity == "very_sparse" else 3
+    signs = []
+    for shape in ((rank, 1, n), (m, bases, rank)):
+        u = generator.uniform(shape, 0, 1)
+        x = np.where(u < 1 / (2 * s), -1, np.where(u > 1 - 1 / (2 * s), 1, 0)).astype(np.float64)
+        signs.append((x / np.std(x, ddof=1)).astype(np.float32))
+    return signs[0], signs[1]
