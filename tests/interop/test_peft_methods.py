@@ -75,7 +75,7 @@ def _mean(logits, kind):
     return jnp.sum(jnp.where(seen[..., None], logits, 0)) / float(seen.sum() * logits.shape[-1])
 
 
-# The cases of each method but `conv/oft`, where what PEFT computes is not what it merges.
+# The cases of each method but `conv/oft`, which has a test of its own.
 CASES = {
     "IA3": ["llama/ia3", "gpt2/ia3", "conv/ia3", "llama/ia3_regex"],
     "OFT": [
@@ -187,6 +187,29 @@ def test_computes_what_peft_computes(method, case, tmp_path):
         assert np.linalg.norm(found[key] - expected) <= 1e-4 * np.linalg.norm(expected), key
 
 
+@pytest.mark.slow
+def test_rotated_convolutions_are_those_that_peft_merges(tmp_path):
+    """Where a window is wider than one, PEFT's own forward pass is another."""
+    folder = fixture("peft_methods/conv/oft")
+    ref = np.load(folder / "ref.npz")
+    with pytest.warns(UserWarning, match="PEFT computes a with OFT in another way than it merges it"):
+        model = peft.load_adapter(folder, _base("conv"))
+    with ql.on_materialise("error"):
+        np.testing.assert_allclose(_logits(model, "conv"), ref["logits_merged"], rtol=0, atol=2e-5)
+        y = jax.vmap(ql.quaxify(model.c))(jnp.asarray(ref["layer::c::x"]))
+    np.testing.assert_allclose(y, ref["layer::c::y"], rtol=0, atol=2e-6 * np.abs(ref["layer::c::y"]).max())
+    arrays = named_arrays(ql.merge(model))
+    for name in ("a.weight", "c.weight"):
+        wanted = ref[f"merged::{name}"]
+        np.testing.assert_allclose(arrays[name], wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
+    with pytest.warns(UserWarning, match="PEFT computes a with OFT"):
+        ours = _tensors(model, tmp_path)
+    theirs = open_tensors(folder / "adapter_model.safetensors")
+    assert {*ours} == {*theirs}
+    for key in theirs:
+        np.testing.assert_array_equal(ours[key], theirs[key])
+
+
 # Options that need not be the same: what they mean can be said in several ways, or is in the shapes of
 # tensors.
 IN_OTHER_WORDS = (
@@ -286,13 +309,18 @@ def test_damaged_files(make, edit, options, message, tmp_path):
 
 def test_layers_that_a_method_does_not_adapt(tmp_path):
     conv = {"conv": eqx.nn.Conv2d(2, 4, 2, key=jax.random.key(0)), "lin": MLP.layers[0]}
-    rotated = lambda w: adapters.OFTArray(w, jnp.ones((2, 6)), in_axes=(-3, -2, -1), out_axes=(-4,))
-    with pytest.raises(ValueError, match=r"PEFT's OFT is for linear, .* conv\.weight is of kind 'conv'"):
-        peft.save_adapter(tmp_path, _adapted(rotated, conv, where=["conv"]))
-    folder = _edited(tmp_path, _adapted(OFT, conv, where=["lin"]))
+    axes = {"in_axes": (-3, -2, -1), "out_axes": (-4,)}
+    added = lambda w: adapters.DeLoRAArray(w, jnp.ones((1, 8)), jnp.ones((4, 1)), jnp.ones(()), A[0], **axes)
+    with pytest.raises(ValueError, match=r"PEFT's DELORA is for linear, .* conv\.weight is of kind 'conv'"):
+        peft.save_adapter(tmp_path, _adapted(added, conv, where=["conv"]))
+    folder = _edited(tmp_path, _adapted(MISS, conv, where=["lin"]))
     renamed = {"conv": MLP.layers[0], "lin": conv["conv"]}
-    with pytest.raises(CheckpointError, match=r"PEFT's OFT is for .*; the model's lin is of kind"):
+    with pytest.raises(CheckpointError, match=r"PEFT's MISS is for .*; the model's lin is of kind"):
         peft.load_adapter(folder, renamed)
+    conv = {"conv": eqx.nn.Conv2d(2, 4, (2, 3), key=jax.random.key(0))}
+    rotated = lambda w: adapters.OFTArray(w, jnp.ones((3, 6)), **axes)
+    with pytest.raises(ValueError, match=r"with a square window; that of conv is \(2, 3\)"):
+        peft.save_adapter(tmp_path, _adapted(rotated, conv, where=["conv"]))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,23 @@
 """OFT, BOFT and HRA: rotations of what a layer is applied to."""
 
+import math
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....arrays.adapters.rotated import BOFTArray, HRAArray, OFTArray
 from .method import DROPOUT, Layer, Method, Written, count, flag, number
+
+
+def _tell_of_windows(layers: Sequence[Layer | Written], given: Mapping[str, Any]) -> None:
+    """Warns of convolutions whose windows overlap, where PEFT does not compute what it merges."""
+    if names := [layer.name for layer in layers if math.prod(layer.window) > 1]:
+        warnings.warn(
+            f"PEFT computes {', '.join(names)} with OFT in another way than it merges it: its forward pass "
+            "leaves out the padding of a convolution, and adds up windows that overlap. Here the outputs are "
+            "those of the merged weights. An adapter that PEFT trained may not fit them.",
+            stacklevel=2,
+        )
 
 
 def _read_oft(layer: Layer) -> Any:
@@ -28,6 +42,10 @@ def _write_oft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     if x.of_outputs != (kind == "embedding"):
         raise ValueError(f"PEFT's OFT rotates the inputs of layers, and the outputs of embeddings alone; "
                          f"{layer.name} is of kind {kind!r}.")  # fmt: skip
+    if kind == "conv" and (len(layer.window) != 2 or len({*layer.window}) > 1):
+        raise ValueError(
+            f"PEFT's OFT is for convolutions with a square window; that of {layer.name} is {layer.window}."
+        )
     options = {
         "block": (x.block_size, x.skew.shape[-2]),
         "coft": x.eps is not None,
@@ -39,6 +57,7 @@ def _write_oft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    _tell_of_windows([*layers.values()], {})
     blocks = {name: own["block"] for name, own in options.items()}
     inputs = {
         name: w.array.num_outputs if w.array.of_outputs else w.array.num_inputs for name, w in layers.items()
@@ -60,8 +79,8 @@ OFT = Method(
         "eps": number(6e-5), "block_share": flag(), "use_cayley_neumann": flag(True),
         "num_cayley_neumann_terms": count(5),
     },
-    read=_read_oft, write=_write_oft, settle=_settle_oft,
-    kinds=("linear", "matrix", "embedding"), conv1d=False,
+    read=_read_oft, write=_write_oft, settle=_settle_oft, prepare=_tell_of_windows,
+    kinds=("linear", "matrix", "embedding", "conv"), conv1d=False,
 )  # fmt: skip
 
 
