@@ -23,7 +23,7 @@ from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, reg
 from .core.values import ArrayValue, Value, is_value, materialise
 from .primitives import custom_dce
 from .surgery.adapt import adapt
-from .surgery.adapters import choose_adapter, combine_adapters, stack_adapters, with_dropout_key
+from .surgery.adapters import activate, choose_adapter, combine_adapters, stack_adapters, with_dropout_key
 from .surgery.balance import balance
 from .surgery.eva import eva, eva_ranks, input_maxima, input_moments
 from .surgery.inits import loftq
@@ -124,6 +124,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "loraify",
     "to_lora",
     "with_dropout_key",
+    "activate",
     "merge",
     "unmerge",
     "stack_adapters",

@@ -50,6 +50,8 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     - `faster`: the parts that learn at a rate of their own under [`quaxlike.optim.lora_plus`][], since they
         begin at zero. Default: none.
     - `dropout`: the share of inputs that is dropped where the field `key` is a PRNG key.
+    - `invocation`: the tokens of a text from which on the adapter acts, if it does not on all; the field
+        `active` then gets a flag for each token from [`quaxlike.activate`][]. Default: None.
     - `taken`: anything but None if an initialisation took a part of `w` into the adapter, so that files
         without the base cannot hold it. Default: None.
 
@@ -81,6 +83,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     out_axes = (-2,)
     in_axes = (-1,)
     dropout = 0.0
+    invocation = None
     taken = None
 
     @property

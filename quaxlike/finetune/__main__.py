@@ -51,10 +51,14 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))
     settings = Settings(**arguments)
-    options = ("rank", "alpha", "dropout", "rslora", "dora", "freeze_a", "lora_plus")
+    options = ("rank", "alpha", "dropout", "rslora", "dora", "invocation", "freeze_a", "lora_plus")
     of_lora = [f"--{name.replace('_', '-')}" for name in options if name in arguments]
     if settings.adapter is not None and of_lora:
         parser.error(f"{', '.join(of_lora)} cannot be used with --adapter: these are options of LoRA")
+    if settings.invocation is not None:
+        for option in ("dora", "pack", "merge"):  # they need one weight for all tokens, or one text in a row
+            if getattr(settings, option):
+                parser.error(f"--{option} cannot be used with --invocation")
     several = {settings.coordinator, settings.process_id, settings.num_processes}
     if None in several and len(several) > 1:
         parser.error("--coordinator, --process-id and --num-processes must be used together")

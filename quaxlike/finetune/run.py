@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,15 @@ def _finetune(
     if max_length > limit:
         raise FinetuneError(f"--max-length {max_length} is more than the model's {limit} positions.")
     tokens = Tokens(settings.model, config, max_length)
-    training, held_out = read_data(settings, task_for(base, settings), tokens, console)
+    invocation = _invocation(settings, task_for(base, settings), tokens)
+    training, held_out = read_data(settings, task_for(base, settings), tokens, console, invocation)
     if len(training) < settings.batch_size:
         console.print(f"{settings.data}: each batch holds all {len(training)} training examples.")
         settings = dataclasses.replace(settings, batch_size=len(training))
     devices.check_batch(settings.batch_size, max_length)
     task = task_for(base, settings)
     teacher = _teacher(settings, devices, config, console)
-    model = _adapted(base, task, settings, make)
+    model = _adapted(base, task, settings, make, invocation)
     del base  # before its layers are copied
     model, scanned = _scanned(model, settings, console)
     settings = dataclasses.replace(settings, scan_layers=scanned)
@@ -208,8 +210,40 @@ def _quantisation(settings: Settings, task: AbstractTask) -> dict[str, Any]:
     return {"scheme": settings.quantize, "exclude": task.trained_in_full, **options}
 
 
+def _invocation(settings: Settings, task: AbstractTask, tokens: Tokens) -> list[int]:
+    """The tokens from which on adapters act; none if they act on all."""
+    if settings.invocation is None:
+        return []
+    if not task.invokes:
+        raise FinetuneError("--invocation is for decoders that learn to continue texts.")
+    found = tokens.whole(settings.invocation, special=False)
+    if not found:
+        raise FinetuneError(f"--invocation {settings.invocation!r} has no tokens.")
+    return found
+
+
+def _invoking(
+    path: Path, examples: list[Example], invocation: Sequence[int], console: Console
+) -> list[Example]:
+    """The examples from which adapters learn that these tokens invoke."""
+    n = len(invocation)
+    stands = lambda ids: any(ids[i : i + n] == [*invocation] for i in range(len(ids)))
+    found = [example for example in examples if not n or stands(example.texts[0])]
+    if examples and not found:
+        raise FinetuneError(
+            f"{path}: no example has the tokens {[*invocation]} of --invocation, one after the other, from "
+            "which on adapters act."
+        )
+    if len(found) < len(examples):
+        console.print(
+            f"{path}: {len(examples) - len(found)} of {len(examples)} examples do not have the tokens of "
+            "--invocation, and were left out."
+        )
+    return found
+
+
 def read_data(
-    settings: Settings, task: AbstractTask, tokens: Tokens, console: Console
+    settings: Settings, task: AbstractTask, tokens: Tokens, console: Console, invocation: Sequence[int] = ()
 ) -> tuple[list[Example], list[Example]]:
     parts = []
     for path in [settings.data] if settings.eval_data is None else [settings.data, settings.eval_data]:
@@ -226,7 +260,7 @@ def read_data(
                 f"{path}: {without_answer} of {count} examples have nothing to learn, such as an answer of "
                 "the assistant, and were left out."
             )
-        parts.append(examples)
+        parts.append(_invoking(path, examples, invocation, console))
     training, held_out = parts if len(parts) == 2 else split(parts[0], settings.held_out, settings.seed)
     if settings.pack:
         if not task.packs:
@@ -246,7 +280,9 @@ def read_data(
     return training, held_out
 
 
-def _adapted(model: PyTree, task: AbstractTask, settings: Settings, make: Any) -> PyTree:
+def _adapted(
+    model: PyTree, task: AbstractTask, settings: Settings, make: Any, invocation: list[int]
+) -> PyTree:
     if settings.quantize != "none" and not _is_quantised(model):
         try:
             model = ql.quantize(model, **_quantisation(settings, task))
@@ -270,10 +306,16 @@ def _adapted(model: PyTree, task: AbstractTask, settings: Settings, make: Any) -
         else:
             adapted = ql.loraify(
                 model, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
-                rslora=settings.rslora, dora=settings.dora, **options,
+                rslora=settings.rslora, dora=settings.dora, invocation_tokens=invocation, **options,
             )  # fmt: skip
     except ValueError as error:  # from names that match nothing
         raise FinetuneError(str(error)) from error
+    outside = named_arrays(eqx.tree_at(task.layers, adapted, None))
+    if found := [name for name, x in outside.items() if isinstance(x, ql.AdaptedArray) and x.invocation]:
+        raise FinetuneError(
+            f"--invocation is for adapters of layers, which see all tokens at once: leave {found[0]} out of "
+            "--target."
+        )
     return stored_for(adapted, settings.compute_dtype)
 
 

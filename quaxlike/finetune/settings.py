@@ -89,6 +89,10 @@ class Settings:
     rslora: bool = _option("scale with alpha / sqrt(rank)", False)
     dora: bool = _option("train the norms of rows separately from their directions", False)
     freeze_a: bool = _option("train only the second matrix of each adapter (LoRA-FA)", False)
+    invocation: str | None = _option(
+        "adapters act on each text from the last place on where this one stands in it, so that what the "
+        "model without them has cached of the text before stays valid (activated LoRA)", None, metavar="TEXT",
+    )  # fmt: skip
     lora_plus: float | int | None = _option(
         "the learning rate of the second matrix, divided by --learning-rate (LoRA+; default: the same)", None,
         type=number(float, 1), metavar="RATIO",

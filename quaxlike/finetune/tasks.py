@@ -30,6 +30,8 @@ class AbstractTask(eqx.Module):
     least_batch: ClassVar[int] = 1
     packs: ClassVar[bool] = False
     """Whether a row can hold several texts."""
+    invokes: ClassVar[bool] = False
+    """Whether an example is one text, in which tokens may invoke adapters."""
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
@@ -76,6 +78,7 @@ class NextToken(AbstractTask):
 
     peft_type: ClassVar[str] = "CAUSAL_LM"
     packs: ClassVar[bool] = True
+    invokes: ClassVar[bool] = True
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         if "messages" in fields:
@@ -186,6 +189,7 @@ class Distillation(AbstractTask):
 
     peft_type: ClassVar[str] = "CAUSAL_LM"
     packs: ClassVar[bool] = True
+    invokes: ClassVar[bool] = True
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
         return self.data.encode(fields, tokens)

@@ -140,7 +140,10 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
     for tasks that have one."""
 
     def one(example: Batch, key: Any) -> Any:
-        return ql.quaxify(task.output)(task.models(ql.with_dropout_key(model, key), teacher), example)
+        own = ql.with_dropout_key(model, key)
+        if task.invokes:
+            own = ql.activate(own, jnp.where(example.seen, example.ids, -1)[0])
+        return ql.quaxify(task.output)(task.models(own, teacher), example)
 
     batch = jax.tree.map(jnp.asarray, batch)
     return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from .._checked import checked
 from ..core.quaxify import quaxify
 from ..core.values import is_value
-from ..surgery.adapters import choose_adapter, is_stacked
+from ..surgery.adapters import activated, choose_adapter, invocations, is_stacked, last_place
 from .decoder import Decoder
 
 
@@ -43,7 +43,8 @@ def generate(
     **Arguments:**
 
     - `model`: the decoder, whose weights may be Values. With adapters from [`quaxlike.stack_adapters`][], one
-        for each text, every text uses its own.
+        for each text, every text uses its own. Activated LoRAs act from the last place in the prompt on where
+        their invocation tokens stand, and on all new tokens; not at all if the prompt has none.
     - `ids`: the prompts, padded on the left.
     - `max_new_tokens`: how many tokens to add at most.
     - `mask`: which of `ids` are not padding. Default: all.
@@ -166,6 +167,7 @@ def _tokens(
 ) -> Iterator[Any]:
     """The new tokens, `(batch,)` each."""
     longest = int(seen.sum(1).max())
+    places = _invoked_at(model, np.where(seen, ids, -1))
     switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
     while len(made) < new:
@@ -177,18 +179,19 @@ def _tokens(
         rows = np.pad(rows, ((0, 0), (blank, 0)))
         behind = room - blank - seen.shape[1]
         kept = np.pad(seen, ((0, 0), (blank, behind)), constant_values=(False, True))
+        since = np.where(places == _NEVER, _NEVER, places + blank).astype(np.int32)
         start, memory = 0, None
         if until - len(made) > 1:
             one = jax.ShapeDtypeStruct((len(rows), 1), jnp.int32)
             number = jax.ShapeDtypeStruct((), jnp.int32)
             program = lambda ids, memory: _next.lower(
-                model, ids, kept, memory, number, number, sampling, number, cache
+                model, ids, kept, memory, number, number, since, sampling, number, cache
             )
             _compile_both(model, program, rows, one, None)
         while len(made) < until:
             count = len(made)
             at, length, step = map(jnp.int32, (start, longest + count, count))
-            token, memory = _next(model, rows, kept, memory, at, length, sampling, step, cache)
+            token, memory = _next(model, rows, kept, memory, at, length, since, sampling, step, cache)
             made.append(token)
             yield token
             start, rows = max(width, start + 1), token[:, None]
@@ -218,10 +221,11 @@ def _compile_both(model: Decoder, lower: Callable[..., Any], ids: Any, one: Any,
 
 @functools.partial(jax.jit, donate_argnames="memory", static_argnames="cache")
 def _next(
-    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, sampling: _Sampling,
-    step: Any, cache: str | None,
+    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, since: Any,
+    sampling: _Sampling, step: Any, cache: str | None,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """The next token of each row, and the memory updated with these rows; it is None at first."""
+    """The next token of each row, and the memory updated with these rows; it is None at first. `since` is the
+    place in each row from which on activated LoRAs act."""
     stacked = bool(_stacked_adapters(model))
     if memory is None:
         memory = model.memory(seen.shape[1], cache)
@@ -231,10 +235,11 @@ def _next(
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(hidden[-1:])[0], memory
 
-    def row(i: Any, *of_row: Any) -> Any:
-        return quaxify(last)(choose_adapter(model, i) if stacked else model, *of_row)
+    def row(i: Any, since: Any, *of_row: Any) -> Any:
+        own = choose_adapter(model, i) if stacked else model
+        return quaxify(last)(_acting(own, start, ids.shape[1], since), *of_row)
 
-    logits, memory = jax.vmap(row)(jnp.arange(len(ids)), ids, seen, memory)
+    logits, memory = jax.vmap(row)(jnp.arange(len(ids)), since, ids, seen, memory)
     return sampling(logits, step), memory
 
 
@@ -242,11 +247,12 @@ class Conversation:
     """One text that a decoder continues in turns, such as a chat.
 
     Keys and values stay cached for as long as a text begins as the one before did, so that a turn costs what
-    is new in it.
+    is new in it. An activated LoRA leaves them valid up to the tokens that invoke it.
 
     **Arguments:**
 
-    - `model`: the decoder, with one adapter at most.
+    - `model`: the decoder, with one adapter at most. An activated LoRA acts as for
+        [`quaxlike.models.generate`][].
     - `cache`: as for [`quaxlike.models.generate`][].
 
     !!! example
@@ -274,6 +280,7 @@ class Conversation:
             )
         self._model, self._cache = model, cache
         self._cached: list[int] = []  # the tokens whose keys and values are in the memory
+        self._since = _NEVER  # and from which place on an activated LoRA acted on them
         self._memory: Any = None
         self._room = 0
 
@@ -310,17 +317,20 @@ class Conversation:
     def _tokens(
         self, tokens: list[int], new: int, ends: frozenset[int], sampling: "_Sampling"
     ) -> Iterator[int]:
+        since = int(_invoked_at(self._model, np.asarray([tokens]))[0])
         for step in range(new):
-            token = self._next(tokens, len(tokens) + new - step, sampling, step)
+            token = self._next(tokens, since, len(tokens) + new - step, sampling, step)
             if token in ends:
                 return
             tokens.append(token)
             yield token
 
-    def _next(self, tokens: list[int], most: int, sampling: "_Sampling", step: int) -> int:
+    def _next(self, tokens: list[int], since: int, most: int, sampling: "_Sampling", step: int) -> int:
         """The token after `tokens`, of which those that differ from the cached ones are run."""
         pairs = zip(self._cached, tokens[:-1], strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if since != self._since:
+            start = min(start, since, self._since)
         switches = [rope.switch for rope in self._model.config.ropes if rope.long is not None]
         if any(len(self._cached) <= switch < len(tokens) for switch in switches):
             start = 0  # the text outgrew its rotary frequencies
@@ -329,17 +339,19 @@ class Conversation:
         memory = self._with_room(max(most, start + width))
         # If the step is interrupted, what it was given is lost.
         self._cached, self._memory = [], None
-        at, last, length = map(jnp.int32, (start, len(part) - 1, len(tokens)))
+        at, last, length, of_adapter = map(jnp.int32, (start, len(part) - 1, len(tokens), since))
         ids = np.pad(np.asarray(part, np.int32), (0, width - len(part)))
         if step == 0 and width > 1 and len(tokens) + 1 < most:
             number = jax.ShapeDtypeStruct((), jnp.int32)
             program = lambda ids, memory: _next_of_one.lower(
-                self._model, ids, memory, number, number, number, sampling, number
+                self._model, ids, memory, number, number, number, number, sampling, number
             )
             _compile_both(self._model, program, ids, jax.ShapeDtypeStruct((1,), jnp.int32), memory)
-        token, memory = _next_of_one(self._model, ids, memory, at, last, length, sampling, jnp.int32(step))
+        token, memory = _next_of_one(
+            self._model, ids, memory, at, last, length, of_adapter, sampling, jnp.int32(step)
+        )
         token = int(token)
-        self._cached, self._memory = list(tokens), memory
+        self._cached, self._since, self._memory = list(tokens), since, memory
         return token
 
     def _with_room(self, needed: int) -> Any:
@@ -357,9 +369,11 @@ class Conversation:
 
 @functools.partial(jax.jit, donate_argnames="memory")
 def _next_of_one(
-    model: Decoder, ids: Any, memory: Any, start: Any, last: Any, length: Any, sampling: _Sampling, step: Any
-) -> tuple[Array, Any]:
-    """The token after the one at `last` of `ids`, and the memory updated from `start` on.
+    model: Decoder, ids: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
+    sampling: _Sampling, step: Any,
+) -> tuple[Array, Any]:  # fmt: skip
+    """The token after the one at `last` of `ids`, and the memory updated from `start` on. `since` is as for
+    `_next`.
 
     What follows `last` is padding: no token before it sees it, and later tokens replace it.
     """
@@ -369,8 +383,31 @@ def _next_of_one(
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1)), memory
 
-    logits, memory = quaxify(run)(model, ids, memory)
+    logits, memory = quaxify(run)(_acting(model, start, len(ids), since), ids, memory)
     return sampling(logits, step)[0], memory
+
+
+#: The place from which on an activated LoRA acts that is not invoked.
+_NEVER = int(np.iinfo(np.int32).max)
+
+
+def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
+    """Where in each row the tokens stand last that invoke the model's activated LoRA."""
+    if len(found := invocations(model)) > 1:
+        raise ValueError(
+            "Texts are generated with adapters that the same tokens invoke; those of this model are invoked "
+            f"by {' and '.join(str(list(tokens)) for tokens in sorted(found))}."
+        )
+    if not found:
+        return np.full(len(ids), _NEVER)
+    (tokens,), most = found, ids.shape[1]
+    places = np.asarray([last_place(row, tokens) for row in ids])
+    return np.where(places == most, _NEVER, places)
+
+
+def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
+    """The model for `count` tokens from place `start` on, where activated LoRAs act from `since` on."""
+    return activated(model, lambda _: start + jnp.arange(count) >= since)
 
 
 def _stacked_adapters(model: Decoder) -> list[Any]:

@@ -295,3 +295,72 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
             k = jax.random.split(k, tuple(batch))  # one for each of stacked layers
         new[name] = x.replace(key=k)
     return replace(model, new)
+
+
+@checked
+def activate(model: PyTree, ids: ArrayLike) -> PyTree:
+    """Tells the activated LoRAs of a model which tokens of a text they act on: those from the last place on
+    where their invocation tokens stand, or none if they do not.
+
+    Call it for each text, outside of [`quaxlike.quaxify`][]. With `jax.vmap`, each text of a batch has its
+    own. [`quaxlike.models.generate`][], [`quaxlike.models.Conversation`][] and
+    `python -m quaxlike.finetune` call it themselves.
+
+    **Arguments:**
+
+    - `model`: a model with adapters from `loraify(..., invocation_tokens=)` or from PEFT's files of aLoRA.
+        Any other model stays as it is.
+    - `ids`: all tokens of the text, with padding on either side, if there is any: integers of shape
+        `(tokens,)`, which may be traced.
+
+    **Returns:**
+
+    The model for this text.
+
+    **Raises:**
+
+    `ValueError` if `ids` are not integers of one axis.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+
+
+        @jax.vmap
+        def logits(model, ids, seen):  # of a decoder
+            return ql.quaxify(ql.activate(model, ids))(ids, seen)
+        ```
+    """
+    ids = jnp.asarray(ids)
+    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"activate takes the tokens of one text, integers of shape (tokens,); found {ids.dtype} of shape "
+            f"{ids.shape}. Use jax.vmap for several texts."
+        )
+    order = jnp.arange(len(ids))
+    return activated(model, lambda invocation: order >= last_place(ids, invocation))
+
+
+def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
+    """The model whose activated LoRAs act on the tokens that `active(invocation)` says."""
+    adapters: dict[str, Any] = {
+        name: x for name, x in named_arrays(model).items() if isinstance(x, AdaptedArray) and x.invocation
+    }
+    found = {invocation: active(invocation) for invocation in invocations(model)}
+    return replace(model, {name: x.replace(active=found[x.invocation]) for name, x in adapters.items()})
+
+
+def invocations(model: PyTree) -> set[tuple[int, ...]]:
+    """The tokens that invoke adapters of a model."""
+    adapters = (x for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
+    return {x.invocation for x in adapters if x.invocation}
+
+
+def last_place(ids: Any, tokens: Sequence[int]) -> Any:
+    """Where these tokens stand last in `ids`, one after the other: the place of the first; the number of
+    `ids` if they stand nowhere."""
+    count = max(0, len(ids) - len(tokens) + 1)
+    same = [ids[i : i + count] == token for i, token in enumerate(tokens)]
+    found = jnp.all(jnp.stack(same), axis=0)
+    return jnp.max(jnp.where(found, jnp.arange(count), -1), initial=-1) % (len(ids) + 1)

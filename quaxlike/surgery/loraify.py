@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
+from ..arrays.adapters import ALoRAArray
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
 from ..arrays.lora.matrices import as_matrix
 from ..core.values import materialise
@@ -16,10 +17,10 @@ from .inits import Init, initialise
 from .patterns import PatternError, fullmatch
 from .records import Layouts
 from .select import Where
-from .trees import bias_of, layer_of, named_arrays, replace, suggestion
+from .trees import bias_of, layer_of, map_arrays, named_arrays, replace, suggestion
 from .weight_axes import Layout
 
-_OPTIONS = ("rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "bias")
+_OPTIONS = ("rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "bias", "invocation_tokens")
 _FLAGS = ("rslora", "dora", "lora_bias", "train_base")
 
 
@@ -41,6 +42,7 @@ def loraify(
     modules_to_save: Sequence[str] = (),
     bias: Literal["none", "all", "lora_only"] = "none",
     lora_bias: bool = False,
+    invocation_tokens: Sequence[int] = (),
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
     fan_in_fan_out: bool = False,
     layout: Layouts = None,
@@ -75,6 +77,8 @@ def loraify(
     - `modules_to_save`: parts of the model to train in full, by the last components of their names.
     - `bias`: which biases to train: all of them, those of adapted layers, or none. Default: none.
     - `lora_bias`: whether adapters have biases of their own. Default: False.
+    - `invocation_tokens`: adapters act on the tokens of a text from the last place on where these stand, as
+        [`quaxlike.activate`][] finds out for each text (activated LoRA). Default: on all tokens.
     - `trainable_token_indices`: rows of the part called `embed_tokens` to train, the embeddings of a few
         tokens; or a mapping from names of parts to rows. Default: none.
     - `fan_in_fan_out`: whether weights that are `(out, in)` by convention only are stored as `(in, out)`
@@ -86,12 +90,14 @@ def loraify(
 
     **Returns:**
 
-    The model, with a [`quaxlike.LoraArray`][] in place of each weight.
+    The model, with a [`quaxlike.LoraArray`][] in place of each weight, or with `invocation_tokens` an
+    [`ALoRAArray`][quaxlike.arrays.adapters.ALoRAArray].
 
     **Raises:**
 
-    `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; or if it
-    cannot be told which of its axes are outputs and which are inputs.
+    `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; if it
+    cannot be told which of its axes are outputs and which are inputs; or for options that do not go with
+    `invocation_tokens`.
 
     !!! example
 
@@ -111,6 +117,8 @@ def loraify(
         raise TypeError(
             f"loraify takes the name of an init, or the result of loftq or eva, as init; found {init!r}."
         )
+    if invocation_tokens:
+        _check_activated(init=init, dora=dora, lora_bias=lora_bias)
     model, targets, saved = weights_to_adapt(
         model, where, exclude, layout, fan_in_fan_out=fan_in_fan_out,
         modules_to_save=modules_to_save, trainable_token_indices=trainable_token_indices,
@@ -130,7 +138,22 @@ def loraify(
         return with_magnitude(lora) if dora else lora
 
     adapters = adapters_on(targets, key, made)
-    return with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
+    extras = with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
+    if not invocation_tokens:
+        return extras
+    activated = map_arrays(lambda _, lora: ALoRAArray.of(lora, invocation_tokens), adapters)
+    return replace(extras, activated)
+
+
+def _check_activated(**options: Any) -> None:
+    """Raises `ValueError` for what would change the weight for all tokens."""
+    found = next((name for name in ("dora", "lora_bias") if options[name]), None)
+    if options["init"] not in ("kaiming", "gaussian"):
+        found = f"init={options['init']!r}"
+    if found:
+        raise ValueError(
+            f"loraify takes no {found} with invocation_tokens: it would change what tokens before these see."
+        )
 
 
 def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:

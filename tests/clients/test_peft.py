@@ -116,3 +116,29 @@ def test_methods_have_the_logits_of_peft(case, compare, tmp_path):
     z = {name: io[name] for name in ("input_ids", "attention_mask")} | {"valid": io["attention_mask"] > 0}
     wanted = np.load(of_methods / case / "ref.npz")["logits"][z["valid"]]
     compare("PEFT", "adapters", case, "logits", _theirs(of_methods / "base", z, tmp_path), wanted, 2e-5)
+
+
+def test_activated_lora_continues_texts_as_peft_does(compare, tmp_path):
+    """Logits and greedy tokens of texts that invoke it, with a cache, in the files that we write."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    of_methods = fixture("peft_methods") / "llama"
+    adapted = peft.load_adapter(of_methods / "lora_alora", load(of_methods / "base")[0])
+    peft.save_adapter(tmp_path, adapted, task_type="CAUSAL_LM")
+    theirs = AutoModelForCausalLM.from_pretrained(of_methods / "base", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(theirs, tmp_path).eval()
+    io = np.load(of_methods / "io.npz")
+    ids, seen = io["input_ids_alora"].astype(np.int32), io["attention_mask"] > 0
+    wanted = np.load(of_methods / "lora_alora" / "ref.npz")["logits"][seen]
+    found = logits_of_transformers(theirs, ids, seen)[seen]
+    compare("PEFT", "adapters", "lora_alora", "logits", found, wanted, 2e-5)
+
+    for row in ([34, 5, 9, 42, 5, 9, 39], [47, 7, 5, 9], [5, 8, 9, 20]):  # the last one does not invoke it
+        prompt = torch.tensor([row])
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.no_grad():
+            tokens = theirs.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        ours = ql.models.generate(adapted, np.array([row]), max_new_tokens=12)
+        compare("PEFT", "adapters", "lora_alora", "greedy tokens", tokens[:, len(row) :].numpy(), ours)

@@ -184,6 +184,7 @@ _FORMATS = (
 _METHODS = (
     "ia3", "oft_cayley", "boft_butterfly3", "hra", "vera", "loha", "lokr", "shira", "hira_embedding",
     "miss_padded", "c3a_pattern", "delora", "adalora_pruned", "gralora_hybrid", "randlora", "fourierft",
+    "lora_alora",
 )  # fmt: skip
 _CHAT = ("chatml", "gemma", "llama3", "mistral")
 

@@ -187,6 +187,36 @@ def test_computes_what_peft_computes(method, case, tmp_path):
         assert np.linalg.norm(found[key] - expected) <= 1e-4 * np.linalg.norm(expected), key
 
 
+def _activated(model):
+    """The logits of the texts that invoke an aLoRA, and PEFT's loss."""
+    io = np.load(fixture("peft_methods/llama/io.npz"))
+    ids, seen = jnp.asarray(io["input_ids_alora"].astype(np.int32)), jnp.asarray(io["attention_mask"] > 0)
+    with ql.on_materialise("error"):
+        logits = jax.vmap(lambda ids, seen: ql.quaxify(ql.activate(model, ids))(ids, seen))(ids, seen)
+    return _mean(logits, "llama"), logits
+
+
+@pytest.mark.slow
+def test_activated_lora(tmp_path):
+    folder = fixture("peft_methods/llama/lora_alora")
+    ref, model = np.load(folder / "ref.npz"), peft.load_adapter(folder, _base("llama"))
+    params, rest = eqx.partition(model, ql.trainable(model))
+    run = eqx.filter_value_and_grad(lambda params: _activated(eqx.combine(params, rest)), has_aux=True)
+    (loss, logits), grads = eqx.filter_jit(run)(params)
+    np.testing.assert_allclose(logits, ref["logits"], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(loss, ref["loss"], rtol=1e-4, atol=2e-5)
+    theirs = open_tensors(folder / "adapter_model.safetensors")
+    ours, found = _tensors(model, tmp_path), _tensors(eqx.combine(grads, model), tmp_path / "gradients")
+    assert {*ours} == {*theirs}
+    for key in theirs:
+        np.testing.assert_array_equal(ours[key], theirs[key])
+        expected = ref[f"grad::{key}"]
+        assert np.linalg.norm(found[key] - expected) <= 1e-4 * np.linalg.norm(expected), key
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["alora_invocation_tokens"] == [5, 9]
+    assert eqx.tree_equal(peft.load_adapter(tmp_path, _base("llama")), model)
+
+
 @pytest.mark.slow
 def test_rotated_convolutions_are_those_that_peft_merges(tmp_path):
     """Where a window is wider than one, PEFT's own forward pass is another."""
@@ -356,6 +386,51 @@ def test_factors_of_a_bias_that_were_trained_apart(tmp_path):
     merged = ql.merge(model)
     np.testing.assert_allclose(merged(A[0]), ql.quaxify(model)(A[0]), atol=1e-6)
     assert ql.trainable(model).bias.factor
+
+
+ALORA = functools.partial(
+    ql.loraify, rank=2, where=["layers.0"], invocation_tokens=(3, 4), key=jax.random.key(0)
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alora_invocation_tokens": []}, "'alora_invocation_tokens': expected one or more tokens; found"),
+        ({"alora_invocation_tokens": [-1]}, "expected one or more tokens; found"),
+        ({"use_dora": True}, "'use_dora': True is not supported beside alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa"}, "'init_lora_weights': 'pissa' is not supported beside"),
+    ],
+)
+def test_files_of_activated_lora(options, message, tmp_path):
+    folder = _edited(tmp_path, ALORA(MLP))
+    assert eqx.tree_equal(peft.load_adapter(folder, MLP), ALORA(MLP))
+    with pytest.raises(CheckpointError, match=message):
+        peft.load_adapter(_edited(folder, ALORA(MLP), **options), MLP)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: ql.loraify(ALORA(MLP), rank=2, where=["layers.1"], key=jax.random.key(0)),
+         r"some act on those from \[3, 4\] on, those of layers.1.weight on all"),
+        (lambda: ALORA(ALORA(MLP), where=["layers.1"], invocation_tokens=(7,)),
+         r"some act on those from \[3, 4\] on, others on those from \[7\] on"),
+        (lambda: ALORA({"conv": eqx.nn.Conv2d(2, 4, 2, key=jax.random.key(0))}, where=["conv"]),
+         r"PEFT's aLoRA is for linear layers; conv.weight is of shape \(4, 2, 2, 2\)"),
+    ],
+)  # fmt: skip
+def test_activated_lora_that_files_have_no_place_for(model, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        peft.save_adapter(tmp_path, model())
+
+
+def test_activated_lora_of_other_layers(tmp_path):
+    conv = {"conv": eqx.nn.Conv2d(2, 4, 2, key=jax.random.key(0))}
+    folder = _edited(tmp_path, ql.loraify(conv, rank=2, where=["conv"], key=jax.random.key(0)),
+                     alora_invocation_tokens=[1])  # fmt: skip
+    with pytest.raises(CheckpointError, match="PEFT's aLoRA is for linear layers; conv is none"):
+        peft.load_adapter(folder, conv)
 
 
 def test_dropout_is_told_of(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.models import attention, generation, load
 from quaxlike.models.generation import Conversation, generate
+from quaxlike.surgery.adapters import activated
 from tests.models.fixtures import MODELS, expected, folder, in_float32
 from tests.samples import normal, wrong_types
 
@@ -117,7 +118,8 @@ def test_the_cache_is_written_in_place(form, qwen2):
     number = jax.ShapeDtypeStruct((), jnp.int32)
     sampling = generation._Sampling(None, None, None, None)
     ids = jax.ShapeDtypeStruct((1,), jnp.int32)
-    step = generation._next_of_one.lower(model, ids, memory, number, number, number, sampling, number)
+    numbers = [number] * 4
+    step = generation._next_of_one.lower(model, ids, memory, *numbers, sampling, number)
     needed, size = step.compile().memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(memory))
     assert needed.alias_size_in_bytes == size
     # Less than the cache of two layers: the keys and values of one are turned for their products.
@@ -205,6 +207,61 @@ def test_a_conversation_continues_as_generate_does(name):
     assert list(conversation.answer(text, max_new_tokens=9, eos=[expected[4]])) == before_end
     anew = list(Conversation(model).answer([3], max_new_tokens=1))
     assert list(conversation.answer([3], max_new_tokens=1)) == anew
+
+
+def _activated(model):
+    adapted = ql.loraify(
+        model, rank=4, alpha=64, init="gaussian", invocation_tokens=(7, 9), key=jax.random.key(1)
+    )
+    move = lambda x: x.replace(b=normal(*x.b.shape, seed=x.b.size)) if isinstance(x, ql.AdaptedArray) else x
+    return jax.tree.map(move, adapted, is_leaf=ql.is_value)
+
+
+@pytest.mark.slow
+def test_an_activated_lora_acts_from_the_prompt_on(qwen2):
+    """Greedy tokens of whole passes: of prompts that invoke it, one twice, and of one that does not."""
+    model = _activated(qwen2[0])
+    prompts = [[3, 7, 9, 4, 2], [7, 9, 5, 7, 9, 1], [8, 2, 7, 4]]
+    width, n = max(map(len, prompts)), 9
+    ids = np.array([[7] * (width - len(row)) + row for row in prompts])  # the padding looks like a token
+    mask = np.array([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    with ql.on_materialise("error"):
+        found = np.asarray(generate(model, ids, mask=mask, max_new_tokens=n))
+    for row, tokens, start in zip(prompts, found, (1, 3, None), strict=True):
+        whole, acts = np.array([*row, *tokens[:-1]]), np.zeros(len(row) + n - 1, bool)
+        acts[len(whole) if start is None else start :] = True
+        logits = ql.quaxify(activated(model, lambda _, acts=acts: jnp.asarray(acts)))(whole, whole >= 0)
+        np.testing.assert_array_equal(np.argmax(logits, -1)[len(row) - 1 :], tokens)
+    base = np.asarray(generate(qwen2[0], ids, mask=mask, max_new_tokens=n))
+    assert [np.array_equal(x, y) for x, y in zip(found, base, strict=True)] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_a_conversation_keeps_the_cache_of_the_base_up_to_the_invocation(monkeypatch, qwen2):
+    model, widths = _activated(qwen2[0]), []
+    step = generation._next_of_one
+
+    def watched(model, ids, *rest):
+        widths.append(len(ids))
+        return step(model, ids, *rest)
+
+    watched.lower = step.lower
+    monkeypatch.setattr(generation, "_next_of_one", watched)
+    conversation, text = Conversation(model), list(range(10, 50))
+    for new, width in [([], 64), ([7, 9, 3], 16), ([4], 16), ([7, 9], 16)]:
+        text += new
+        wanted = np.asarray(generate(model, np.array([text]), max_new_tokens=2))[0].tolist()
+        widths.clear()
+        found = list(conversation.answer(text, max_new_tokens=2))
+        assert (found, widths) == (wanted, [width, 1])
+        text += found
+
+
+def test_texts_with_adapters_that_other_tokens_invoke(qwen2):
+    model = ql.loraify(qwen2[0], rank=1, where=["q_proj"], invocation_tokens=[7], key=jax.random.key(0))
+    model = ql.loraify(model, rank=1, where=["k_proj"], invocation_tokens=[8], key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"that the same tokens invoke; .* are invoked by \[7\] and \[8\]"):
+        generate(model, np.array([[1, 2]]), max_new_tokens=1)
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ _CALLS = {
     "loraify alpha_pattern": lambda x: _loraify(alpha_pattern=x),
     "loraify modules_to_save": lambda x: _loraify(modules_to_save=x),
     "loraify bias": lambda x: _loraify(bias=x),
+    "loraify invocation_tokens": lambda x: _loraify(invocation_tokens=x),
+    "activate": lambda x: ql.activate(_loraify(invocation_tokens=[1]), x),
     "quantize scheme": lambda x: ql.quantize(_MODEL, x, where=["q_proj"]),
     "quantize where": lambda x: ql.quantize(_MODEL, "nf4", where=x),
     "select": lambda x: ql.select(_MODEL, x),

@@ -2,6 +2,7 @@
 
 # Imported to register rules.
 from . import rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from .activated import ALoRAArray
 from .combinators import HadamardArray, RotatedArray, ScaledArray, SumArray
 from .low_rank import AdaLoRAArray, DeLoRAArray, GraLoRAArray, MiSSArray, RandLoRAArray, VeRAArray
 from .method import MethodArray
@@ -10,6 +11,7 @@ from .rotated import BOFTArray, HRAArray, OFTArray
 from .scaled import IA3Array
 
 __all__ = [
+    "ALoRAArray",
     "AdaLoRAArray",
     "BOFTArray",
     "C3AArray",

@@ -23,6 +23,7 @@ from ..bounds import fill_value_of, filled, fills, in_bounds
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
 from ..factors import is_infinite, reciprocal
 from ..lora.dot import add, multiply, widened
+from .activated import ALoRAArray
 from .combinators import Combinator, HadamardArray, RotatedArray, ScaledArray, SumArray, axes_of
 
 
@@ -189,7 +190,7 @@ def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **para
 
 
 @register("transpose")
-def _transpose(x: Combinator, *, permutation: Sequence[int]):
+def _transpose(x: Combinator | ALoRAArray, *, permutation: Sequence[int]):
     """Transposes the base. In the parts only batch axes move; `out_axes` and `in_axes` change instead."""
     n, matrix = x.ndim, matrix_labels(x)
     moved = [i for i in permutation if i not in matrix]

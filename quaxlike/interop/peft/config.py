@@ -60,6 +60,7 @@ class AdapterConfig(NamedTuple):
     target_parameters: Sequence[str] = ()
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = ()
     ensure_weight_tying: bool = False
+    alora_invocation_tokens: Sequence[int] | None = None
     # Of another method than LoRA, and its own options.
     method: Method | None = None
     options: Mapping[str, Any] = {}
@@ -164,6 +165,10 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "target_parameters": ("a list of names", _is_names),
     "trainable_token_indices": ("tokens, or tokens by the name of an embedding", _is_tokens),
     "layers_pattern": ("a name or a list of names", lambda x: _is_expression(x) or _are_expressions(x)),
+    "alora_invocation_tokens": (
+        "one or more tokens",
+        lambda x: isinstance(x, list) and x != [] and _is_tokens(x),
+    ),
 }
 
 
@@ -247,4 +252,11 @@ def _read_lora(path: Path, fields: Mapping[str, Any]) -> AdapterConfig:
                     "again, with `path_initial_model_for_weight_conversion`",
                 )
     _check_values(path, known, _CHECKS)
+    if "alora_invocation_tokens" in known:
+        changing = {"init_lora_weights": CHANGES_BASE, "use_dora": (True,), "lora_bias": (True,)}
+        for name, values in changing.items():
+            if known.get(name) in values:
+                raise file_error(
+                    path, name, f"{quoted(known[name])} is not supported beside alora_invocation_tokens"
+                )
     return AdapterConfig(**known)

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from ..._checked import checked
 from ..._families import names_of
 from ...arrays.adapted import innermost
+from ...arrays.adapters import ALoRAArray
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...surgery.inits import initialise
@@ -78,7 +79,8 @@ def load_adapter(
 
     **Returns:**
 
-    The model with the adapter on it; `model` itself does not change.
+    The model with the adapter on it; `model` itself does not change. One with `alora_invocation_tokens` has
+    to know each text: [`quaxlike.activate`][].
 
     **Raises:**
 
@@ -159,6 +161,10 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         loaded[name] = lora
         if lora_bias is not None:
             loaded[bias_name] = lora_bias
+    if config.alora_invocation_tokens is not None:
+        _check_linear(file, [*apart.values()], {x: layouts[layers[x][0]] for x in of_lora}, parameters)
+        for name in (layers[layer][0] for layer in of_lora):
+            loaded[name] = ALoRAArray.of(loaded[name], config.alora_invocation_tokens)
     for new, experts in apart.items():
         name, leaf = arrays[new]
         loaded[name] = _adapter_of_experts(config, file, new, experts, leaf, layouts[name])
@@ -355,6 +361,21 @@ def _check_layers(
             targets.append(layer)
     for layer in dict.fromkeys([*targets, *file.adapters]):
         _check_target(file, layer, file.adapters.get(layer, {}), layer in targets)
+
+
+def _check_linear(
+    file: _File, apart: Sequence[Mapping[str, Any]], layers: Mapping[str, Layout | None],
+    parameters: Sequence[str],
+) -> None:  # fmt: skip
+    """Raises for adapters of aLoRA that are not on linear layers."""
+    experts = [(layer, keys) for own in apart for layer, keys in own.items() if keys]
+    others = [
+        (layer, file.adapters[layer])
+        for layer, layout in layers.items()
+        if layer in parameters or layout is None or layout.kind not in ("linear", "matrix")
+    ]
+    for layer, keys in [*experts, *others]:
+        raise file.error(next(iter(keys.values())), f"PEFT's aLoRA is for linear layers; {layer} is none")
 
 
 def _check_target(file: _File, layer: str, keys: Mapping[str, str], is_target: bool) -> None:

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from ..._checked import a_or_an, checked
 from ..._families import FAMILIES, names_of
 from ...arrays.adapted import AdaptedArray
+from ...arrays.adapters.activated import ALoRAArray
 from ...arrays.adapters.low_rank import AdaLoRAArray
 from ...arrays.adapters.scaled import ScaledBias
 from ...arrays.lora import RANK, LoraArray, LoraBias, TrainableArray, TrainableRows, labels, padded_to
@@ -98,7 +99,7 @@ def save_adapter(
     """
     if base is not None:
         model = _relative_to_base(_unstacked(model), _unstacked(base))
-    model = _with_low_rank(_unstacked(model))
+    model, invocation = _for_all_tokens(_with_low_rank(_unstacked(model)))
     if rename is None and task_type == "FEATURE_EXTRACTION":
         rename = _without_head(model)
     arrays = names_in_file(model, rename)
@@ -127,6 +128,8 @@ def save_adapter(
     if (method := METHODS.get(kind)) is None:
         of_layers, entries = _lora_entries(model, names, in_file, adapters, lora_bias, trained)
         entries = {**trained_config, **entries}
+        if invocation is not None:
+            entries["alora_invocation_tokens"] = [*invocation]
     else:
         _check_alone(method, model, names, adapters, lora_bias, trained_config)
         of_layers, of_all, entries = _method_entries(method, names, in_file, adapters)
@@ -157,6 +160,26 @@ def _with_low_rank(model: PyTree) -> PyTree:
     found = {name: x for name, x in named_arrays(model).items() if isinstance(x, AdaLoRAArray)}
     # PEFT has no rank of zero.
     return replace(model, map_arrays(lambda _, x: padded_to(y := x.composed(), max(y.rank, 1)), found))
+
+
+def _for_all_tokens(model: PyTree) -> tuple[PyTree, tuple[int, ...] | None]:
+    """The model with activated LoRAs as those that act on all tokens, and the tokens that invoke them."""
+    arrays = named_arrays(model)
+    found = {name: x for name, x in arrays.items() if isinstance(x, ALoRAArray)}
+    if not found:
+        return model, None
+    invocations = sorted({x.invocation for x in found.values()})
+    others = [name for name, x in arrays.items() if isinstance(x, LoraArray)]
+    if len(invocations) > 1 or others:
+        what = f"those of {others[0]} on all" if others else f"others on those from {list(invocations[1])} on"
+        raise ValueError(
+            "PEFT's files hold adapters that act on the same tokens; here some act on those from "
+            f"{list(invocations[0])} on, {what}."
+        )
+    for name, x in found.items():
+        if len(x.w.shape) != 2:
+            raise ValueError(f"PEFT's aLoRA is for linear layers; {name} is of shape {x.w.shape}.")
+    return replace(model, map_arrays(lambda _, x: x.lora(), found)), invocations[0]
 
 
 # The type of array of each method, by its name in PEFT.
