@@ -147,7 +147,7 @@ def loha(x: _Weight, *, rank: int = 8, alpha: float = 8) -> LoHaArray:
 
 @_method
 def lokr(x: _Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int = -1) -> LoKrArray:
-    (o_1, o_2), (i_1, i_2) = (_two_factors(n, decompose_factor) for n in (x.outputs, x.inputs))
+    (o_1, o_2), (i_1, i_2) = (two_factors(n, decompose_factor) for n in (x.outputs, x.inputs))
     options: dict[str, Any] = {"alpha": float(alpha), "rank": rank}
     if rank >= max(o_2, i_2) / 2:
         return x.on(LoKrArray, x.zeros(o_1, i_1), x.kaiming(o_2, i_2, fan_in=i_2), **options)
@@ -155,8 +155,9 @@ def lokr(x: _Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int =
     return x.on(LoKrArray, x.zeros(o_1, i_1), second, second_b=second_b, **options)
 
 
-def _two_factors(n: int, limit: int) -> tuple[int, int]:
-    """Two factors of `n`: as near to each other as can be, or the first at most `limit`."""
+def two_factors(n: int, limit: int) -> tuple[int, int]:
+    """Two factors of `n`, as near to each other as can be; if `limit` is positive, the first is at most that.
+    PEFT's `factorization`."""
     if limit > 0 and n % limit == 0:
         return limit, n // limit
     most = math.isqrt(n) if limit <= 0 else min(math.isqrt(n), limit)

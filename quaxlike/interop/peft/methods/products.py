@@ -16,6 +16,7 @@ from ....arrays.adapters.products import (
     SHiRAArray,
 )
 from ....arrays.sparse import SparseArray
+from ....surgery.methods import two_factors
 from ....surgery.random_numbers import Generator
 from .method import DROPOUT, RANK, Layer, Method, Option, Written, as_written, by_pattern, count, flag, number
 
@@ -66,96 +67,69 @@ LOHA = Method(
 )  # fmt: skip
 
 
-def _factors(n: int, limit: int) -> tuple[int, int]:
-    """PEFT's `factorization`: two factors of `n`, the first at most `limit`, if that is positive."""
-    if limit > 0 and n % limit == 0:
-        return limit, n // limit
-    most = math.isqrt(n) if limit <= 0 else min(math.isqrt(n), limit)
-    first = next(m for m in range(most, 0, -1) if n % m == 0)
-    return first, n // first
-
-
 def _read_lokr(layer: Layer) -> Any:
     r, alpha = layer.option("r", "rank_pattern"), layer.option("alpha", "alpha_pattern")
-    limit, window = layer.option("decompose_factor"), layer.window
-    (o_1, o_2), (i_1, i_2) = (
-        _factors(n, limit) for n in (layer.outputs, layer.in_shape[0] if window else layer.inputs)
-    )
+    window, inputs = layer.window, layer.inputs // math.prod(layer.window)
+    limit = layer.option("decompose_factor")
+    (o_1, o_2), (i_1, i_2) = two_factors(layer.outputs, limit), two_factors(inputs, limit)
     if layer.has("first"):
-        first = {"first": layer.read("first", o_1, i_1)}
+        parts = {"first": layer.read("first", o_1, i_1)}
     else:
-        first = {"first": layer.read("first_a", o_1, r), "first_b": layer.read("first_b", r, i_1)}
+        parts = {"first": layer.read("first_a", o_1, r), "first_b": layer.read("first_b", r, i_1)}
     if layer.has("second"):
-        second = {"second": layer.read("second", o_2, i_2, *window).reshape(o_2, -1)}
+        parts["second"] = layer.read("second", o_2, i_2, *window).reshape(o_2, -1)
     elif layer.has("core"):
-        second = {
-            "core": layer.read("core", r, r, *window), "second": layer.read("second_a", r, o_2).T,
-            "second_b": layer.read("second_b", r, i_2),
-        }  # fmt: skip
+        parts["core"] = layer.read("core", r, r, *window)
+        parts |= {"second": layer.read("second_a", r, o_2).T, "second_b": layer.read("second_b", r, i_2)}
     else:
-        second = {"second": layer.read("second_a", o_2, r),
-                  "second_b": layer.read("second_b", r, i_2 * math.prod(window))}  # fmt: skip
-    return layer.on(LoKrArray, **first, **second, alpha=float(alpha), rank=r)
+        parts["second"] = layer.read("second_a", o_2, r)
+        parts["second_b"] = layer.read("second_b", r, i_2 * math.prod(window))
+    return layer.on(LoKrArray, **parts, alpha=float(alpha), rank=r)
 
 
 def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
-    x, conv = layer.array, layer.layout.is_conv
-    window = [x.w.shape[axis] for axis in x.in_axes[1:]] if conv else []
-    parts: dict[str, Any] = {"first_b": x.first_b, "second_b": x.second_b, "core": x.core}
+    x, window = layer.array, layer.window
+    options = {"r": x.rank, "alpha": as_written(x.alpha)}
+    parts = {"first_b": x.first_b, "second_b": x.second_b, "core": x.core}
     parts["first" if x.first_b is None else "first_a"] = x.first
     if x.second_b is None:
         parts["second"] = x.second.reshape(len(x.second), -1, *window)
     else:
         parts["second_a"] = x.second if x.core is None else x.second.T
-    low_rank = x.second_b is not None and math.prod(window) > 1
-    options = {
-        "r": x.rank, "alpha": as_written(x.alpha), "shapes": _kronecker_shapes(x, window),
-        **({"use_effective_conv2d": x.core is not None} if low_rank else {}),
-    }  # fmt: skip
+        options |= {"use_effective_conv2d": x.core is not None} if math.prod(window) > 1 else {}
     return {name: part for name, part in parts.items() if part is not None}, options
 
 
-def _kronecker_shapes(x: LoKrArray, window: list[int]) -> Any:
-    """The shapes of both matrices, without the window."""
-    o_1, i_1 = len(x.first), (x.first if x.first_b is None else x.first_b).shape[-1]
-    i_2 = (x.second if x.second_b is None else x.second_b).shape[-1]
-    return (o_1, i_1), (x.num_outputs // o_1, i_2 if x.core is not None else i_2 // math.prod(window))
-
-
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The limit of the factors, and which matrices PEFT takes to be low-rank with these ranks."""
-    shapes = {name: own.pop("shapes") for name, own in options.items()}
-    least = {name for name, w in layers.items() if w.array.first_b is not None}
-    limit = next(
-        (n for n in (-1, *range(1, max(max(map(max, own)) for own in shapes.values()) + 1))
-         if all(_factors(o_1 * o_2, n) == (o_1, o_2) and _factors(i_1 * i_2, n) == (i_1, i_2)
-                for (o_1, i_1), (o_2, i_2) in shapes.values())),
-        None,
-    )  # fmt: skip
+    """The limit of the factors, and whether PEFT takes first matrices to be low-rank with these ranks."""
+    shapes: dict[str, Any] = {}  # of both matrices, without the window
+    for name, layer in layers.items():
+        x, inputs = layer.array, layer.array.num_inputs // math.prod(layer.window)
+        o_1, i_1 = len(x.first), (x.first if x.first_b is None else x.first_b).shape[-1]
+        shapes[name] = (o_1, i_1), (x.num_outputs // o_1, inputs // i_1)
+    factors = [pair for matrices in shapes.values() for pair in zip(*matrices, strict=True)]
+    limits = (-1, *range(1, max(map(max, factors)) + 1))
+    limit = next((n for n in limits if all(two_factors(x * y, n) == (x, y) for x, y in factors)), None)
     if limit is None:
-        raise ValueError(
-            f"PEFT's LoKr has one `decompose_factor` for all layers; none gives the shapes {shapes}."
-        )
+        raise ValueError(f"PEFT's LoKr has one `decompose_factor` for all layers; none gives {shapes}.")
+    both = any(layer.array.first_b is not None for layer in layers.values())
     for name, (first, second) in shapes.items():
         x = layers[name].array
         low = lambda shape, r=x.rank: r < max(shape) / 2
-        if low(second) == (x.second_b is None) or (low(first) and bool(least)) == (x.first_b is None):
+        if low(second) == (x.second_b is None) or (low(first) and both) == (x.first_b is None):
             raise ValueError(
-                f"PEFT's LoKr of rank {x.rank} has low-rank matrices where the rank is less than half of "
-                f"their size, and the first only if that of all layers is; {name} has others."
+                f"PEFT's LoKr of rank {x.rank} has low-rank matrices where that is less than half of their "
+                f"size, and the first only if all layers have; {name} has others."
             )
-    return {"decompose_factor": limit, "decompose_both": bool(least)}
+    return {"decompose_factor": limit, "decompose_both": both}
 
 
 LOKR = Method(
     "LOKR", LoKrArray,
-    parts={
-        "first": ".lokr_w1", "first_a": ".lokr_w1_a", "first_b": ".lokr_w1_b", "second": ".lokr_w2",
-        "second_a": ".lokr_w2_a", "second_b": ".lokr_w2_b", "core": ".lokr_t2",
-    },
-    options=_OF_LYCORIS | {
-        "decompose_both": flag(), "decompose_factor": count(-1, -1), "rank_dropout_scale": flag(),
-    },
+    parts={"first": ".lokr_w1", "first_a": ".lokr_w1_a", "first_b": ".lokr_w1_b", "second": ".lokr_w2",
+           "second_a": ".lokr_w2_a", "second_b": ".lokr_w2_b", "core": ".lokr_t2"},
+    options={**_OF_LYCORIS, "decompose_both": flag(), "decompose_factor": count(-1, -1),
+             "rank_dropout_scale": flag()},
     read=_read_lokr, write=_write_lokr, settle=_settle_lokr, kinds=_KINDS, conv1d=False, patterns=_PATTERNS,
 )  # fmt: skip
 
