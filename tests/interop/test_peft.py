@@ -384,6 +384,7 @@ def test_damaged_tensors(name, damaged, bases):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"peft_type": "LILY"}, "'LILY' is not supported: what it adds to a layer depends on all tokens"),
         ({"peft_type": "BONE"}, "'peft_type': expected one of 'LORA', .*; found 'BONE'"),
         ({"use_qalora": True}, "'use_qalora': True is not supported"),
         ({"layer_replication": [[0, 1]]}, "'layer_replication'"),

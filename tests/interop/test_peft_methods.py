@@ -362,7 +362,7 @@ def test_layers_that_a_method_does_not_adapt(tmp_path):
                              2 * [ql.TrainableArray(jnp.ones(8))]),
          "PEFT's files of OFT do not hold biases that are trained"),
         (lambda: _adapted(lambda w: adapters.IA3Array(w, jnp.ones(8))),
-         "the inputs of layers.0, or of its outputs and its bias; here are factors of outputs"),
+         "the inputs of layers.0, or of its outputs and its bias; here are factors of outputs. .*`of_inputs"),
         (lambda: _adapted(lambda w: adapters.FourierFTArray(w, A[0], jnp.arange(8))),
          "no places of frequencies"),
         (lambda: _adapted(lambda w: VERA(w).replace(a=w[:2])), "one pair of random matrices for all layers"),

@@ -183,6 +183,11 @@ def read_config(path: Path) -> AdapterConfig:
     kind = fields.get("peft_type")
     if kind == "LORA":
         return _read_lora(path, fields)
+    if kind == "LILY":
+        raise file_error(
+            path, "peft_type", "'LILY' is not supported: what it adds to a layer depends on all tokens of a "
+            "batch, and is no product with a weight",
+        )  # fmt: skip
     if not isinstance(kind, str) or kind not in METHODS:
         expected = ", ".join(map(repr, ("LORA", *METHODS)))
         raise file_error(path, "peft_type", f"expected one of {expected}; found {quoted(kind)}")

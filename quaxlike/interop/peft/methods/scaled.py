@@ -36,7 +36,8 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     if of_inputs == (x.outputs is not None) or of_inputs == scales_bias:
         raise ValueError(
             f"PEFT's (IA)³ has factors of the inputs of {layer.name}, or of its outputs and its bias; here "
-            f"are factors of {_named(x, bias)}."
+            f"are factors of {_named(x, bias)}. Adapt the inputs of layers with a bias (`of_inputs=True`), "
+            "or merge the model instead."
         )
     factor: Any = x.outputs if not of_inputs else x.inputs if x.channels is None else x.channels
     if isinstance(bias, ScaledBias) and not np.array_equal(np.ravel(bias.factor), np.ravel(factor)):
