@@ -85,7 +85,7 @@ METHODS: dict[str, Make] = {
     "DoRA": _lora(dora=True),
     "PiSSA": _lora(init="pissa"),
     "LoRA over NF4": lambda model, size, key: _lora()(ql.quantize(model, "nf4", where=ADAPTED), size, key),
-    "(IA)³": _method(methods.ia3),
+    "(IA)³": _method(functools.partial(methods.ia3, of_inputs=False)),
     "OFT": _method(methods.oft, "block_size"),
     "BOFT": _method(methods.boft, "block_size"),
     "HRA": _method(methods.hra, "rank"),

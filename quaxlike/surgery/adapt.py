@@ -42,7 +42,8 @@ def adapt(
     - `model`: any pytree. Weights may be Values, such as 4-bit arrays.
     - `make`: called as `make(w, key=..., layout=...)` for each weight; returns what stands in its place, a
         [`quaxlike.AdaptedArray`][] of the shape of `w`. `layout`, a [`quaxlike.Layout`][], says which axes of
-        `w` are outputs and which inputs. For arrays that all adapters share, give it an attribute `share`.
+        `w` are outputs and which inputs. If it has a parameter `bias=None`, it gets the bias beside the
+        weight, or None. For arrays that all adapters share, give it an attribute `share`.
         That is called first, as `share(weights, key=key)` with all pairs `(w, layout)`, and returns a dict of
         more keywords for `make`. If `make` is a `functools.partial`, `share` gets its keywords, too.
     - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Default: the weights
@@ -87,10 +88,13 @@ def adapt(
     )  # fmt: skip
 
     weights = [(record.array, require_layout(name, record)) for name, record in targets.items()]
-    make = _with_shared(make, weights, key)
+    make, arrays = _with_shared(make, weights, key), named_arrays(model)
+    parameter = inspect.signature(make).parameters.get("bias")
+    takes_bias = parameter is not None and parameter.default is None
 
     def made(name: str, w: Any, layout: Layout, key: Any) -> Any:
-        out = make(w, key=key, layout=layout)
+        beside = {"bias": arrays.get(targets[name].bias or "")} if takes_bias else {}
+        out = make(w, key=key, layout=layout, **beside)
         if not isinstance(out, AdaptedArray) or tuple(out.shape) != tuple(w.shape):
             found = f"{a_or_an(type(out))} of shape {getattr(out, 'shape', None)}"
             raise ValueError(

@@ -110,9 +110,19 @@ def _method(start: Callable[..., Any]) -> _Make:
 
 
 @_method
-def ia3(x: _Weight, *, of_inputs: bool = False) -> IA3Array:
-    """A factor of one for each output, or `of_inputs`. The bias is left as it is, which PEFT scales, too."""
-    return x.on(IA3Array, **({"inputs": x.ones(*x.into)} if of_inputs else {"outputs": x.ones(*x.out)}))
+def ia3(x: _Weight, *, of_inputs: bool | None = None, bias: Any = None) -> IA3Array:
+    """A factor of one for each output, or `of_inputs`. Default: of inputs if there is a bias, which stays as
+    it is then: PEFT scales it with the outputs, by the same numbers, which two arrays cannot share."""
+    if not (bias is not None if of_inputs is None else of_inputs):
+        return x.on(IA3Array, outputs=x.ones(*x.out))
+    if x.layout.kind == "grouped conv":
+        raise ValueError(
+            "The kernel of a grouped convolution does not tell how many channels it is applied to. Let (IA)³ "
+            "adapt its outputs (`of_inputs=False`)."
+        )
+    if x.layout.is_conv:
+        return x.on(IA3Array, channels=x.ones(x.into[0]))
+    return x.on(IA3Array, inputs=x.ones(*x.into))
 
 
 @_method

@@ -171,16 +171,22 @@ def test_stopped_and_resumed_it_has_the_same_bytes(kind, file, run, tmp_path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["hra", "vera", "randlora", "fourierft"])
-def test_another_method_of_peft(method, run, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "kind", "lines"),
+    [
+        *((name, "llama", "text") for name in ("hra", "vera", "randlora", "fourierft")),
+        ("ia3", "bert", "label"),
+    ],
+)
+def test_another_method_of_peft(method, kind, lines, run, tmp_path):
     """By its name; the files are PEFT's."""
     options = [f"--adapter={method}", "--steps=6", "--merge", "--learning-rate=0.02"]
-    status, told = run("llama", "text", *options, "--quantize=nf4")
+    status, told = run(kind, lines, *options, "--quantize=nf4")
     assert status == 0, told
     log = log_of(tmp_path / "out")
     assert log[-1]["loss"] < log[1]["loss"]
     assert f"Adapter: {tmp_path / 'out'} Merged" in told
-    base, _ = load_model(tmp_path / "llama")
+    base, _ = load_model(tmp_path / kind)
     model = peft.load_adapter(tmp_path / "out", base)
     assert f"{ql.summary(model).trainable:,} trained" in told
     merged, _ = load_model(tmp_path / "out" / "merged")
@@ -192,13 +198,13 @@ def test_another_method_of_peft(method, run, tmp_path):
 
 @pytest.mark.slow
 def test_what_files_of_peft_do_not_hold(run, tmp_path):
-    """(IA)³ scales biases there; nothing that was trained is lost."""
-    status, told = run("bert", "label", "--adapter=ia3", "--steps=1", "--quantize=none", "--merge")
+    """DeLoRA of GPT-2's layers; nothing that was trained is lost."""
+    status, told = run("gpt2", "text", "--adapter=delora", "--steps=1", "--quantize=none", "--merge")
     assert status == 0, told
-    assert "PEFT's files do not hold this adapter: PEFT's (IA)³ has factors of" in told
+    assert "PEFT's files do not hold this adapter: PEFT's DELORA is for" in told
     file = tmp_path / "out" / "adapters.safetensors"
     assert f"Adapter: {file}" in told
-    base, _ = load_model(tmp_path / "bert")
+    base, _ = load_model(tmp_path / "gpt2")
     wanted = named_arrays(ql.merge(safetensors.load_adapters(file, base)))
     for name, found in named_arrays(load_model(tmp_path / "out" / "merged")[0]).items():
         np.testing.assert_array_equal(found, wanted[name], err_msg=name)

@@ -124,6 +124,25 @@ def test_layers_share_their_random_matrices(start, tmp_path):
     np.testing.assert_allclose(found, x, rtol=1e-5, atol=1e-5)
 
 
+def test_factors_of_layers_with_a_bias(tmp_path):
+    """Of their inputs, which leave the bias alone, so that PEFT's files hold them."""
+    conv, key = eqx.nn.Conv2d, jax.random.key(1)
+    layers = {
+        "a": eqx.nn.Linear(8, 6, key=key), "b": eqx.nn.Linear(8, 6, use_bias=False, key=key),
+        "conv": conv(2, 4, 3, key=key),
+    }  # fmt: skip
+    model = ql.adapt(layers, methods.ia3, where=[*layers])
+    factors = {name: [*model[name].weight.trained()] for name in layers}
+    assert factors == {"a": ["inputs"], "b": ["outputs"], "conv": ["channels"]}
+    peft.save_adapter(tmp_path, model)
+    assert eqx.tree_equal(peft.load_adapter(tmp_path, layers), model)
+    grouped = {"conv": conv(2, 4, 3, groups=2, key=key)}
+    with pytest.raises(ValueError, match="does not tell how many channels"):
+        ql.adapt(grouped, methods.ia3, where=["conv"])
+    outputs = ql.adapt(layers, functools.partial(methods.ia3, of_inputs=False), where=["a"])
+    assert outputs["a"].weight.trained() == ["outputs"]
+
+
 def _trained(layers):
     """The weights, with other numbers for those that are trained."""
     for i, layer in enumerate(layers):

@@ -1,5 +1,6 @@
 """(IA)³: factors of outputs or inputs, and of biases."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,18 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
             f"are factors of {_named(x, bias)}. Adapt the inputs of layers with a bias (`of_inputs=True`), "
             "or merge the model instead."
         )
+    if x.inputs is not None and math.prod(layer.window) > 1:
+        raise ValueError(
+            f"PEFT's (IA)³ has a factor for each channel that {layer.name} is applied to (`channels`); here "
+            "is one for each place of the window, too."
+        )
     factor: Any = x.outputs if not of_inputs else x.inputs if x.channels is None else x.channels
     if isinstance(bias, ScaledBias) and not np.array_equal(np.ravel(bias.factor), np.ravel(factor)):
         raise ValueError(
             f"PEFT's (IA)³ has the same factors for the outputs and the bias of {layer.name}; here they "
             "differ, since they were trained apart. Merge the model instead."
         )
-    ones = (1,) * (len(layer.layout.in_axes) - 1) if layer.layout.is_conv else ()
+    ones = (1,) * len(layer.window)
     shape = (1, -1, *ones) if ones or of_inputs else (-1, 1)
     return {"factor": factor.reshape(shape)}, {"feedforward": of_inputs}
 
