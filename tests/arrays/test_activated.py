@@ -80,6 +80,9 @@ def test_only_active_rows_are_learned_from():
         return jnp.sum(jnp.sin(x @ dense.T + jnp.float32(ACTS)[:, None] * (x @ delta.T)))
 
     np.testing.assert_allclose(of_x, jax.grad(plain)(X), atol=1e-4)
+    within = ql.quaxify(jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T))))
+    with ql.on_materialise("error"):
+        np.testing.assert_allclose(within(X, model["w"]), of_x, atol=1e-5)
 
 
 def test_loraify_makes_them_and_layers_are_stacked():
