@@ -167,7 +167,15 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
-    return _each(model, mesh, specs, jax.device_put)
+    placed: dict[Any, tuple[Any, Any]] = {}  # by identity, so that what adapters share is placed once
+
+    def put(x: Any, sharding: Any) -> Any:
+        key = id(x), sharding
+        if key not in placed:
+            placed[key] = x, jax.device_put(x, sharding)
+        return placed[key][1]
+
+    return _each(model, mesh, specs, put)
 
 
 @checked
