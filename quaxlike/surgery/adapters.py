@@ -347,6 +347,8 @@ def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree
     adapters: dict[str, Any] = {
         name: x for name, x in named_arrays(model).items() if isinstance(x, AdaptedArray) and x.invocation
     }
+    if not adapters:
+        return model
     found = {invocation: active(invocation) for invocation in invocations(model)}
     return replace(model, {name: x.replace(active=found[x.invocation]) for name, x in adapters.items()})
 

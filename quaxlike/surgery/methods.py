@@ -257,6 +257,8 @@ def randlora(
     sparsity: Literal["dense", "sparse", "very_sparse"] = "dense", a: Any = None, b: Any = None,
 ) -> RandLoRAArray:  # fmt: skip
     """All layers share the random matrices `a` and `b`, as for `vera`."""
+    if sparsity not in ("dense", "sparse", "very_sparse"):
+        raise ValueError(f"RandLoRA is 'dense', 'sparse' or 'very_sparse'; found {sparsity!r}.")
     a, b = _given("RandLoRA", a, b)
     rank, few = a.shape[0], min(x.outputs, x.inputs)
     bases = math.ceil(few / rank)
