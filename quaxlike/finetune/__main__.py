@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
     if settings.adapter is not None and of_lora:
         parser.error(f"{', '.join(of_lora)} cannot be used with --adapter: these are options of LoRA")
     if settings.invocation is not None:
-        for option in ("dora", "pack", "merge"):  # they need one weight for all tokens, or one text in a row
+        for option in ("dora", "merge"):  # they need one weight for all tokens
             if getattr(settings, option):
                 parser.error(f"--{option} cannot be used with --invocation")
     several = {settings.coordinator, settings.process_id, settings.num_processes}

@@ -31,7 +31,7 @@ class AbstractTask(eqx.Module):
     packs: ClassVar[bool] = False
     """Whether a row can hold several texts."""
     invokes: ClassVar[bool] = False
-    """Whether an example is one text, in which tokens may invoke adapters."""
+    """Whether tokens of a row may invoke adapters."""
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:

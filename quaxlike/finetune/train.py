@@ -142,7 +142,7 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
     def one(example: Batch, key: Any) -> Any:
         own = ql.with_dropout_key(model, key)
         if task.invokes:
-            own = ql.activate(own, jnp.where(example.seen, example.ids, -1)[0])
+            own = ql.activate(own, example.ids[0], example.segments[0])
         return ql.quaxify(task.output)(task.models(own, teacher), example)
 
     batch = jax.tree.map(jnp.asarray, batch)

@@ -298,7 +298,7 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
 
 
 @checked
-def activate(model: PyTree, ids: ArrayLike) -> PyTree:
+def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -> PyTree:
     """Tells the activated LoRAs of a model which tokens of a text they act on: those from the last place on
     where their invocation tokens stand, or none if they do not.
 
@@ -312,6 +312,8 @@ def activate(model: PyTree, ids: ArrayLike) -> PyTree:
         Any other model stays as it is.
     - `ids`: all tokens of the text, with padding on either side, if there is any: integers of shape
         `(tokens,)`, which may be traced.
+    - `segments`: for several texts packed into one row, the number of each token's text, from 0 on. Default:
+        all tokens are one text.
 
     **Returns:**
 
@@ -319,7 +321,7 @@ def activate(model: PyTree, ids: ArrayLike) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if `ids` are not integers of one axis.
+    `ValueError` if `ids` are not integers of one axis, or `segments` not as many.
 
     !!! example
 
@@ -339,7 +341,23 @@ def activate(model: PyTree, ids: ArrayLike) -> PyTree:
             f"{ids.shape}. Use jax.vmap for several texts."
         )
     order = jnp.arange(len(ids))
-    return activated(model, lambda invocation: order >= last_place(ids, invocation))
+    if segments is None:
+        return activated(model, lambda invocation: order >= last_place(ids, invocation))
+    segments = jnp.asarray(segments)
+    if segments.shape != ids.shape or not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise ValueError(
+            f"`segments` must be integers of shape {ids.shape}; found {segments.dtype} of shape "
+            f"{segments.shape}."
+        )
+
+    def in_segments(invocation: tuple[int, ...]) -> Any:
+        places = _places(ids, invocation)
+        # The tokens that invoke an adapter are of one text.
+        whole = segments == jnp.roll(segments, 1 - len(invocation))
+        last = jax.ops.segment_max(jnp.where(whole, places, -1), segments, len(ids) + 1)[segments]
+        return (last >= 0) & (order >= last)
+
+    return activated(model, in_segments)
 
 
 def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
@@ -362,7 +380,12 @@ def invocations(model: PyTree) -> set[tuple[int, ...]]:
 def last_place(ids: Any, tokens: Sequence[int]) -> Any:
     """Where these tokens stand last in `ids`, one after the other: the place of the first; the number of
     `ids` if they stand nowhere."""
-    count = max(0, len(ids) - len(tokens) + 1)
-    same = [ids[i : i + count] == token for i, token in enumerate(tokens)]
-    found = jnp.all(jnp.stack(same), axis=0)
-    return jnp.max(jnp.where(found, jnp.arange(count), -1), initial=-1) % (len(ids) + 1)
+    return jnp.max(_places(ids, tokens), initial=-1) % (len(ids) + 1)
+
+
+def _places(ids: Any, tokens: Sequence[int]) -> Any:
+    """The place of each of `ids` where these tokens begin, one after the other; -1 where they do not."""
+    n = len(ids)
+    after = jnp.pad(ids, (0, len(tokens) - 1), constant_values=-1)
+    same = [after[i : i + n] == token for i, token in enumerate(tokens)]
+    return jnp.where(jnp.all(jnp.stack(same), axis=0), jnp.arange(n), -1)

@@ -60,6 +60,16 @@ def test_each_text_of_a_batch_has_its_own_tokens():
         np.testing.assert_allclose(y, np.where(np.arange(8)[:, None] >= start, whole, base), atol=1e-5)
 
 
+def test_texts_that_are_packed_into_one_row():
+    """The tokens of an invocation are of one text; padding is one of its own."""
+    ids = jnp.array([5, 9, 1, 5, 9, 5, 9, 2, 5, 9, 3, 0])
+    segments = jnp.array([1] * 4 + [2] * 5 + [3] * 2 + [0])
+    active = ql.activate(_alora(ids=None), ids, segments).active
+    np.testing.assert_array_equal(active, [True] * 4 + [False] + [True] * 4 + [False] * 3)
+    one = ql.activate(_alora(ids=None), ids, jnp.zeros_like(ids)).active
+    np.testing.assert_array_equal(one, ql.activate(_alora(ids=None), ids).active)
+
+
 def test_only_active_rows_are_learned_from():
     model = {"w": _alora(ql.NF4Array.quantize(normal(6, 8), block_size=32))}
     params, rest = eqx.partition(model, ql.trainable(model))
@@ -119,6 +129,7 @@ def _loraify(**options):
         (lambda: ql.merge({"w": _alora()}), "has no dense array"),
         (lambda: ql.to_lora({"w": _alora()}, rank=2), "has no dense array"),
         (lambda: ql.activate(_alora(), IDS[None]), r"integers of shape \(tokens,\); found int32 of shape"),
+        (lambda: ql.activate(_alora(), IDS, IDS[:3]), r"`segments` must be integers of shape \(8,\)"),
         (lambda: ALoRAArray(X, X[:2], X[:, :2], invocation=()), "one or more tokens"),
         (lambda: ALoRAArray(X, X[:2], X[:, :3], invocation=(1,)), "a is of rank 2, b of rank 3"),
         (lambda: _loraify(dora=True), "loraify takes no dora with invocation_tokens"),

@@ -59,6 +59,10 @@ def test_it_learns_what_follows_and_resumes(run, tmp_path, monkeypatch):
     files = [tmp_path / name / "adapter_model.safetensors" for name in ("out", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
+    status, told = run("llama", lines, "--steps=2", *options, "--pack", output="packed")
+    assert status == 0, told
+    assert re.search(r"32 training texts are packed into \d rows", told)
+
     for more, message in [
         (["--invocation=nine nine"], "no example has the tokens [13, 13] of --invocation"),
         (["--target", "lm_head"], "leave lm_head.weight out of --target"),
@@ -71,7 +75,7 @@ def test_it_learns_what_follows_and_resumes(run, tmp_path, monkeypatch):
     assert "--invocation is for decoders that learn to continue texts" in told
 
 
-@pytest.mark.parametrize("option", ["--dora", "--pack", "--merge"])
+@pytest.mark.parametrize("option", ["--dora", "--merge"])
 def test_options_that_need_one_weight_for_all_tokens(option, capsys):
     with pytest.raises(SystemExit):
         main(["--model=m", "--data=d", "--output=o", "--invocation=five", option])

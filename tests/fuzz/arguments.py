@@ -65,7 +65,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "adapt": (ql.adapt, {"model": model, "make": lambda w, **_: lora, "where": ["q_proj"], "key": key}),
         "to_lora": (ql.to_lora, {"model": adapted, "rank": 2, "rank_pattern": {}, "layout": None}),
         "with_dropout_key": (ql.with_dropout_key, {"model": adapted, "key": key}),
-        "activate": (ql.activate, {"model": adapted, "ids": np.array([1, 2])}),
+        "activate": (ql.activate, {"model": adapted, "ids": np.array([1, 2]), "segments": None}),
         "merge": (ql.merge, {"model": adapted}),
         "unmerge": (ql.unmerge, {"merged": ql.merge(adapted), "adapted": adapted}),
         "stack_adapters": (ql.stack_adapters, {"models": [adapted, adapted]}),
