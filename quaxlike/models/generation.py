@@ -13,9 +13,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._checked import checked
+from ..arrays.adapted import AdaptedArray, innermost
 from ..core.quaxify import quaxify
 from ..core.values import is_value
 from ..surgery.adapters import activated, choose_adapter, invocations, is_stacked, last_place
+from ..surgery.trees import difference, named_arrays
 from .decoder import Decoder
 
 
@@ -313,6 +315,51 @@ class Conversation:
         seen = np.ones(row.shape, bool)
         sampling = _sampling(self._model, row, seen, max_new_tokens, temperature, top_k, top_p, key)
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
+
+    def fork(self, model: Decoder) -> "Conversation":
+        """A conversation of another model on the same base, which goes on from what the base has cached here:
+        all tokens before an activated LoRA acted. One text that was read once has many readers.
+
+        **Arguments:**
+
+        - `model`: the base, or the base with activated LoRAs.
+
+        **Raises:** `ValueError` if the base is another one, or if an adapter of either model acts on all
+        tokens.
+
+        !!! example
+
+            ```python
+            import quaxlike as ql
+
+
+            def answers(base, adapted, text, questions):
+                reader = ql.models.Conversation(base)
+                next(reader.answer(text, max_new_tokens=1))
+                return [
+                    list(reader.fork(adapted).answer(text + q, max_new_tokens=64))
+                    for q in questions  # which invoke the adapter
+                ]
+            ```
+        """
+        other = Conversation(model, cache=self._cache)
+        for each in (self._model, model):
+            adapters = named_arrays(each).items()
+            if found := [name for name, x in adapters if isinstance(x, AdaptedArray) and not x.invocation]:
+                raise ValueError(
+                    f"A fork keeps what the base has cached; the adapter of {found[0]} acts on all tokens. "
+                    "Activated LoRAs (`invocation_tokens`) leave those before them to the base."
+                )
+        bare = [jax.tree.map(innermost, each, is_leaf=is_value) for each in (self._model, model)]
+        if (found := difference(*bare)) is not None:
+            raise ValueError(f"A fork takes a model on the same base: {found}.")
+        kept = min(len(self._cached), self._since)
+        switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
+        if self._memory is not None and not any(kept <= x < len(self._cached) for x in switches):
+            # A copy, since each step takes the memory that it is given.
+            other._cached, other._room = self._cached[:kept], self._room
+            other._memory = jax.tree.map(jnp.copy, self._memory)
+        return other
 
     def _tokens(
         self, tokens: list[int], new: int, ends: frozenset[int], sampling: "_Sampling"

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,6 +256,42 @@ def test_a_conversation_keeps_the_cache_of_the_base_up_to_the_invocation(monkeyp
         found = list(conversation.answer(text, max_new_tokens=2))
         assert (found, widths) == (wanted, [width, 1])
         text += found
+
+
+@pytest.mark.slow
+def test_forks_read_a_text_once(monkeypatch, qwen2):
+    """Of the base, and of a conversation in which an adapter acted; with adapters, and without."""
+    base, model, widths = qwen2[0], _activated(qwen2[0]), []
+    step = generation._next_of_one
+
+    def watched(model, ids, *rest):
+        widths.append(len(ids))
+        return step(model, ids, *rest)
+
+    watched.lower = step.lower
+    text = list(range(10, 50))
+    reader = Conversation(base, cache="bfloat16")
+    next(reader.answer(text, max_new_tokens=1))
+    acted = Conversation(model, cache="bfloat16")
+    list(acted.answer([*text, 7, 9, 4], max_new_tokens=3))
+    monkeypatch.setattr(generation, "_next_of_one", watched)
+    for conversation in (reader, acted):
+        for other, question in [(model, [7, 9, 4]), (model, [3, 7, 9]), (base, [7, 9, 4])]:
+            fork, ids = conversation.fork(other), [*text, *question]
+            widths.clear()
+            found = list(fork.answer(ids, max_new_tokens=3))
+            assert widths == [16, 1, 1]
+            wanted = np.asarray(generate(other, np.array([ids]), max_new_tokens=3, cache="bfloat16"))
+            assert found == wanted[0].tolist()
+
+
+def test_forks_of_another_base(qwen2):
+    lora = ql.loraify(qwen2[0], rank=1, where=["q_proj"], key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"the adapter of model\.layers\.0\.\S+ acts on all tokens"):
+        Conversation(qwen2[0]).fork(lora)
+    other = eqx.tree_at(lambda m: m.model.norm.weight, qwen2[0], replace_fn=lambda w: w + 1)
+    with pytest.raises(ValueError, match=r"on the same base: model\.norm\.weight has other values"):
+        Conversation(_activated(other)).fork(qwen2[0])
 
 
 def test_texts_with_adapters_that_other_tokens_invoke(qwen2):
