@@ -75,6 +75,7 @@ OF_TREES = (
     "tree structure",
     "lax.associative_scan",
     "lax.custom_linear_solve",
+    "jnp.apply_along_axis",  # maps over it
     "outside `quaxlike.quaxify`",
 )
 

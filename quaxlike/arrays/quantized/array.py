@@ -17,7 +17,7 @@ from .base import AbstractQuantizedArray, shortest
 from .scales import BlockScales, NestedScales, encode, find_codec
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
-_B = TypeVar("_B", bound="BlockArray | CacheArray")
+_B = TypeVar("_B", bound=AbstractQuantizedArray)
 
 
 class AbstractCodebookArray(AbstractQuantizedArray):
