@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from ..multilinear import accumulator_dtype, is_spread, precision_for
 from .product import Decode, Product, Tiles
@@ -100,7 +100,7 @@ def times_scaled(
 
 
 def times(
-    x: Float[Array, "*batch contracted"], w: Float[Array, "n k"], product: Product, dtype: Any = None
+    x: Float[Array, "*batch contracted"], w: Num[Array, "n k"], product: Product, dtype: Any = None
 ) -> Float[Array, "*batch free"]:
     """Multiplies `x` by `W`, or by some of its rows or columns, to this dtype. If None, it accumulates in
     float32 or wider, and rounds to the dtype of the product."""
