@@ -101,7 +101,7 @@ def test_functions():
     _close(run(_hi(LORA), X), jnp.tanh(LORA.materialise() @ X))
 
 
-def test_what_is_no_value():
+def test_what_is_no_value(unchecked):
     with pytest.raises(TypeError, match=r"takes a subclass of quaxlike\.Value; found <class 'int'>"):
         as_hitype(int)
     with pytest.raises(TypeError, match="HiNF4Array takes a NF4Array; found"):

@@ -244,7 +244,7 @@ def _combined(
     found = {i: x for i, x in enumerate(adapters) if x is not None}
     first, *_ = own = list(found.values())
     try:
-        out = first.combined(own, [weights[i] for i in found], method, rank)
+        out = first.combined(own, [float(weights[i]) for i in found], method, rank)
     except ValueError as error:
         raise ValueError(f"The adapters on {name} cannot be combined: {error}.") from None
     if out is NotImplemented:

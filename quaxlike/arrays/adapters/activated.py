@@ -108,7 +108,7 @@ class ALoRAArray(AdaptedArray):
         return f"ALoRAArray[r={self.lora().rank}, from {' '.join(map(str, self.invocation))} on]"
 
 
-@register_on_either_side("dot_general", ALoRAArray, precedence=precedence.METHOD)
+@register_on_either_side("dot_general", ALoRAArray, precedence=precedence.ACTIVATED)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
     """The product with the weight for all tokens, and that with the adapter for the rows of active ones."""
     on_left = isinstance(x, ALoRAArray)

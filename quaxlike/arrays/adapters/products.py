@@ -114,7 +114,7 @@ class LoKrArray(MethodArray):
     first_b: Any = None
     second_b: Any = None
     core: Any = None
-    alpha: float = eqx.field(static=True, default=1.0, kw_only=True)
+    alpha: float = eqx.field(static=True, default=1.0, kw_only=True, converter=float)
     rank: int = eqx.field(static=True, default=1, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {

@@ -2,12 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import file_error
 from .open_file import OpenFile, check_regular
-
-_T = TypeVar("_T", dict[str, Any], list[Any])
 
 _MAX_BYTES = 64 << 20  # far more than any configuration or index
 _MAX_LEVELS = 64  # of lists and objects within each other
@@ -36,7 +34,7 @@ def read_json_of(file: OpenFile, what: str) -> dict[str, Any]:
     return read_json(file.path, file.read(0, file.size, None), what)
 
 
-def _of_kind(path: Path, found: Any, what: str, kind: type[_T]) -> _T:
+def _of_kind(path: Path, found: Any, what: str, kind: type) -> Any:
     if not isinstance(found, kind):
         name = {dict: "object", list: "list"}[kind]
         raise file_error(path, None, f"{what} must be a JSON {name}, found {type(found).__name__}")

@@ -273,7 +273,7 @@ def chunked(
     # With a barrier, as XLA would keep what is decoded from one product to another, of the backward pass.
     weight, x = lax.optimization_barrier((list(leaves), x))
     if not kernel:
-        weight = [dense_scales(leaf) for leaf in weight]
+        weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
     step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product)[0])
     of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 
