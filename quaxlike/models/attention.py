@@ -1,10 +1,4 @@
-"""Attention: one softmax with the projections of all architectures, and its cache of keys and values.
-
-Scores of all pairs of tokens are made for short texts alone. For long ones memory is linear in the length:
-blocks of queries meet blocks of keys, with a running softmax (Milakov and Gimelshein, 2018, as in Dao et al.,
-FlashAttention, 2022), and are computed again for their derivatives. On a mesh with an axis for tokens, each
-device has the queries of its share, and gathers the keys and values of all.
-"""
+"""Attention: one softmax with the projections of all architectures, and its cache of keys and values."""
 
 import dataclasses
 import functools
@@ -15,57 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..arrays.quantized import CODECS, CacheArray
-from ..kernels.multilinear import vary_alike, varying_zeros
-from ..sharding.meshes import mesh_of, sequence_axis
+from ..sharding.meshes import sequence_axis
+from .attention_blocks import Sight, of_one_device, scores_of
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
+from .ring_attention import of_ring
 from .rope import rotate
-
-# Pairs of a query and a key up to which the scores of all are made at once.
-_ALL_AT_ONCE = 2**19
-_BLOCK = 512  # queries, and keys, at a time for more of them
-
-
-class Sight(NamedTuple):
-    """Which tokens each token sees: those that are no padding, are near enough and belong to the same text.
-
-    **Attributes:**
-
-    - `places`: of the tokens that see, among those that are seen.
-    - `seen`: which tokens are no padding.
-    - `before`, `after`: how far a token sees.
-    - `texts`: for tokens that see and that are seen, the numbers of their texts; None if they are one.
-    """
-
-    places: Int[Array, " tokens"]
-    seen: Bool[Array, " seen"]
-    before: Int[Array, ""]
-    after: Int[Array, ""]
-    texts: tuple[Int[Array, " tokens"], Int[Array, " seen"]] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        seen: Bool[Array, " seen"],
-        places: Int[Array, " tokens"] | None = None,
-        *,
-        before: Any = None,
-        after: Any = None,
-        texts: tuple[Any, Any] | None = None,
-    ) -> "Sight":
-        """`places`: default: all. `before` and `after`: without a limit if None."""
-        far = lambda reach: jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
-        places = jnp.arange(len(seen)) if places is None else places
-        return cls(places, seen, far(before), far(after), texts)
-
-    def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
-        """The pairs of a token and one that it sees; `first`: the place of the first that is seen."""
-        distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
-        mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
-        return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
 
 
 class Context(NamedTuple):
@@ -194,9 +146,9 @@ def attend(
     tokens, in derivatives, too.
 
     If the mesh of the arrays has an axis called seq, context or cp, tokens that see each other are divided
-    along it: each device computes the rows of its own queries, and the keys and values of all tokens, which
-    are few where heads share them, are gathered for one layer at a time, as for Llama 3 (Grattafiori et al.,
-    2024, section 3.3.2).
+    along it: each device computes the rows of its own queries, and keys and values go round from device to
+    device, as in Ring Attention (Liu et al., 2023). Its derivatives are computed in reverse only
+    (`jax.grad`, `jax.vjp`), as they go round the same way.
 
     **Arguments:**
 
@@ -207,104 +159,9 @@ def attend(
     """
     tokens, n_heads, size = query.shape
     query = query.reshape(tokens, key.shape[1], -1, size)
-    scores = functools.partial(_scores, scale=size**-0.5 if scale is None else scale, softcap=softcap)
+    scores = functools.partial(scores_of, scale=size**-0.5 if scale is None else scale, softcap=softcap)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(*query.shape[1:3], 1)
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
-    of_all = _of_all if axis is None else functools.partial(_of_shares, axis=axis)
+    of_all = of_one_device if axis is None else functools.partial(of_ring, axis=axis)
     return of_all(query, key, value, sight, scores, sinks).reshape(tokens, n_heads * size)
-
-
-def _of_all(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    of_all = _at_once if len(query) * len(key) <= _ALL_AT_ONCE else _by_blocks
-    return of_all(query, key, value, sight, scores, sinks)
-
-
-def _of_shares(
-    query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
-) -> Array:
-    """Each device's own queries, along an axis of the mesh, with all keys."""
-
-    def of_device(*operands: Any) -> Array:
-        # Derivatives by what is whole are summed over devices here: within `lax.cond`, some would not come.
-        query, key, value, sight, sinks = vary_alike(operands)
-        return _of_all(query, key, value, sight, scores, sinks)
-
-    own: Any = jax.P(axis)
-    whole: Any = jax.P()
-    sights = Sight(own, whole, whole, whole, None if sight.texts is None else (own, whole))
-    return jax.shard_map(
-        of_device, mesh=mesh_of((query, key, value)), axis_names={axis},
-        in_specs=(own, whole, whole, sights, whole), out_specs=own,
-    )(query, key, value, sight, sinks)  # fmt: skip
-
-
-def _scores(query: Array, key: Array, mask: Array, *, scale: float, softcap: float) -> Array:
-    """Scores in float32, `(kv_heads, group, tokens, seen)`; the least number where a token does not see."""
-    scores = (jnp.einsum("qhgd,khd->hgqk", query, key) * scale).astype(jnp.float32)
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-    return jnp.where(mask[None, None], scores, jnp.finfo(jnp.float32).min)
-
-
-def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    found = scores(query, key, sight.mask())
-    if sinks is not None:
-        sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
-        found = jnp.concatenate([found, sink], axis=-1)
-    weights = jax.nn.softmax(found, axis=-1)[..., : len(key)]
-    return jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
-
-
-def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Blocks of queries one after the other, each with the blocks of keys that it may see."""
-    tokens, keys = len(query), len(key)
-    texts = sight.texts or (jnp.zeros(tokens, jnp.int32), jnp.zeros(keys, jnp.int32))
-    of_queries = jax.tree.map(_in_blocks, (query, sight.places, texts[0]))
-    of_keys = jax.tree.map(_in_blocks, (key, value, sight.seen, texts[1], jnp.arange(keys)))
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def block(queries: Any) -> Array:
-        query, places, text = queries
-        own = sight._replace(places=places)
-
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def add(sums: Any, keys: Any) -> Any:
-            key, value, seen, other, order = keys
-            near = own._replace(seen=seen, texts=(text, other))
-
-            def see(sums: Any) -> Any:
-                total, weight, most = sums
-                found = scores(query, key, near.mask(order[0]))
-                higher = lax.stop_gradient(jnp.maximum(most, jnp.max(found, axis=-1)))
-                weights, fade = jnp.exp(found - higher[..., None]), jnp.exp(most - higher)
-                part = jnp.einsum("hgqk,khd->hgqd", weights.astype(value.dtype), value)
-                total = total * fade[..., None] + part.astype(jnp.float32)
-                return total, weight * fade + jnp.sum(weights, axis=-1), higher
-
-            # All queries are too far from the block. This depends on places alone, which batches share.
-            far = (places[0] - own.before > order[-1]) | (places[-1] + own.after < order[0])
-            return lax.cond(far, lambda sums: sums, see, sums), None
-
-        heads = (*query.shape[1:3], len(query))
-        zeros = varying_zeros((*heads, value.shape[-1]), jnp.float32, query, key, value)
-        weight = zeros[..., 0]
-        most = weight + (jnp.finfo(jnp.float32).min if sinks is None else lax.stop_gradient(sinks))
-        weight = weight if sinks is None else jnp.exp(sinks - most)  # of the virtual token
-        empty = zeros, weight, most
-        total, weight, _ = lax.scan(add, empty, of_keys)[0]
-        out = total / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)[..., None]
-        return jnp.moveaxis(out, 2, 0).astype(value.dtype)
-
-    out = lax.map(block, of_queries)
-    return out.reshape(-1, *out.shape[2:])[:tokens]
-
-
-def _in_blocks(x: Array) -> Array:
-    """Rows in blocks of one length, the last of which is filled up: numbers go on as they end."""
-    count = -(-len(x) // _BLOCK)
-    size = -(-len(x) // count)
-    if missing := count * size - len(x):
-        fill = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
-        x = jnp.pad(x, fill, mode="edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant")
-    return x.reshape(count, size, *x.shape[1:])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quaxlike.models import attention
+from quaxlike.models import attention_blocks
 from quaxlike.models.attention import Sight, attend
 from tests.samples import normal
 
@@ -42,7 +42,7 @@ def _forms(monkeypatch, f, *args):
     """What a function gives with all pairs at once, and by blocks."""
     out = []
     for pairs in (2**20, 0):
-        monkeypatch.setattr(attention, "_ALL_AT_ONCE", pairs)
+        monkeypatch.setattr(attention_blocks, "_ALL_AT_ONCE", pairs)
         out.append(jax.jit(lambda *args: f(*args))(*args))
     return out
 
@@ -51,7 +51,7 @@ def _forms(monkeypatch, f, *args):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_by_blocks_it_is_the_same(sight, options, monkeypatch):
-    monkeypatch.setattr(attention, "_BLOCK", 8)
+    monkeypatch.setattr(attention_blocks, "_BLOCK", 8)
     sight, options = SIGHTS[sight], OPTIONS[options]
     sees = np.asarray(sight.mask()).any(axis=1)
     operands = _operands(len(sight.places))
@@ -75,7 +75,7 @@ def test_by_blocks_it_is_the_same(sight, options, monkeypatch):
     [*zip([name for name in SIGHTS if name != "cached"], itertools.cycle(OPTIONS), strict=False)],
 )
 def test_divided_among_devices_it_is_the_same(sight, options, monkeypatch):
-    monkeypatch.setattr(attention, "_BLOCK", 8)
+    monkeypatch.setattr(attention_blocks, "_BLOCK", 8)
     mesh = jax.make_mesh((3,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
     put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
     sight, options = SIGHTS[sight], OPTIONS[options]
@@ -95,7 +95,7 @@ def test_divided_among_devices_it_is_the_same(sight, options, monkeypatch):
 
 
 def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
-    monkeypatch.setattr(attention, "_BLOCK", 16)
+    monkeypatch.setattr(attention_blocks, "_BLOCK", 16)
     operands = [jnp.stack([x, 2 * x]) for x in _operands(45, dtype="bfloat16")]
     seen = jnp.stack([jnp.ones(45, bool), jnp.asarray(PADDED)])
     of_batch = jax.vmap(lambda q, k, v, seen: attend(q, k, v, Sight.of(seen, after=0)))
@@ -123,7 +123,7 @@ def test_memory_is_linear_in_the_number_of_tokens():
 
 
 def test_no_pair_of_far_blocks_is_computed(monkeypatch):
-    monkeypatch.setattr(attention, "_ALL_AT_ONCE", 0)
+    monkeypatch.setattr(attention_blocks, "_ALL_AT_ONCE", 0)
     operands = _operands(45)
     sight = functools.partial(Sight.of, jnp.ones(45, bool))
     text = jax.jit(lambda *x: attend(*x, sight(after=0))).lower(*operands).as_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.models import attention, generation, load
+from quaxlike.models import attention, attention_blocks, generation, load
 from quaxlike.models.generation import Conversation, generate
 from quaxlike.surgery.adapters import activated
 from tests.models.fixtures import MODELS, expected, folder, in_float32
@@ -431,8 +431,8 @@ def test_long_texts_in_a_cache_of_few_bits(qwen2, monkeypatch):
     """Blocks of the cache are read one by one."""
     model, ids = qwen2
     once = generate(model, ids, max_new_tokens=6, cache="int8")
-    monkeypatch.setattr(attention, "_ALL_AT_ONCE", 64)
-    monkeypatch.setattr(attention, "_BLOCK", 16)
+    monkeypatch.setattr(attention_blocks, "_ALL_AT_ONCE", 64)
+    monkeypatch.setattr(attention_blocks, "_BLOCK", 16)
     jax.clear_caches()
     with ql.on_materialise("error"):
         np.testing.assert_array_equal(generate(model, ids, max_new_tokens=6, cache="int8"), once)
