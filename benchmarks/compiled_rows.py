@@ -5,11 +5,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quaxlike import BlockArray, quaxify
+from quaxlike import BlockArray, quantize, quaxify
 from quaxlike.kernels import (
     NestedScales,
     block_sparse_matmul,
@@ -56,10 +57,15 @@ class Row(NamedTuple):
     def for_a_device(self) -> bool:
         """Whether it is lowered for a device that is described.
 
-        Products with int8 are XLA's alone, and JAX 0.12 lowers what may be divided between devices for no
-        device that is described.
+        Products with int8 and fp8 are XLA's alone, and JAX 0.12 lowers what may be divided between devices
+        for no device that is described.
         """
-        return not self.operation.startswith("int8")
+        return not self.operation.startswith(("int8", "fp8"))
+
+    @property
+    def of_codes(self) -> bool:
+        """Whether both operands are codes of 8 bits, and the library is asked to multiply these."""
+        return "×" in self.operation
 
 
 def rows(platform: str) -> Iterator[Row]:
@@ -93,6 +99,8 @@ def rows(platform: str) -> Iterator[Row]:
         yield int8(large, m, transpose)
     for m, transpose in itertools.product((16, 4096), (False, True)):
         yield int8(large, m, transpose, block_size=64)
+    for scheme, way in itertools.product(("int8", "fp8"), WAYS[:2]):
+        yield rounded(large, 512, scheme, way)
     for density, way in itertools.product((0.1, 0.5), WAYS):
         yield block_sparse(4096, 4096, density, way)
     for m in (1, 16):
@@ -152,6 +160,18 @@ def int8(shape: tuple[int, int], m: int, transpose: bool, block_size: int | None
     operands = _of((m, shape[not transpose])), _of(shape, jnp.int8), _of((shape[0], blocks), jnp.float32)
     kind = "" if block_size is None else f", blocks of {block_size}"
     return _row("int8" + kind + ", x @ W" * transpose, shape, m, fn, operands)
+
+
+def rounded(shape: tuple[int, int], m: int, scheme: str, way: str) -> Row:
+    """A weight, and an input or a cotangent that is rounded to 8 bits."""
+    make = functools.partial(eqx.nn.Linear, shape[1], shape[0], use_bias=False, dtype=jnp.bfloat16)
+    quantized = lambda key: quantize(make(key=key), scheme, activations=scheme, rounds_gradients=True)
+    layer = jax.eval_shape(quantized, jax.random.key(0))
+    run = lambda layer, x: jax.vmap(quaxify(layer))(x)
+    back = lambda layer, x, ct: jax.vjp(lambda x: run(layer, x), x)[1](ct)[0]
+    x, ct = _of((m, shape[1])), _of((m, shape[0]))
+    fn, operands = (run, (layer, x)) if way == "forward" else (back, (layer, x, ct))
+    return _row(f"{scheme} × {scheme}, {way}", shape, m, fn, operands)
 
 
 def block_sparse(size: int, m: int, density: float, way: str, b: int = 128, dtype: Any = jnp.bfloat16) -> Row:

@@ -45,13 +45,32 @@ def compile_row(row: compiled_rows.Row, target: Target, device: Any, dump: pathl
     kernels = {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}[target.platform]
     text = lowered.as_text()
     figures: Figures = {"fused": kernels in text and "decoded_rows" not in text}
-    memory = lowered.compile().memory_analysis()
+    compiled: Any = lowered.compile()
+    if row.of_codes:
+        figures["multiplies"] = multiplied(compiled.as_text())
+    memory = compiled.memory_analysis()
     traffic = memory.argument_size_in_bytes + memory.output_size_in_bytes
     figures["temporaries"] = memory.temp_size_in_bytes
     figures["of_the_weight"] = round(memory.temp_size_in_bytes / row.weight_bytes, 3)
     figures["least_us"] = round(1e6 * traffic / target.bytes_per_second, 1)
     figures |= _ptxas(dump) if target.platform == "cuda" else _bundles(dump)
     return figures
+
+
+def multiplied(text: str) -> str:
+    """The dtypes that the products of a program multiply, as XLA names them: its dots, perhaps in kernels of
+    Triton, and its calls of cuBLAS."""
+    found = set[str]()
+    for computation in text.split("\n\n"):
+        dtypes = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", computation))
+        for line in computation.splitlines():
+            product = re.search(r" dot\((.*?)\)", line)
+            if product is None and "__cublas" in line:
+                product = re.search(r" custom-call\((.*?)\)", line)
+            if product is not None:
+                operands = re.findall(r"%([\w.-]+)", product[1])[:2]
+                found.add(" × ".join(dtypes.get(name, "?") for name in operands))
+    return ", ".join(sorted(found))
 
 
 def _ptxas(dump: pathlib.Path) -> Figures:
@@ -177,6 +196,8 @@ def problems(target: str, figures: Figures, recorded: Figures | None) -> list[st
         was = (recorded or {}).get(name)
         if was is not None and figures.get(name, 0) > was * factor + slack:
             out.append(f"{name} {figures[name]}, recorded were {was}")
+    if (was := (recorded or {}).get("multiplies")) is not None and figures["multiplies"] != was:
+        out.append(f"multiplies {figures['multiplies']}, recorded was {was}")
     if (recorded or {}).get("fused") and not figures["fused"]:
         out.append("no kernel of ours runs, as one did when it was recorded")
     return [f"{target}, {figures['row']}: {text}" for text in out]
@@ -187,6 +208,7 @@ def table(figures: Iterable[Figures]) -> str:
     columns = {
         "row": "product",
         "fused": "one kernel",
+        "multiplies": "multiplies",
         "registers": "registers",
         "spills": "spilled bytes",
         "shared": "shared memory, KiB",
@@ -245,6 +267,9 @@ time: here that is the whole weight. Where blocks of threads share what is contr
 are in float32. Those of int8, x @ W are a part of `x` times the scales, and the rows of the result that it
 gives. Those of block-sparse weights in float32, for which there is no kernel on GPUs, are as many columns of
 the operands and the result as a block has.
+
+"Multiplies" are the dtypes of the operands in the compiled program, of products whose operands are both
+rounded to 8 bits: `quantize(..., activations=...)`, with `rounds_gradients=True`.
 """
 
 

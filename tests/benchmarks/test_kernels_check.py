@@ -49,6 +49,32 @@ def test_warpgroups_multiply_asynchronously():
     assert "the assembler serializes them" in kernels_check.problems("h100", figures, by_warpgroups[0])[0]
 
 
+@pytest.mark.parametrize(("name", "fp8"), [("h100", "f8e4m3fn"), ("a100", "f16")])
+def test_codes_are_multiplied_as_they_are(name, fp8):
+    """Forward and backward, by the recorded programs; an A100 has no units for float8."""
+    found = {row["row"].partition(" 14336")[0]: row.get("multiplies") for row in RECORD[name]["rows"]}
+    for way in ("forward", "gradient of x"):
+        assert found[f"int8 × int8, {way}"] == "s8 × s8"
+        assert found[f"fp8 × fp8, {way}"] == f"{fp8} × {fp8}"
+
+
+def test_the_operands_of_products_are_found_in_a_program():
+    text = """
+%fused (p.1: s8[4,8], p.2: s8[2,8]) -> s32[4,2] {
+  %p.1 = s8[4,8]{1,0} parameter(0)
+  %p.2 = s8[2,8]{1,0} parameter(1)
+  ROOT %dot.1 = s32[4,2]{1,0} dot(%p.1, %p.2), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+ENTRY %main (a: bf16[4,8]) -> f32[4,2] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %b = f16[8,2]{1,0} convert(%a)
+  %c = (f32[4,2]{1,0}, s8[9]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul"
+}
+"""
+    assert kernels_check.multiplied(text) == "bf16 × f16, s8 × s8"
+
+
 @pytest.mark.parametrize("name", ["h100", "a100"])
 def test_no_recorded_kernel_needs_a_copy_of_its_weight(name):
     fused = [row for row in RECORD[name]["rows"] if row["fused"]]
@@ -103,6 +129,10 @@ def test_what_counts_as_worse():
         assert kernels_check.problems("a100", copied, copied) == [
             f"a100, {name}: temporaries {most}, allowed are less than {most}"
         ]
+    decoded = {"row": "int8 × int8", "fused": False, "temporaries": 0, "multiplies": "bf16 × bf16"}
+    assert kernels_check.problems("h100", decoded, decoded | {"multiplies": "s8 × s8"}) == [
+        "h100, int8 × int8: multiplies bf16 × bf16, recorded was s8 × s8"
+    ]
     failed = {"row": "NF4", "error": "LLVM ERROR"}
     assert kernels_check.problems("a100", failed, row) == ["a100, NF4: LLVM ERROR"]
     assert kernels_check.problems("a100", failed, failed) == []

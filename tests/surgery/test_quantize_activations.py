@@ -31,8 +31,8 @@ def relative(found, wanted):
 
 
 def products(fn, *args):
-    """The operands of the products of a program, as StableHLO names their types."""
-    lines = jax.jit(fn).lower(*args).as_text().splitlines()
+    """The operands of the products of a program for GPUs, as StableHLO names their types."""
+    lines = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text().splitlines()
     types = [line.rpartition(": (")[2] for line in lines if "stablehlo.dot_general" in line]
     return [
         [x.partition("tensor<")[2].partition(">")[0].rpartition("x")[2] for x in t.split(", ")] for t in types
