@@ -121,6 +121,11 @@ class Settings:
         "of activations and frozen weights; adapters are in float32 (default: as stored)", None,
         choices=["bfloat16", "float16", "float32"],
     )  # fmt: skip
+    attention: str | None = _option(
+        "compute attention by a library's kernel where it takes the case: cudnn on NVIDIA's GPUs, splash on "
+        "TPUs (default: by blocks)", None,
+        choices=["cudnn", "splash"],
+    )  # fmt: skip
     remat: str | None = _option(
         "recompute layers for the gradient, and keep nothing of them (the default without a value), or only "
         "the results of matrix products (dots)", None,
@@ -168,7 +173,7 @@ class Settings:
         free = {
             *("output", "checkpoint_every", "eval_every", "tensorboard", "merge", "format", "outtype"),
             "compilation_cache",
-            *("mesh", "fsdp", "coordinator", "process_id", "num_processes"),
+            *("attention", "mesh", "fsdp", "coordinator", "process_id", "num_processes"),
         }
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
         of_tasks = {"dpo": ("beta",), "distill": ("teacher", "temperature", "teacher_share")}

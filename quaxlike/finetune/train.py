@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 import quaxlike as ql
 
 from .._interrupts import take_interrupt
+from ..models import attention_backend
 from ..optim import lora_plus, quantize_state
 from .data import Batch, Example, chosen_for, collate
 from .devices import Devices
@@ -69,7 +70,9 @@ class Program:
 
             def loss(params: PyTree) -> Any:
                 model = computed(eqx.combine(params, frozen), task, settings, devices)
-                return task.total(outputs_of(task, model, batch, keys, teacher), batch) / terms
+                with attention_backend(settings.attention):
+                    outputs = outputs_of(task, model, batch, keys, teacher)
+                return task.total(outputs, batch) / terms
 
             value, grads = jax.value_and_grad(loss)(state.params)
             updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
@@ -230,7 +233,8 @@ class Training:
             model, teacher = (
                 computed(x, task, settings, devices) for x in (eqx.combine(params, frozen), teacher)
             )
-            return devices.replicate_outputs(outputs_of(task, model, batch, None, teacher))
+            with attention_backend(settings.attention):
+                return devices.replicate_outputs(outputs_of(task, model, batch, None, teacher))
 
         self._evaluate = jax.jit(evaluate)
 

@@ -95,7 +95,7 @@ def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, 
     """
     if not isinstance(primitive, DefinedPrimitive):
         raise TypeError(f"chosen_backend takes a primitive such as nf4_matmul_p; found {primitive!r}.")
-    platform = _device_platform() if platform is None else platform
+    platform = device_platform() if platform is None else platform
     if not isinstance(platform, str):
         raise TypeError(f'chosen_backend takes the name of a platform, such as "cuda"; found {platform!r}.')
     return primitive.slot("backend")(platform, *operands, **params)
@@ -275,7 +275,8 @@ def first_choice(
     return Choice("reference", reason, reference)
 
 
-def _device_platform() -> str:
+def device_platform() -> str:
+    """`"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`: that of the default device."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return device.platform

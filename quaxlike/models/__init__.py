@@ -2,6 +2,7 @@
 
 from .._families import FAMILIES
 from ..interop.files.model_config import UnsupportedConfigError
+from .attention_backends import attention_backend
 from .bert import Bert, BertConfig, BertForSequenceClassification
 from .decoder import Decoder
 from .decoder_config import DecoderConfig
@@ -23,6 +24,7 @@ __all__ = [
     "ModernBertConfig",
     "Pooling",
     "UnsupportedConfigError",
+    "attention_backend",
     "generate",
     "load",
     "mean_pooled",

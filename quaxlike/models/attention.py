@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays.quantized import CODECS, CacheArray
 from ..sharding.meshes import sequence_axis
+from .attention_backends import Case, chosen
 from .attention_blocks import Sight, of_one_device, scores_of
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
@@ -150,6 +151,8 @@ def attend(
     device, as in Ring Attention (Liu et al., 2023). Its derivatives are computed in reverse only
     (`jax.grad`, `jax.vjp`), as they go round the same way.
 
+    Within [`quaxlike.models.attention_backend`][], a kernel of cuDNN or for TPUs computes what it takes.
+
     **Arguments:**
 
     - `sight`: which tokens each token sees.
@@ -158,10 +161,15 @@ def attend(
     - `sinks`: for each head, the score of a virtual token (GPT-OSS).
     """
     tokens, n_heads, size = query.shape
-    query = query.reshape(tokens, key.shape[1], -1, size)
-    scores = functools.partial(scores_of, scale=size**-0.5 if scale is None else scale, softcap=softcap)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(*query.shape[1:3], 1)
+    factor = size**-0.5 if scale is None else scale
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
+    case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
+    if (kernel := chosen(case)) is not None:
+        return kernel(case).reshape(tokens, n_heads * size)
+    query = query.reshape(tokens, key.shape[1], -1, size)
+    scores = functools.partial(scores_of, scale=factor, softcap=softcap)
+    if sinks is not None:
+        sinks = sinks.reshape(*query.shape[1:3], 1)
     of_all = of_one_device if axis is None else functools.partial(of_ring, axis=axis)
     return of_all(query, key, value, sight, scores, sinks).reshape(tokens, n_heads * size)

@@ -4,6 +4,7 @@ Blocks of queries meet blocks of keys with a running softmax (Milakov and Gimels
 FlashAttention, 2022), and are computed again for their derivatives.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -19,6 +20,15 @@ _ALL_AT_ONCE = 2**19
 _BLOCK = 512  # queries, and keys, at a time for more of them
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How far tokens see before and after themselves; without a limit if None."""
+
+    before: int | None
+    after: int | None
+
+
 class Sight(NamedTuple):
     """Which tokens each token sees: those that are no padding, are near enough and belong to the same text.
 
@@ -28,6 +38,8 @@ class Sight(NamedTuple):
     - `seen`: which tokens are no padding.
     - `before`, `after`: how far a token sees.
     - `texts`: for tokens that see and that are seen, the numbers of their texts; None if they are one.
+    - `reach`: how far they see, for kernels that are made for it. None if it is not known while a program is
+        traced, or if the tokens that see are not those that are seen.
     """
 
     places: Int[Array, " tokens"]
@@ -35,6 +47,7 @@ class Sight(NamedTuple):
     before: Int[Array, ""]
     after: Int[Array, ""]
     texts: tuple[Int[Array, " tokens"], Int[Array, " seen"]] | None = None
+    reach: Reach | None = None
 
     @classmethod
     def of(
@@ -42,14 +55,15 @@ class Sight(NamedTuple):
         seen: Bool[Array, " seen"],
         places: Int[Array, " tokens"] | None = None,
         *,
-        before: Any = None,
-        after: Any = None,
+        before: int | None = None,
+        after: int | None = None,
         texts: tuple[Any, Any] | None = None,
     ) -> "Sight":
         """`places`: default: all. `before` and `after`: without a limit if None."""
         far = lambda reach: jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
+        reach = Reach(before, after) if places is None else None
         places = jnp.arange(len(seen)) if places is None else places
-        return cls(places, seen, far(before), far(after), texts)
+        return cls(places, seen, far(before), far(after), texts, reach)
 
     def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
         """The pairs of a token and one that it sees; `first`: the place of the first that is seen."""

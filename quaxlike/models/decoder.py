@@ -1,6 +1,8 @@
 """The decoder: one model for all architectures in the table, with arrays named as in their checkpoints."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -81,7 +83,8 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
             length = _largest_of_batch(last + 1)  # transformers picks frequencies once per batch
-        contexts = self._contexts(seen, positions, start, length, x.dtype, segments)
+        own = None if memory is None else start + jnp.arange(len(ids))
+        contexts = self._contexts(seen, positions, own, length, x.dtype, segments)
         kinds = [int(window) for window in c.windows]
         if isinstance(layers, list):
             kept: Any = [None] * len(layers) if memory is None else list(memory)
@@ -89,12 +92,12 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
                 x, kept[i] = layer(x, contexts[kinds[i]], kept[i], start)
             memory = None if memory is None else kept
         else:  # stacked
-            contexts = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
+            context_of = _chosen(contexts, kinds)
 
             def step(carry: Any, part: Any) -> Any:
                 (x, memory), (layer, i, kind) = carry, part
                 memory = None if memory is None else dataclasses.replace(memory, layer=i)
-                x, memory = layer(x, jax.tree.map(lambda parts: parts[kind], contexts), memory, start)
+                x, memory = layer(x, context_of(kind), memory, start)
                 return (x, None if memory is None else dataclasses.replace(memory, layer=None)), None
 
             order = jnp.arange(c.num_hidden_layers, dtype=jnp.int32)
@@ -102,17 +105,18 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         return self.normed("norm", x), memory
 
     def _contexts(
-        self, seen: Any, positions: Any, start: Any, length: Any, dtype: Any, segments: Any
+        self, seen: Any, positions: Any, places: Any, length: Any, dtype: Any, segments: Any
     ) -> list[Context]:
-        """The contexts of layers that see all tokens, and of those with a window."""
+        """The contexts of layers that see all tokens, and of those with a window. `places` is as in
+        `Sight.of`."""
         c = self.config
         rotations = [rope.rotation(positions, length, dtype) for rope in c.ropes] or [None]
         texts = None if segments is None else (segments, segments)
-        sight = Sight.of(seen, start + jnp.arange(len(positions)), after=0, texts=texts)
+        sight_of = functools.partial(Sight.of, seen, places, after=0, texts=texts)
         factor = c.ropes[0].query_factor(positions, dtype) if c.ropes else None
-        contexts = [Context(rotations[0], sight, factor)]
+        contexts = [Context(rotations[0], sight_of(), factor)]
         if any(c.windows):
-            near = sight if not c.sliding_window else sight._replace(before=jnp.int32(c.sliding_window - 1))
+            near = sight_of(before=c.sliding_window - 1 if c.sliding_window else None)
             contexts.append(Context(rotations[-1], near, factor))
         return contexts
 
@@ -258,6 +262,18 @@ class Decoder(Part, roles="model lm_head"):
         gate, up, down = family.expert_files
         matrices = (gate, up) if field == "gate_up_proj" else (down,)
         return [f"{head}.{i}.{m}.weight" for i in range(self.config.num_local_experts) for m in matrices]
+
+
+def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
+    """The context for each kind of layer. If all are of one kind, how far their tokens see stays known.
+
+    Arrays are taken from a stack even then: XLA would move what a loop over layers makes of arrays that stay
+    the same, such as all masks of blocks, out of the loop, where they exist at once.
+    """
+    reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
+    contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
+    return lambda kind: jax.tree.map(lambda parts: parts[kind], stacked)
 
 
 def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:

@@ -32,7 +32,8 @@ def of_ring(
 
     own: Any = jax.P(axis)
     whole: Any = jax.P()
-    sights = Sight(own, own, whole, whole, None if sight.texts is None else (own, own))
+    sights = sight._replace(places=own, seen=own, before=whole, after=whole)
+    sights = sights._replace(texts=None if sight.texts is None else (own, own))
     return jax.shard_map(
         of_device, mesh=mesh, axis_names={axis}, in_specs=(own, own, own, sights, whole), out_specs=own,
     )(query, key, value, sight, sinks)  # fmt: skip

@@ -91,6 +91,24 @@ def test_layers_that_are_computed_again(policy, adapted, plain):
     agree(loss_and_gradient(adapted, NextToken(), collate(TEXTS, 16), settings), plain)
 
 
+@pytest.mark.slow
+def test_attention_by_a_kernel(adapted):
+    """In the step, computed again for the gradient, too; interpreted here."""
+    batch, task, losses = collate([text(*np.arange(100) % 13), TEXTS[0]], 128), NextToken(), []
+    params, frozen = eqx.partition(adapted, ql.trainable(adapted))
+    for attention in (None, "splash"):
+        settings = dataclasses.replace(SETTINGS, attention=attention, remat="nothing", learning_rate=0.1)
+        optimiser, _ = optimiser_for(settings, 3)
+        program = Program(task, optimiser, settings, Devices(settings))
+        state = jax.tree.map(jnp.copy, State(params, optimiser.init(params)))
+        for _ in range(3):
+            state, loss = program(frozen, state, batch, jnp.float32(103), None)
+        losses.append(float(loss))
+        compiled = program.compiled(frozen, state, batch, jnp.float32(103), None).as_text()
+        assert ("splash" in compiled) == (attention is not None)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_arrays_beside_adapters_in_another_dtype():
     model = ql.loraify(
         decoder(), rank=2, trainable_token_indices=[3], modules_to_save=["norm"], key=jax.random.key(0)
